@@ -34,7 +34,7 @@ from torch import Tensor
 
 from diffusion.pairs import NUMBERS, ImagePair, ImagePairConfig, load_pairs, write_pairs
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import bounded, check_config, choice, rare
 
 CHUNK = 1024
 """Rows of the distance table in memory at a time."""
@@ -52,15 +52,15 @@ class PairFilterConfig:
     """Weight of the captions' quality; 0 = ignored."""
     gamma: float = bounded(0.5, at_least=0, finite=True)
     """Weight of the captions' diversity; 0 = ignored."""
-    margin: str = choice("absolute", ("absolute", "signed"))
+    margin: str = rare(choice("absolute", ("absolute", "signed")))
     """absolute: distance of the two scores; signed: score of the preferred image minus that of the rejected one."""
-    neighbours: int = bounded(5, at_least=1)
+    neighbours: int = rare(bounded(5, at_least=1))
     """k: the diversity of a caption is its distance to the k-th nearest other one."""
-    normalise: str = choice("zscore", ("zscore", "none"))
+    normalise: str = rare(choice("zscore", ("zscore", "none")))
     """zscore: each term minus its mean, over its deviation; none: as it is."""
-    reward: str | None = None
+    reward: str | None = rare(None)
     """Image reward that scores both images, see `mmrl list rewards`; empty: columns score_chosen and score_rejected."""
-    quality: str | None = None
+    quality: str | None = rare(None)
     """`module:function` that scores captions, f(list of texts) -> list of numbers; empty: the column text_quality."""
     seed: int = 0
     """Seed of a random choice."""

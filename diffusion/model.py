@@ -9,7 +9,7 @@ import torch
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 
 @dataclass
@@ -22,9 +22,9 @@ class LoraSettings:
     """Width of the adapters."""
     alpha: int = bounded(64, at_least=1)
     """The adapters' output is scaled by alpha / rank."""
-    dropout: float = bounded(0.0, at_least=0, below=1)
+    dropout: float = rare(bounded(0.0, at_least=0, below=1))
     """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
-    targets: list[str] | None = None
+    targets: list[str] | None = rare(None)
     """Linear layers that get an adapter, by the end of their name; empty: all attention projections of both streams."""
 
     def validate(self) -> None:
@@ -53,7 +53,7 @@ class ModelConfig:
     """Image height in pixels; empty: the size that the pipeline was trained for."""
     width: int | None = bounded(None, at_least=1)
     """Image width in pixels; empty: the size that the pipeline was trained for."""
-    guidance_embedding: float = bounded(3.5, at_least=0, finite=True)
+    guidance_embedding: float = rare(bounded(3.5, at_least=0, finite=True))
     """Guidance scale, an input of guidance-distilled FLUX transformers; others have none."""
     max_sequence_length: int | None = bounded(None, at_least=1)
     """Tokens of the T5 encoder; empty: the pipeline's own default, 256 for Stable Diffusion 3 and 512 for FLUX."""

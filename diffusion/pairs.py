@@ -20,7 +20,7 @@ from omegaconf import MISSING
 
 from diffusion.images import PACKED, ImageFile, StoredImage, check_caption, read_arrays, read_list, readable
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.files import is_file, replaced
 from mmrl.hub.images import image_pixels_option
 
@@ -62,11 +62,11 @@ class ImagePairConfig:
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
-    max_image_pixels: int = image_pixels_option()
+    max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
-    max_prompt_chars: int = bounded(10_000, at_least=1)
+    max_prompt_chars: int = rare(bounded(10_000, at_least=1))
     """Longest caption in characters."""
-    on_bad_row: str = choice("error", ("error", "skip"))
+    on_bad_row: str = rare(choice("error", ("error", "skip")))
     """A pair with equal or missing images: error stops the run, skip leaves it out and counts it."""
 
 

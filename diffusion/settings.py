@@ -15,7 +15,7 @@ from diffusion.model import ModelConfig
 from diffusion.sampler import SamplerConfig
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.errors import UserError
-from mmrl.fields import choice
+from mmrl.fields import choice, rare
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
@@ -84,7 +84,7 @@ class DiffusionConfig(RunConfig):
     """Reward terms that are optimised, and their weights."""
     heldout_rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms that are never optimised and always reported beside the others; at least one."""
-    combine: str = choice("sum", COMBINATIONS)
+    combine: str = rare(choice("sum", COMBINATIONS))
     """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, their weighted sum
     normalised over the batch, then the objective's bound and factor."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

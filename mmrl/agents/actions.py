@@ -16,7 +16,7 @@ from typing import Any
 from mmrl.agents.action_readers import NamedAction, read_calls, read_object, read_tags, read_text
 from mmrl.agents.action_writers import write_calls, write_object, write_tags, write_text
 from mmrl.agents.literals import UnreadableError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 MAX_CHARS = 1_000_000
 ON_PARSE_ERROR = ("terminate", "noop")
@@ -72,9 +72,9 @@ class ActionConfig:
     format: str = choice("json", lambda: FORMATS)
     """json: an object with thoughts and action; call: Action: click(x=1); tag: <action>3</action>; text: the whole
     answer is the argument `text` of the action `say`."""
-    strict: bool = False
+    strict: bool = rare(False)
     """Whether the answer must follow the format exactly; otherwise the first unambiguous action counts."""
-    max_actions: int = bounded(1, at_least=1, at_most=64)
+    max_actions: int = rare(bounded(1, at_least=1, at_most=64))
     """Actions of one answer; more are an error where strict, and ignored otherwise."""
     on_parse_error: str = choice("terminate", ON_PARSE_ERROR)
     """terminate: an answer without action ends the episode; noop: the turn is spent and the agent is told why."""

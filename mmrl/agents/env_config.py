@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.workers.engine import WorkerSpec
 
 SERVICE = Path(__file__).resolve().with_name("env_service.py")
@@ -31,21 +31,21 @@ class EnvironmentConfig:
     """Keyword arguments of mmrl.agents.gym_env.GymEnvironment, where the factory makes a gymnasium.Env."""
     workers: int = bounded(2, at_least=1)
     """Environments at once of each training process, each in a process of its own."""
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = rare(field(default_factory=dict))
     """Environment variables of the processes, on top of this one's."""
-    start_timeout_s: float = bounded(180.0, above=0, finite=True)
+    start_timeout_s: float = rare(bounded(180.0, above=0, finite=True))
     """Seconds for imports and construction."""
-    reset_timeout_s: float = bounded(120.0, above=0, finite=True)
+    reset_timeout_s: float = rare(bounded(120.0, above=0, finite=True))
     """Seconds for starting an episode."""
-    step_timeout_s: float = bounded(60.0, above=0, finite=True)
+    step_timeout_s: float = rare(bounded(60.0, above=0, finite=True))
     """Seconds for an action."""
-    heartbeat_timeout_s: float = bounded(30.0, above=0, finite=True)
+    heartbeat_timeout_s: float = rare(bounded(30.0, above=0, finite=True))
     """Seconds without a heartbeat, which is missed only while code holds the GIL or the process is stopped."""
-    memory_mb: float | None = bounded(None, above=0, finite=True)
+    memory_mb: float | None = rare(bounded(None, above=0, finite=True))
     """MiB that a process and its children may hold; its episode fails beyond that. Empty = any."""
-    reset_retries: int = bounded(2, at_least=0)
+    reset_retries: int = rare(bounded(2, at_least=0))
     """How often an episode that did not start is tried again, in a fresh process."""
-    max_restarts: int = bounded(20, at_least=1)
+    max_restarts: int = rare(bounded(20, at_least=1))
     """Restarts of a worker that completed no episode after which the run stops."""
 
     def validate(self) -> None:

@@ -9,7 +9,7 @@ from mmrl.agents.environment import Observation
 from mmrl.agents.films import Video
 from mmrl.agents.tasks import AgentTask
 from mmrl.agents.trajectories import Trajectory
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.vlm.payload import Prompt
 
 
@@ -19,7 +19,7 @@ class EpisodeConfig:
 
     max_turns: int = bounded(15, at_least=1)
     """Turns after which an episode is truncated, unless the environment ended it before."""
-    success_above: float = 0.0
+    success_above: float = rare(0.0)
     """An episode succeeds where the sum of its rewards is larger, unless the environment sets info["success"]."""
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_fields, choice
+from mmrl.fields import bounded, check_fields, choice, rare
 from mmrl.gui.answers import PARSERS, parse_answer, split_think
 from mmrl.gui.coords import Point, coordinate_space, to_original
 from mmrl.gui.samples import Target
@@ -37,17 +37,17 @@ class AnswerRules:
     -1."""
     parser: str = choice("reference", lambda: PARSERS)
     """reference (the public code's), or robust, which reads more formats and rewards broken JSON."""
-    collinear_scope: str = choice("total", COLLINEAR_SCOPES)
+    collinear_scope: str = rare(choice("total", COLLINEAR_SCOPES))
     """Penalty of three points on a line: total, the whole score is -1; accuracy, the format is still rewarded."""
-    collinear_tol_px: float = bounded(0.0, at_least=0, finite=True)
+    collinear_tol_px: float = rare(bounded(0.0, at_least=0, finite=True))
     """Three points are on a line where the height of their triangle is below this, in pixels of the original image; 0
     is the exact test on the numbers as written, which a jitter of a pixel evades."""
     max_answers: int = bounded(0, at_least=0)
     """More answers are a wrong format; 0 is no limit, which rewards a model for guessing on."""
-    dedupe_px: float = bounded(0.0, at_least=0, finite=True)
+    dedupe_px: float = rare(bounded(0.0, at_least=0, finite=True))
     """Answers within this of an earlier one, in pixels of the original image, do not count; 0 counts every one, which
     rewards repeating a wrong point."""
-    empty_is_malformed: bool = False
+    empty_is_malformed: bool = rare(False)
     """Whether an empty list is a wrong format, instead of a miss that costs nothing."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.gui.benchmarks.annotations import Annotation, BoxForm, RowContext, RowError, corners, make_target
 from mmrl.gui.benchmarks.table import BENCHMARKS, Benchmark, Layout, find_benchmark, recognise
@@ -50,11 +50,11 @@ class BenchmarkConfig:
     ui_i2e."""
     path: str = MISSING
     """Folder of the copy, or one of its annotation files."""
-    images: str | None = None
+    images: str | None = rare(None)
     """Folder of the images; empty: the published one in the copy."""
-    language: str = choice("en", ("en", "cn"))
+    language: str = rare(choice("en", ("en", "cn")))
     """Language of the instructions, en or cn; only ScreenSpot-Pro has both."""
-    max_samples: int = bounded(0, at_least=0)
+    max_samples: int = rare(bounded(0, at_least=0))
     """Only this many of the first samples, for a trial; 0 = all."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmrl.errors import UserError
-from mmrl.fields import choice
+from mmrl.fields import choice, rare
 from mmrl.files import is_file
 from mmrl.gui.coords import CoordinateSpace, coordinate_space
 from mmrl.gui.grounding import TEMPLATE, THINK, GroundingSettings
@@ -47,15 +47,15 @@ class PromptConfig:
     """points: JSON points as InfiGUI-G1 writes them; points_think: the same after a think block; tool_call: the
     computer-use call of Qwen2.5-VL; rel1000: JSON points in thousandths, for Qwen3-VL; run: the training question of
     the run whose folder is model.path."""
-    system: str | None = None
+    system: str | None = rare(None)
     """System turn instead of the preset's; '' = none. {width} and {height} are those of the resized image."""
-    user: str | None = None
+    user: str | None = rare(None)
     """Question instead of the preset's; {instruction}, {width} and {height} are filled in, braces are doubled."""
-    prefix: str | None = None
+    prefix: str | None = rare(None)
     """Start of the answer instead of the preset's; '' = nothing."""
-    refusal: str | None = None
+    refusal: str | None = rare(None)
     """Added to the question where a benchmark also asks for absent elements; '' = nothing."""
-    space: str = choice("", lambda: ("", *CoordinateSpace))
+    space: str = rare(choice("", lambda: ("", *CoordinateSpace)))
     """Meaning of the two numbers of an answer; empty: that of the preset."""
 
     def validate(self) -> None:

@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_fields, choice, parts_of
+from mmrl.fields import bounded, check_fields, choice, parts_of, rare
 from mmrl.gui.answers import PARSERS, parse_answer
 from mmrl.gui.benchmarks.loading import BenchmarkConfig, load_benchmark
 from mmrl.gui.benchmarks.metrics import Scored, metrics_of, results_markdown, score_answer, tabulate, write_results
@@ -62,13 +62,13 @@ MUCH_OUTSIDE = 0.3
 class GroundingEvaluationOptions:
     """How answers are batched, read and shown."""
 
-    batch_tasks: int = bounded(8, at_least=1)
+    batch_tasks: int = rare(bounded(8, at_least=1))
     """Screens answered together."""
-    parser: str = choice("robust", tuple(PARSERS))
+    parser: str = rare(choice("robust", tuple(PARSERS)))
     """How points are read: robust takes every format of `mmrl.gui.answers`, reference only InfiGUI-G1's."""
-    records: int = bounded(24, at_least=0)
+    records: int = rare(bounded(24, at_least=0))
     """Samples shown in the report, the first ones."""
-    images: int = bounded(8, at_least=0)
+    images: int = rare(bounded(8, at_least=0))
     """First hits and first misses written as PNG files, that many of each."""
 
 
@@ -88,7 +88,7 @@ class GreedyConfig:
 
     max_new_tokens: int = bounded(NEW_TOKENS, at_least=1)
     """Longest answer in tokens."""
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = rare(field(default_factory=list))
     """An answer ends with the token that completes one of these strings."""
 
 
@@ -105,7 +105,7 @@ class GroundingEvaluationConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model; `path` may also be a run's folder. `min_pixels` and `max_pixels` bound the resized screen; empty: 4 and
     16384 tokens."""
-    visual_tokens: int = bounded(VISUAL_TOKENS, at_least=0)
+    visual_tokens: int = rare(bounded(VISUAL_TOKENS, at_least=0))
     """Larger screens are first scaled to this many visual tokens, as in InfiGUI-G1's evaluation; 0 = not."""
     prompt: PromptConfig = field(default_factory=PromptConfig)
     """How the model is asked."""
@@ -115,7 +115,7 @@ class GroundingEvaluationConfig:
     """Longest answer and stop strings."""
     evaluation: GroundingEvaluationOptions = field(default_factory=GroundingEvaluationOptions)
     """Batches, parser, images."""
-    max_image_pixels: int = image_pixels_option()
+    max_image_pixels: int = rare(image_pixels_option())
     """Largest screen in pixels, checked by its header before it is decoded."""
     trainer: ComputeConfig = field(default_factory=ComputeConfig)
     """Precision and threads, under their names in training runs."""
