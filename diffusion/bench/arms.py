@@ -1,15 +1,14 @@
-"""Arms of the diffusion benchmarks on one pipeline: sampling, embedding, guidance, stacking and the cost of a row."""
+"""Arms of the diffusion benchmarks on one pipeline: sampling, embedding, guidance and stacking."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diffusion.bench.pipeline import OTHER_PROMPT, PROMPT, RowCount, noise, open_pipeline, sigma_grid
+from diffusion.bench.pipeline import PROMPT, RowCount, noise, open_pipeline, sigma_grid
 from diffusion.conditioning import PromptEmbeddings
 from diffusion.flux import Sd3Transformer
 from diffusion.forward_process import stack_timesteps
@@ -168,37 +167,6 @@ def stack_arm(options: dict[str, Any]) -> dict[str, Any]:
     measured = repeat(once, options["repetitions"], options["device"])
     torch.save(_gradient(pipeline.transformer).cpu(), options["result"])
     return measured | {"counts": counted.per_image(len(images))}
-
-
-def cost_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Count the operations of one row: transformer forward, forward and backward, and text encoders."""
-    pipeline = open_pipeline(options)
-    cache = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"])
-    latents, sigma = noise(pipeline, 1), torch.tensor(0.5)
-    mine, other = (
-        GuidedVelocity(Sd3Transformer(pipeline.transformer), cache.rows([prompt])) for prompt in (PROMPT, OTHER_PROMPT)
-    )
-    with torch.no_grad():
-        value, shifted = mine(latents, sigma.to(latents.device)), other(latents, sigma.to(latents.device))
-    counts = {
-        "forward_flops": _flops(torch.no_grad()(lambda: mine(latents, sigma.to(latents.device)))),
-        "train_flops": _flops(lambda: mine(latents, sigma.to(latents.device)).sum().backward()),
-        "text_flops": _flops(lambda: cache.encoders.encode(PROMPT)),
-        "transformer_parameters": sum(weight.numel() for weight in pipeline.transformer.parameters()),
-        "other_prompt": float((value - shifted).abs().max()),
-        "size": float(value.abs().max()),
-    }
-    return repeat(lambda watch: None, options["repetitions"], options["device"]) | {"counts": counts}
-
-
-def _flops(work: Callable[[], Any]) -> int:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
-    # the fused attention of the CPU is not in the counter's table; as plain products it is
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        work()
-    return int(counter.get_total_flops())
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion.bench.long_run import long_run
 from mmrl.bench.harness import Arm, BenchOptions, check, comparison, progress, ratio, run_arms
 from mmrl.errors import UserError
 
@@ -29,7 +28,7 @@ GRADIENT_LIMIT = 1e-5
 RECIPE_MINIMUM = 2.0
 """Times that an epoch of AWM should be cheaper than one of Flow-GRPO, by image."""
 CONTROL_LIMIT = 1e-2
-"""Smallest relative change of the velocity by another prompt: a check on rows that ignore their text shows nothing."""
+"""Smallest relative change of the gradient when the negative half is detached."""
 
 FULL_MODEL: dict[str, Any] = {
     "layers": 6,
@@ -84,7 +83,7 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
 
 
 class _Work:
-    """The model, the sizes and the cost of a row that all comparisons share."""
+    """The model and the sizes that all comparisons share."""
 
     def __init__(self, options: BenchOptions, place: Path) -> None:
         self.options = options
@@ -92,10 +91,6 @@ class _Work:
         self.sizes = QUICK if options.quick else FULL
         self.model = str(options.model or _build(place, options.quick))
         self.quantity = "wall_s" if options.device == "cuda" else "cpu_s"
-        cost = run_arms("cost", [Arm("cost", f"{ARMS}:cost_arm", self._common(), blocks=1)], options)["cost"]
-        if "error" in cost:
-            raise UserError(f"the pipeline {self.model} cannot be used: {cost['error']}")
-        self.cost: dict[str, float] = cost["counts"]
 
     def arm(self, name: str, function: str, **changes: Any) -> Arm:
         """An arm whose result lies in a file of its own."""
@@ -103,38 +98,18 @@ class _Work:
         result = str(self.place / f"{function}-{name.replace(' ', '_')}.pt")
         return Arm(name, f"{module}:{function}", self._common() | {"result": result} | changes)
 
-    def flops(self, runs: Mapping[str, dict[str, Any]]) -> dict[str, float]:
-        """Operations of each arm for one image, from the rows that it counted."""
-        pairs = (("forward_rows", "forward_flops"), ("train_rows", "train_flops"), ("text_rows", "text_flops"))
-        return {
-            name: sum(run["counts"][rows] * self.cost[flops] for rows, flops in pairs)
-            for name, run in runs.items()
-            if "counts" in run
-        }
-
     def ratio(
         self, runs: Mapping[str, dict[str, Any]], baseline: str, ours: str, minimum: float | None = None
     ) -> dict[str, Any]:
-        """Time of the baseline over ours, beside what the counted operations allow where they differ."""
-        flops = self.flops(runs)
-        bound = flops[baseline] / flops[ours] if baseline in flops and flops.get(ours) else 1.0
-        return ratio(runs, baseline, ours, self.quantity, minimum=minimum, bound=None if bound == 1.0 else bound)
-
-    def floor(self, runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        """Operations for one image and of one row."""
-        return {"flops_per_image": self.flops(runs), "of_one_row": self.cost}
+        """Time of the baseline over ours."""
+        return ratio(runs, baseline, ours, self.quantity, minimum=minimum)
 
     def same(
         self, one: Arm, other: Arm, limit: float, *, relative: bool = False, above: bool = False
     ) -> dict[str, Any] | None:
         """Check the largest difference between the results of two arms; None where one of them failed.
 
-        Args:
-            one: an arm.
-            other: an arm whose result has the same shape.
-            limit: largest allowed difference, or with `above` the smallest.
-            relative: the norm of the difference over that of the first result in place of the largest difference.
-            above: whether they must differ by so much.
+        `relative` divides the norm of the difference by that of the first; with `above` they must differ by `limit`.
         """
         import torch
 
@@ -153,13 +128,9 @@ class _Work:
         notes: Sequence[str],
         checks: Mapping[str, dict[str, Any] | None] | None = None,
     ) -> dict[str, Any]:
-        """The comparison with its counted operations and the checks that could be made."""
+        """The comparison with the checks that could be made."""
         made = {name: found for name, found in (checks or {}).items() if found is not None}
-        return comparison(runs, ratios=ratios, floor=self.floor(runs), checks=made, notes=notes)
-
-    def control(self) -> dict[str, Any]:
-        """Check that the velocity depends on its prompt, relative to its size."""
-        return check(self.cost["other_prompt"] / self.cost["size"], CONTROL_LIMIT, above=True)
+        return comparison(runs, ratios=ratios, checks=made, notes=notes)
 
     def _common(self) -> dict[str, Any]:
         return self.sizes | {"model": self.model}
@@ -191,7 +162,6 @@ def _rollout(work: _Work) -> dict[str, Any]:
             "latents of the pipeline": work.same(pipeline, shared, LATENT_LIMIT),
             "latents with the text of each image": work.same(by_row, shared, LATENT_LIMIT),
             "latents of the group at once": work.same(pipeline, whole, LATENT_LIMIT),
-            "another prompt": work.control(),
         },
         notes=[
             f"{work.sizes['images']} images of one prompt, batches of {work.sizes['image_batch']}, "
@@ -336,7 +306,6 @@ COMPARISONS: dict[str, Callable[[_Work], dict[str, Any]]] = {
     "stacking": _stacking,
     "recipes": _recipes,
     "steps": _steps,
-    "long-run": lambda work: long_run(work.options),
 }
 """What `--only` takes."""
 

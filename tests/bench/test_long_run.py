@@ -16,7 +16,6 @@ from mmrl.errors import RunError, UserError
 
 ROOMS = {
     "vlm": "mmrl.vlm.bench.comparisons",
-    "diffusion": "diffusion.bench.comparisons",
     "sim": "robotics.bench.comparisons",
     "gui": "mmrl.gui.bench.comparisons",
 }

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from diffusion.bench import comparisons as diffusion
-from mmrl.bench.harness import BenchOptions, run_arms
+from mmrl.bench.harness import BenchOptions
 from mmrl.errors import UserError
 
 
@@ -52,8 +52,7 @@ def test_rollouts_compute_the_same_latents_with_fewer_text_rows(comparisons):
     assert found["shared"]["text_rows"] * 4 == 2
     assert found["shared"]["transformer_calls"] == 2 * steps
     assert found["shared, group at once"]["transformer_calls"] == steps
-    checks = comparisons["rollout"]["checks"]
-    assert {"latents of the pipeline", "another prompt"} <= set(checks)
+    assert "latents of the pipeline" in comparisons["rollout"]["checks"]
 
 
 def test_each_prompt_is_embedded_once(comparisons):
@@ -61,7 +60,6 @@ def test_each_prompt_is_embedded_once(comparisons):
     assert found["each image"]["text_rows"] == 1
     assert found["each prompt"]["text_rows"] == pytest.approx(1 / diffusion.QUICK["images"])
     assert found["each prompt"]["text_encoder_mb"] > 0
-    assert comparisons["encoding"]["ratios"]["time"]["bound"] == pytest.approx(diffusion.QUICK["images"])
 
 
 def test_a_detached_half_costs_no_backward_rows(comparisons):
@@ -69,7 +67,6 @@ def test_a_detached_half_costs_no_backward_rows(comparisons):
     assert (found["one call"]["transformer_calls"], found["two calls"]["transformer_calls"]) == (2, 4)
     assert found["train, detached after"]["train_rows"] == 2
     assert (found["train, no graph"]["train_rows"], found["train, no graph"]["forward_rows"]) == (1, 1)
-    assert comparisons["guidance"]["ratios"]["no graph for the negative half"]["bound"] == pytest.approx(1.5, abs=0.05)
 
 
 def test_stacked_draws_are_one_call(comparisons):
@@ -89,12 +86,6 @@ def test_recipe_passes_at_published_sizes_are_those_counted_by_hand(folder):
     assert cost == {"flow-grpo": 92, "flow-grpo-fast": 36, "awm": 44}
 
 
-def test_operations_of_a_row_are_counted(comparisons):
-    cost = comparisons["rollout"]["floor"]["of_one_row"]
-    assert cost["train_flops"] == pytest.approx(3 * cost["forward_flops"], rel=0.05)
-    assert cost["text_flops"] > 0
-
-
 @pytest.mark.parametrize(
     ("options", "culprit"),
     [({"only": ["speed"]}, "--only speed"), ({"against": "trl"}, "--against trl")],
@@ -104,26 +95,14 @@ def test_unknown_comparisons_and_libraries_are_refused(options, culprit):
         diffusion.compare(BenchOptions(quick=True, **options))
 
 
-def test_a_folder_that_is_no_pipeline_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(diffusion, "run_arms", lambda *_: {"cost": {"error": "OSError: no model_index.json"}})
-    with pytest.raises(UserError, match=f"{tmp_path} cannot be used: OSError"):
-        diffusion.compare(BenchOptions(quick=True, model=tmp_path))
-    assert diffusion.run_arms is not run_arms
-
-
-def test_an_arm_that_failed_fails_its_comparison_and_no_other(monkeypatch, comparisons):
-    cost = comparisons["rollout"]["floor"]["of_one_row"]
-
+def test_an_arm_that_failed_fails_its_comparison_and_no_other(monkeypatch):
     def broken(title, arms, options):
-        if title == "cost":
-            return {"cost": {"counts": cost, "blocks": []}}
         return {arm.name: {"error": "out of memory", "blocks": []} for arm in arms}
 
     monkeypatch.setattr(diffusion, "run_arms", broken)
-    monkeypatch.setattr("mmrl.bench.long_run.run_arms", broken)
     found = diffusion.compare(BenchOptions(quick=True, model="anywhere"))
     assert all(entry["failed"] for entry in found.values())
-    assert set(found["rollout"]["checks"]) == {"another prompt"}
+    assert not found["rollout"]["checks"]
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
