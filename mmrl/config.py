@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.errors import UserError
-from mmrl.fields import check_fields
+from mmrl.fields import check_fields, inherited_by
 from mmrl.files import is_file, write_atomically
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
 
     structured, schema = OmegaConf.structured(defaults), defaults if isinstance(defaults, type) else type(defaults)
     try:
-        merged = OmegaConf.merge(structured, _without_nulls(schema, values))
+        merged = OmegaConf.merge(structured, _with_inherited(schema, _without_nulls(schema, values)))
         filled = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
         raise UserError(f"{where}: {_unknown_key(error, structured)}") from error
@@ -138,6 +138,23 @@ def _without_nulls(schema: type[Any], values: Any) -> Any:
         of_parts = typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1])
         if of_parts and isinstance(kept.get(name), DictConfig):
             kept[name] = {key: part for key, part in kept[name].items() if part is not None}
+    return kept
+
+
+def _with_inherited(schema: type[Any], values: Any) -> Any:
+    """Give parts that inherit from another field its options where they set none of their own."""
+    from omegaconf import DictConfig, OmegaConf
+
+    kept = copy.copy(values)
+    for item in dataclasses.fields(schema):
+        inherited = inherited_by(item)
+        if inherited is None or not all(isinstance(kept.get(key), DictConfig) for key in (item.name, inherited[0])):
+            continue
+        common = {key: value for key, value in kept[inherited[0]].items() if key not in inherited[1]}
+        parts = kept[item.name].items()
+        kept[item.name] = {
+            name: OmegaConf.merge(common, part) if isinstance(part, DictConfig) else part for name, part in parts
+        }
     return kept
 
 

@@ -180,6 +180,16 @@ def by_kind(
     return dataclasses.field(default_factory=dict, metadata={"kinds": kinds})
 
 
+def inheriting(source: str, *, own: tuple[str, ...]) -> Any:
+    """A field of named parts; options that a part does not set, except `own`, are those of the field `source`."""
+    return dataclasses.field(default_factory=dict, metadata={"inherits": (source, own)})
+
+
+def inherited_by(item: dataclasses.Field[Any]) -> tuple[str, tuple[str, ...]] | None:
+    """The field that the parts of a field inherit from, and the options that they do not inherit; or None."""
+    return item.metadata.get("inherits")
+
+
 def kinds_of(item: dataclasses.Field[Any]) -> Kinds | None:
     """The declared kinds of a field, or None."""
     return item.metadata.get("kinds")

@@ -94,8 +94,9 @@ def json_schema(defaults: Any) -> dict[str, Any]:
 def _object_schema(schema: type[Any]) -> dict[str, Any]:
     hints, sentences, properties = typing.get_type_hints(schema), _sentences(schema), {}
     for item in dataclasses.fields(schema):
-        found = _type_schema(hints[item.name], bounds_of(item))
         default = _default_of(item)
+        hint = type(default) if dataclasses.is_dataclass(default) else hints[item.name]
+        found = _type_schema(hint, bounds_of(item))
         if not dataclasses.is_dataclass(default) and default not in (dataclasses.MISSING, REQUIRED):
             found["default"] = _plain(default)
         properties[item.name] = {"description": sentences.get(item.name, ""), **found}

@@ -49,7 +49,6 @@ from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precis
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampling import SamplerConfig
-from mmrl.vlm.storage import save_merged
 
 LOGGER = logging.getLogger("mmrl")
 SCORES = ("values", "turns", "entropy", "logp_ref")
@@ -289,7 +288,7 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
     @classmethod
     def export(cls, config: AgentConfig, checkpoint: Path, output: Path) -> str:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
-        save_merged(load_policy(replace(config.model, path=str(checkpoint / "model"), build=None)), output)
+        load_policy(replace(config.model, path=str(checkpoint / "model"), build=None)).save_merged(output)
         return "transformers.AutoModelForImageTextToText.from_pretrained"
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from mmrl.vlm.lean_weights import lean_weights, unsupported_reason
 from mmrl.vlm.payload import Prompt, join_prompts
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.reading import text_prompt
-from mmrl.vlm.sampler import sample_with
+from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig, Samples
 
 
@@ -68,7 +68,7 @@ class TurnSampler:
                 drawn = self._continue(self._histories, rows, uniforms)
             else:
                 prompts = [join_prompts(self._parts[row]) for row in rows.tolist()]
-                drawn = sample_with(self._policy, prompts, 1, self._config, uniforms)
+                drawn = sample(self._policy, prompts, 1, self._config, uniforms)
         lengths = drawn.mask.sum(1).long().tolist()
         ids = drawn.response_ids.cpu()
         for index, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):

@@ -13,8 +13,8 @@ class AugmentationSettings:
     """Hints for hard questions and noise for easy ones; a scale of 0 switches one off."""
 
     measure: str = rare(choice("history", ("history", "probe")))
-    """Where a question's own mean reward comes from: history, its last group, so that a question is changed from its
-    second time on; probe, samples drawn of it first in every step, which cost as much as others."""
+    """Source of a question's own mean reward: history, its last group, so that a question is changed from its second
+    time on; probe, samples drawn of it first in every step, which cost as much as others."""
     probe_samples: int = rare(bounded(4, at_least=1))
     """Samples of each question that `measure: probe` draws."""
     window: int = rare(bounded(100, at_least=1))

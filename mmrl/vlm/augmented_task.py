@@ -1,4 +1,4 @@
-"""Questions made easier or harder for training: with a hint, with a given start of the answer, with noisy pictures."""
+"""Questions made easier or harder for training: with a hint, with a given start of the answer, with noisy images."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ IMAGES, VIDEOS = 0, 1
 
 @dataclass
 class AugmentedTask(VlmTask):
-    """A question as a step of training asks it."""
+    """A question with its augmentation in one training step."""
 
     given_start: str = ""
     """Text that the answer begins with."""
     hint_fraction: float = 0.0
-    """Share of a reasoning trace that the question or its answer's start gives away; 0 without a hint."""
+    """Share of a reasoning trace in the question or in the start of its answer; 0 without a hint."""
     noise_sigma: float = 0.0
     """Standard deviation of the noise on images and frames, as a share of full contrast."""
     noise_seed: int = 0
-    """Seed of the noise: the same question is always shown in the same way."""
+    """Seed of the noise: the same question always looks the same."""
 
     @property
     def answer_start(self) -> str:
@@ -65,7 +65,7 @@ def noisy_image(image: Image.Image, sigma: float, rng: np.random.Generator) -> I
 
 
 def noisy_frames(frames: Frames, sigma: float, rng: np.random.Generator) -> Frames:
-    """Add Gaussian noise to a video, drawn anew for each frame."""
+    """Add Gaussian noise to a video, independent for each frame."""
     pixels, metadata = frames
     noise = torch.from_numpy(rng.standard_normal(tuple(pixels.shape), np.float32))
     return (pixels + noise.to(pixels) * (255 * sigma)).clamp(0, 255), metadata
@@ -75,18 +75,17 @@ def rewrite_question(task: VlmTask, template: str, **values: str) -> list[dict[s
     """Chat turns of a task with another text in the last user turn."""
     turns = [{**turn, "content": list(turn["content"])} for turn in task.messages]
     content = next(turn for turn in reversed(turns) if turn["role"] == "user")["content"]
-    places = [place for place, item in enumerate(content) if item["type"] == "text"]
-    question = content[places[-1]]["text"] if places else ""
+    last = max((index for index, item in enumerate(content) if item["type"] == "text"), default=len(content))
+    question = content[last]["text"] if last < len(content) else ""
     # in one pass: a question may hold braces itself
     known = {"question": question, **values}
     text = re.sub(r"\{(\w+)\}", lambda match: known.get(match[1], match[0]), template)
-    place = places[-1] if places else len(content)
-    content[place : place + 1] = [{"type": "text", "text": text}]
+    content[last : last + 1] = [{"type": "text", "text": text}]
     return turns
 
 
 def reasoning_of(text: str, start: str, end: str) -> str:
-    """What stands between two marks in a response; a response without the first one is read from its beginning."""
+    """The text between two marks in a response, from its beginning where the first mark is missing."""
     _, found, rest = text.partition(start)
     return (rest if found else text).partition(end)[0]
 

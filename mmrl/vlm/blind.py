@@ -1,4 +1,4 @@
-"""What a strategy reaches that reads a question's text but never its image: the mark that looking has to beat."""
+"""The accuracy of a strategy that reads a question's text but never its image, which looking has to beat."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class BlindStrategy:
     """Kinds for which copying the hint is right more often than the usual answer."""
 
     def answer(self, row: Row) -> str:
-        """The guess for one question."""
+        """The answer to one question."""
         kind, hint = str(row["kind"]), str(row["hint_text"])
         if (kind, hint) in self.given_hint:
             return self.given_hint[kind, hint]
         return hint if hint and self.copies.get(kind, False) else self.usual.get(kind, "")
 
     def share(self, rows: Sequence[Row]) -> float:
-        """Share of questions that the guesses answer."""
+        """Share of questions that it answers right."""
         return sum(self.answer(row) == row["answer"] for row in rows) / max(len(rows), 1)
 
 
 def fit_blind(rows: Sequence[Row]) -> BlindStrategy:
-    """Learn the best guesses that the text allows."""
+    """Learn the best answers from the text alone."""
     strategy = BlindStrategy()
     for kind in sorted({str(row["kind"]) for row in rows}):
         own = [row for row in rows if row["kind"] == kind]

@@ -16,6 +16,9 @@ from mmrl.vlm.rotary import rotary_positions, split_frames
 from mmrl.vlm.task import TaskError, VlmTask
 from mmrl.vlm.video_input import load_videos
 
+MARK = "\u2063turn\u2063"
+"""Stands for the text of earlier turns where the template is rendered; no question holds it."""
+
 
 class PromptTooLong(TaskError):  # noqa: N818 - named after what it is, like the kinds of TaskError
     """A prompt with more tokens than the model or the settings allow."""
@@ -32,7 +35,7 @@ class PromptTooLong(TaskError):  # noqa: N818 - named after what it is, like the
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """What the encoding of prompts needs to know of a model."""
+    """Sizes of a model that the encoding of prompts depends on."""
 
     patch_size: int
     """Pixels on a side of one patch."""
@@ -53,16 +56,23 @@ def encode_prompt(
     images: Sequence[Image.Image] | None = None,
     videos: Sequence[Frames] | None = None,
 ) -> Prompt:
-    """Turn a task into the tokens, pixels and positions that the model reads."""
-    return _encode(task, _render(task, processor) + task.answer_start, processor, layout, images, videos)
+    """Turn a task, with other images or frames where they are given, into the model's tokens, pixels and positions."""
+    text = _render(task, processor, task.messages, add_generation_prompt=True)
+    return _encode(task, text + task.answer_start, processor, layout, images, videos)
 
 
 def encode_turn(
     task: VlmTask, processor: Any, layout: PromptLayout, *, answered: bool, images: Sequence[Image.Image] | None = None
 ) -> Prompt:
-    """Turn the user's next message into the tokens that stand between two answers of the model."""
-    end, turn = _render_turn(task, processor)
-    return _encode(task, turn if answered else end + turn, processor, layout, images)
+    """Turn the user's next message into the tokens between two answers; `answered`: the first has its end token."""
+    before = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
+    whole = _render(task, processor, before + task.messages, add_generation_prompt=True).rpartition(MARK)[2]
+    alone = _render(task, processor, before, add_generation_prompt=False).rpartition(MARK)[2]
+    end = processor.tokenizer.eos_token
+    if not alone.startswith(end) or not whole.startswith(end):
+        message = f"the chat template does not end the assistant's turn with the end token {end}"
+        raise TaskError("bad_prompt", task.id, message)
+    return _encode(task, whole.removeprefix(end) if answered else whole, processor, layout, images)
 
 
 def _encode(
@@ -74,7 +84,13 @@ def _encode(
     videos: Sequence[Frames] | None = None,
 ) -> Prompt:
     loaded = task.load_images() if images is None else list(images)
-    _check_places(task, text, processor, len(loaded))
+    for token, count, kind in (
+        (processor.image_token, len(loaded), "images"),
+        (processor.video_token, len(task.videos), "videos"),
+    ):
+        if (found := text.count(token)) != count:  # a question may also hold a literal one
+            message = f"the rendered prompt has {found} {token} for {count} {kind}"
+            raise TaskError("placeholder_mismatch", task.id, message)
     frames = load_videos(task, layout.patch_size) if videos is None else list(videos)
     inputs = _process(task, processor, text, loaded, frames)
     _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
@@ -95,41 +111,12 @@ def _encode(
     )
 
 
-def _render(task: VlmTask, processor: Any) -> str:
+def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
     try:
-        return str(processor.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True))
+        rendered = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except Exception as error:  # templates raise their own errors, for instance on an unknown role
         raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
-
-
-def _render_turn(task: VlmTask, processor: Any) -> tuple[str, str]:
-    """What ends the assistant's turn, and what stands between it and the assistant's next turn."""
-    before = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
-    try:
-        whole, alone = (
-            str(processor.apply_chat_template(before + more, tokenize=False, add_generation_prompt=bool(more)))
-            for more in (task.messages, [])
-        )
-    except Exception as error:  # templates raise their own errors, for instance on an unknown role
-        raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
-    end = processor.tokenizer.eos_token
-    behind = whole.rpartition(MARK)[2]
-    if not alone.rpartition(MARK)[2].startswith(end) or not behind.startswith(end):
-        message = f"the chat template does not end the assistant's turn with the end token {end}"
-        raise TaskError("bad_prompt", task.id, message)
-    return end, behind.removeprefix(end)
-
-
-def _check_places(task: VlmTask, text: str, processor: Any, images: int) -> None:
-    """Count placeholders in the rendered text: a question may also hold a literal one."""
-    for token, count, what in (
-        (processor.image_token, images, "images"),
-        (processor.video_token, len(task.videos), "videos"),
-    ):
-        places = text.count(token)
-        if places != count:
-            message = f"the rendered prompt has {places} {token} for {count} {what}"
-            raise TaskError("placeholder_mismatch", task.id, message)
+    return str(rendered)
 
 
 def _process(task: VlmTask, processor: Any, text: str, images: Sequence[Any], frames: Sequence[Any]) -> dict[str, Any]:
@@ -150,7 +137,7 @@ def _process(task: VlmTask, processor: Any, text: str, images: Sequence[Any], fr
 
 
 def _check_sizes(task: VlmTask, grids: Tensor | None, patch_size: int) -> None:
-    """Coordinates in a prompt or an answer are of `image_wh`, so the model must see exactly that size."""
+    """Coordinates in a prompt or an answer are pixels of `image_wh`, so the model must see exactly that size."""
     if not task.image_wh or grids is None:
         return
     found = [(int(width) * patch_size, int(height) * patch_size) for _, height, width in grids.tolist()]
@@ -172,9 +159,6 @@ def _positions(inputs: dict[str, Any], layout: PromptLayout) -> Tensor:
     types = inputs["mm_token_type_ids"][0]
     return rotary_positions(types, layout.merge_size, inputs.get("image_grid_thw"), videos, steps)
 
-
-MARK = "\u2063turn\u2063"
-"""Stands for the text of earlier turns where the template is rendered; no question holds it."""
 
 PROMPT_ERRORS: dict[str, str] = {
     "prompt_too_long": "The prompt has more tokens than model.max_prompt_tokens or the model's positions.",

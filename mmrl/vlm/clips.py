@@ -1,7 +1,7 @@
 """Synthetic video clips of real handwritten digits, of any length, drawn frame by frame while they are encoded.
 
 A clip is a list of shots. Each draws its own background, colours and motion from the seed of the clip and its place in
-it, so a frame of a long clip needs nothing of the frames before its shot, and the same plan gives the same clip.
+it, so a frame of a long clip does not depend on the shots before its own, and the same plan gives the same clip.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SMALLEST_PX = 40
 
 @dataclass(frozen=True)
 class Shot:
-    """Some frames in a row of one thing."""
+    """Consecutive frames of one thing."""
 
     frames: int
-    """How long it lasts."""
+    """Number of frames."""
     scan: int | None = None
-    """Place of a scan in `scans_and_labels`, whose digit drifts across the picture; None shows none."""
+    """Place of a scan in `scans_and_labels`, whose digit drifts across the image; None shows none."""
     cue: bool = False
-    """Whether the picture flashes red, the sign for what comes next."""
+    """Whether the image flashes red, the cue for the next shot."""
 
 
 def clip_frames(shots: Sequence[Shot], *, noise: float = 0.1, seed: int = 0) -> Iterator[np.ndarray]:
@@ -49,7 +49,7 @@ def clip_frames(shots: Sequence[Shot], *, noise: float = 0.1, seed: int = 0) -> 
 
 
 def write_clip(path: Path, shots: Sequence[Shot], *, fps: float, noise: float = 0.1, seed: int = 0) -> Path:
-    """Encode a clip as mp4 while it is drawn; the memory does not go with its length.
+    """Encode a clip as mp4 while it is drawn; memory does not depend on its length.
 
     Args:
         path: file to write.
@@ -86,5 +86,5 @@ def _draw_shot(shot: Shot, noise: float, rng: np.random.Generator) -> Iterator[n
 
 
 def _glyph(scan: int, side: int) -> np.ndarray:
-    picture = Image.fromarray((scans_and_labels()[0][scan] * 255).astype(np.uint8))
-    return np.asarray(picture.resize((side, side), Image.Resampling.BICUBIC)) / 255.0
+    image = Image.fromarray((scans_and_labels()[0][scan] * 255).astype(np.uint8))
+    return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC)) / 255.0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mmrl.fields import rare
+from mmrl.fields import inheriting, rare
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.settings import RunConfig
-from mmrl.vlm.critic.measures import check_critic_splits
-from mmrl.vlm.data import DataConfig
-from mmrl.vlm.evaluation import VlmEvaluationConfig
+from mmrl.vlm.data import OWN_OPTIONS, DataConfig
+from mmrl.vlm.evaluation import VlmEvaluationConfig, default_evaluation
 from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.sampling import SamplerConfig
 
@@ -26,14 +25,15 @@ class VlmRunConfig(RunConfig):
     """Model, adapter, precision."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training questions; supervised and preference runs need their answers too."""
-    eval_data: dict[str, DataConfig] = field(default_factory=dict)
-    """Held-out splits by name; the first one is the headline."""
+    eval_data: dict[str, DataConfig] = inheriting("data", own=OWN_OPTIONS)
+    """Held-out splits by name; the first one is the headline. Options of `data` that one does not set are as there,
+    except path, split, build, build_options and max_tasks."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     """Sampling of answers in training and evaluation; the temperature is also that of scoring, evaluations have their
     own."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms and their weights; supervised and preference runs only measure them on held-out questions."""
-    evaluation: VlmEvaluationConfig = field(default_factory=VlmEvaluationConfig)
+    evaluation: VlmEvaluationConfig = field(default_factory=default_evaluation)
     """Evaluation."""
     accuracy_reward: str = ""
     """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
@@ -42,7 +42,7 @@ class VlmRunConfig(RunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_update_precision(self.model, self.trainer.learning_rate)
-        check_critic_splits(self.evaluation, self.eval_data, self.rewards)
+        self.evaluation.check_further(self.eval_data, self.rewards)
         names = [reward.name for reward in self.rewards]
         if self.accuracy_reward and self.accuracy_reward not in names:
             raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""Rewards without a signal: what a method gains from them is not learnt from rewards."""
+"""A reward without a signal: the control for what a method gains from its rewards."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def shuffled_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **colum
     rewards = exact_reward(prompts, completions, **columns)
     digest = hashlib.blake2b(repr(list(completions)).encode(), digest_size=8).digest()
     order = np.random.default_rng(int.from_bytes(digest)).permutation(len(rewards))
-    return [rewards[place] for place in order]
+    return [rewards[index] for index in order]

@@ -1,4 +1,4 @@
-"""Visual questions out of files and data sets with the columns of TRL or of EasyR1.
+"""Visual questions from files and data sets with the columns of TRL or of EasyR1.
 
 TRL: `prompt` (text or chat turns), `image` or `images`, every other column goes to the rewards.
 EasyR1: `problem`, `answer`, `images` and literal `<image>` / `<video>` marks in the text.
@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -36,18 +36,20 @@ ANSWER_KEYS = ("answer", "solution", "ground_truth")
 IMAGE_KEYS = ("images", "image")
 VIDEO_KEYS = ("videos", "video")
 BAD_ROWS = ("error", "skip")
+OWN_OPTIONS = ("path", "split", "build", "build_options", "max_tasks")
+"""Options that a held-out split does not inherit from `data`."""
 MAX_PROMPT_CHARS = 200_000
 
 
 @dataclass
 class DataConfig:
-    """Where the questions come from and how their rows are read."""
+    """Source of the questions and how their rows are read."""
 
     path: str = MISSING
     """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, or a hub id."""
 
     split: str = "train"
-    """Split of a data set that has several; a file is one split, whatever this says."""
+    """Split of a data set that has several; a file is one split, for any value."""
 
     subset: str | None = rare(None)
     """Configuration name of a hub data set that has several."""
@@ -66,7 +68,7 @@ class DataConfig:
     """Column of the video or videos; empty: videos or video."""
 
     video: VideoOptions = field(default_factory=VideoOptions)
-    """Which frames of videos the model is shown."""
+    """Frames of videos that the model is shown."""
 
     image_dir: str | None = rare(None)
     """Folder that relative image and video paths start from; empty: the folder of the data file."""
@@ -75,7 +77,7 @@ class DataConfig:
     """Text of a system turn put before the questions that have none."""
 
     format_prompt: str | None = None
-    """Jinja text, or path of a .jinja file, that wraps each question: {{ content }} stands for its text."""
+    """Jinja text, or path of a .jinja file, that wraps each question: {{ content }} is replaced by its text."""
 
     text_only: bool | None = rare(None)
     """Whether questions without image are fine; empty: yes where images are marked in the text or the row's
@@ -100,12 +102,12 @@ class DataConfig:
     """Largest image or video frame in pixels, checked by its header before it is decoded."""
 
     on_bad_row: str = rare(choice("error", BAD_ROWS))
-    """error: stop at the first bad row and say what is wrong; skip: count and log bad rows, use the rest."""
+    """error: stop at the first bad row with an error that names it; skip: count and log bad rows, use the rest."""
 
 
 @dataclass
 class LoadedTasks:
-    """The usable tasks, and what was left out and why."""
+    """The usable tasks, and the rows that were left out."""
 
     tasks: list[VlmTask]
     skipped: dict[str, int] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class LoadedTasks:
     examples: dict[str, str] = field(default_factory=dict)
     """The first message of each kind."""
     on_bad_row: str = "error"
-    """What a bad row does, as in `DataConfig`."""
+    """As in `DataConfig`."""
 
     def leave_out(self, error: TaskError) -> None:
         """Count a row that cannot be used; raises UserError where bad rows are errors."""
@@ -134,7 +136,7 @@ class LoadedTasks:
 
 @dataclass
 class _Layout:
-    """What was found out about the data set as a whole."""
+    """Properties of the data set as a whole."""
 
     columns: list[str]
     prompt: str
@@ -150,7 +152,7 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
     """Read all tasks of a data set and check each row; images are opened later, by `VlmTask.load_images`.
 
     Args:
-        config: Where the data lies and how to read it.
+        config: Where the data is and how to read it.
 
     Returns:
         Tasks in file order, with counts of the rows left out.
@@ -167,19 +169,14 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
     if not rows:
         raise UserError(f"{config.path} is empty: it has no rows")
     loaded = LoadedTasks([], on_bad_row=config.on_bad_row)
-    good = [row for row in rows if _is_object(row, loaded)]
+    for row in rows:
+        if row.problem is not None:
+            loaded.leave_out(TaskError("invalid_json", row.place, row.problem))
+    good = [row for row in rows if row.problem is None]
     if good:
-        layout = _find_layout(config, good)
-        _fill(loaded, good, layout, config)
+        _fill(loaded, good, _find_layout(config, good), config)
     loaded.check_left(config.path)
     return loaded
-
-
-def _is_object(row: Row, loaded: LoadedTasks) -> bool:
-    if row.problem is None:
-        return True
-    loaded.leave_out(TaskError("invalid_json", row.place, row.problem))
-    return False
 
 
 def _find_layout(config: DataConfig, rows: list[Row]) -> _Layout:
@@ -219,13 +216,13 @@ def _find_key(wanted: str | None, candidates: tuple[str, ...], columns: list[str
 
 
 def _media_folder(config: DataConfig) -> Path:
-    if config.image_dir is not None:
-        folder = expanded(config.image_dir)
-        if not os.path.isdir(folder):  # False too for what cannot be a path
-            raise UserError(f"data.image_dir is {config.image_dir!r}, which is not a folder")
-        return folder
-    path = expanded(config.path)
-    return path.parent if is_file(path) else path
+    if config.image_dir is None:
+        path = expanded(config.path)
+        return path.parent if is_file(path) else path
+    folder = expanded(config.image_dir)
+    if not os.path.isdir(folder):  # False also for a text that cannot be a path
+        raise UserError(f"data.image_dir is {config.image_dir!r}, which is not a folder")
+    return folder
 
 
 def _fill(loaded: LoadedTasks, rows: list[Row], layout: _Layout, config: DataConfig) -> None:
@@ -260,11 +257,14 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
     messages, images, videos = build_messages(prompt, media, layout.render, place)
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": config.system_prompt}]})
-    spoken = {layout.prompt, layout.image, layout.video}
-    columns = {key: row.cells.get(key) for key in layout.columns if key not in spoken}
+    asked = {layout.prompt, layout.image, layout.video}
+    columns = {key: row.cells.get(key) for key in layout.columns if key not in asked}
     if layout.answer is not None:
         columns["answer"] = answer
-    _check_length(messages, config.max_prompt_chars, place)
+    length = sum(len(item.get("text", "")) for message in messages for item in message["content"])
+    if length > config.max_prompt_chars:
+        message = f"the question has {length} characters, more than {config.max_prompt_chars} (data.max_prompt_chars)"
+        raise TaskError("long_prompt", place, message)
     return VlmTask(
         task_id,
         messages,
@@ -274,13 +274,6 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
         conversational=not isinstance(prompt, str),
         max_image_pixels=config.max_image_pixels,
     )
-
-
-def _check_length(messages: list[dict[str, Any]], most: int, place: str) -> None:
-    found = sum(len(item.get("text", "")) for message in messages for item in message["content"])
-    if found > most:
-        message = f"the question has {found} characters, more than {most} (data.max_prompt_chars)"
-        raise TaskError("long_prompt", place, message)
 
 
 def _answer(row: Row, layout: _Layout, place: str) -> Any:
@@ -299,14 +292,7 @@ def _answer(row: Row, layout: _Layout, place: str) -> Any:
     return value
 
 
-class PrepareTasks(Protocol):
-    """Function such as `VlmRecipe.prepare_tasks`."""
-
-    def __call__(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Complete the questions of a data set."""
-
-
-def load_splits(config: Any, prepare: PrepareTasks | None = None) -> dict[str, Sequence[VlmTask]]:
+def load_splits(config: Any, prepare: Callable[..., LoadedTasks] | None = None) -> dict[str, Sequence[VlmTask]]:
     """Load the held-out splits of a configuration, cut to `evaluation.max_tasks` and completed by `prepare`."""
     limit = config.evaluation.max_tasks or None
     splits: dict[str, Sequence[VlmTask]] = {}

@@ -203,15 +203,7 @@ def corpus() -> list[str]:
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model whose tokenizer knows the words of these questions.
-
-    Args:
-        path: model folder to write.
-        options: see `mmrl.vlm.tiny.build_tiny_vlm`.
-
-    Returns:
-        The folder.
-    """
+    """Build a tiny random Qwen model with the words of these questions; `options` are those of `build_tiny_vlm`."""
     from mmrl.vlm.tiny import build_tiny_vlm
 
     return build_tiny_vlm(path, corpus=corpus(), **options)

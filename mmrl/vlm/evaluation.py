@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from mmrl.fields import rare
 from mmrl.rewards import RewardResult
+from mmrl.rewards.loading import load_function
 from mmrl.training.loop.breakdown import part_metric
 from mmrl.training.loop.evaluation import Measure, Row, Trial, unscored, with_interval
 from mmrl.training.loop.scoring import RewardErrors, describe_failure, failure_of
@@ -18,10 +19,8 @@ from mmrl.training.loop.settings import EvaluationConfig
 from mmrl.training.record.metrics import metric_label
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
-from mmrl.vlm.critic.revision import RevisionConfig
-from mmrl.vlm.critic.self_critic import SelfCriticConfig
 from mmrl.vlm.payload import Prompt, token_lists
-from mmrl.vlm.pictures import pictures_of
+from mmrl.vlm.pictures import task_images
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig, Samples
@@ -38,11 +37,19 @@ class VlmEvaluationConfig(EvaluationConfig):
     by: list[str] | None = rare(None)
     """Data columns, such as kind or hint, by whose values accuracy is shown too; empty: every column with 2 to 8 short
     values that several questions share; [] = none."""
-    self_critic: SelfCriticConfig | None = rare(None)
-    """Best of n: the model chooses among its own answers, against majority vote, a single one and the best there is;
-    empty: not measured."""
-    revision: RevisionConfig | None = rare(None)
-    """The model criticises answers, which are revised once or more; empty: not measured."""
+
+    def check_further(self, splits: Collection[str], rewards: Sequence[object]) -> None:
+        """Refuse further measures of unknown splits, or without rewards to score answers; raises ValueError."""
+
+    def further_measures(self) -> FurtherMeasures:
+        """The measures of a held-out split further to its answers; loads the models that they need."""
+        return lambda answers: []
+
+
+def default_evaluation() -> VlmEvaluationConfig:
+    """The options with all further measures; their room builds on this one, so it is found by name."""
+    made: VlmEvaluationConfig = load_function("mmrl.vlm.critic.measures:CriticEvaluationConfig")()
+    return made
 
 
 class Encode(Protocol):
@@ -109,7 +116,8 @@ class AnswerMeasure(Measure[VlmTask]):
         ]
         for mode, count in self._modes():
             generator = make_generator(self.seed, "evaluate", self.split, start)
-            drawn = sample(self.policy, prompts, count, self.sampling(), generator, greedy=mode == "greedy")
+            draws = None if mode == "greedy" else generator
+            drawn = sample(self.policy, prompts, count, self.sampling(), draws)
             self._score(rows, drawn, mode, count)
         return rows
 
@@ -149,7 +157,7 @@ class AnswerMeasure(Measure[VlmTask]):
             prompt=row["prompt"],
             response=row["response"],
             answer=str(task.columns.get("answer", "")),
-            images=pictures_of(task, self.policy.layout.patch_size),
+            images=task_images(task, self.policy.layout.patch_size),
             outputs=[] if self.picture is None else [self.picture(task, row["response"], row["correct"])],
             reward=row["reward"],
             terms=row["terms"],
@@ -244,6 +252,10 @@ class AnswerMeasure(Measure[VlmTask]):
             "terms": {name: values[place] for name, values in terms.items()},
             "correct": terms[self.accuracy_reward][place] == 1.0,
         }
+
+
+FurtherMeasures = Callable[[AnswerMeasure], list[Measure[VlmTask]]]
+"""Measures of a held-out split further to its answers."""
 
 
 def _term_metric(term: str, mode: str) -> str:

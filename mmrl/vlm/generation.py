@@ -16,13 +16,9 @@ COMPACT_BELOW = 0.75
 
 
 class GenerationState:
-    """One call of `sample`: its settings and, step by step, what was drawn.
+    """One call of `sample` of B rows: its settings and, step by step, the tokens drawn.
 
-    Args:
-        policy: the model that samples.
-        config: lengths, temperature and truncation.
-        total: rows B.
-        uniforms: (B, max_new_tokens) random numbers in [0, 1); None decodes greedily.
+    `uniforms` (B, max_new_tokens) are random numbers in [0, 1); None decodes greedily.
     """
 
     def __init__(self, policy: VlmPolicy, config: SamplerConfig, total: int, uniforms: Tensor | None) -> None:
@@ -100,14 +96,14 @@ class Decoder(Protocol):
         """Log-probabilities (b, V) of the next token."""
 
 
-def decode(draw: GenerationState, decoder: Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
+def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
     """Draw the responses of some rows, token by token, dropping finished rows from the batch."""
     running = torch.ones_like(rows, dtype=torch.bool)
-    for step in range(draw.config.max_new_tokens):
-        token = draw.choose(rows, step, decoder.next_logp(states, draw.config.temperature), running)
-        running = running & ~draw.ended(rows, step, token, running) & (step + 1 < budget)
+    for step in range(state.config.max_new_tokens):
+        token = state.choose(rows, step, decoder.next_logp(states, state.config.temperature), running)
+        running = running & ~state.ended(rows, step, token, running) & (step + 1 < budget)
         left = int(running.sum())
-        if left == 0 or step + 1 == draw.config.max_new_tokens:
+        if left == 0 or step + 1 == state.config.max_new_tokens:
             return
         if left < COMPACT_BELOW * len(running):
             index = torch.nonzero(running).flatten()

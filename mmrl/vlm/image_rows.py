@@ -13,11 +13,11 @@ from typing import Any
 from PIL import Image
 
 MakeRow = Callable[[], tuple[Image.Image, dict[str, Any]]]
-"""Draws the image and the other columns of the next row."""
+"""Function that draws the image and the other columns of the next row."""
 
 
 def write_rows(path: Path, count: int, make_row: MakeRow) -> Path:
-    """Write rows with an image each; see `write_media_rows`."""
+    """Write `count` rows with an image each."""
 
     def save(folder: Path, stem: str) -> dict[str, Any]:
         image, row = make_row()
@@ -28,7 +28,7 @@ def write_rows(path: Path, count: int, make_row: MakeRow) -> Path:
 
 
 def write_media_rows(path: Path, count: int, save: Callable[[Path, str], dict[str, Any]]) -> Path:
-    """Write rows with their media beside the final place and rename, since parallel runs may build the same file."""
+    """Write rows with their media in a temporary folder and rename, since parallel runs may build the same file."""
     if path.suffix != ".jsonl":
         raise ValueError(f"the questions go to a .jsonl file, with their media in a folder beside it; got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def write_media_rows(path: Path, count: int, save: Callable[[Path, str], dict[st
 
 
 def _place_media(partial: Path, folder: Path, lines_path: Path) -> None:
-    """Give the folder of the media its final name, unless another run was faster and has written the same media."""
+    """Give the media folder its final name, unless another run was faster and has written the same media."""
     try:
         partial.rename(folder)
     except OSError as error:

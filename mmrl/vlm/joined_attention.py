@@ -26,19 +26,11 @@ LOGGER = logging.getLogger("mmrl")
 def joined_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, prompt_real: Tensor | None, scale: float
 ) -> Tensor:
-    """Attend from every response to its prompt and, causally, to itself.
+    """Attend from every response to its prompt and, causally, to itself: (N, G, T, H, d), undefined on padding.
 
-    Args:
-        q: (N, G, T, H, d) queries of G responses to each of N prompts, padded at the end.
-        k: (N, G, T, Hk, d) their keys; Hk divides H.
-        v: (N, G, T, Hk, d) their values.
-        prompt_k: (N, Hk, P, d) keys of the prompts, padded at the end.
-        prompt_v: (N, Hk, P, d) values of the prompts.
-        prompt_real: (N, P) bool, False on padding; None where nothing is padded.
-        scale: factor of the products of queries and keys.
-
-    Returns:
-        (N, G, T, H, d); what stands at padded places has no meaning.
+    `q` (N, G, T, H, d), `k` and `v` (N, G, T, Hk, d) are those of G responses to each of N prompts, `prompt_k` and
+    `prompt_v` (N, Hk, P, d) those of the prompts, all padded at the end; Hk divides H. `prompt_real` (N, P) is False on
+    the prompts' padding, None where there is none; `scale` is the factor of the products of queries and keys.
 
     Gradient: through all five, into prompt_k and prompt_v summed over the group; once (no second derivatives).
     """
@@ -51,15 +43,10 @@ def joined_attention(
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the attention of the same queries to two sets of keys into the attention to both sets.
 
-    With o the output of a softmax over some keys and l the log-sum-exp of its products, the softmax over both sets has
+    With o the output (..., d) of a softmax over some keys and l the log-sum-exp (...) of its scaled products, the
+    softmax over both sets has
 
         l = log(exp(l_a) + exp(l_b)),    o = w o_a + (1 - w) o_b,    w = sigmoid(l_a - l_b) = exp(l_a - l).
-
-    Args:
-        out_a: (..., d) attention to the first set of keys.
-        lse_a: (...) log-sum-exp of its scaled products, float32 or float64.
-        out_b: (..., d) attention to the second set.
-        lse_b: (...) log-sum-exp of its scaled products.
 
     Gradient: through all four.
 
@@ -89,9 +76,9 @@ class Kernels(NamedTuple):
     """Attention kernels that give and take log-sum-exps."""
 
     forward: Callable[[Part], tuple[Any, ...]]
-    """Output, log-sum-exp (b, H, Q) and a tuple of what the backward kernel needs besides."""
+    """Output, log-sum-exp (b, H, Q) and a tuple of what else the backward kernel needs."""
     backward: Callable[[Part, Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
-    """Of a part, the gradient of its output, the output, the log-sum-exp and the tuple: gradients of q, k, v."""
+    """From a part, the gradient of its output, the output, the log-sum-exp and the tuple: gradients of q, k, v."""
 
 
 class _Joined(torch.autograd.Function):
@@ -113,7 +100,9 @@ class _Joined(torch.autograd.Function):
         to_prompt, to_self = _parts(q, k, v, prompt_k, prompt_v, bias, scale)
         far, far_lse, far_rest = kernels.forward(to_prompt)
         near, near_lse, near_rest = kernels.forward(to_self)
-        far_lse, near_lse = _unfold_lse(far_lse, shape, heads), near_lse.unflatten(0, shape[:2])  # (N, G, H, T)
+        # (N, Hk, r G T) to (N, G, H, T)
+        far_lse = far_lse.unflatten(2, (-1, *shape[1:3])).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        near_lse = near_lse.unflatten(0, shape[:2])
         far, near = _unfold(far, shape, heads).transpose(2, 3), near.unflatten(0, shape[:2])  # (N, G, H, T, d)
         merged, lse = merge_attention(far, far_lse, near, near_lse)
         out = merged.transpose(2, 3).to(q.dtype)
@@ -129,12 +118,16 @@ class _Joined(torch.autograd.Function):
         shape, heads = q.shape, k.shape[3]
         grad = grad.to(q.dtype)
         to_prompt, to_self = _parts(q, k, v, prompt_k, prompt_v, bias, scale)
-        folded = (_fold(grad, heads), _fold(out, heads), _fold_lse(lse, heads))
+        # both kernels get the merged output and log-sum-exp, so each differentiates its share of the whole softmax
+        folded_lse = lse.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 4)  # (N, Hk, r G T)
+        folded = (_fold(grad, heads), _fold(out, heads), folded_lse)
         far_q, far_k, far_v = kernels.backward(to_prompt, *folded, rest[:far_count])
         rows = (_rows(grad), _rows(out), lse.flatten(0, 1))
         near_q, near_k, near_v = kernels.backward(to_self, *rows, rest[far_count:])
         grad_q = _unfold(far_q, shape, heads) + near_q.transpose(1, 2).unflatten(0, shape[:2])
-        grad_k, grad_v = (_sum_repeats(x, k.shape) for x in (near_k, near_v))
+        grad_k, grad_v = (  # summed over the query heads of each key head
+            x.transpose(1, 2).unflatten(0, shape[:2]).unflatten(3, (heads, -1)).sum(4) for x in (near_k, near_v)
+        )
         return grad_q, grad_k, grad_v, far_k, far_v, None, None, None
 
 
@@ -143,23 +136,14 @@ def _parts(
 ) -> tuple[Part, Part]:
     """From the responses to the prompts, and from the responses to themselves."""
     to_prompt = Part(_fold(q, k.shape[3]), prompt_k, prompt_v, bias, causal=False, scale=scale)
-    return to_prompt, Part(_rows(q), *_repeat(k, v, q.shape[3]), None, causal=True, scale=scale)
+    times = q.shape[3] // k.shape[3]
+    k, v = (_rows(x.repeat_interleave(times, 3) if times > 1 else x) for x in (k, v))  # one for each query head
+    return to_prompt, Part(_rows(q), k, v, None, causal=True, scale=scale)
 
 
 def _rows(x: Tensor) -> Tensor:
     """(N, G, T, H, d) as (N G, H, T, d)."""
     return x.flatten(0, 1).transpose(1, 2)
-
-
-def _repeat(k: Tensor, v: Tensor, query_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values (N, G, T, Hk, d), one for each query head: (N G, H, T, d)."""
-    times = query_heads // k.shape[3]
-    return tuple(_rows(x.repeat_interleave(times, 3) if times > 1 else x) for x in (k, v))  # type: ignore[return-value]
-
-
-def _sum_repeats(grad: Tensor, shape: torch.Size) -> Tensor:
-    """Gradient (N G, H, T, d) of repeated heads as that of the heads, (N, G, T, Hk, d)."""
-    return grad.transpose(1, 2).unflatten(0, shape[:2]).unflatten(3, (shape[3], -1)).sum(4)
 
 
 def _fold(x: Tensor, heads: int) -> Tensor:
@@ -171,17 +155,6 @@ def _unfold(x: Tensor, shape: torch.Size, heads: int) -> Tensor:
     """Inverse of `_fold`."""
     _, g, t, h, _ = shape
     return x.unflatten(2, (h // heads, g, t)).permute(0, 3, 4, 1, 2, 5).flatten(3, 4)
-
-
-def _fold_lse(lse: Tensor, heads: int) -> Tensor:
-    """(N, G, H, T) to (N, Hk, r G T)."""
-    return lse.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 4)
-
-
-def _unfold_lse(lse: Tensor, shape: torch.Size, heads: int) -> Tensor:
-    """Inverse of `_fold_lse`."""
-    _, g, t, h, _ = shape
-    return lse.unflatten(2, (h // heads, g, t)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _bias(real: Tensor | None, like: Tensor) -> Tensor | None:

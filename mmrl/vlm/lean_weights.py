@@ -1,4 +1,4 @@
-"""The weights of a text decoder as the lean decoder reads them; the model's own tensors, not copied, where possible."""
+"""The weights of a text decoder for the lean decoder: the model's own tensors, not copied, where possible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LeanNorm:
 
 @dataclass(frozen=True)
 class LeanLinear:
-    """A linear layer with the low-rank adapters beside it."""
+    """A linear layer with its low-rank adapters."""
 
     weight: Tensor
     """(out, in)."""
@@ -87,7 +87,7 @@ class LeanLayer:
     qkv: LeanLinear
     """Heads of the queries, then of the keys, then of the values."""
     norm_heads: LeanNorm | None
-    """Of each query and key head (heads + kv_heads, d); None without."""
+    """Norm of each query and key head (heads + kv_heads, d); None without."""
     out: LeanLinear
     norm_mlp: LeanNorm
     mlp: LeanMlp
@@ -110,7 +110,7 @@ class LeanWeights:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    """Of what the linear layers of the decoder layers multiply."""
+    """Precision of the decoder layers' matrix products."""
 
 
 def unsupported_reason(policy: VlmPolicy) -> str | None:
@@ -130,8 +130,13 @@ def unsupported_reason(policy: VlmPolicy) -> str | None:
     model = network.model.language_model
     if type(model.embed_tokens) is not nn.Embedding or type(network.lm_head) is not nn.Linear:
         return "the embedding or the head is not an ordinary layer"
-    reasons = (_unsupported_linear(linear) for layer in model.layers for linear in _linears(layer))
-    return next((reason for reason in reasons if reason is not None), None)
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        for linear in (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            if reason := _unsupported_linear(linear):
+                return reason
+    return None
 
 
 def lean_weights(policy: VlmPolicy) -> LeanWeights:
@@ -158,10 +163,15 @@ def lean_weights(policy: VlmPolicy) -> LeanWeights:
 def _layer(layer: Any, cast: torch.dtype | None) -> LeanLayer:
     attention, mlp = layer.self_attn, layer.mlp
     gate, up, down = (_linear([linear], cast) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    norm_heads = None
+    if hasattr(attention, "q_norm"):  # Qwen3-VL
+        pairs = ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj))
+        weights = [norm.weight.expand(linear.out_features // attention.head_dim, -1) for norm, linear in pairs]
+        norm_heads = _norm(weights, attention.q_norm)
     return LeanLayer(
         norm_attention=_norm([layer.input_layernorm.weight], layer.input_layernorm),
         qkv=_linear([attention.q_proj, attention.k_proj, attention.v_proj], cast),
-        norm_heads=_norm_heads(attention),
+        norm_heads=norm_heads,
         out=_linear([attention.o_proj], cast),
         norm_mlp=_norm([layer.post_attention_layernorm.weight], layer.post_attention_layernorm),
         mlp=LeanMlp(gate, up, down),
@@ -174,37 +184,21 @@ def _norm(weights: Sequence[Tensor], norm: Any) -> LeanNorm:
     return LeanNorm(scale=weight * size**0.5, floor=weight.new_tensor((size * norm.variance_epsilon) ** 0.5))
 
 
-def _norm_heads(attention: Any) -> LeanNorm | None:
-    if not hasattr(attention, "q_norm"):
-        return None
-    pairs = ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj))
-    weights = [norm.weight.expand(linear.out_features // attention.head_dim, -1) for norm, linear in pairs]
-    return _norm(weights, attention.q_norm)
-
-
 def _linear(linears: Sequence[Any], cast: torch.dtype | None) -> LeanLinear:
     """Layers with the same input as one layer."""
     bases = [_base(linear) for linear in linears]
     biases = [base.bias for base in bases if base.bias is not None]
     low, high = _low_rank(linears)
     weight = _join([base.weight for base in bases], cast)
+    # on a CPU MKL multiplies a few rows with a large matrix at two thirds of its speed for a batch of matrices
+    slow = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= LARGE
     return LeanLinear(
         weight=weight,
         bias=_join(biases, cast) if biases else None,
         low=None if low is None else _join([low], cast),
         high=None if high is None else _join([high], cast),
-        blocks=_blocks(weight),
+        blocks=weight.unflatten(0, (-1, BLOCK)).transpose(1, 2) if slow and weight.shape[0] % BLOCK == 0 else None,
     )
-
-
-def _blocks(weight: Tensor) -> Tensor | None:
-    """The matrix as a batch of its rows' blocks.
-
-    On a CPU MKL multiplies a handful of rows with a large matrix at about two thirds of the speed that it has for a
-    batch of matrices.
-    """
-    slow = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= LARGE
-    return weight.unflatten(0, (-1, BLOCK)).transpose(1, 2) if slow and weight.shape[0] % BLOCK == 0 else None
 
 
 def _join(parts: Sequence[Tensor], cast: torch.dtype | None) -> Tensor:
@@ -223,17 +217,11 @@ def _low_rank(linears: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
     return (torch.cat(low), torch.block_diag(*high)) if low else (None, None)
 
 
-def _linears(layer: Any) -> tuple[Any, ...]:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-    return (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-
-
 def _unsupported_linear(linear: Any) -> str | None:
     if type(linear) is nn.Linear:
         return None
     if type(_base(linear)) is not nn.Linear or not hasattr(linear, "lora_A"):
-        return f"a {type(linear).__name__} stands in a linear layer's place"
+        return f"a {type(linear).__name__} replaces a linear layer"
     if linear.lora_variant or any(linear.lora_bias.values()):
         return "the adapters are of a variant of LoRA"
     return None
@@ -253,8 +241,8 @@ def _adapters(linear: Any) -> list[str]:
 BLOCK = 64
 """Rows of a matrix in one product of a batch."""
 LARGE = 2**18
-"""Elements of a matrix from which on the blocks pay."""
+"""Elements of a matrix from which on blocks pay."""
 FEW_ROWS = (5, 15)
-"""Rows for which they pay, at least and at most."""
+"""Fewest and most rows for which they pay."""
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")

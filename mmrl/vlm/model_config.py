@@ -1,4 +1,4 @@
-"""Which model is trained and how: architecture, precision, adapters, frozen parts, pixel budget."""
+"""Options of a model: architecture, precision, adapters, frozen parts, pixel budget."""
 
 from __future__ import annotations
 
@@ -32,17 +32,7 @@ class LoraSettings:
     """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
 
     targets: list[str] = rare(
-        field(
-            default_factory=lambda: [
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            ]
-        )
+        field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     )
     """Linear layers of the language model's decoder layers that get an adapter."""
 
@@ -65,8 +55,8 @@ class CriticSettings:
 
 
 @dataclass
-class ModelConfig:
-    """Which model is trained and how it is held in memory."""
+class FrozenModelConfig:
+    """A model that is only read, and how it is held in memory."""
 
     path: str = MISSING
     """Model folder, or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct."""
@@ -77,29 +67,17 @@ class ModelConfig:
     attention: str = rare(choice("sdpa", ATTENTION))
     """Attention kernels: sdpa, eager or flash_attention_2 (needs a GPU, bfloat16 and the flash-attn package)."""
 
-    lora: LoraSettings = field(default_factory=LoraSettings)
-    """Adapters in place of full fine-tuning."""
-
-    critic: CriticSettings = rare(field(default_factory=CriticSettings))
-    """The value head, where the objective has a critic."""
-
     shared_prefix: bool = rare(True)
     """Compute each prompt once for all responses of its group, with the same gradients; needs attention sdpa."""
 
     patch_product: bool = rare(True)
     """Compute the vision tower's patch embedding as the matrix product that it is, not as a convolution."""
 
-    freeze_vision: bool = False
-    """Keep the vision tower as it is; its features are then computed once for each prompt and step."""
-
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-
     min_pixels: int | None = bounded(None, at_least=1)
-    """Smallest image area in pixels, smaller images are enlarged; empty: what the processor says."""
+    """Smallest image area in pixels, smaller images are enlarged; empty: as the processor has it."""
 
     max_pixels: int | None = bounded(None, at_least=1)
-    """Largest image area in pixels, larger images are reduced; empty: what the processor says."""
+    """Largest image area in pixels, larger images are reduced; empty: as the processor has it."""
 
     max_prompt_tokens: int | None = bounded(None, at_least=1)
     """Prompts with more tokens are skipped and counted; empty: what the model's positions allow."""
@@ -114,6 +92,27 @@ class ModelConfig:
         """Check that the fields fit together; raises UserError."""
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise UserError(f"model.min_pixels={self.min_pixels} is above model.max_pixels={self.max_pixels}")
+
+
+@dataclass
+class ModelConfig(FrozenModelConfig):
+    """A model that is trained, and how it is held in memory."""
+
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Adapters in place of full fine-tuning."""
+
+    critic: CriticSettings = rare(field(default_factory=CriticSettings))
+    """The value head, where the objective has a critic."""
+
+    freeze_vision: bool = False
+    """Keep the vision tower as it is; its features are then computed once for each prompt and step."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises UserError."""
+        super().validate()
         if self.lora.enabled and not self.lora.targets:
             raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
         if any(width < 1 for width in self.critic.hidden):

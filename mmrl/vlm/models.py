@@ -13,7 +13,7 @@ from mmrl.training.loop.machine import avoid_refused_instructions
 from mmrl.training.record.manifest import check_model
 from mmrl.vlm.building import build_model_if_missing
 from mmrl.vlm.lora import add_adapter
-from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.model_config import FrozenModelConfig, ModelConfig
 from mmrl.vlm.network import load_network, resolve_model
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.processing import load_processor
@@ -25,11 +25,11 @@ from mmrl.vlm.vision import multiply_patches
 LOGGER = logging.getLogger("mmrl")
 
 
-def load_policy(config: ModelConfig, *, value_head: bool = False) -> VlmPolicy:
+def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPolicy:
     """Load or build a model and wrap it as a policy.
 
     Args:
-        config: which model and how.
+        config: which model and how; a `ModelConfig` for one that is trained.
         value_head: add a critic of `config.critic`; it starts at value 0 unless the folder holds one.
 
     Returns:
@@ -38,6 +38,8 @@ def load_policy(config: ModelConfig, *, value_head: bool = False) -> VlmPolicy:
     Raises:
         UserError: a setting is out of range, or the model is missing, damaged or of another architecture.
     """
+    if not isinstance(config, ModelConfig):
+        config = ModelConfig(**vars(config))
     check_config(config, "model")
     if config.dtype == "bfloat16":
         avoid_refused_instructions()
@@ -50,10 +52,9 @@ def load_policy(config: ModelConfig, *, value_head: bool = False) -> VlmPolicy:
     _set_pixels(processor, config)
     model = _prepare(network, config, adapter)
     head = make_value_head(network.config.text_config.hidden_size, config.critic) if value_head else None
-    policy = VlmPolicy(model, processor, config, head)
     if head is not None and (Path(config.path) / VALUE_HEAD_FILE).is_file():
-        load_value_head(policy, Path(config.path))
-    return policy.eval()
+        load_value_head(head, Path(config.path))
+    return VlmPolicy(model, processor, config, head).eval()
 
 
 def _set_pixels(processor: Any, config: ModelConfig) -> None:
@@ -79,35 +80,30 @@ def _prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
         network.model.visual.requires_grad_(False)
     if config.patch_product:
         multiply_patches(network.model.visual)
-    _share_prefix(network, config)
+    if reason := _unshareable_reason(network, config):
+        LOGGER.info("prompts are computed once for each response (flat rows): %s", reason)
+    else:
+        network.config.text_config._attn_implementation = register_attention()
+        LOGGER.info("each prompt is computed once for its group (shared prefix)")
     if config.gradient_checkpointing:
-        _checkpoint_activations(network)
+        # the reentrant form needs an input that requires grad, which frozen embeddings do not give
+        options = {"use_reentrant": False}
+        if hasattr(network, "activation_checkpointing_enable"):
+            network.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     return model
 
 
-def _share_prefix(network: Any, config: ModelConfig) -> None:
-    """Let the language model share prompts where it can, and say so where it cannot."""
+def _unshareable_reason(network: Any, config: ModelConfig) -> str | None:
+    """Why the prompts of a model cannot be shared by their groups; None where they can."""
     text = network.config.text_config
-    reason = None
     if not config.shared_prefix:
-        reason = "model.shared_prefix is false"
-    elif config.attention != "sdpa":
-        reason = f"model.attention is {config.attention}, sharing needs sdpa"
-    elif "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-        reason = "some layers attend through a sliding window"
-    elif getattr(text, "attention_dropout", 0.0):
-        reason = f"the model's attention_dropout is {text.attention_dropout}"
-    if reason is None:
-        text._attn_implementation = register_attention()
-        LOGGER.info("each prompt is computed once for its group (shared prefix)")
-    else:
-        LOGGER.info("prompts are computed once for each response (flat rows): %s", reason)
-
-
-def _checkpoint_activations(network: Any) -> None:
-    # the reentrant form needs an input that requires grad, which frozen embeddings do not give
-    options = {"use_reentrant": False}
-    if hasattr(network, "activation_checkpointing_enable"):
-        network.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:
-        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        return "model.shared_prefix is false"
+    if config.attention != "sdpa":
+        return f"model.attention is {config.attention}, sharing needs sdpa"
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        return "some layers attend through a sliding window"
+    if getattr(text, "attention_dropout", 0.0):
+        return f"the model's attention_dropout is {text.attention_dropout}"
+    return None

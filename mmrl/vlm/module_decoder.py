@@ -16,11 +16,7 @@ from mmrl.vlm.vision import gather_features
 
 
 def fill_cache(policy: VlmPolicy, prompts: Sequence[Prompt], table: PromptTable) -> tuple[Any, Tensor]:
-    """Read prompts through the transformers modules.
-
-    Returns:
-        Their key-value cache and the states (N, H) of their last tokens.
-    """
+    """Key-value cache of N prompts, read through the modules, and the states (N, H) of their last tokens."""
     from transformers import DynamicCache
 
     network = policy.network
@@ -30,11 +26,7 @@ def fill_cache(policy: VlmPolicy, prompts: Sequence[Prompt], table: PromptTable)
     embeddings, extra = policy.embed(packed, gather_features(network.model, prompts, policy.features))
     cache = DynamicCache(config=network.config.text_config)
     output = network.model.language_model(
-        inputs_embeds=embeddings,
-        position_ids=packed.positions,
-        past_key_values=cache,
-        use_cache=True,
-        **extra,
+        inputs_embeds=embeddings, position_ids=packed.positions, past_key_values=cache, use_cache=True, **extra
     )
     return cache, output.last_hidden_state[own, table.lengths - 1]
 
@@ -42,13 +34,16 @@ def fill_cache(policy: VlmPolicy, prompts: Sequence[Prompt], table: PromptTable)
 class ModuleDecoder:
     """Rows that the transformers modules decode together: their cache, positions and which cached columns they see."""
 
-    def __init__(self, draw: GenerationState, table: PromptTable, prompt: Tensor, cache: Any) -> None:
-        self.policy = draw.policy
+    def __init__(self, state: GenerationState, table: PromptTable, prompt: Tensor, cache: Any) -> None:
+        self.policy = state.policy
         self.cache = cache
-        self.step = 0
+        self.read = 0
         self.width = table.ids.shape[1]
         self.next_position = table.next_position[prompt]
-        self.visible = _visible(table, prompt, draw.config.max_new_tokens)
+        self.visible: Tensor | None = None
+        if not bool((table.lengths == self.width).all()):  # hide the padding between prompt and response
+            columns = torch.arange(self.width + state.config.max_new_tokens, device=prompt.device)[None]
+            self.visible = (columns < table.lengths[prompt][:, None]) | (columns >= self.width)
 
     def keep(self, index: Tensor) -> None:
         """Drop all rows but some."""
@@ -59,26 +54,17 @@ class ModuleDecoder:
     def advance(self, token: Tensor) -> Tensor:
         """Read one token of each row and return the states (b, H) that predict the next."""
         network = self.policy.network
-        seen = self.visible
+        position = self.next_position + self.read
+        self.read += 1
         output = network.model.language_model(
             inputs_embeds=network.get_input_embeddings()(token[:, None]),
-            position_ids=(self.next_position + self.step)[None, :, None].expand(3, -1, -1),
-            attention_mask=None if seen is None else seen[:, : self.width + self.step + 1],
+            position_ids=position[None, :, None].expand(3, -1, -1),
+            attention_mask=None if self.visible is None else self.visible[:, : self.width + self.read],
             past_key_values=self.cache,
             use_cache=True,
         )
-        self.step += 1
         return output.last_hidden_state[:, -1]
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) of the next token."""
         return self.policy.next_logp(states, temperature)
-
-
-def _visible(table: PromptTable, prompt: Tensor, steps: int) -> Tensor | None:
-    """Columns of the cache that hold a token of the row; None where no prompt is padded."""
-    width = table.ids.shape[1]
-    if bool((table.lengths == width).all()):
-        return None
-    columns = torch.arange(width + steps, device=prompt.device)[None]
-    return (columns < table.lengths[prompt][:, None]) | (columns >= width)

@@ -13,7 +13,7 @@ from mmrl.hub.saved_files import base_path
 from mmrl.vlm.model_config import ModelConfig
 
 BASE_FILE = "base.json"
-"""Beside an adapter: where its base model lies from there."""
+"""File beside an adapter with the relative path of its base model."""
 ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2.5-VL (arXiv 2502.13923)",
     "qwen3_vl": "Qwen3-VL (arXiv 2511.21631)",

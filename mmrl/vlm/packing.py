@@ -2,7 +2,7 @@
 
 Flat rows are a prompt followed directly by its response, padded only on the right. No token that counts comes
 after a pad, so the causal mask alone keeps padding out and no attention mask is needed. Where prompts are shared,
-all prompts lie in one row without padding, and all responses in another.
+all prompts stand in one row without padding, and all responses in another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmrl.vlm.payload import Prompt
 
 @dataclass
 class PromptTable:
-    """N prompts side by side, right-padded to the longest, P tokens."""
+    """N prompts, one a row, right-padded to the longest, P tokens."""
 
     ids: Tensor
     """(N, P) int64."""
@@ -47,7 +47,7 @@ class PackedRows:
 
 
 def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> PromptTable:
-    """Lay prompts side by side."""
+    """Prompts as a padded table."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.full((len(prompts), width), pad_id)
     types = torch.zeros((len(prompts), width), dtype=torch.int64)
@@ -68,20 +68,13 @@ def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> Pr
 
 
 def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Tensor, pad_id: int) -> PackedRows:
-    """Put each row's response behind its prompt.
-
-    Args:
-        table: the prompts.
-        group: (B,) int64, the prompt of each row.
-        responses: (B, T) int64, response tokens.
-        lengths: (B,) int64, response tokens of each row that the model reads.
-        pad_id: token of the padding.
-    """
+    """Put each row's response (B, T) int64, of which `lengths` (B,) are read, behind the prompt `group` (B,)."""
     prompt_lengths = table.lengths[group][:, None]
     width = int((prompt_lengths[:, 0] + lengths).max())
     column = torch.arange(width, device=group.device)[None]
     in_prompt = column < prompt_lengths
-    offset = column - prompt_lengths
+    offset = column - prompt_lengths  # token of the response
+    # every column is looked up in both tables, clamped to where they have one, and the right one is chosen
     inner = column.clamp(max=table.ids.shape[1] - 1).expand(len(group), -1)
     ids = table.ids[group].gather(1, inner)
     if responses.shape[1]:
@@ -96,9 +89,8 @@ def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Ten
 
 
 def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
-    """Lay prompts end to end in one row."""
-    types = torch.cat([prompt.mm_token_type_ids for prompt in prompts])
-    visual = types > 0
+    """Prompts end to end in one row."""
+    visual = torch.cat([prompt.mm_token_type_ids for prompt in prompts]) > 0
     return PackedRows(
         ids=torch.cat([prompt.input_ids for prompt in prompts])[None].to(device),
         positions=torch.cat([prompt.position_ids for prompt in prompts], 1)[:, None].to(device),
@@ -108,16 +100,10 @@ def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
 
 
 def pack_responses(responses: Tensor, lengths: Tensor, first_position: Tensor) -> PackedRows:
-    """Lay responses end to end in one row.
-
-    Args:
-        responses: (B, T) int64.
-        lengths: (B,) int64, tokens of each response that the model reads.
-        first_position: (B,) int64, rotary position of each response's first token.
-    """
+    """Responses (B, T) end to end in one row: `lengths` (B,) tokens of each, rotary positions from `first_position`."""
     column = torch.arange(responses.shape[1], device=responses.device)
     read = column < lengths[:, None]
-    positions = (first_position[:, None] + column)[read]
     ids = responses[read][None]
+    positions = (first_position[:, None] + column)[read].expand(3, 1, -1)
     nothing = torch.zeros(0, dtype=torch.int64, device=ids.device)
-    return PackedRows(ids, positions.expand(3, 1, -1), torch.zeros_like(ids, dtype=torch.bool), nothing)
+    return PackedRows(ids, positions, torch.zeros_like(ids, dtype=torch.bool), nothing)

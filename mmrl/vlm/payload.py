@@ -1,4 +1,4 @@
-"""The payload of VLM rollouts: prompts, stored once per group, and the tokens that were sampled."""
+"""The payload of VLM rollouts: prompts, stored once per group, and the sampled tokens."""
 
 from __future__ import annotations
 
@@ -61,27 +61,27 @@ class Prompt:
 
 @dataclass(eq=False)
 class Insert:
-    """Tokens and pictures inside a response that were given, not sampled: what the model sees between two turns."""
+    """Tokens and images inside a response that were not sampled: what the model sees between two turns."""
 
     start: int
-    """Place of its first token in the response."""
+    """Index of its first token in the response."""
     prompt: Prompt
-    """Its tokens and pixels; the positions are those that it has behind what stands before it."""
+    """Its tokens and pixels; its positions are relative."""
 
     @property
     def stop(self) -> int:
-        """Place of the token behind it."""
+        """Index of the token behind it."""
         return self.start + len(self.prompt)
 
 
 @dataclass(eq=False)
 class Context:
-    """From some token on, a response is read behind another prompt and without what stands before that token."""
+    """A response read from one token on behind another prompt, without its earlier tokens."""
 
     start: int
-    """Place of the first token of the response that is read so."""
+    """Index of that token in the response."""
     prompt: Prompt
-    """What it is read behind, such as the history without its oldest pictures."""
+    """The other prompt, such as the history without its oldest images."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class VlmPayload(Payload):
     tasks: list[VlmTask] = per_group()
     """The task of each group."""
     response_ids: Tensor = per_decision()
-    """(B, T) int64, sampled tokens, right-padded; which of them count is the rollouts' mask."""
+    """(B, T) int64, sampled tokens, right-padded; those under the rollouts' mask count."""
     texts: list[str] = per_row()
     """The decoded response of each row, without control tokens."""
     finish: list[str] = per_row()
@@ -101,9 +101,9 @@ class VlmPayload(Payload):
     views: dict[str, list[Prompt | None]] = per_group(blank=None, default_factory=dict)
     """Other forms of each group's prompt, such as "masked"; None where a group has no such form."""
     inserts: list[tuple[Insert, ...]] = per_row(blank=(), default_factory=list)
-    """What each response holds that was not sampled, in order; its tokens are in `response_ids` and have mask 0."""
+    """Parts of each response that were not sampled, in order; their tokens are in `response_ids` and have mask 0."""
     contexts: list[tuple[Context, ...]] = per_row(blank=(), default_factory=list)
-    """Where a response goes on behind another prompt than its group's, in order."""
+    """Contexts in which each response continues behind another prompt than its group's, in order."""
 
     def prompts_of(self, view: str) -> list[Prompt]:
         """Prompts of a view, one for each group."""
@@ -117,7 +117,7 @@ class VlmPayload(Payload):
 
 
 def join_prompts(parts: Sequence[Prompt]) -> Prompt:
-    """Put prompts behind one another; each keeps its own pixels and features."""
+    """Concatenate prompts; each keeps its own pixels and features."""
     if len(parts) == 1:
         return parts[0]
     positions, start = [], 0
@@ -138,7 +138,7 @@ def join_prompts(parts: Sequence[Prompt]) -> Prompt:
 
 
 def leaves(prompt: Prompt) -> tuple[Prompt, ...]:
-    """The prompts with pixels of their own that a prompt was joined from; itself where it was not."""
+    """The prompts that a prompt was joined from; itself where it was not joined."""
     return prompt.parts or (prompt,)
 
 

@@ -16,6 +16,8 @@ from mmrl.core.logprobs import linear_logprobs
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
+from mmrl.files import replaced
+from mmrl.hub.compat import quiet_transformers
 from mmrl.hub.video_sampling import Frames
 from mmrl.vlm.chat import PromptLayout, encode_prompt, encode_turn
 from mmrl.vlm.model_config import ModelConfig
@@ -26,7 +28,7 @@ from mmrl.vlm.prefix_store import PrefixStore
 from mmrl.vlm.reading import Reading, joined_rows, make_reading, pack_reading
 from mmrl.vlm.shared_attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_index, response_index
 from mmrl.vlm.special_tokens import banned_ids, eos_ids
-from mmrl.vlm.storage import load_policy_weights, save_policy
+from mmrl.vlm.storage import load_model_weights, load_value_head, merged_state, save_model, save_value_head
 from mmrl.vlm.task import VlmTask
 from mmrl.vlm.vision import FeatureCache, VisionFeatures, gather_features
 from mmrl.vlm.weights_state import weights_state
@@ -35,7 +37,14 @@ OUTPUTS = frozenset({"logp", "entropy", "values"})
 
 
 class VlmPolicy(nn.Module):
-    """A causal language model with a vision tower, as an actor and optionally a critic."""
+    """A causal language model with a vision tower, as an actor and optionally a critic.
+
+    Args:
+        model: transformers model, or the peft model around it.
+        processor: its processor.
+        config: how it was loaded.
+        value_head: critic from a state (M, H) to a value (M, 1).
+    """
 
     model: Any
     value_head: nn.Module | None
@@ -103,32 +112,48 @@ class VlmPolicy(nn.Module):
 
     @property
     def layout(self) -> PromptLayout:
-        """What the encoding of prompts needs to know of this model."""
-        network = self.network
-        longest = self.positions - 1
-        limit = self.config.max_prompt_tokens
+        """The model's sizes that the encoding of prompts depends on."""
+        vision = self.network.config.vision_config
+        longest, limit = self.positions - 1, self.config.max_prompt_tokens
         own = limit is not None and limit <= longest
         return PromptLayout(
-            patch_size=int(network.config.vision_config.patch_size),
+            patch_size=int(vision.patch_size),
             max_tokens=limit if own and limit is not None else longest,
             limit_source="model.max_prompt_tokens" if own else "what the model's positions leave for a prompt",
-            merge_size=int(network.config.vision_config.spatial_merge_size),
-            tokens_per_second=getattr(network.config.vision_config, "tokens_per_second", None),
+            merge_size=int(vision.spatial_merge_size),
+            tokens_per_second=getattr(vision, "tokens_per_second", None),
         )
 
     def encode(
         self, task: VlmTask, images: Sequence[Image.Image] | None = None, videos: Sequence[Frames] | None = None
     ) -> Prompt:
-        """Turn a task into a prompt."""
+        """Turn a task into a prompt.
+
+        Args:
+            task: question with its images and videos.
+            images: use these in place of the task's.
+            videos: use these frames in place of the task's videos.
+
+        Raises:
+            TaskError: the question cannot be encoded.
+        """
         return encode_prompt(task, self.processor, self.layout, images, videos)
 
     def encode_turn(
         self, task: VlmTask, images: Sequence[Image.Image] | None = None, *, answered: bool = True
     ) -> Prompt:
-        """Turn the user's next message into what stands between two answers; see `mmrl.vlm.chat.encode_turn`.
+        """Turn the user's next message into the tokens between two answers of the model.
+
+        Args:
+            task: the message, with its images.
+            images: use these in place of the task's.
+            answered: whether the answer before it has its end token; else the result begins with one.
 
         Returns:
-            Its tokens and pixels, with positions from 0.
+            Tokens and pixels, with positions from 0.
+
+        Raises:
+            TaskError: the message cannot be encoded.
         """
         return encode_turn(task, self.processor, self.layout, answered=answered, images=images)
 
@@ -142,19 +167,56 @@ class VlmPolicy(nn.Module):
     ) -> PolicyOutputs:
         """Score the sampled tokens of every row.
 
+        Args:
+            rollouts: rows whose payload is a `VlmPayload`.
+            view: form of the prompts: "original" or a key of the payload's views.
+            temperature: logits are divided by it.
+            outputs: any of "logp", "entropy" and "values".
+
         Returns:
             Scores (B, T) float32, 0 where the mask is 0. The value is that of the state before each token.
+
+        Raises:
+            ValueError: unknown outputs, or values without a value head.
 
         Gradient: flows into all trainable weights, that of the values only into the value head where
         `model.critic.stop_gradient` is set; each distinct prompt passes the vision tower once, and where
         `shares_prefix` the language model too.
         """
-        self._check_outputs(outputs)
-        states, targets, places = self._states(rollouts, view)
-        return self._score(states, targets, places, rollouts.mask.shape, temperature, outputs)
+        if not outputs <= OUTPUTS:
+            raise ValueError(f"outputs={sorted(outputs)}; a policy scores: {', '.join(sorted(OUTPUTS))}.")
+        if "values" in outputs and self.value_head is None:
+            raise ValueError('outputs has "values" but the policy has no value head; load it with value_head=True.')
+        states, targets = self._states(rollouts, view)
+        row_and_step = torch.nonzero(rollouts.mask.to(self.device), as_tuple=True)
+
+        def spread(flat: Tensor) -> Tensor:
+            """Scores (M,) of the tokens under the mask, put back to where they came from."""
+            zeros = torch.zeros(rollouts.mask.shape, dtype=flat.dtype, device=flat.device)
+            return zeros.index_put(row_and_step, flat)
+
+        read, head = states, self.network.lm_head.weight
+        if not outputs & {"logp", "entropy"}:
+            read, head = states.detach(), head.detach()
+        entropy = "entropy" in outputs
+        found = linear_logprobs(read, head, targets, temperature=temperature, banned=self.banned_ids, entropy=entropy)
+        values = None
+        if "values" in outputs and self.value_head is not None:
+            with _no_autocast(states):
+                seen = states.detach() if self.config.critic.stop_gradient else states
+                values = spread(self.value_head(seen.float()).squeeze(-1))
+        return PolicyOutputs(
+            logp=spread(found.logp),
+            entropy=None if found.entropy is None else spread(found.entropy),
+            values=values,
+        )
 
     def states(self, rollouts: Rollouts, *, view: str = "original") -> Tensor:
-        """Last hidden states before the tokens under the mask, such as those that critics of a recipe's own read.
+        """Last hidden states before the tokens under the mask, for critics of a recipe's own.
+
+        Args:
+            rollouts: rows whose payload is a `VlmPayload`.
+            view: form of the prompts, as in `forward`.
 
         Returns:
             (M, H), the tokens row by row.
@@ -164,7 +226,7 @@ class VlmPolicy(nn.Module):
         return self._states(rollouts, view)[0]
 
     def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
-        """Run prompts through the vision tower and the language model, each once.
+        """Run N prompts through the vision tower and the language model, each once.
 
         Gradient: flows into all trainable weights.
         """
@@ -188,21 +250,19 @@ class VlmPolicy(nn.Module):
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return weights_state(self.parameters()), self._adapter_off, precision
 
-    def _states(self, rollouts: Rollouts, view: str) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """States (M, H) before the tokens under the mask, these tokens (M,), and their rows and places."""
+    def _states(self, rollouts: Rollouts, view: str) -> tuple[Tensor, Tensor]:
+        """States (M, H) before the tokens under the mask, and these tokens (M,)."""
         payload = VlmPayload.of(rollouts)
         mask = rollouts.mask.to(self.device)
         reading = make_reading(payload, view, rollouts.group.to(self.device), mask)
         # responses that are alone with their prompt have nothing to share, and one row each is one pass less
         sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
-        states = self._shared_states(reading) if sharing else self._flat_states(reading)
-        row, step = torch.nonzero(mask, as_tuple=True)
-        return states, reading.targets, (row, step)
+        return (self._shared_states(reading) if sharing else self._flat_states(reading)), reading.targets
 
     def _flat_states(self, reading: Reading) -> Tensor:
-        """States before the chosen tokens, every row with a prompt of its own."""
+        """States before the scored tokens, every row with a prompt of its own."""
         prompts, group, lengths = reading.prompts, reading.group, reading.lengths
-        if reading.inserts:  # the rows with their pictures are prompts of their own
+        if reading.inserts:  # rows with images are prompts of their own
             before = torch.tensor([len(prompt) for prompt in prompts], device=group.device)[group]
             prompts, group = joined_rows(reading), torch.arange(len(lengths), device=group.device)
             lengths = torch.zeros_like(lengths)
@@ -214,7 +274,7 @@ class VlmPolicy(nn.Module):
         return hidden[reading.row, before[reading.row] - 1 + reading.step]
 
     def _shared_states(self, reading: Reading) -> Tensor:
-        """States before the chosen tokens, with each prompt computed once."""
+        """States before the scored tokens, with each prompt computed once."""
         prefix = self.prefixes.get(reading.prompts, reading.view)
         lengths, group, row, step = reading.lengths, reading.group, reading.row, reading.step
         states = prefix.last_state
@@ -229,11 +289,7 @@ class VlmPolicy(nn.Module):
         return states[torch.where(step == 0, group[row], starts[row] + step - 1)]
 
     def run(self, rows: PackedRows, features: VisionFeatures | None, **options: Any) -> Tensor:
-        """Last hidden states of packed rows.
-
-        Returns:
-            (B, L, H).
-        """
+        """Last hidden states (B, L, H) of packed rows."""
         embeddings, extra = self.embed(rows, features)
         language_model = self.network.model.language_model
         output = language_model(
@@ -242,22 +298,14 @@ class VlmPolicy(nn.Module):
         return output.last_hidden_state
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
-        """Log-probabilities of the next token, with the same banned tokens and temperature as in scoring.
-
-        Returns:
-            (b, V) float32.
-        """
+        """Log-probabilities (b, V) float32 of the next token, with the banned tokens and temperature of scoring."""
         weight = self.network.lm_head.weight
         with _no_autocast(states):
             logits = nn.functional.linear(states, weight.to(states.dtype)).float() / temperature
         return logits.index_fill(1, self.banned_ids, float("-inf")).log_softmax(-1)
 
     def embed(self, rows: PackedRows, features: VisionFeatures | None) -> tuple[Tensor, dict[str, Any]]:
-        """Token embeddings with the image features in their places.
-
-        Returns:
-            (B, L, H) and the further arguments that the language model takes with them.
-        """
+        """Token embeddings (B, L, H) with the image features in them, and the language model's further arguments."""
         embeddings = self.network.get_input_embeddings()(rows.ids)
         if features is None:
             return embeddings, {}
@@ -267,10 +315,7 @@ class VlmPolicy(nn.Module):
         embeddings = embeddings.flatten(0, 1).index_copy(0, flat, tokens).view_as(embeddings)
         if not chosen.deepstack:
             return embeddings, {}
-        return embeddings, {
-            "visual_pos_masks": rows.visual,
-            "deepstack_visual_embeds": list(chosen.deepstack),
-        }
+        return embeddings, {"visual_pos_masks": rows.visual, "deepstack_visual_embeds": list(chosen.deepstack)}
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -285,55 +330,35 @@ class VlmPolicy(nn.Module):
             self._adapter_off = False
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write model, processor and value head to a folder."""
-        save_policy(self, Path(path))
+        """Write model, processor and value head to a folder.
+
+        Without LoRA it is an ordinary model folder. With LoRA it holds the adapter, whose configuration names the base
+        model; AutoModelForImageTextToText then loads the base model with the adapter.
+        """
+        save_model(self.model, Path(path))
+        self.processor.save_pretrained(path)
+        if self.value_head is not None:
+            save_value_head(self.value_head, Path(path))
+
+    def save_merged(self, path: Path | str) -> None:
+        """Write an ordinary model folder, with LoRA adapters added into the weights."""
+        if not self.has_adapter:
+            self.save_pretrained(path)
+            return
+        with replaced(Path(path)) as draft:
+            with quiet_transformers():
+                self.network.save_pretrained(draft, state_dict=merged_state(self.model))
+            self.processor.save_pretrained(draft)
 
     def load_weights(self, path: Path | str) -> None:
-        """Load the weights that `save_pretrained` wrote into the existing parameters, bit for bit.
+        """Load the weights that `save_pretrained` of a policy of the same shape wrote, bit for bit.
 
-        Args:
-            path: folder written by `save_pretrained` of a policy of the same shape.
+        Raises:
+            UserError: the folder holds no such weights.
         """
-        load_policy_weights(self, Path(path))
-
-    def _check_outputs(self, outputs: frozenset[str]) -> None:
-        if not outputs <= OUTPUTS:
-            raise ValueError(f"outputs={sorted(outputs)}; a policy scores: {', '.join(sorted(OUTPUTS))}.")
-        if "values" in outputs and self.value_head is None:
-            raise ValueError('outputs has "values" but the policy has no value head; load it with value_head=True.')
-
-    def _score(
-        self,
-        states: Tensor,
-        targets: Tensor,
-        places: tuple[Tensor, Tensor],
-        shape: torch.Size,
-        temperature: float,
-        outputs: frozenset[str],
-    ) -> PolicyOutputs:
-        """Scores of M states, put back to where they came from."""
-
-        def spread(flat: Tensor) -> Tensor:
-            return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(places, flat)
-
-        states_read, head = states, self.network.lm_head.weight
-        if not outputs & {"logp", "entropy"}:
-            states_read, head = states.detach(), head.detach()
-        result = linear_logprobs(
-            states_read,
-            head,
-            targets,
-            temperature=temperature,
-            banned=self.banned_ids,
-            entropy="entropy" in outputs,
-        )
-        values = None
-        if "values" in outputs and self.value_head is not None:
-            with _no_autocast(states):
-                seen = states.detach() if self.config.critic.stop_gradient else states
-                values = spread(self.value_head(seen.float()).squeeze(-1))
-        entropy = spread(result.entropy) if result.entropy is not None else None
-        return PolicyOutputs(logp=spread(result.logp), entropy=entropy, values=values)
+        load_model_weights(self.model, Path(path))
+        if self.value_head is not None:
+            load_value_head(self.value_head, Path(path))
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:

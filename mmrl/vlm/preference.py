@@ -42,7 +42,7 @@ from mmrl.vlm.given import GivenAnswersConfig, GivenAnswersRecipe
 from mmrl.vlm.pair_evaluation import PairMeasure
 from mmrl.vlm.pairs import PairColumns, has_sides, keep_pairs, sides_of, tokenise_sides
 from mmrl.vlm.payload import Prompt, VlmPayload
-from mmrl.vlm.pictures import pictures_of
+from mmrl.vlm.pictures import task_images
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.start_scores import StartScores
 from mmrl.vlm.task import TaskError, VlmTask
@@ -222,7 +222,7 @@ class PreferenceRecipe(GivenAnswersRecipe):
         shown = rollouts.select_groups(torch.arange(min(max(limit // 2, 1), rollouts.num_groups)))
         payload = VlmPayload.of(shown)
         numbers = self.objective.pair_numbers(self.objective.pairs(self.logp(self.policy, shown), shown))
-        images = [pictures_of(task, self.policy.layout.patch_size) for task in payload.tasks]
+        images = [task_images(task, self.policy.layout.patch_size) for task in payload.tasks]
         found = []
         for row, text in enumerate(payload.texts):
             pair, side = divmod(row, 2)

@@ -1,4 +1,4 @@
-"""What prompts leave behind for the responses that follow them: keys, values and last states."""
+"""The part of a prompt's forward pass that its responses need: keys, values and last states."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Prefix:
             return None
         return torch.arange(width, device=self.lengths.device) < self.lengths[:, None]
 
-    def select(self, index: Tensor) -> Prefix:
+    def select(self, index: Tensor | list[int]) -> Prefix:
         """Prompts `index` (n,), no wider than the longest of them."""
+        index = torch.as_tensor(index, device=self.lengths.device)
         lengths = self.lengths[index]
         width = int(lengths.max())
         return Prefix(

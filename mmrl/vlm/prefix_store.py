@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from mmrl.vlm.kept_prefill import KeptPrefill
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.prefix import Prefix
-
-
-class PrefixEncoder(Protocol):
-    """A policy that computes prefixes."""
-
-    def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
-        """Keys, values and last states of N prompts."""
-        ...
-
-    def weights_state(self) -> Hashable:
-        """Changes whenever the same prompts would be computed to other numbers."""
-        ...
 
 
 @dataclass
@@ -34,9 +22,9 @@ class _SharedPrefix:
     prompts: tuple[int, ...]
     """Identities of the prompts."""
     whole: Prefix
-    """As computed, with its history."""
+    """The computed prefix, with its history."""
     leaves: Prefix
-    """What the micro-batches read; their gradients add up here."""
+    """Read by the micro-batches, whose gradients add up here."""
 
     def backward(self) -> None:
         """Backpropagate the sum of the gradients through the prompts, once."""
@@ -53,14 +41,15 @@ class PrefixStore:
     passes end there, and one backward pass through the prompts follows the last of them.
     """
 
-    def __init__(self, policy: PrefixEncoder) -> None:
+    def __init__(self, policy: Any) -> None:
+        # weak: the policy holds this store, and its memory must not wait for a garbage collection
         self._policy = weakref.ref(policy)
         self._kept = KeptPrefill()
         self._shared: dict[str, _SharedPrefix] | None = None
 
     def keep(self, prompts: Sequence[Prompt], prefix: Prefix) -> None:
-        """Keep the prefix of prompts that were just sampled from; see `KeptPrefill.put`."""
-        self._kept.put(prompts, prefix, self._encoder.weights_state)
+        """Keep the prefix of prompts that were just sampled from."""
+        self._kept.put(prompts, prefix, self._policy().weights_state)
 
     @property
     def is_open(self) -> bool:
@@ -69,10 +58,16 @@ class PrefixStore:
 
     def get(self, prompts: Sequence[Prompt], view: str) -> Prefix:
         """Prefix of the prompts, with history where gradients are enabled."""
-        if self._shared is not None:
-            return self._shared_prefix(self._shared, prompts, view)
-        kept = self._from_kept(prompts)
-        return kept if kept is not None else self._encoder.encode_prefix(prompts)
+        if self._shared is None:
+            return self._kept_or_new(prompts)
+        shared, names = self._shared, tuple(id(prompt) for prompt in prompts)
+        if view in shared and shared[view].prompts != names:
+            shared.pop(view).backward()
+        if view not in shared:
+            # a kept graph is left alone here: with gradient, micro-batches compute a prefix of their own
+            whole = self._policy().encode_prefix(prompts) if torch.is_grad_enabled() else self._kept_or_new(prompts)
+            shared[view] = _SharedPrefix(names, whole, whole.leaves() if torch.is_grad_enabled() else whole)
+        return shared[view].leaves
 
     @contextlib.contextmanager
     def open(self) -> Iterator[PrefixStore]:
@@ -93,21 +88,7 @@ class PrefixStore:
         if self._shared is not None:
             self._shared.clear()
 
-    def _shared_prefix(self, shared: dict[str, _SharedPrefix], prompts: Sequence[Prompt], view: str) -> Prefix:
-        names = tuple(id(prompt) for prompt in prompts)
-        if view in shared and shared[view].prompts != names:
-            shared.pop(view).backward()
-        if view not in shared:
-            kept = None if torch.is_grad_enabled() else self._from_kept(prompts)
-            whole = kept or self._encoder.encode_prefix(prompts)
-            shared[view] = _SharedPrefix(names, whole, whole.leaves() if torch.is_grad_enabled() else whole)
-        return shared[view].leaves
-
-    def _from_kept(self, prompts: Sequence[Prompt]) -> Prefix | None:
-        return self._kept.take(prompts, self._encoder.weights_state)
-
-    @property
-    def _encoder(self) -> PrefixEncoder:
+    def _kept_or_new(self, prompts: Sequence[Prompt]) -> Prefix:
         policy = self._policy()
-        assert policy is not None
-        return policy
+        kept = self._kept.take(prompts, policy.weights_state)
+        return policy.encode_prefix(prompts) if kept is None else kept  # type: ignore[no-any-return]

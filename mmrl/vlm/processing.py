@@ -34,13 +34,9 @@ class ImageOnlyProcessor:
         """Jinja template of the chat markup."""
         return self.tokenizer.chat_template
 
-    def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], *, tokenize: bool = False, add_generation_prompt: bool = False
-    ) -> Any:
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
         """Render chat turns with the tokenizer's template."""
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt
-        )
+        return self.tokenizer.apply_chat_template(messages, **options)
 
     def __call__(
         self, *, text: Sequence[str], images: Sequence[Any] | None = None, return_tensors: str = "pt"
@@ -63,35 +59,25 @@ class ImageOnlyProcessor:
 
     def _expand(self, prompt: str, grids: torch.Tensor) -> str:
         merge = self.image_processor.merge_size**2
+        first, *pieces = prompt.split(self.image_token)
         counts = (grids.prod(-1) // merge).tolist()
-        pieces = prompt.split(self.image_token)
-        expanded = [pieces[0]]
-        for count, piece in zip(counts, pieces[1:], strict=True):
-            expanded += [self.image_token * count, piece]
-        return "".join(expanded)
+        return first + "".join(self.image_token * n + piece for n, piece in zip(counts, pieces, strict=True))
 
 
 def load_processor(path: str) -> Any:
-    """Load the processor of a model."""
+    """Load the processor of a model; raises UserError."""
+    absent = ensure_torchvision() == "absent"
+    from transformers import AutoProcessor, AutoTokenizer, Qwen2VLImageProcessorPil
+
     try:
-        processor = _load_image_only(path) if ensure_torchvision() == "absent" else _load_official(path)
-    except UserError:
-        raise
+        if absent:
+            images = Qwen2VLImageProcessorPil.from_pretrained(path)
+            processor: Any = ImageOnlyProcessor(images, AutoTokenizer.from_pretrained(path))
+        else:
+            processor = AutoProcessor.from_pretrained(path)
     except Exception as error:  # hub, JSON and tokenizer files each raise their own kinds
         raise UserError(f"the processor of {path} cannot be loaded: {type(error).__name__}: {error}") from error
     if processor.tokenizer.chat_template is None and processor.chat_template is None:
         raise UserError(f"{path} has no chat template; add chat_template.jinja to the folder")
     processor.tokenizer.padding_side = "left"
     return processor
-
-
-def _load_official(path: str) -> Any:
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained(path)
-
-
-def _load_image_only(path: str) -> Any:
-    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
-
-    return ImageOnlyProcessor(Qwen2VLImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path))

@@ -1,9 +1,9 @@
-"""A row's question as chat turns whose content items stand where its images and videos belong."""
+"""A row's question as chat turns, with content items where its images and videos belong."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,18 @@ SOURCE_KEYS = ("bytes", "image", "video", "image_url", "url", "path")
 
 @dataclass
 class MediaCells:
-    """The media cells of one row and how its data set wants them read."""
+    """The media cells of one row and how they are read."""
 
     images: Any
     videos: Any
     folder: Path
     marked: bool
-    """Whether the data set says in its text where images go."""
+    """Whether the data set's texts mark where images go."""
     text_only: bool | None
 
 
 def has_marks(prompt: Any) -> bool:
-    """Tell whether a prompt cell says itself where its images or videos go."""
+    """Whether a prompt cell marks where its images or videos go."""
     if isinstance(prompt, str):
         return MARKS.search(prompt) is not None
     if not isinstance(prompt, Sequence):
@@ -62,21 +62,24 @@ def build_messages(
     """Turn the prompt and media cells of a row into chat turns, image sources and videos."""
     messages = _turns(prompt, render, place)
     items = [item for message in messages for item in message["content"]]
-    images = [_locate(source, media.folder) for source in _sources(media.images, "image", items, place)]
-    inline = _inline_videos(media.videos, items, place)
-    videos = read_video_cell(inline or media.videos, media.folder, place)
+    listed = list(media.images) if isinstance(media.images, list | tuple) else [media.images]
+    column = [] if media.images is None or media.images == "" else listed
+    images = [_locate(source, media.folder) for source in _take_inline("image", items, column, place) or column]
+    videos = read_video_cell(_take_inline("video", items, media.videos, place) or media.videos, media.folder, place)
     marked = any(item["type"] in MEDIA for item in items)
     if not marked and not media.marked and (images or videos):
         _put_media_first(messages, len(images), len(videos))
     elif not marked and not images and not _may_be_text_only(media):
-        raise TaskError("missing_image", place, _no_image_message(media))
+        found = "its image cell is empty or missing" if media.images is None else "its image list is empty"
+        message = f"the row has no image: {found}; set data.text_only=true if questions without image are meant"
+        raise TaskError("missing_image", place, message)
     _check_counts(messages, len(images), len(videos), place)
     _check_files(images, videos, place)
     return messages, images, videos
 
 
 def make_renderer(template: str | None) -> Callable[[str], str]:
-    """Make the function that wraps a question's text in the format prompt."""
+    """A function that wraps a question's text in the format prompt."""
     if template is None:
         return lambda text: text
     render = make_template(template, ("content",), "data.format_prompt", "the question")
@@ -86,14 +89,17 @@ def make_renderer(template: str | None) -> Callable[[str], str]:
 def make_template(
     template: str, names: Sequence[str], option: str, lost: str, further: Sequence[str] = ()
 ) -> Callable[..., str]:
-    """Make the function that fills the places of a template; what it fills in is not read as a template itself."""
+    """A function that fills in a template; filled-in values are not read as templates themselves."""
     import jinja2
     from jinja2.sandbox import SandboxedEnvironment
 
-    source = _template_text(template, option)
+    if template.endswith((".jinja", ".jinja2", ".j2")):
+        if not is_file(expanded(template)):
+            raise UserError(f"{option} names the file {template}, which does not exist")
+        template = expanded(template).read_text(encoding="utf-8")
     places = {name: f"\N{SNOWMAN}{name}\N{SNOWMAN}" for name in (*names, *further)}
     try:
-        compiled = SandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(source)
+        compiled = SandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(template)
         sample = compiled.render(places)
     except jinja2.TemplateError as error:
         allowed = ", ".join(f"{{{{ {name} }}}}" for name in places)
@@ -102,15 +108,6 @@ def make_template(
         if places[name] not in sample:
             raise UserError(f"{option} never uses {{{{ {name} }}}}, so {lost} would be lost")
     return compiled.render
-
-
-def _template_text(template: str, option: str) -> str:
-    if not template.endswith((".jinja", ".jinja2", ".j2")):
-        return template
-    file = expanded(template)
-    if not is_file(file):
-        raise UserError(f"{option} names the file {template}, which does not exist")
-    return file.read_text(encoding="utf-8")
 
 
 def _turns(prompt: Any, render: Callable[[str], str], place: str) -> list[dict[str, Any]]:
@@ -136,7 +133,7 @@ def _turn(turn: Any, render: Callable[[str], str], place: str) -> dict[str, Any]
     content = turn.get("content") if isinstance(turn, dict) else None
     role = _role(turn)
     if not isinstance(role, str) or not isinstance(content, str | list):
-        raise TaskError("bad_prompt", place, f"a chat turn needs a role and a content, found {_short(turn)}")
+        raise TaskError("bad_prompt", place, f"a chat turn needs a role and a content, found {turn!r:.80}")
     if isinstance(content, str):
         return {"role": role, "content": split_marks(render(content))}
     items = [_item(item, place) for item in content]
@@ -158,7 +155,7 @@ def _item(item: Any, place: str) -> dict[str, Any]:
             return {"type": kind} if source is None else {"type": kind, "source": source}
         if isinstance(item.get("text"), str):
             return {"type": "text", "text": item["text"]}
-    raise TaskError("bad_prompt", place, f"a content item must be text, image or video, found {_short(item)}")
+    raise TaskError("bad_prompt", place, f"a content item must be text, image or video, found {item!r:.80}")
 
 
 def _media_type(item: dict[str, Any]) -> Any:
@@ -166,34 +163,13 @@ def _media_type(item: dict[str, Any]) -> Any:
     return "image" if kind == "image_url" else kind
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _sources(cell: Any, kind: str, items: list[dict[str, Any]], place: str) -> list[Any]:
-    """List the media of one kind: the column's, or those written into the chat items themselves."""
-    inline = _take_inline(kind, items)
-    column = [] if cell is None or cell == "" else list(cell) if isinstance(cell, list | tuple) else [cell]
-    if inline and column:
-        _two_ways(kind, place)
-    return inline or column
-
-
-def _inline_videos(cell: Any, items: list[dict[str, Any]], place: str) -> list[Any]:
-    inline = _take_inline("video", items)
+def _take_inline(kind: str, items: list[dict[str, Any]], cell: Any, place: str) -> list[Any]:
+    """Media of one kind that are written into the chat items themselves; then the column must have none."""
+    inline = [item.pop("source") for item in items if item["type"] == kind and "source" in item]
     if inline and cell:
-        _two_ways("video", place)
+        message = f"{kind}s are given both in the chat and in the column; use one of them"
+        raise TaskError("placeholder_mismatch", place, message)
     return inline
-
-
-def _take_inline(kind: str, items: list[dict[str, Any]]) -> list[Any]:
-    return [item.pop("source") for item in items if item["type"] == kind and "source" in item]
-
-
-def _two_ways(kind: str, place: str) -> None:
-    message = f"{kind}s stand both in the chat and in the column; use one way"
-    raise TaskError("placeholder_mismatch", place, message)
 
 
 def _locate(source: Any, folder: Path) -> Any:
@@ -223,11 +199,6 @@ def _may_be_text_only(media: MediaCells) -> bool:
     return media.marked or isinstance(media.images, list | tuple) or media.videos is not None
 
 
-def _no_image_message(media: MediaCells) -> str:
-    found = "its image cell is empty or missing" if media.images is None else "its image list is empty"
-    return f"the row has no image: {found}; set data.text_only=true if questions without image are meant"
-
-
 def _check_counts(messages: list[dict[str, Any]], images: int, videos: int, place: str) -> None:
     items = [item["type"] for message in messages for item in message["content"]]
     for kind, found in (("image", images), ("video", videos)):
@@ -242,13 +213,10 @@ def _check_counts(messages: list[dict[str, Any]], images: int, videos: int, plac
 
 def _check_files(images: list[Any], videos: list[VideoClip], place: str) -> None:
     """Find missing files before the run starts; reading them is left to the rollout."""
-    for kind, source in _files(images, videos):
-        if isinstance(source, str) and not source.startswith("data:") and not is_file(source):
-            raise TaskError(f"missing_{kind}", place, no_such_file(source, kind))
-
-
-def _files(images: list[Any], videos: list[VideoClip]) -> Iterator[tuple[str, Any]]:
-    yield from (("image", source) for source in images)
+    files: list[tuple[str, Any]] = [("image", source) for source in images]
     for clip in videos:
         whole = isinstance(clip.source, str)
-        yield from [("video", clip.source)] if whole else (("image", frame) for frame in clip.source)
+        files += [("video", clip.source)] if whole else [("image", frame) for frame in clip.source]
+    for kind, source in files:
+        if isinstance(source, str) and not source.startswith("data:") and not is_file(source):
+            raise TaskError(f"missing_{kind}", place, no_such_file(source, kind))

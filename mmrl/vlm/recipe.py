@@ -33,18 +33,16 @@ from mmrl.training.loop.scoring import RewardErrors, with_rewards
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.critic.measures import critic_measures, load_reasoner
 from mmrl.vlm.data import LoadedTasks, load_splits, load_tasks
-from mmrl.vlm.evaluation import AnswerMeasure
+from mmrl.vlm.evaluation import AnswerMeasure, FurtherMeasures
 from mmrl.vlm.kept_prefill import KeepPrefill
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload, token_lists
-from mmrl.vlm.pictures import pictures_of
+from mmrl.vlm.pictures import task_images
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import PolicySampler
 from mmrl.vlm.sampling import Samples
 from mmrl.vlm.scoring import check_columns, score_texts, splits_by_key
-from mmrl.vlm.storage import save_merged
 from mmrl.vlm.task import TaskError, VlmTask
 
 LOGGER = logging.getLogger("mmrl")
@@ -166,12 +164,11 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
     def answer_measures(self, policy: VlmPolicy, split: str) -> list[Measure[VlmTask]]:
         """All that is measured of the answers to the questions of a held-out split; the first one is the headline."""
         answers = self.answer_measure(policy, split)
-        return [answers, *critic_measures(answers, self.reasoner)]
+        return [answers, *self._further_measures(answers)]
 
     @functools.cached_property
-    def reasoner(self) -> VlmPolicy | None:
-        """Frozen model whose answers are criticised and revised in evaluations, where there is one."""
-        return load_reasoner(self.config.evaluation)
+    def _further_measures(self) -> FurtherMeasures:
+        return self.config.evaluation.further_measures()
 
     def answer_measure(self, policy: VlmPolicy, split: str) -> AnswerMeasure:
         """What is measured on a held-out split."""
@@ -199,7 +196,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
             group = int(rollouts.group[row])
             task = payload.tasks[group]
             if group not in pictures:
-                pictures[group] = pictures_of(task, self.policy.layout.patch_size)
+                pictures[group] = task_images(task, self.policy.layout.patch_size)
             length = max(float(rollouts.mask[row].sum()), 1.0)
             found.append(
                 SampleRecord(
@@ -292,7 +289,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
     def export(cls, config: VlmConfig, checkpoint: Path, output: Path) -> str:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
         policy = load_policy(replace(config.model, path=str(checkpoint / "model"), build=None))
-        save_merged(policy, output)
+        policy.save_merged(output)
         return "transformers.AutoModelForImageTextToText.from_pretrained"
 
     def state_dict(self) -> dict[str, Any]:

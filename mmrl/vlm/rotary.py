@@ -5,7 +5,7 @@ Source: Qwen2-VL, arXiv 2409.12191, section 2.1; huggingface/transformers `get_r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -22,24 +22,19 @@ def rotary_positions(
     video_grids: Tensor | None = None,
     frame_steps: Sequence[float | Tensor] = (),
 ) -> Tensor:
-    """Positions of a prompt's tokens along time, height and width.
+    """Positions (3, P) int64 of a prompt's tokens along time, height and width, from their types (P,) int64.
 
     A text token has the same position on all three axes, one more than the largest before it. The tokens of an image
-    lie on a grid that starts there; the text after it goes on behind the longer side of the grid. The first response
+    form a grid that starts there; the text after it continues behind the longer side of the grid. The first response
     token has the position `positions.max() + 1`.
 
-    Args:
-        token_types: (P,) int64: 0 text, 1 image, 2 video.
-        merge_size: patches on a side that the vision tower merges into one token.
-        image_grids: (images, 3) int64, patches along time, height and width, in the order of the tokens.
-        video_grids: (videos, 3) int64; of Qwen3-VL, whose frames have timestamps between them, see `split_frames`.
-        frame_steps: positions from one frame of a video to the next, one number a video, of Qwen2.5-VL the tokens a
-            second times the seconds a frame; a video without a number has 1.
-
-    Returns:
-        (3, P) int64.
+    `image_grids` (images, 3) and `video_grids` (videos, 3) int64 are patches along time, height and width in the order
+    of the tokens; Qwen3-VL, which has timestamps between frames, needs one grid a frame (`split_frames`). `frame_steps`
+    are positions from one frame of a video to the next, 1 where a video has none; in Qwen2.5-VL the tokens a second
+    times the seconds a frame. The tower merges `merge_size` patches on a side into one token.
     """
-    grids = {IMAGE: _rows(image_grids), VIDEO: _rows(video_grids)}
+    grids = {IMAGE: iter([] if image_grids is None else image_grids.tolist())}
+    grids[VIDEO] = iter([] if video_grids is None else video_grids.tolist())
     steps = iter(frame_steps)
     parts: list[Tensor] = []
     start = 0
@@ -53,7 +48,7 @@ def rotary_positions(
         step = next(steps, 1.0) if kind == VIDEO else 1.0
         if grid is None or grid[0] * (grid[1] // merge_size) * (grid[2] // merge_size) != count:
             name = {IMAGE: "image", VIDEO: "video"}[kind]
-            raise ValueError(f"{count} {name} tokens lie side by side, but their grid of patches is {grid}.")
+            raise ValueError(f"{count} {name} tokens stand in a row, but their grid of patches is {grid}.")
         parts.append(start + _grid_positions(grid, merge_size, step))
         start += max(grid[1], grid[2]) // merge_size
     return torch.cat(parts, 1)
@@ -71,7 +66,3 @@ def _grid_positions(grid: Sequence[int], merge_size: int, step: float | Tensor) 
     time = (torch.arange(grid[0]) * step).long()
     height, width = (torch.arange(side // merge_size) for side in grid[1:])
     return torch.stack(torch.meshgrid(time, height, width, indexing="ij")).flatten(1)
-
-
-def _rows(grids: Tensor | None) -> Iterator[list[int]]:
-    return iter([] if grids is None else grids.tolist())

@@ -28,12 +28,18 @@ LOGGER = logging.getLogger("mmrl")
 
 
 class PolicySampler:
-    """The suite's own engine: samples from the policy itself, in the process that trains it.
+    """The `mmrl.training.loop.sampler.Sampler` that samples from the policy itself, in the process that trains it.
 
-    It is a `mmrl.training.loop.sampler.Sampler` of encoded prompts.
+    Args:
+        config: lengths, temperature and truncation.
+        keep: what is left of the prompts' prefill for the update.
+
+    Raises:
+        ConfigError: a setting is out of range.
     """
 
     def __init__(self, config: SamplerConfig, keep: KeepPrefill = KeepPrefill.NOTHING) -> None:
+        check_config(config, "sampler")
         self.config = config
         self.keep = keep
         self._policy: VlmPolicy | None = None
@@ -43,7 +49,7 @@ class PolicySampler:
         self._policy = weights
 
     def sample(self, tasks: Sequence[Prompt], n: int, generator: torch.Generator) -> Samples:
-        """Draw n responses to each prompt; see `sample`."""
+        """Draw n responses to each prompt."""
         if self._policy is None:
             raise RuntimeError("this sampler has no weights yet; call load(policy, version) first")
         return sample(self._policy, tasks, n, self.config, generator, keep=self.keep)
@@ -54,71 +60,45 @@ def sample(
     prompts: Sequence[Prompt],
     samples_per_prompt: int,
     config: SamplerConfig,
-    generator: torch.Generator,
-    greedy: bool = False,
+    draws: torch.Generator | Tensor | None,
     *,
     keep: KeepPrefill = KeepPrefill.NOTHING,
 ) -> Samples:
     """Draw responses.
 
     Args:
-        policy: the model; it samples in evaluation mode; its own mode is restored.
+        policy: the model; it samples in evaluation mode and gets its own mode back.
         prompts: N prompts.
         samples_per_prompt: G.
-        config: lengths, temperature and truncation.
-        generator: CPU generator; B * max_new_tokens uniform numbers are drawn from it, none when greedy.
-        greedy: take the most likely token; the recorded log-probabilities keep the temperature.
+        config: lengths, temperature and truncation; assumed valid (`mmrl.fields.check_config`).
+        draws: CPU generator, from which N * G * max_new_tokens uniform numbers are drawn; or these numbers,
+            (N * G, max_new_tokens) in [0, 1); or None for the likeliest tokens, whose recorded log-probabilities still
+            have the temperature.
         keep: what is left of the prompts' prefill in `policy.prefixes`; nothing without the lean decoder.
 
     Returns:
         The responses of prompt 0, then those of prompt 1, and so on, on the policy's device.
 
     Raises:
-        UserError: a setting is out of range, or there are no prompts.
+        UserError: there are no prompts, or no samples of them.
     """
-    _check_request(prompts, samples_per_prompt, config)
+    if not prompts or samples_per_prompt < 1:
+        raise UserError(f"there is nothing to sample: {len(prompts)} prompts, {samples_per_prompt} samples each")
     total = len(prompts) * samples_per_prompt
-    uniforms = None if greedy else torch.rand(total, config.max_new_tokens, generator=generator)
-    return sample_with(policy, prompts, samples_per_prompt, config, uniforms, keep=keep)
-
-
-def sample_with(
-    policy: VlmPolicy,
-    prompts: Sequence[Prompt],
-    samples_per_prompt: int,
-    config: SamplerConfig,
-    uniforms: Tensor | None,
-    *,
-    keep: KeepPrefill = KeepPrefill.NOTHING,
-) -> Samples:
-    """`sample` with given random numbers.
-
-    Args:
-        policy: as for `sample`, like the arguments that are not listed.
-        prompts: N prompts.
-        samples_per_prompt: G.
-        config: lengths, temperature and truncation.
-        uniforms: (N * G, max_new_tokens) in [0, 1); None takes the likeliest tokens.
-        keep: what is left of the prompts' prefill.
-    """
-    draw = GenerationState(policy, config, len(prompts) * samples_per_prompt, uniforms)
+    if isinstance(draws, torch.Generator):
+        draws = torch.rand(total, config.max_new_tokens, generator=draws)
+    state = GenerationState(policy, config, total, draws)
     training = policy.training
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
         with torch.no_grad():
             if _is_lean(policy, config):
-                _sample_lean(draw, prompts, samples_per_prompt, keep)
+                _sample_lean(state, prompts, samples_per_prompt, keep)
             else:
-                _sample_through_modules(draw, prompts, samples_per_prompt)
+                _sample_through_modules(state, prompts, samples_per_prompt)
     finally:
         policy.train(training)
-    return draw.collect()
-
-
-def _check_request(prompts: Sequence[Prompt], samples_per_prompt: int, config: SamplerConfig) -> None:
-    check_config(config, "sampler")
-    if not prompts or samples_per_prompt < 1:
-        raise UserError(f"there is nothing to sample: {len(prompts)} prompts, {samples_per_prompt} samples each")
+    return state.collect()
 
 
 def _is_lean(policy: VlmPolicy, config: SamplerConfig) -> bool:
@@ -133,20 +113,21 @@ def _log_once(message: str, reason: str) -> None:
     LOGGER.info(message, reason)
 
 
-def _sample_lean(draw: GenerationState, prompts: Sequence[Prompt], group: int, keep: KeepPrefill) -> None:
+def _sample_lean(state: GenerationState, prompts: Sequence[Prompt], group: int, keep: KeepPrefill) -> None:
     """Read the prompts once, then decode their samples, at most `batch_rows` at a time."""
-    most = draw.config.batch_rows
-    # a history is kept whole, for the one pass that can go back through it
+    most = state.config.batch_rows
+    # a prefix with history has to be one pass: one backward pass goes through it
     together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
     for first in range(0, len(prompts), together):
         part = prompts[first : first + together]
         with stopwatch("prefill"):
-            prefix = _read_prompts(draw.policy, part, keep)
+            prefix = _read_prompts(state.policy, part, keep)
         with stopwatch("decode"):
-            weights = lean_weights(draw.policy)
-            rows = torch.arange(len(part) * group, device=draw.policy.device)
+            weights = lean_weights(state.policy)
+            rows = torch.arange(len(part) * group, device=state.policy.device)
+            # whole groups where they fit, so that few prompts are read by two chunks
             for chunk in rows.split(max(most - most % group, min(most, group))):
-                _decode_lean(draw, weights, prefix, chunk // group, chunk + first * group)
+                _decode_lean(state, weights, prefix, chunk // group, chunk + first * group)
 
 
 def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep: KeepPrefill) -> Prefix:
@@ -157,28 +138,28 @@ def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep: KeepPrefil
     return prefix.detach()
 
 
-def _decode_lean(draw: GenerationState, weights: LeanWeights, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
+def _decode_lean(state: GenerationState, weights: LeanWeights, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
     live, own = torch.unique_consecutive(prompt, return_inverse=True)
     prefix = prefix if len(live) == len(prefix) else prefix.select(live)
-    decoder = PrefixDecoder(weights, prefix, own, draw.config.max_new_tokens - 1, draw.policy.banned_ids)
-    decode(draw, decoder, rows, draw.max_positions - prefix.lengths[own], prefix.last_state[own])
+    decoder = PrefixDecoder(weights, prefix, own, state.config.max_new_tokens - 1, state.policy.banned_ids)
+    decode(state, decoder, rows, state.max_positions - prefix.lengths[own], prefix.last_state[own])
 
 
-def _sample_through_modules(draw: GenerationState, prompts: Sequence[Prompt], group: int) -> None:
+def _sample_through_modules(state: GenerationState, prompts: Sequence[Prompt], group: int) -> None:
     """Read some prompts at a time, each once, then decode their samples, at most `batch_rows` at a time."""
-    together = max(draw.config.batch_rows // group, 1)
+    policy, most = state.policy, state.config.batch_rows
+    together = max(most // group, 1)
     for first in range(0, len(prompts), together):
         part = prompts[first : first + together]
-        table = tabulate(part, draw.policy.pad_id, draw.policy.device)
+        table = tabulate(part, policy.pad_id, policy.device)
         with stopwatch("prefill"):
-            cache, last = fill_cache(draw.policy, part, table)
-        rows = torch.arange(len(part) * group, device=draw.policy.device)
-        chunks = rows.split(draw.config.batch_rows)
+            cache, last = fill_cache(policy, part, table)
+        chunks = torch.arange(len(part) * group, device=policy.device).split(most)
         with stopwatch("decode"):
             for number, chunk in enumerate(chunks):
                 prompt = chunk // group
+                # decoding changes the cache, so all chunks but the last work on a copy
                 shared = cache if number == len(chunks) - 1 else copy.deepcopy(cache)
                 shared.batch_select_indices(prompt)
-                decoder = ModuleDecoder(draw, table, prompt, shared)
-                budget = draw.max_positions - table.lengths[prompt]
-                decode(draw, decoder, chunk + first * group, budget, last[prompt])
+                decoder = ModuleDecoder(state, table, prompt, shared)
+                decode(state, decoder, chunk + first * group, state.max_positions - table.lengths[prompt], last[prompt])

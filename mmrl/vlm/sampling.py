@@ -1,4 +1,4 @@
-"""How responses are drawn, and what sampling returns."""
+"""Options and results of sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FINISH_REASONS = ("length", "eos", "stop")
 
 @dataclass
 class SamplerConfig:
-    """How responses are drawn."""
+    """Lengths, temperature and truncation of sampled responses."""
 
     max_new_tokens: int = bounded(64, at_least=1)
     """Longest response in tokens."""

@@ -1,7 +1,8 @@
 """Packed rows of prompts and of responses, and the language model's attention over them.
 
-All prompts of a batch pass the language model end to end in one row, all responses in another; only inside attention
-do they become padded tables. The attention layers get the layout as the argument `shared`.
+All prompts of a batch pass the language model end to end in one row, all responses in another, so no layer computes
+padding; only inside attention do they become padded tables. The attention layers get the layout as the argument
+`shared`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _attend(
 def _workable(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors in one precision that attention kernels can be trusted with.
 
-    Under autocast rotated keys are float32 beside values in low precision. On the CPU low precision is avoided: its
+    Under autocast rotated keys are float32 and values low precision. On the CPU low precision is avoided: its
     backward kernel needs instructions that some virtual machines announce and then refuse, which ends the process.
     """
     device = tensors[0].device.type
@@ -71,7 +72,7 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 
 @dataclass(frozen=True)
 class PackedIndex:
-    """Where the tokens of a packed row stand in a padded table, and back."""
+    """Indices from a packed row to a padded table, and back."""
 
     index: Tensor | None
     """Table of token numbers, 0 on padding; None where the table without padding is the row itself."""
@@ -93,11 +94,7 @@ class PackedIndex:
 
 
 def prompt_index(lengths: Tensor) -> PackedIndex:
-    """Places of N prompts, packed one after another, in a table (N, P).
-
-    Args:
-        lengths: (N,) int64.
-    """
+    """Index of N prompts of `lengths` (N,), packed one after another, in a table (N, P)."""
     count, width = len(lengths), int(lengths.max())
     if bool((lengths == width).all()):
         return PackedIndex(None, None, None, (count, width))
@@ -109,13 +106,7 @@ def prompt_index(lengths: Tensor) -> PackedIndex:
 
 
 def response_index(lengths: Tensor, group: Tensor, prompts: int) -> PackedIndex:
-    """Places of B responses, packed one after another, in a table (N, G, T).
-
-    Args:
-        lengths: (B,) int64 tokens of each response.
-        group: (B,) int64 prompt of each response.
-        prompts: N.
-    """
+    """Index of B responses of `lengths` (B,) to the prompts `group` (B,), packed, in a table (N, G, T)."""
     sizes = torch.bincount(group, minlength=prompts)
     width, most = int(lengths.max()), int(sizes.max())
     shape = (prompts, most, width)
@@ -147,18 +138,7 @@ class PromptRow:
     """By layer: (N, Hk, P, d)."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attention of one layer.
-
-        Args:
-            layer: number of the layer.
-            query: (1, H, M, d), rotary applied.
-            key: (1, Hk, M, d), rotary applied.
-            value: (1, Hk, M, d).
-            scale: factor of the products; None is 1 / sqrt(d).
-
-        Returns:
-            (1, M, H, d).
-        """
+        """Attention (1, M, H, d) of a layer for query (1, H, M, d), key and value (1, Hk, M, d), rotary applied."""
         q, k, v = (self.places.gather(x[0].transpose(0, 1)).transpose(1, 2) for x in _workable(query, key, value))
         if layer not in self.keys:  # a recomputed layer must not replace what the responses already read
             self.keys[layer], self.values[layer] = k, v
@@ -180,17 +160,7 @@ class ResponseRow:
     """By layer: (N, Hk, P, d)."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attention of one layer.
-
-        Args:
-            layer: number of the layer.
-            query: (1, H, M, d), rotary applied.
-            key: (1, Hk, M, d), rotary applied.
-            value: (1, Hk, M, d).
-            scale: factor of the products; None is 1 / sqrt(d).
-
-        Returns:
-            (1, M, H, d).
+        """Attention (1, M, H, d) of a layer for query (1, H, M, d), key and value (1, Hk, M, d), rotary applied.
 
         Gradient: into query, key and value, and into the prompts' keys and values, there summed over the group.
         """

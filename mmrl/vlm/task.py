@@ -1,4 +1,4 @@
-"""One question with its images, and the errors that concern only that question."""
+"""A question with its images and videos, and the errors that concern only that question."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class VideoClip:
     source: str | list[ImageSource]
     """Path of a file, or the frames."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `mmrl.hub.video_sampling`: FILE_OPTIONS for a file, FRAME_LIST_OPTIONS for frames."""
+    """FILE_OPTIONS of `mmrl.hub.video_sampling` for a file, FRAME_LIST_OPTIONS for frames."""
 
 
 @dataclass
 class VlmTask:
-    """A question as a chat, its images and whatever else its data set says about it."""
+    """A question as a chat, with its images, its videos and the other columns of its data set."""
 
     id: str
-    """Unique inside its data set: the `id` column, or the place of the row."""
+    """Unique inside its data set: the `id` column, or the position of the row."""
 
     messages: list[dict[str, Any]]
     """Chat turns {"role", "content"}; content items are {"type": "text", "text"}, {"type": "image"} or
@@ -81,11 +81,11 @@ class VlmTask:
     empty: the processor resizes."""
 
     def load_images(self) -> list[Image.Image]:
-        """Open the images as RGB, resized where `image_wh` says so."""
-        images = []
-        for number, source in enumerate(self.images, start=1):
-            where = f"image {number} of {len(self.images)}"
-            images.append(open_image(source, self.id, where, self.max_image_pixels))
+        """Open the images as RGB, resized to `image_wh` where it is set; raises TaskError."""
+        images = [
+            open_image(source, self.id, f"image {number} of {len(self.images)}", self.max_image_pixels)
+            for number, source in enumerate(self.images, start=1)
+        ]
         if not self.image_wh:
             return images
         return [resize_image(image, size) for image, size in zip(images, self.image_wh, strict=True)]
@@ -96,7 +96,7 @@ class VlmTask:
 
     @property
     def answer_start(self) -> str:
-        """Text that the answer begins with, given and not sampled; it counts as part of the answer."""
+        """Text that the answer begins with, not sampled; it counts as part of the answer."""
         return ""
 
 
@@ -135,20 +135,15 @@ def _resolve(source: Any, task_id: str, where: str, max_pixels: int) -> tuple[st
     if isinstance(source, str | Path):
         return _read_file(str(source), task_id, where, max_pixels)
     if isinstance(source, Mapping):
-        inner = source.get("bytes")
+        inner = source.get("path") if source.get("bytes") is None else source["bytes"]
         if inner is None:
-            inner = source.get("path")
-        if inner is not None:
-            return _resolve(inner, task_id, where, max_pixels)
-        raise TaskError("missing_image", task_id, f"{where} holds neither bytes nor a path")
+            raise TaskError("missing_image", task_id, f"{where} holds neither bytes nor a path")
+        return _resolve(inner, task_id, where, max_pixels)
     if hasattr(source, "read"):
         return _resolve(source.read(), task_id, where, max_pixels)
     found = "nothing" if source is None else f"a {type(source).__name__}"
-    raise TaskError(
-        "missing_image",
-        task_id,
-        f"{where} is {found}; expected a PIL image, a path, bytes or a mapping with bytes or path",
-    )
+    message = f"{where} is {found}; expected a PIL image, a path, bytes or a mapping with bytes or path"
+    raise TaskError("missing_image", task_id, message)
 
 
 def _read_file(path: str, task_id: str, where: str, max_pixels: int) -> tuple[str, bytes]:
@@ -171,12 +166,10 @@ def _read_file(path: str, task_id: str, where: str, max_pixels: int) -> tuple[st
 
 
 def no_such_file(path: str, kind: str) -> str:
-    """Say that an image or video is not there, or that it is given as base64 in the place of a path."""
+    """Message for a missing image or video, or for base64 content where a path belongs."""
     if len(Path(path).name) > LONGEST_NAME:
-        return (
-            f"{shortened(path)} is too long for the path of a file; content in base64 begins with "
-            f"data:{kind}/png;base64,"
-        )
+        base64_start = f"data:{kind}/png;base64,"
+        return f"{shortened(path)} is too long for the path of a file; content in base64 begins with {base64_start}"
     return f"there is no {kind} file {shortened(path)}"
 
 

@@ -1,4 +1,4 @@
-"""The critic: a small network that maps the model's last state to a value."""
+"""The critic: a small network from the model's last state to a value."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from mmrl.vlm.model_config import CriticSettings
 
 
 def make_value_head(width: int, settings: CriticSettings) -> nn.Module:
-    """Build a critic in float32, whatever the model's precision is.
+    """A critic from (M, H) to (M, 1) in float32, whatever the model's precision is.
 
     Its last layer starts at zero: every value is 0 at first, so that the first advantages are plain returns.
-
-    Returns:
-        A module from (M, H) to (M, 1).
     """
     sizes = [width, *settings.hidden]
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""Videos of a question: what a data set's cell says of them, and the frames that the model is shown."""
+"""Videos of a question: reading a data set's cell, and the frames that the model is shown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAY_BE_ZERO = ("video_start", "video_end")
 
 @dataclass
 class VideoOptions:
-    """Which frames of a video file the model is shown; a row's own options come before these."""
+    """Frames of a video file that the model is shown; a row's own options override these."""
 
     fps: float | None = bounded(None, above=0, finite=True)
     """Frames a second; empty: 2, as qwen-vl-utils."""
@@ -53,11 +53,13 @@ class VideoOptions:
 
     def complete(self, clip: VideoClip) -> VideoClip:
         """A clip with these options where it has none of its own."""
-        usual = {name: value for name, value in vars(self).items() if value is not None}
-        if not isinstance(clip.source, str):
-            usual = {name: value for name, value in usual.items() if name in FRAME_LIST_OPTIONS}
-        if {"fps", "nframes"} & set(clip.options):
-            usual = {name: value for name, value in usual.items() if name not in ("fps", "nframes")}
+        fits = FILE_OPTIONS if isinstance(clip.source, str) else FRAME_LIST_OPTIONS
+        set_here = () if not {"fps", "nframes"} & set(clip.options) else ("fps", "nframes")
+        usual = {
+            name: value
+            for name, value in vars(self).items()
+            if value is not None and name in fits and name not in set_here
+        }
         return replace(clip, options={**usual, **clip.options})
 
 
@@ -65,19 +67,19 @@ def read_video_cell(cell: Any, folder: Path, place: str) -> list[VideoClip]:
     """List the videos of a row."""
     if cell is None or cell == "":
         return []
-    if not isinstance(cell, list | tuple):
-        return [_clip(cell, folder, place)]
-    if _are_frames(cell):
-        return [_clip(cell, folder, place)]
-    return [_clip(item, folder, place) for item in cell]
+    several = isinstance(cell, list | tuple) and not _are_frames(cell)
+    return [_clip(item, folder, place) for item in (cell if several else [cell])]
 
 
 def load_videos(task: VlmTask, patch_size: int) -> list[Frames]:
     """Decode the frames of a task's videos that the model is shown.
 
     Args:
-        task: its videos in the order of their places.
+        task: question with videos.
         patch_size: pixels on a side of one patch of the vision tower.
+
+    Returns:
+        Frames and their metadata, one pair a video.
 
     Raises:
         TaskError: a video cannot be used; the kind is one of `VIDEO_ERRORS` or of an image.
@@ -106,7 +108,8 @@ def _load(task: VlmTask, number: int, patch_size: int) -> Frames:
 
 def _clip(value: Any, folder: Path, place: str) -> VideoClip:
     options: dict[str, Any] = {}
-    value = _content(value)
+    if hasattr(value, "read") and not isinstance(value, Image.Image):
+        value = value.read()
     if isinstance(value, Mapping):
         given = {key: item for key, item in value.items() if item is not None}
         key = next((key for key in SOURCE_KEYS if key in given), None)
@@ -117,7 +120,7 @@ def _clip(value: Any, folder: Path, place: str) -> VideoClip:
     if isinstance(value, str | PurePath) and str(value):
         return VideoClip(_located(str(value), folder), _checked(options, FILE_OPTIONS, place))
     if isinstance(value, list | tuple) and _are_frames(value):
-        if "fps" in options:  # of frames that are there already it can only be their own rate
+        if "fps" in options:  # frames that are there already can only have a rate of their own
             options["sample_fps"] = options.pop("fps")
         frames = [_located(item, folder) if isinstance(item, str) else item for item in value]
         return VideoClip(frames, _checked(options, FRAME_LIST_OPTIONS, place))
@@ -131,7 +134,7 @@ def _bad(place: str, found: str) -> TaskError:
 
 
 def _are_frames(items: Sequence[Any]) -> bool:
-    """Whether a list is one of images; of those that are read from a table, the first one speaks for all."""
+    """Whether a list is one of images; only the first one is read from a table."""
     if items and hasattr(items[0], "read"):
         items = [items[0].read()]
     return bool(items) and all(_is_frame(item) for item in items)
@@ -144,11 +147,6 @@ def _is_frame(value: Any) -> bool:
         path = value.get("path")
         return _is_frame(path) if isinstance(path, str) else value.get("bytes") is not None
     return isinstance(value, Image.Image | bytes)
-
-
-def _content(value: Any) -> Any:
-    """What a data set holds where it is read when it is needed."""
-    return value.read() if hasattr(value, "read") and not isinstance(value, Image.Image) else value
 
 
 def _located(path: str, folder: Path) -> str:
@@ -172,7 +170,7 @@ def _checked(options: dict[str, Any], known: tuple[str, ...], place: str) -> dic
 VIDEO_ERRORS = {
     "empty_video": "A video has zero bytes, no video track or no frame.",
     "unreadable_video": "A video cannot be decoded, or its frames differ in size.",
-    "truncated_video": "A video ends before its own index or header says so.",
+    "truncated_video": "A video is shorter than its index or header states.",
     "unusable_video": "The frames that are asked for cannot be chosen from a video, or a list of frames is too long.",
 }
-"""What may be wrong with a video beside `TASK_ERRORS`, found where it is decoded."""
+"""Errors found where a video is decoded, further to `TASK_ERRORS`."""

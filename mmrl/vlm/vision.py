@@ -73,32 +73,25 @@ class FeatureCache:
 
     def gather(self, model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | None:
         """Features of all prompts; only those not seen before pass the tower."""
-        self._drop_outdated(model)
-        absent = [prompt for prompt in prompts if prompt.has_vision and prompt not in self._features]
-        missing = list(dict.fromkeys(absent))
+        weights = weights_state(model.visual.parameters())
+        if weights != self._weights:  # a weight of the tower was written: a reload, a moving average
+            self._features.clear()
+            self._weights = weights
+        missing = list(dict.fromkeys(p for p in prompts if p.has_vision and p not in self._features))
         if missing:
             with torch.no_grad():
                 features = encode_vision(model, missing)
             assert features is not None
             counts = [int((prompt.mm_token_type_ids > 0).sum()) for prompt in missing]
-            start = 0
-            for prompt, count in zip(missing, counts, strict=True):
-                index = torch.arange(start, start + count, device=features.tokens.device)
+            rows = torch.arange(sum(counts), device=features.tokens.device).split(counts)
+            for prompt, index in zip(missing, rows, strict=True):
                 self._features[prompt] = features.select(index)
-                start += count
         parts = [self._features[prompt] for prompt in prompts if prompt.has_vision]
         return VisionFeatures.concat(parts) if parts else None
 
-    def _drop_outdated(self, model: Any) -> None:
-        """Forget everything once a weight of the tower was written (a reload, a moving average)."""
-        weights = weights_state(model.visual.parameters())
-        if weights != self._weights:
-            self._features.clear()
-            self._weights = weights
-
 
 def gather_features(model: Any, prompts: Sequence[Prompt], cache: FeatureCache) -> VisionFeatures | None:
-    """Features of all prompts, through the cache where no gradient flows into the tower."""
+    """Features of all prompts, cached where no gradient flows into the tower."""
     prompts = [leaf for prompt in prompts for leaf in leaves(prompt)]
     trained = any(parameter.requires_grad for parameter in model.visual.parameters())
     if not (trained and torch.is_grad_enabled()):
@@ -120,10 +113,15 @@ def encode_vision(model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | Non
         for tower, media in ((model.get_image_features, images), (model.get_video_features, videos))
         if media
     ]
-    if not parts:
-        return None
-    features = VisionFeatures.concat(parts)
-    return features.select(_token_order(prompts).to(device)) if len(parts) == 2 else features
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    # features of all images come before those of all videos; placeholder tokens come in the order of the prompts
+    types = torch.cat([prompt.mm_token_type_ids for prompt in prompts])
+    is_video = types[types > 0] == 2
+    order = torch.empty_like(is_video, dtype=torch.int64)
+    order[~is_video] = torch.arange(int((~is_video).sum()))
+    order[is_video] = torch.arange(int((~is_video).sum()), len(order))
+    return VisionFeatures.concat(parts).select(order.to(device))
 
 
 def _run_tower(tower: Any, media: Sequence[tuple[Any, Any]], device: torch.device) -> VisionFeatures:
@@ -132,14 +130,3 @@ def _run_tower(tower: Any, media: Sequence[tuple[Any, Any]], device: torch.devic
     output = tower(pixels, grids, return_dict=True)
     deepstack = getattr(output, "deepstack_features", None) or ()
     return VisionFeatures(torch.cat(output.pooler_output), tuple(torch.cat(tuple(level)) for level in deepstack))
-
-
-def _token_order(prompts: Sequence[Prompt]) -> Tensor:
-    """Where the feature of each placeholder token lies when all images come before all videos."""
-    types = torch.cat([prompt.mm_token_type_ids for prompt in prompts])
-    types = types[types > 0]
-    order = torch.empty_like(types)
-    images = int((types == 1).sum())
-    order[types == 1] = torch.arange(images)
-    order[types == 2] = torch.arange(images, len(types))
-    return order

@@ -25,10 +25,9 @@ def weights_state(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
 
 
 def _sum_of_bits(weight: Tensor) -> Tensor:
-    """Sum of the eight-byte words of a tensor, modulo 2^64, and of the bytes that are left."""
+    """Sum of a tensor's eight-byte words, modulo 2^64, and of the bytes that are left."""
     data = weight.contiguous().view(-1).view(torch.uint8)
-    whole = len(data) // 8 * 8
-    words, rest = data[:whole], data[whole:]
-    if words.storage_offset() * words.element_size() % 8:  # a part of a larger tensor
+    words, rest = data.split([len(data) // 8 * 8, len(data) % 8])
+    if words.storage_offset() * words.element_size() % 8:  # a part of a larger tensor: not aligned
         words = words.clone()
     return words.view(torch.int64).sum() + rest.sum()

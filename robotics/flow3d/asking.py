@@ -46,7 +46,6 @@ class OwnModel:
 
     def ask(self, system: str, text: str, pictures: Sequence[NDArray[np.uint8]]) -> str:
         """The likeliest answer; see `Asker`."""
-        import torch
         from PIL import Image
 
         from mmrl.errors import UserError
@@ -60,7 +59,7 @@ class OwnModel:
         try:
             prompt = self.policy.encode(task)
             config = SamplerConfig(max_new_tokens=self.max_new_tokens)
-            answers = sample(self.policy, [prompt], 1, config, torch.Generator(), greedy=True)
+            answers = sample(self.policy, [prompt], 1, config, None)
         except (TaskError, UserError) as error:
             raise NoAnswer(f"the model cannot be asked: {error}") from error
         return answers.texts[0]

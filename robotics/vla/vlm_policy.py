@@ -133,12 +133,10 @@ class VlmActionPolicy(TokenPolicy):
 
     def export(self, path: Path | str) -> None:
         """See `ActionPolicy.export`."""
-        from mmrl.vlm.storage import save_merged
-
         model = self.vlm.config
         merged = dataclasses.replace(model, lora=dataclasses.replace(model.lora, enabled=False), path="", build=None)
         self._write_head(Path(path), merged)
-        save_merged(self.vlm, Path(path) / VLM_FOLDER)
+        self.vlm.save_merged(Path(path) / VLM_FOLDER)
 
     def _write_head(self, folder: Path, model: ModelConfig) -> None:
         write_config(folder, "vlm", self.config, self.statistics, model=dataclasses.asdict(model))

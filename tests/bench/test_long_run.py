@@ -15,7 +15,6 @@ from mmrl.bench.long_run import growth
 from mmrl.errors import RunError, UserError
 
 ROOMS = {
-    "vlm": "mmrl.vlm.bench.comparisons",
     "sim": "robotics.bench.comparisons",
     "gui": "mmrl.gui.bench.comparisons",
 }
@@ -76,7 +75,10 @@ def test_quick_runs_are_measured_in_every_room(room, tmp_path):
 
 def test_memory_is_released_in_one_arm_only(tmp_path):
     settings = {"config": {"recipe": "vlm"}, "folder": str(tmp_path)}
-    plan = importlib.import_module("mmrl.vlm.bench.long_run").answers_run(quick=True)
+    questions = {"path": "{folder}/questions.jsonl"}
+    plan = long_run.LongRun(
+        {"recipe": "vlm", "model": {"path": "{folder}/digits-model"}, "data": questions, "rewards": [{"name": "exact"}]}
+    )
     for release in (False, True):
         changes = {"trainer": {"release_memory": release}}
         _, config = long_run._load(settings | {"config": plan.config}, "run", changes)

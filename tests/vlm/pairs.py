@@ -9,8 +9,8 @@ from typing import Any
 
 from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.record.tracking import TrackingConfig
+from mmrl.vlm.critic.measures import CriticEvaluationConfig
 from mmrl.vlm.data import DataConfig
-from mmrl.vlm.evaluation import VlmEvaluationConfig
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.preference import PreferenceRunConfig
 from mmrl.vlm.sampling import SamplerConfig
@@ -54,7 +54,7 @@ def pair_config(folder: Path, model: Path, data: Path | None = None, **trainer: 
         eval_data={"heldout": DataConfig(path=str(data))},
         sampler=SamplerConfig(max_new_tokens=6),
         trainer=TrainerConfig(**options),
-        evaluation=VlmEvaluationConfig(records=4, samples=0),
+        evaluation=CriticEvaluationConfig(records=4, samples=0),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
     )

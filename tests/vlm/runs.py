@@ -11,8 +11,8 @@ from PIL import Image, ImageDraw
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.record.tracking import TrackingConfig
+from mmrl.vlm.critic.measures import CriticEvaluationConfig
 from mmrl.vlm.data import DataConfig
-from mmrl.vlm.evaluation import VlmEvaluationConfig
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.sampling import SamplerConfig
 
@@ -54,7 +54,7 @@ def run_config(kind: type[Any], folder: Path, model: Path, **trainer: Any) -> An
         rewards=[RewardConfig(name="format", weight=0.1), RewardConfig(name="exact", weight=0.9)],
         sampler=SamplerConfig(max_new_tokens=6),
         trainer=TrainerConfig(**options),
-        evaluation=VlmEvaluationConfig(records=2),
+        evaluation=CriticEvaluationConfig(records=2),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
     )

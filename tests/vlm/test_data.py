@@ -190,7 +190,7 @@ def test_bad_videos_are_counted_by_kind(folder, video, kind, message):
 def test_videos_both_in_the_chat_and_in_the_column(folder):
     (folder / "a.mp4").write_bytes(b"video")
     prompt = [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "?"}]}]
-    with pytest.raises(UserError, match="use one way"):
+    with pytest.raises(UserError, match="use one of them"):
         load([{"prompt": prompt, "videos": ["a.mp4"], "answer": "7"}])
 
 
@@ -301,7 +301,7 @@ def test_placeholders_must_match_the_images(folder, change, message):
 
 def test_images_both_in_the_chat_and_in_the_column(folder):
     prompt = [{"role": "user", "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "?"}]}]
-    with pytest.raises(UserError, match="use one way"):
+    with pytest.raises(UserError, match="use one of them"):
         load([{"prompt": prompt, "images": ["red.png"], "answer": "7"}])
 
 

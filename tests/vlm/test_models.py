@@ -13,7 +13,7 @@ from mmrl.hub.compat import quiet_transformers
 from mmrl.vlm.model_config import LoraSettings, ModelConfig
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.storage import VALUE_HEAD_FILE, save_merged
+from mmrl.vlm.storage import VALUE_HEAD_FILE
 from mmrl.vlm.tiny import build_tiny_vlm
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import CORPUS, draw, make_task, ragged_tasks
@@ -164,7 +164,7 @@ def test_merged_folder(folder, tmp_path):
     scramble(adapted, 0.1)
     rollouts = draw(adapted, ragged_tasks())
     expected = scores(adapted, rollouts)
-    save_merged(adapted, tmp_path)
+    adapted.save_merged(tmp_path)
     assert torch.equal(scores(adapted, rollouts), expected)  # saving did not round the model
     merged = load_policy(ModelConfig(path=str(tmp_path)))
     assert_equal_up_to_rounding(scores(merged, rollouts), expected, passes=MERGED)

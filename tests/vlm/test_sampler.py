@@ -12,7 +12,7 @@ from mmrl.vlm import generation, sampler
 from mmrl.vlm.kept_prefill import KeepPrefill
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.models import load_policy
-from mmrl.vlm.sampler import sample
+from mmrl.vlm.sampler import PolicySampler, sample
 from mmrl.vlm.sampling import SamplerConfig, Samples
 from mmrl.vlm.token_choice import choose_tokens
 from tests.rounding import assert_equal_up_to_rounding
@@ -22,7 +22,7 @@ from tests.vlm.builders import draw, make_rollouts, make_task, ragged_tasks
 def run(policy, group: int = 4, seed: int = 0, greedy: bool = False, tasks=None, **options) -> Samples:
     prompts = [policy.encode(task) for task in (tasks or ragged_tasks())]
     config = SamplerConfig(**{"max_new_tokens": 12} | options)
-    return sample(policy, prompts, group, config, torch.Generator().manual_seed(seed), greedy)
+    return sample(policy, prompts, group, config, None if greedy else torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(params=[True, False], ids=["lean", "modules"])
@@ -64,12 +64,8 @@ def test_greedy_is_what_transformers_generates(policy, lean):
         assert ids.tolist() == expected.tolist()
 
 
-def test_greedy_draws_no_random_numbers(policy):
-    generator = torch.Generator().manual_seed(0)
-    before = generator.get_state()
-    config = SamplerConfig(max_new_tokens=4)
-    samples = sample(policy, [policy.encode(ragged_tasks()[1])], 3, config, generator, greedy=True)
-    assert torch.equal(generator.get_state(), before)
+def test_greedy_samples_are_equal(policy):
+    samples = sample(policy, [policy.encode(ragged_tasks()[1])], 3, SamplerConfig(max_new_tokens=4), None)
     assert (samples.response_ids == samples.response_ids[0]).all()
 
 
@@ -191,9 +187,9 @@ def test_ends_at_the_first_end_token(chatty, lean):
 def test_width_is_that_of_the_longest_response(folder):
     policy = load_policy(ModelConfig(path=str(folder)))
     prompt = policy.encode(ragged_tasks()[1])
-    first = sample(policy, [prompt], 1, SamplerConfig(max_new_tokens=9), torch.Generator(), greedy=True)
+    first = sample(policy, [prompt], 1, SamplerConfig(max_new_tokens=9), None)
     policy.eos_ids = (int(first.response_ids[0, 0]),)
-    samples = sample(policy, [prompt], 2, SamplerConfig(max_new_tokens=9), torch.Generator(), greedy=True)
+    samples = sample(policy, [prompt], 2, SamplerConfig(max_new_tokens=9), None)
     assert samples.response_ids.shape == (2, 1)
     assert samples.finish == ["eos", "eos"]
 
@@ -399,9 +395,9 @@ def test_rows_are_prompt_major(policy):
         ({"stop": [""]}, "non-empty"),
     ],
 )
-def test_settings_out_of_range(policy, options, message):
+def test_settings_out_of_range(options, message):
     with pytest.raises(UserError, match=message):
-        run(policy, **options)
+        PolicySampler(SamplerConfig(**options))
 
 
 def test_nothing_to_sample(policy):

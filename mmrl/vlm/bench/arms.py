@@ -1,6 +1,6 @@
 """Arms of `python -m benchmarks vlm` made of the suite's own code: updates, sampling, whole steps, PAPO's passes.
 
-A layout says how often a prompt is computed: "rows" once for each of its completions, image included, as in libraries
+The layout decides how often a prompt is computed: "rows" once for each completion, image included, as in libraries
 whose batches are rows; "tower once" the same with the image through the vision tower once; "shared" once.
 """
 

@@ -11,12 +11,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
-from mmrl.vlm.bench.long_run import long_run
+from mmrl.bench.harness import BenchOptions, comparison, ratio, run_arms
 from mmrl.vlm.bench.long_video import compare_long_video
-from mmrl.vlm.bench.setup import CPU_SHAPES, MEBIBYTE, Bench
+from mmrl.vlm.bench.setup import CPU_SHAPES, Bench
 from mmrl.vlm.bench.trl_arm import check_installed
-from mmrl.vlm.bench.workload import ATTENTION_GAIN, Shape
+from mmrl.vlm.bench.workload import ATTENTION_GAIN
 
 UPDATE_TARGETS = {
     "16:1": {"minimum": 5.5, "goal": 5.8},
@@ -32,17 +31,7 @@ STEP_TARGETS = {
 
 
 def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
-    """Run the comparisons that the options name.
-
-    Args:
-        options: what to run, how often and on which model.
-
-    Returns:
-        Results of `mmrl.bench.harness.comparison` by name.
-
-    Raises:
-        UserError: an unknown name, or a library to compare with that is not installed.
-    """
+    """Run the comparisons that the options name; results of `mmrl.bench.harness.comparison` by name."""
     names = options.chosen(NAMES)
     if options.against == "trl":
         check_installed()
@@ -50,11 +39,19 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
     return {name: COMPARISONS[name](bench) for name in names}
 
 
+def _ratios(runs: dict[str, Any], name: str, baseline: str, ours: str, **limits: Any) -> dict[str, Any]:
+    """CPU time, judged by the limits, wall time and memory of two arms."""
+    return {
+        f"{name} time": ratio(runs, baseline, ours, **limits),
+        f"{name} wall time": ratio(runs, baseline, ours, "wall_s"),
+        f"{name} memory": ratio(runs, baseline, ours, "peak_mb"),
+    }
+
+
 def _update(bench: Bench) -> dict[str, Any]:
     """Forward and backward pass of one group, rows of their own against shared prompts."""
     runs: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
-    floors: dict[str, Any] = {}
     for name, shape in bench.shapes("16:1", "4:1", "1:1").items():
         rows, tower, shared, pairs = (f"{name} {arm}" for arm in ("rows", "rows, tower once", "shared", "shared, by 2"))
         arms = [
@@ -64,21 +61,16 @@ def _update(bench: Bench) -> dict[str, Any]:
             bench.arm(pairs, "arms:update_arm", shape, layout="shared", micro_batch=2, blocks=2),
         ]
         runs |= run_arms("update", arms, bench.options)
-        floors[name] = bench.floor(shape)
-        bound = floors[name]["flop_ratio"]
-        floors[name] |= bench.reached(runs[shared], floors[name]["update_flops"]["shared"])
-        limits = bench.targets(UPDATE_TARGETS.get(name, {}))
-        ratios[f"{name} time"] = ratio(runs, rows, shared, bound=bound, **limits)
-        ratios[f"{name} wall time"] = ratio(runs, rows, shared, "wall_s")
+        ratios |= _ratios(runs, name, rows, shared, **bench.targets(UPDATE_TARGETS.get(name, {})))
         ratios[f"{name} time over rows, tower once"] = ratio(runs, tower, shared)
         goal = bench.targets({"goal": UPDATE_MEMORY_GOALS.get(name, 0.0)})
-        ratios[f"{name} memory"] = ratio(runs, rows, shared, "peak_mb", bound=floors[name]["byte_ratio"], **goal)
+        ratios[f"{name} memory"] = ratio(runs, rows, shared, "peak_mb", **goal)
     notes = [
         "rows: each completion computes its own copy of prompt and image, with the suite's own code otherwise",
         "by 2: shared, with micro-batches of two completions",
-        "memory includes the gradients; the bounds count matrix products and what they keep, and no gradients",
+        "memory includes the gradients",
     ]
-    return comparison(runs, ratios=ratios, floor=floors, notes=notes)
+    return comparison(runs, ratios=ratios, notes=notes)
 
 
 def _video(bench: Bench) -> dict[str, Any]:
@@ -91,55 +83,35 @@ def _video(bench: Bench) -> dict[str, Any]:
         for arm, layout in layouts.items()
     ]
     runs = run_arms("video", arms, bench.options)
-    floor = bench.floor(shape)
-    floor |= bench.reached(runs[shared], floor["update_flops"]["shared"])
-    ratios = {
-        f"{name} time": ratio(runs, rows, shared, bound=floor["flop_ratio"]),
-        f"{name} wall time": ratio(runs, rows, shared, "wall_s"),
-        f"{name} time over rows, tower once": ratio(runs, tower, shared),
-        f"{name} memory": ratio(runs, rows, shared, "peak_mb", bound=floor["byte_ratio"]),
-    }
+    ratios = _ratios(runs, name, rows, shared)
+    ratios[f"{name} time over rows, tower once"] = ratio(runs, tower, shared)
     size = " x ".join(map(str, shape.grid))
     notes = [f"{shape.frames} frames of {size} tokens a pair; decoding is not timed: sampling does it, once a prompt"]
-    return comparison(runs, ratios=ratios, floor={name: floor}, notes=notes)
+    return comparison(runs, ratios=ratios, notes=notes)
 
 
 def _generation(bench: Bench) -> dict[str, Any]:
     """Sampling one group against `generate` as TRL calls it."""
     ((name, shape),) = bench.shapes("288:48").items()
-    arms = [
-        bench.arm("generate", "arms:generate_arm", shape),
-        bench.arm("sampler", "arms:sample_arm", shape),
-    ]
+    arms = [bench.arm("generate", "arms:generate_arm", shape), bench.arm("sampler", "arms:sample_arm", shape)]
     runs = run_arms("generation", arms, bench.options)
-    prefill, (decode, read) = bench.prefill_flops(shape), bench.decode(shape)
-    floor = {"prefill_flops": prefill, "decode_flops": decode, "decode_bytes": read}
-    floor["flop_ratio"] = (shape.group * prefill + decode) / (prefill + decode)
-    floor |= bench.reached(runs["sampler"], prefill, shape)
-    limits = bench.targets({"minimum": 4.0, "goal": 5.0})
-    bound = bench.bound(runs["generate"], floor)
-    ratios = {
-        f"{name} time": ratio(runs, "generate", "sampler", bound=bound, **limits),
-        f"{name} wall time": ratio(runs, "generate", "sampler", "wall_s"),
-        f"{name} memory": ratio(runs, "generate", "sampler", "peak_mb"),
-    }
-    return comparison(runs, ratios=ratios, floor=floor, notes=["no arm may end a completion before its last token"])
+    ratios = _ratios(runs, name, "generate", "sampler", **bench.targets({"minimum": 4.0, "goal": 5.0}))
+    return comparison(runs, ratios=ratios, notes=["no arm may end a completion before its last token"])
 
 
 def _step(bench: Bench) -> dict[str, Any]:
     """Whole GRPO steps, of the suite and with `--against trl` of TRL's trainer."""
     runs: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
-    floors: dict[str, Any] = {}
     for name, shape in bench.shapes("288:48", "607:32").items():
-        ours, theirs = f"{name} mmrl", f"{name} trl"
-        arms = [bench.arm(ours, "arms:step_arm", shape)]
+        arms = [bench.arm(f"{name} mmrl", "arms:step_arm", shape)]
         if bench.options.against == "trl":
-            arms = [*_trl_arms(bench, name, shape), *arms]
+            fastest = bench.arm(f"{name} trl", "trl_arm:step_arm", shape, gradient_checkpointing=False)
+            usual = bench.arm(f"{name} trl defaults", "trl_arm:step_arm", shape, gradient_checkpointing=True, blocks=1)
+            arms = [fastest, usual, *arms]
         runs |= run_arms("step", arms, bench.options)
-        floors[name] = _step_floor(bench, shape, runs[ours])
         if bench.options.against == "trl":
-            ratios |= _against_trl(bench, name, runs, bench.bound(runs[theirs], floors[name]))
+            ratios |= _against_trl(bench, name, runs)
     notes = [
         "one prompt with its group, no KL term, one update with AdamW and clipping at norm 1, trained vision tower",
         "each arm samples its own tokens: the work is equal in shape, not token for token",
@@ -148,22 +120,15 @@ def _step(bench: Bench) -> dict[str, Any]:
     ]
     if bench.options.device == "cpu":
         notes.append("on a CPU trl projects every position to the vocabulary, about 9 % of its forward operations")
-    return comparison(runs, ratios=ratios, floor=floors, notes=notes)
+    return comparison(runs, ratios=ratios, notes=notes)
 
 
-def _trl_arms(bench: Bench, name: str, shape: Shape) -> list[Arm]:
-    fastest = bench.arm(f"{name} trl", "trl_arm:step_arm", shape, gradient_checkpointing=False)
-    default = bench.arm(f"{name} trl defaults", "trl_arm:step_arm", shape, gradient_checkpointing=True, blocks=1)
-    return [fastest, default]
-
-
-def _against_trl(bench: Bench, name: str, runs: dict[str, Any], bound: float | None) -> dict[str, Any]:
+def _against_trl(bench: Bench, name: str, runs: dict[str, Any]) -> dict[str, Any]:
     ours, theirs = f"{name} mmrl", f"{name} trl"
     time, memory = STEP_TARGETS.get(name, ({}, {}))
     predicted: dict[str, Any] = {"goal": 6.0} if bench.options.device == "cuda" else {}
     return {
-        f"{name} time": ratio(runs, theirs, ours, bound=bound, **(bench.targets(time) or predicted)),
-        f"{name} wall time": ratio(runs, theirs, ours, "wall_s"),
+        **_ratios(runs, name, theirs, ours, **(bench.targets(time) or predicted)),
         f"{name} memory": ratio(runs, theirs, ours, "peak_mb", **bench.targets(memory)),
         f"{name} generation": ratio(runs, theirs, ours, stage="generate"),
         f"{name} update": ratio(runs, theirs, ours, stage="update"),
@@ -171,72 +136,41 @@ def _against_trl(bench: Bench, name: str, runs: dict[str, Any], bound: float | N
     }
 
 
-def _step_floor(bench: Bench, shape: Shape, run: dict[str, Any]) -> dict[str, Any]:
-    """A step needs each prompt once: sampling leaves it, with its history, to the update."""
-    training = bench.floor(shape)["update_flops"]
-    decode, _ = bench.decode(shape)
-    rows = training["rows"] + shape.group * bench.prefill_flops(shape) + decode
-    shared = training["shared"] + decode
-    floor = {"flops": {"rows": rows, "shared": shared}, "flop_ratio": rows / shared}
-    floor["weights_gradients_moments_mb"] = bench.weights_mb()
-    return floor | bench.reached(run, training["shared"], shape)
-
-
 def _papo(bench: Bench) -> dict[str, Any]:
     """Training passes of one PAPO step against an emulation of the public recipe in rows."""
     ((name, shape),) = bench.shapes("4:1").items()
+    rows, shared = "rows (emulation)", "shared"
     arms = [
-        bench.arm("rows (emulation)", "arms:papo_arm", shape, layout="rows"),
-        bench.arm("shared", "arms:papo_arm", shape, layout="shared"),
+        bench.arm(rows, "arms:papo_arm", shape, layout="rows"),
+        bench.arm(shared, "arms:papo_arm", shape, layout="shared"),
     ]
     runs = run_arms("papo", arms, bench.options)
-    floor = bench.floor(shape)
-    forward = floor["forward_flops"]
-    # old, reference and masked pass and an update of three; without the old pass five
-    flops = {"rows": 6 * forward["rows"]["total"], "shared": 5 * forward["shared"]["total"]}
-    floor |= {"flops": flops, "flop_ratio": flops["rows"] / flops["shared"]}
-    floor |= bench.reached(runs["shared"], flops["shared"])
-    limits = bench.targets({"minimum": 4.0, "goal": 4.5})
-    ratios = {
-        f"{name} time": ratio(runs, "rows (emulation)", "shared", bound=floor["flop_ratio"], **limits),
-        f"{name} wall time": ratio(runs, "rows (emulation)", "shared", "wall_s"),
-        f"{name} memory": ratio(runs, "rows (emulation)", "shared", "peak_mb"),
-    }
+    ratios = _ratios(runs, name, rows, shared, **bench.targets({"minimum": 4.0, "goal": 4.5}))
     notes = [
         "emulation: the public recipe's passes (old, reference, masked, update) in the suite's own code, in rows with "
         "an image each; its program itself needs CUDA packages and was not run"
     ]
-    return comparison(runs, ratios=ratios, floor=floor, notes=notes)
+    return comparison(runs, ratios=ratios, notes=notes)
 
 
 def _memory(bench: Bench) -> dict[str, Any]:
-    """What bounds the memory of an update: sharing, micro-batches, and a head without logits."""
+    """Memory of an update by sharing, micro-batches, and a head without logits."""
     ((name, shape),) = bench.shapes("4:1").items()
     arms = [
         bench.arm(f"{layout}{suffix}", "arms:update_arm", shape, layout=layout, micro_batch=rows, blocks=1)
         for layout in ("rows", "shared")
         for rows, suffix in ((0, ""), (2, ", by 2"), (1, ", by 1"))
     ]
-    arms += [
-        bench.arm(
-            "shared, vocabulary 65536",
-            "arms:update_arm",
-            shape,
-            model=bench.wide_model(),
-            layout="shared",
-            micro_batch=0,
-            blocks=1,
-        )
-    ] * (bench.full and bench.options.model is None)
+    if bench.full and bench.options.model is None:
+        options: dict[str, Any] = {"layout": "shared", "micro_batch": 0, "blocks": 1, "model": bench.wide_model()}
+        arms.append(bench.arm("shared, vocabulary 65536", "arms:update_arm", shape, **options))
     runs = run_arms("memory", arms, bench.options)
     ratios = {
         f"{name} memory": ratio(runs, "rows", "shared", "peak_mb"),
         f"{name} memory, shared by 2 over rows by 1": ratio(runs, "shared, by 2", "rows, by 1", "peak_mb"),
         f"{name} time, rows by 1 over shared by 2": ratio(runs, "rows, by 1", "shared, by 2"),
     }
-    tokens = shape.group * shape.completion
-    floor = bench.floor(shape) | {"logits_never_held_mb": {str(v): tokens * v * 4 / MEBIBYTE for v in (8192, 65536)}}
-    return comparison(runs, ratios=ratios, floor=floor, notes=["memory includes the gradients"])
+    return comparison(runs, ratios=ratios, notes=["memory includes the gradients"])
 
 
 def _tricks(bench: Bench) -> dict[str, Any]:
@@ -273,7 +207,7 @@ def _equality(bench: Bench) -> dict[str, Any]:
 
 
 def _turns(bench: Bench) -> dict[str, Any]:
-    """Episodes of six turns with a picture each, read once against anew in every turn."""
+    """Episodes of six turns with an image each, read once against again in every turn."""
     ((_, shape),) = bench.shapes("4:1").items()
     shape = dataclasses.replace(shape, completion=shape.prompt // 16, group=shape.group // 2)
     turns = 2 if bench.options.quick else 6
@@ -289,13 +223,11 @@ def _turns(bench: Bench) -> dict[str, Any]:
     limits = bench.targets({"minimum": 3.0, "goal": 3.5})
     ratios: dict[str, Any] = {}
     for part in ("sample", "update"):
-        ratios[f"{part} time"] = ratio(runs, f"{part} anew", f"{part} once", **limits)
-        ratios[f"{part} wall time"] = ratio(runs, f"{part} anew", f"{part} once", "wall_s")
-        ratios[f"{part} memory"] = ratio(runs, f"{part} anew", f"{part} once", "peak_mb")
+        ratios |= _ratios(runs, part, f"{part} anew", f"{part} once", **limits)
     notes = [
-        f"{shape.group} episodes of {turns} turns: a prompt of {shape.prompt} tokens with a picture of "
+        f"{shape.group} episodes of {turns} turns: a prompt of {shape.prompt} tokens with an image of "
         f"{shape.image_tokens}, and as much again before every later turn; answers of {shape.completion} tokens",
-        "anew: every turn reads its conversation from the beginning, pictures included; the update has a row a turn",
+        "anew: every turn reads its conversation from the beginning, images included; the update has a row a turn",
     ]
     return comparison(runs, ratios=ratios, notes=notes)
 
@@ -311,6 +243,5 @@ COMPARISONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "memory": _memory,
     "tricks": _tricks,
     "turns": _turns,
-    "long-run": lambda bench: long_run(bench.options),
 }
 NAMES = tuple(COMPARISONS)

@@ -1,7 +1,7 @@
 """Whether shared prompts change anything: log-probs and gradients against rows of their own, with a negative control.
 
 The control puts the completions behind their prompt in one row under the plain causal mask, so that each sees those
-before it. A test that could not tell that from the truth would prove nothing.
+before it. A test that passes there too would prove nothing.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ SHOT_FRAMES, FLASH_FRAMES = 3 * FPS, FPS // 2
 MOST_MB = 2048.0
 """Most memory of the whole process."""
 BESIDE_BATCH = 2
-"""Decoded frames that live beside those of a batch: the decoder's last one, and the one that is handed over."""
+"""Decoded frames in memory further to those of a batch: the decoder's last one, and the one that is handed over."""
 
 
 def compare_long_video(bench: Bench) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def pick_arm(options: dict[str, Any]) -> dict[str, Any]:
     """Pick frames of the video.
 
     Returns:
-        What `Recorder.result` returns, with the stage "features"; counts say how many frames a second are picked from
-        and how many decoded ones were alive at once.
+        The result of `Recorder.result`, with the stage "features"; counts hold the frames a second that are picked from
+        and the most decoded ones in memory at once.
     """
     folder = Path(options["folder"])
     video, encoder = _prepare(folder, options)

@@ -181,7 +181,7 @@ def _processor_and_layout(model: Path) -> tuple[Any, PromptLayout]:
 
 
 def _write_medium(folder: Path, index: int, shape: Shape, layout: PromptLayout) -> Any:
-    """A picture or a video of noise; returns the cell that names it."""
+    """Write an image or a video of noise; returns the cell that names it."""
     import numpy as np
     from PIL import Image
 

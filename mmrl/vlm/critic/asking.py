@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from mmrl.errors import UserError
-from mmrl.hub.video_sampling import Frames
-from mmrl.vlm.payload import Prompt
-from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.prompts import MARKS, split_marks
 from mmrl.vlm.task import TaskError, VideoClip, VlmTask, shortened
-from mmrl.vlm.video_input import load_videos
 
 
 def question_text(task: VlmTask) -> str:
-    """Text of a task's last user turn, with <image> and <video> where its images and videos stand."""
+    """Text of a task's last user turn, with <image> and <video> where its images and videos belong."""
     content = task.messages[_last_user_turn(task)]["content"]
     return "".join(item["text"] if item["type"] == "text" else f"<{item['type']}>" for item in content)
 
@@ -32,11 +25,10 @@ def ask_instead(task: VlmTask, text: str, name: str) -> VlmTask:
     wanted = [item["type"] for item in task.messages[last]["content"] if item["type"] != "text"]
     if media != wanted:
         message = (
-            f"the new question has the places {media or 'none'}, the task's own has {wanted or 'none'}: a text of "
+            f"the new question marks {media or 'nothing'}, the task's own {wanted or 'nothing'}: a text of the data "
+            "holds <image> or <video> where none is meant"
         )
-        raise TaskError(
-            "placeholder_mismatch", task.id, f"{message}the data holds <image> or <video> where none is meant"
-        )
+        raise TaskError("placeholder_mismatch", task.id, message)
     messages = [*task.messages[:last], {"role": "user", "content": items}]
     return replace(task, id=f"{task.id}/{name}", messages=messages)
 
@@ -47,43 +39,26 @@ def without_marks(text: str) -> str:
 
 
 def check_no_marks(task: VlmTask, where: str, text: str) -> None:
-    """Refuse a text of the data that would be read as an image's or video's place; raises TaskError."""
+    """Refuse a text of the data that would be read as the mark of an image or video; raises TaskError."""
     if mark := MARKS.search(text):
         message = f"{where} holds {mark[0]}, which marks the place of a file: {shortened(text)!r}; leave it out"
         raise TaskError("media_in_side", task.id, message)
 
 
 def _last_user_turn(task: VlmTask) -> int:
-    places = [place for place, turn in enumerate(task.messages) if turn["role"] == "user"]
-    if not places:
+    users = [index for index, turn in enumerate(task.messages) if turn["role"] == "user"]
+    if not users:
         roles = ", ".join(turn["role"] for turn in task.messages)
         raise TaskError("bad_prompt", task.id, f"the question has no user turn; its turns: {roles}")
-    return places[-1]
-
-
-@dataclass
-class LoadedMedia:
-    """Images and frames of one task, read once for all questions about it."""
-
-    images: Sequence[Image.Image]
-    videos: Sequence[Frames]
-
-    @classmethod
-    def of(cls, policy: VlmPolicy, task: VlmTask) -> LoadedMedia:
-        """Read them; raises TaskError."""
-        return cls(task.load_images(), load_videos(task, policy.layout.patch_size) if task.videos else [])
-
-    def encode(self, policy: VlmPolicy, task: VlmTask) -> Prompt:
-        """A question about them as the model reads it; raises TaskError."""
-        return policy.encode(task, images=self.images, videos=self.videos if task.videos else None)
+    return users[-1]
 
 
 @dataclass
 class RowWriter:
-    """Rows of a .jsonl file out of tasks; an image without a file of its own is written beside it, once a task."""
+    """Rows of a .jsonl file from tasks; an image without a file of its own is written once a task."""
 
     media: str
-    """Name of the folder beside the file."""
+    """Name of the media folder next to the file."""
     _written: dict[str, list[Any]] = field(default_factory=dict)
 
     def row(self, source: VlmTask, asked: VlmTask, folder: Path) -> dict[str, Any]:

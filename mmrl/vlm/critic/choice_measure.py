@@ -1,4 +1,4 @@
-"""Held-out accuracy of best of n with the model as its own critic, against what n answers give without a critic."""
+"""Held-out accuracy of best of n with the model as its own critic, and of n answers without a critic."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from mmrl.training.loop.seeds import make_generator, stream_seed
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.critic.self_critic import Choice, SelfCriticConfig, best_of_n
-from mmrl.vlm.critic.tournament import Verdict
 from mmrl.vlm.evaluation import AnswerMeasure
 from mmrl.vlm.payload import token_lists
-from mmrl.vlm.pictures import pictures_of
+from mmrl.vlm.pictures import task_images
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.task import VlmTask
 
@@ -25,8 +24,8 @@ class SelfCriticMeasure(Measure[VlmTask]):
     """Accuracy of the answer that the model itself chooses among n.
 
     The metrics are accuracy/self_critic, accuracy/majority, accuracy/pass_at_1 (the mean of the n) and
-    accuracy/pass_at_n (any of them is right) with bootstrap intervals over questions, and what `judgement_metrics`
-    says of the judgements. All four are of the same answers, whose draws follow from (seed, split) alone.
+    accuracy/pass_at_n (any of them is right) with bootstrap intervals over questions, and those of `judgement_metrics`.
+    All four are of the same answers, whose draws follow from (seed, split) alone.
     """
 
     answers: AnswerMeasure
@@ -51,7 +50,7 @@ class SelfCriticMeasure(Measure[VlmTask]):
         scored = own.score([task for task, _ in repeated], [text for _, text in repeated], drawn.texts, tokens)
         own.errors.warn(scored)
         right = own.right(scored.terms)
-        groups = [slice(place * count, (place + 1) * count) for place in range(len(tasks))]
+        groups = [slice(n * count, (n + 1) * count) for n in range(len(tasks))]
         choices = best_of_n(own.policy, tasks, [drawn.texts[part] for part in groups], self.config, own.sampling())
         index_of = {trial.task.id: trial.index for trial in batch}
         return [
@@ -68,7 +67,7 @@ class SelfCriticMeasure(Measure[VlmTask]):
         ]
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
-        """Accuracies with intervals, and what the judgements were like."""
+        """Accuracies with intervals, and statistics of the judgements."""
         metrics: dict[str, float] = {}
         for name in rows[0]["scores"] if rows else ():
             rng = np.random.default_rng(stream_seed(self.answers.seed, "bootstrap", self.answers.split))
@@ -88,13 +87,13 @@ class SelfCriticMeasure(Measure[VlmTask]):
             prompt=row["prompt"],
             response=row["response"],
             answer=str(task.columns.get("answer", "")),
-            images=pictures_of(task, self.answers.policy.layout.patch_size),
+            images=task_images(task, self.answers.policy.layout.patch_size),
             correct=row["scores"]["accuracy/self_critic"] == [1.0],
         )
 
 
 def judgement_metrics(choices: Sequence[Choice]) -> dict[str, float]:
-    """What the judgements of some choices were like."""
+    """Statistics of the judgements behind some choices."""
     if not choices:
         return {}
     verdicts = [verdict for chosen in choices for verdict in chosen.verdicts]
@@ -104,17 +103,13 @@ def judgement_metrics(choices: Sequence[Choice]) -> dict[str, float]:
     }
     if not verdicts:
         return metrics
-    said = [number for verdict in verdicts for number in _numbers(verdict)]
-    readable = [number for number in said if number is not None]
+    numbers = [number for verdict in verdicts for number in (verdict.shown_first, verdict.shown_second)]
+    readable = [number for number in numbers if number is not None]
     metrics["self_critic/order_agreement"] = float(np.mean([verdict.agrees for verdict in verdicts]))
-    metrics["self_critic/unreadable"] = 1 - len(readable) / len(said)
+    metrics["self_critic/unreadable"] = 1 - len(readable) / len(numbers)
     if readable:
         metrics["self_critic/first_share"] = float(np.mean([number == 1 for number in readable]))
     return metrics
-
-
-def _numbers(verdict: Verdict) -> tuple[int | None, int | None]:
-    return verdict.shown_first, verdict.shown_second
 
 
 def _scores(right: Sequence[float], chosen: Choice) -> dict[str, list[float]]:

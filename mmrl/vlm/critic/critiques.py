@@ -23,11 +23,14 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.rewards.loading import load_function
+from mmrl.training.loop.seeds import make_generator
 from mmrl.vlm.critic.asking import RowWriter, ask_instead, check_no_marks, question_text
 from mmrl.vlm.critic.details import MOST_ERRORS, Altered, alter_numbers, critique_score, insert_errors, listed_details
 from mmrl.vlm.critic.sources import load_source
 from mmrl.vlm.image_rows import write_media_rows
+from mmrl.vlm.model_config import FrozenModelConfig
 from mmrl.vlm.prompts import make_template
+from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.task import TaskError, VlmTask
 
 CRITIQUE_TEMPLATE = """\
@@ -38,10 +41,12 @@ CRITIQUE_TEMPLATE = """\
 #### Task
 Please provide a critique of the answer above. What are the weaknesses of the answer?"""
 """Question of the critic, in the sections of the public code."""
+BATCH = 64
+"""Answers criticised together."""
 
 
 def critique_renderer(template: str, option: str = "template") -> Callable[..., str]:
-    """Make the function (question, answer) -> text of a critic question; raises UserError."""
+    """Template of a critic question as a function (question, answer) -> text; raises UserError."""
     return make_template(template, ("question", "answer"), option, "a part of what is judged")
 
 
@@ -86,10 +91,10 @@ def build_false_answers(
     made: list[tuple[VlmTask, VlmTask, Altered]] = []
     for task in loaded.tasks:
         try:
-            altered = _alter(
-                task, right_key, lambda text: insert_errors(text, rng, least=least, most=most, insert=put_in)
-            )
+            altered = insert_errors(_right_answer(task, right_key), rng, least=least, most=most, insert=put_in)
             made.append((task, critique_task(task, altered.text, render), altered))
+        except ValueError as error:
+            loaded.leave_out(TaskError("no_details", task.id, str(error)))
         except TaskError as error:
             loaded.leave_out(error)
     loaded.tasks = [task for task, _, _ in made]
@@ -166,9 +171,7 @@ def build_pairs(
     if model is None:
         written = [_given_critiques(task, str(critiques_key)) for task in loaded.tasks]
     else:
-        from mmrl.vlm.critic.writing import write_critiques
-
-        written = write_critiques(model, loaded.tasks, critiques, temperature, max_new_tokens, seed)
+        written = _write_critiques(model, loaded.tasks, critiques, temperature, max_new_tokens, seed)
     rng = np.random.default_rng([seed, 22])
     rows: list[tuple[VlmTask, str, float, str, float]] = []
     for task, texts, scores in zip(loaded.tasks, written, _scores(loaded.tasks, written, judge), strict=True):
@@ -192,17 +195,13 @@ def _shuffled(scores: Mapping[str, float], rng: np.random.Generator) -> dict[str
     return {text: values[place] for text, place in zip(scores, rng.permutation(len(values)), strict=True)}
 
 
-def _alter(task: VlmTask, key: str, change: Callable[[str], Altered]) -> Altered:
+def _right_answer(task: VlmTask, key: str) -> str:
     right = task.columns.get(key)
     if not isinstance(right, str) or not right.strip():
-        raise TaskError(
-            "missing_answer", task.id, f"column '{key}' is {right!r:.60}; expected the right answer as text"
-        )
+        message = f"column '{key}' is {right!r:.60}; expected the right answer as text"
+        raise TaskError("missing_answer", task.id, message)
     check_no_marks(task, f"column '{key}'", right)
-    try:
-        return change(right)
-    except ValueError as error:
-        raise TaskError("no_details", task.id, str(error)) from None
+    return right
 
 
 def _given_critiques(task: VlmTask, key: str) -> list[str]:
@@ -212,10 +211,28 @@ def _given_critiques(task: VlmTask, key: str) -> list[str]:
     return cell
 
 
+def _write_critiques(
+    model: str, tasks: Sequence[VlmTask], count: int, temperature: float, max_new_tokens: int, seed: int
+) -> list[list[str]]:
+    """Sample `count` critiques of each answer."""
+    from mmrl.vlm.models import load_policy
+    from mmrl.vlm.sampler import sample
+
+    policy = load_policy(FrozenModelConfig(path=model))
+    config = SamplerConfig(max_new_tokens=max_new_tokens, temperature=temperature)
+    found: list[list[str]] = []
+    for start in range(0, len(tasks), BATCH):
+        try:
+            prompts = [policy.encode(task) for task in tasks[start : start + BATCH]]
+        except TaskError as error:
+            raise UserError(str(error)) from None
+        texts = sample(policy, prompts, count, config, make_generator(seed, "critiques", start)).texts
+        found += [texts[index * count : (index + 1) * count] for index in range(len(prompts))]
+    return found
+
+
 def _scores(tasks: Sequence[VlmTask], written: Sequence[Sequence[str]], judge: str | None) -> list[list[float]]:
-    marks = [[0.0] * len(texts) for texts in written]
-    if judge is not None:
-        marks = _marks(tasks, written, judge)
+    marks = [[0.0] * len(texts) for texts in written] if judge is None else _marks(tasks, written, judge)
     return [
         [critique_score(text, task.columns["inserted"], mark) for text, mark in zip(texts, own, strict=True)]
         for task, texts, own in zip(tasks, written, marks, strict=True)
@@ -251,6 +268,6 @@ def _write_pairs(path: Path, rows: Sequence[tuple[VlmTask, str, float, str, floa
 
 
 CRITIQUE_ERRORS: dict[str, str] = {
-    "no_details": "An answer offers nothing that could be made false, or the user's function changed nothing.",
+    "no_details": "An answer has no detail that could be made false, or the user's function changed nothing.",
 }
 """Kinds of `TaskError` that errors in answers add."""

@@ -1,4 +1,4 @@
-"""False details put into right answers, what a critique lists, and how well the two agree; needs no model.
+"""False details for right answers, the details that a critique lists, and how well the two agree; needs no model.
 
     altered = insert_errors("3 cats and 2 dogs", rng)           # "3 cats and 7 dogs", ["number 2"]
     critique_score("number 2", altered.errors)                  # 1.0
@@ -29,7 +29,7 @@ NUMBER = re.compile(r"\d+")
 HEADING = re.compile(r"^\s*#+\s*critique\s*:?", re.IGNORECASE)
 BULLET = re.compile(r"^\s*(?:[-*\u2022]|\d+[.)])\s+")
 NOTHING = ("", "none", "nothing", "no errors", "no error", "no weaknesses", "correct")
-"""What a critique says, as `normalise` writes it, when it finds nothing wrong."""
+"""Normalised critiques that find nothing wrong."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def insert_errors(
 
 
 def listed_details(critique: str) -> list[str]:
-    """The details that a critique finds fault with: its lines, or parts between semicolons, without bullets."""
+    """Details that a critique criticises: its lines, or parts between semicolons, without bullets."""
     body = HEADING.sub("", final_part(critique) or "")
     items = [normalise(BULLET.sub("", line)) for line in re.split(r"[;\n]", body)]
     return list(dict.fromkeys(item for item in items if item not in NOTHING))
@@ -107,13 +107,13 @@ def is_satisfied(critique: str) -> bool:
 
 def jaccard(listed: Sequence[str], inserted: Sequence[str]) -> float:
     """Size of the intersection over that of the union; 1 where nothing is listed and nothing was inserted."""
-    found, wanted = {normalise(item) for item in listed}, {normalise(item) for item in inserted}
+    found, wanted = set(map(normalise, listed)), set(map(normalise, inserted))
     return len(found & wanted) / len(found | wanted) if found or wanted else 1.0
 
 
 def f1(listed: Sequence[str], inserted: Sequence[str]) -> float:
     """Harmonic mean of precision and recall, 2 |A and B| / (|A| + |B|); 1 where both are empty."""
-    found, wanted = {normalise(item) for item in listed}, {normalise(item) for item in inserted}
+    found, wanted = set(map(normalise, listed)), set(map(normalise, inserted))
     return 2 * len(found & wanted) / (len(found) + len(wanted)) if found or wanted else 1.0
 
 
@@ -126,7 +126,7 @@ def critique_score(critique: str, inserted: Sequence[str], mark: float = 0.0) ->
         mark: of a judge, from 0 to 10; 0 without one.
 
     Raises:
-        ValueError: the mark is outside.
+        ValueError: the mark is out of range.
     """
     if not 0 <= mark <= 10:
         raise ValueError(f"the judge's mark is {mark}; marks are from 0 to 10")
@@ -140,17 +140,17 @@ def jaccard_reward(
 
     Rows without that column are questions of another kind and are not scored.
     """
-    return _of(jaccard, completions, inserted)
+    return _score_all(jaccard, completions, inserted)
 
 
 def f1_reward(
     completions: Sequence[Chat], inserted: Sequence[Sequence[str] | None] | None = None, **_: Any
 ) -> list[float | None]:
     """Reward a critique by the F1 of the false details that it lists; otherwise as `jaccard_reward`."""
-    return _of(f1, completions, inserted)
+    return _score_all(f1, completions, inserted)
 
 
-def _of(
+def _score_all(
     measure: Callable[[Sequence[str], Sequence[str]], float],
     critiques: Sequence[Chat],
     inserted: Sequence[Sequence[str] | None] | None,

@@ -1,4 +1,4 @@
-r"""The embedded world of both critics: handwritten digits, read, judged, criticised and read again.
+r"""Toy data of both critics: handwritten digits, read, judged, criticised and read again.
 
 Critic-R1: scenes of one digit; pairs of a right and a wrong reading; a warm start on readings and judgements.
 Critic-V: scenes of several digits; a warm start on readings, critiques of false readings and revisions.
@@ -34,15 +34,7 @@ REVISION = "Wrong: {{ critique }}. {{ question }}"
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model whose tokenizer knows the words of this world.
-
-    Args:
-        path: model folder to write.
-        options: see `mmrl.vlm.tiny.build_tiny_vlm`.
-
-    Returns:
-        The folder.
-    """
+    """Build a tiny random Qwen model with the words of these questions; `options` are those of `build_tiny_vlm`."""
     from mmrl.vlm.tiny import build_tiny_vlm
 
     digits = "0 1 2 3 4 5 6 7 8 9"
@@ -214,7 +206,7 @@ class _Turns:
     most: int
 
     def row(self, kind: str, digits: Sequence[int], rng: np.random.Generator) -> tuple[list[dict[str, Any]], str]:
-        """Chat turns and what is to be said."""
+        """Chat turns and the target."""
         right = _spaced(digits)
         altered = insert_errors(right, rng, least=0, most=self.most)
         critique = "; ".join(altered.errors) or "none"

@@ -1,44 +1,54 @@
-"""What an evaluation measures of a model as a critic, as `evaluation.self_critic` and `evaluation.revision` ask."""
+"""Evaluation of a model as a critic: `evaluation.self_critic` and `evaluation.revision`, with their measures."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from mmrl.fields import rare
 from mmrl.training.loop.evaluation import Measure
 from mmrl.vlm.critic.choice_measure import SelfCriticMeasure
+from mmrl.vlm.critic.revision import RevisionConfig
 from mmrl.vlm.critic.revision_measure import RevisionMeasure
-from mmrl.vlm.evaluation import AnswerMeasure, VlmEvaluationConfig
+from mmrl.vlm.critic.self_critic import SelfCriticConfig
+from mmrl.vlm.evaluation import AnswerMeasure, FurtherMeasures, VlmEvaluationConfig
 from mmrl.vlm.models import load_policy
-from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import VlmTask
 
 
-def check_critic_splits(evaluation: VlmEvaluationConfig, splits: Collection[str], rewards: Sequence[object]) -> None:
-    """Refuse measures of splits that there are not, or that nothing can score; raises ValueError."""
-    for key in ("self_critic", "revision"):
-        part = getattr(evaluation, key)
-        if part is None:
-            continue
-        if not rewards:
-            raise ValueError(f"evaluation.{key} is set, but rewards is empty: answers could not be scored; add exact")
-        if unknown := sorted(set(part.splits) - set(splits)):
-            known = ", ".join(splits) or "none"
-            raise ValueError(f"evaluation.{key}.splits names {', '.join(unknown)}; splits of eval_data: {known}")
+@dataclass
+class CriticEvaluationConfig(VlmEvaluationConfig):
+    """Evaluation of answers: greedy and sampled, whole and by data column; and of the model as a critic."""
 
+    self_critic: SelfCriticConfig | None = rare(None)
+    """Best of n: the model chooses among its own answers, against majority vote, a single one and the best there is;
+    empty: not measured."""
+    revision: RevisionConfig | None = rare(None)
+    """The model criticises answers, which are revised once or more; empty: not measured."""
 
-def load_reasoner(evaluation: VlmEvaluationConfig) -> VlmPolicy | None:
-    """The frozen model that answers and revises; None where it is the trained one, or nothing is revised."""
-    revision = evaluation.revision
-    return None if revision is None or revision.reasoner is None else load_policy(revision.reasoner)
+    def check_further(self, splits: Collection[str], rewards: Sequence[object]) -> None:
+        """See `VlmEvaluationConfig`."""
+        for key, part in (("self_critic", self.self_critic), ("revision", self.revision)):
+            if part is None:
+                continue
+            if not rewards:
+                raise ValueError(f"evaluation.{key} is set, but rewards is empty, so nothing scores answers; add exact")
+            if unknown := sorted(set(part.splits) - set(splits)):
+                known = ", ".join(splits) or "none"
+                raise ValueError(f"evaluation.{key}.splits names {', '.join(unknown)}; splits of eval_data: {known}")
 
+    def further_measures(self) -> FurtherMeasures:
+        """See `VlmEvaluationConfig`; loads the frozen reasoner where there is one."""
+        choosing, revising = self.self_critic, self.revision
+        frozen = None if revising is None or revising.reasoner is None else load_policy(revising.reasoner)
 
-def critic_measures(answers: AnswerMeasure, reasoner: VlmPolicy | None) -> list[Measure[VlmTask]]:
-    """What is measured of a held-out split beside its answers."""
-    found: list[Measure[VlmTask]] = []
-    choosing, revising = answers.evaluation.self_critic, answers.evaluation.revision
-    if choosing is not None and answers.split in (choosing.splits or [answers.split]):
-        found.append(SelfCriticMeasure(answers, choosing))
-    if revising is not None and answers.split in (revising.splits or [answers.split]):
-        policy = answers.policy if reasoner is None else reasoner.to(answers.policy.device)
-        found.append(RevisionMeasure(answers, revising, policy))
-    return found
+        def measures(answers: AnswerMeasure) -> list[Measure[VlmTask]]:
+            found: list[Measure[VlmTask]] = []
+            if choosing is not None and answers.split in (choosing.splits or [answers.split]):
+                found.append(SelfCriticMeasure(answers, choosing))
+            if revising is not None and answers.split in (revising.splits or [answers.split]):
+                reasoner = answers.policy if frozen is None else frozen.to(answers.policy.device)
+                found.append(RevisionMeasure(answers, revising, reasoner))
+            return found
+
+        return measures

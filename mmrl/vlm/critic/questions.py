@@ -2,11 +2,11 @@
 
     build_questions("critic.jsonl", pairs={"path": "pairs.jsonl"})
 
-Each pair becomes two questions, the preferred response first and second, so that a critic that always says 1 earns
+Each pair becomes two questions, the preferred response first and second, so that a critic that always answers 1 earns
 half. The answer, 1 or 2, belongs into a box; `format` (style boxed, weight 0.1) and `exact` (weight 0.9) are the
 paper's rewards. Training is the ordinary `vlm` recipe.
 
-The wording is this project's own: that of the released data set was not at hand.
+The wording is this project's own: that of the released data set was not available.
 
 Source: Wang et al., LLaVA-Critic-R1, arXiv 2509.00676; LLaVA-VL/LLaVA-NeXT llava-critic-r1/EasyR1 (rewards).
 """
@@ -32,27 +32,18 @@ Question: {{ question }}
 Response 1: {{ first }}
 Response 2: {{ second }}
 Think first, between <think> and </think>. Then put the number of the better response, 1 or 2, into \\boxed{}."""
-"""Question of a critic; the question's own images stand where it has them."""
+"""Question of a critic; the question's own images stay where they are."""
 ORDERS = ("chosen_first", "rejected_first")
 
 
 def critic_renderer(template: str, option: str = "template") -> Callable[..., str]:
-    """Make the function (question, first, second) -> text of a critic question; raises UserError."""
+    """Template of a critic question as a function (question, first, second) -> text; raises UserError."""
     return make_template(template, ("question", "first", "second"), option, "a part of what is judged")
 
 
 def critic_task(task: VlmTask, first: str, second: str, render: Callable[..., str], name: str) -> VlmTask:
-    """Ask which of two responses to a question is better.
-
-    Args:
-        task: the question.
-        first: response shown as number 1.
-        second: response shown as number 2.
-        render: of `critic_renderer`.
-        name: put behind the question's id.
-    """
-    text = render(question=question_text(task), first=first, second=second)
-    return ask_instead(task, text, name)
+    """Ask which of two responses to a question is better; `name` goes behind the question's id."""
+    return ask_instead(task, render(question=question_text(task), first=first, second=second), name)
 
 
 def build_questions(
@@ -73,11 +64,11 @@ def build_questions(
         template: text with {{ question }}, {{ first }} and {{ second }}, or a .jinja file.
         chosen_key: column of the preferred response: a text, or chat turns.
         rejected_key: column of the rejected response.
-        random_answers: draw the answers by lot: the control whose reward says nothing about the responses.
+        random_answers: draw the answers at random: the control whose reward is independent of the responses.
         seed: of these draws.
 
     Returns:
-        The file, the two orders of a pair behind one another.
+        The file, with the two orders of a pair in a row.
 
     Raises:
         UserError: the pairs cannot be read or a pair is bad: its sides are equal, empty or missing, say. With
@@ -94,7 +85,9 @@ def build_questions(
             loaded.leave_out(error)
     loaded.tasks = [task for task, _ in asked]
     loaded.check_left("the pairs")
-    answers = _answers(len(asked), np.random.default_rng([seed, 20]) if random_answers else None)
+    answers = ["1", "2"] * len(asked)
+    if random_answers:
+        answers = [str(number) for number in np.random.default_rng([seed, 20]).integers(1, 3, 2 * len(asked))]
     writer, made = RowWriter(Path(path).with_suffix("").name), iter(range(2 * len(asked)))
 
     def save(folder: Path, stem: str) -> dict[str, Any]:
@@ -114,9 +107,3 @@ def _both_orders(task: VlmTask, columns: PairColumns, render: Callable[..., str]
         critic_task(task, chosen, rejected, render, ORDERS[0]),
         critic_task(task, rejected, chosen, render, ORDERS[1]),
     ]
-
-
-def _answers(pairs: int, rng: np.random.Generator | None) -> list[str]:
-    if rng is None:
-        return ["1", "2"] * pairs
-    return [str(number) for number in rng.integers(1, 3, 2 * pairs)]

@@ -1,4 +1,4 @@
-"""Critic-V's inference: a reasoner answers, a critic says what is wrong, the reasoner answers again.
+"""Critic-V's inference: a reasoner answers, a critic criticises the answer, the reasoner answers again.
 
     first = greedy_answers(reasoner, tasks, sampler)
     revisions = revise(reasoner, tasks, first, PolicyCritic(critic, config, sampler), config, sampler)
@@ -15,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from mmrl.fields import bounded, rare
 from mmrl.rewards.answers import final_part
 from mmrl.vlm.chat import PromptTooLong
 from mmrl.vlm.critic.asking import question_text, without_marks
 from mmrl.vlm.critic.critiques import CRITIQUE_TEMPLATE, critique_renderer, critique_task
 from mmrl.vlm.critic.details import is_satisfied
-from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.model_config import FrozenModelConfig
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.prompts import make_template, split_marks
@@ -40,7 +38,7 @@ Criticise = Callable[[Sequence[VlmTask], Sequence[str]], list[str]]
 
 
 def revision_renderer(template: str) -> Callable[..., str]:
-    """Make the function (critique, question) -> text of the turn that asks for a revision; raises UserError."""
+    """Template of the turn that asks for a revision as a function (critique, question) -> text; raises UserError."""
     return make_template(
         template, ("critique",), "evaluation.revision.revision_template", "the critique", ("question",)
     )
@@ -48,9 +46,9 @@ def revision_renderer(template: str) -> Callable[..., str]:
 
 @dataclass
 class RevisionConfig:
-    """How answers are criticised and revised."""
+    """Critiques and revisions of answers."""
 
-    reasoner: ModelConfig | None = None
+    reasoner: FrozenModelConfig | None = None
     """Model that answers and revises; empty: the model that is trained, which is the critic in any case."""
     critique_template: str = CRITIQUE_TEMPLATE
     """The critic's question, with {{ question }} and {{ answer }}, or a .jinja file; as in training."""
@@ -63,22 +61,22 @@ class RevisionConfig:
     max_new_tokens: int | None = rare(bounded(None, at_least=1))
     """Longest critique in tokens; empty: `sampler.max_new_tokens`."""
     splits: list[str] = field(default_factory=list)
-    """Held-out splits that are answered so; empty: all."""
+    """Held-out splits that it is measured on; empty: all."""
 
     def validate(self) -> None:
-        """Refuse a wording without a place; raises UserError."""
+        """Refuse a template that leaves something out; raises UserError."""
         critique_renderer(self.critique_template, CRITIQUE_KEY)
         revision_renderer(self.revision_template)
 
 
 @dataclass
 class Revision:
-    """Answers to one question and what was said about them."""
+    """Answers to one question and their critiques."""
 
     answers: list[str]
     """The first one and its revisions."""
     critiques: list[str]
-    """What was said about each answer that was criticised."""
+    """The critique of each answer that was criticised."""
 
     @property
     def criticised(self) -> bool:
@@ -87,7 +85,13 @@ class Revision:
 
 
 class PolicyCritic:
-    """A model's likeliest critiques."""
+    """A model's likeliest critiques.
+
+    Args:
+        policy: the critic.
+        config: template and length of critiques.
+        sampler: batches, and the length where the configuration has none.
+    """
 
     def __init__(self, policy: VlmPolicy, config: RevisionConfig, sampler: SamplerConfig) -> None:
         self.policy = policy
@@ -95,7 +99,7 @@ class PolicyCritic:
         self.sampler = replace(sampler, max_new_tokens=config.max_new_tokens or sampler.max_new_tokens)
 
     def __call__(self, tasks: Sequence[VlmTask], answers: Sequence[str]) -> list[str]:
-        """What is wrong with each answer; empty where the critic's question does not fit into the model."""
+        """The critique of each answer; empty where the critic's question does not fit into the model."""
         asked = [
             critique_task(task, without_marks(text), self.render) for task, text in zip(tasks, answers, strict=True)
         ]
@@ -105,7 +109,7 @@ class PolicyCritic:
 def greedy_answers(policy: VlmPolicy, tasks: Sequence[VlmTask], sampler: SamplerConfig) -> list[str]:
     """The likeliest answer to each question; raises TaskError where one cannot be encoded."""
     prompts = [policy.encode(task) for task in tasks]
-    return sample(policy, prompts, 1, sampler, torch.Generator(), greedy=True).texts if prompts else []
+    return sample(policy, prompts, 1, sampler, None).texts if prompts else []
 
 
 def revise(
@@ -118,25 +122,33 @@ def revise(
     *,
     always: bool = False,
 ) -> list[Revision]:
-    """Have answers criticised and revised."""
+    """Have answers to N questions criticised and revised, at most `config.rounds` times.
+
+    Args:
+        reasoner: model that revises.
+        tasks: the questions.
+        answers: the first answer to each.
+        criticise: function (questions, answers) -> critiques.
+        config: templates and rounds.
+        sampler: longest answer and batches.
+        always: revise also where the critique finds nothing wrong.
+    """
     render = revision_renderer(config.revision_template)
     found = [Revision([text], []) for text in answers]
     chats = list(tasks)
-    open_places = list(range(len(found)))
+    unsettled = list(range(len(found)))
     for _ in range(config.rounds):
-        if not open_places:
+        if not unsettled:
             break
-        said = criticise([tasks[n] for n in open_places], [found[n].answers[-1] for n in open_places])
-        for place, critique in zip(open_places, said, strict=True):
-            found[place].critiques.append(critique)
-        going_on = [place for place in open_places if always or not is_satisfied(found[place].critiques[-1])]
-        for place in going_on:
-            chats[place] = _next_turn(chats[place], tasks[place], found[place], render)
-        last = [found[place].answers[-1] for place in going_on]
-        revised = _greedy(reasoner, [chats[place] for place in going_on], sampler, last)
-        for place, text in zip(going_on, revised, strict=True):
-            found[place].answers.append(text)
-        open_places = going_on
+        critiques = criticise([tasks[n] for n in unsettled], [found[n].answers[-1] for n in unsettled])
+        for n, critique in zip(unsettled, critiques, strict=True):
+            found[n].critiques.append(critique)
+        unsettled = [n for n in unsettled if always or not is_satisfied(found[n].critiques[-1])]
+        for n in unsettled:
+            chats[n] = _next_turn(chats[n], tasks[n], found[n], render)
+        last = [found[n].answers[-1] for n in unsettled]
+        for n, text in zip(unsettled, _greedy(reasoner, [chats[n] for n in unsettled], sampler, last), strict=True):
+            found[n].answers.append(text)
     return found
 
 
@@ -161,6 +173,5 @@ def _greedy(policy: VlmPolicy, tasks: Sequence[VlmTask], sampler: SamplerConfig,
         except PromptTooLong:
             prompts.append(None)
     fitting = [prompt for prompt in prompts if prompt is not None]
-    texts = sample(policy, fitting, 1, sampler, torch.Generator(), greedy=True).texts if fitting else []
-    said = iter(texts)
-    return [text if prompt is None else next(said) for prompt, text in zip(prompts, otherwise, strict=True)]
+    texts = iter(sample(policy, fitting, 1, sampler, None).texts if fitting else [])
+    return [text if prompt is None else next(texts) for prompt, text in zip(prompts, otherwise, strict=True)]

@@ -1,4 +1,4 @@
-"""Held-out accuracy of answers before and after a critic's revision, with two controls that say nothing."""
+"""Held-out accuracy of answers before and after a critic's revision, with two uninformative controls."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from mmrl.training.loop.evaluation import Measure, Row, Trial, with_interval
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.critic.revision import Criticise, PolicyCritic, Revision, RevisionConfig, revise
 from mmrl.vlm.evaluation import AnswerMeasure
-from mmrl.vlm.pictures import pictures_of
+from mmrl.vlm.pictures import task_images
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.task import VlmTask
@@ -28,7 +27,7 @@ class RevisionMeasure(Measure[VlmTask]):
 
     The metrics are accuracy/unrevised and accuracy/revised, with controls accuracy/revised_empty (every answer is
     revised, the critique is empty) and accuracy/revised_shuffled (each answer gets the critique of another question of
-    its batch, which also decides whether it is revised), with intervals, and what `change_shares` says.
+    its batch, which also decides whether it is revised), with intervals, and those of `change_shares`.
     """
 
     answers: AnswerMeasure
@@ -48,14 +47,16 @@ class RevisionMeasure(Measure[VlmTask]):
         tasks, prompts = own.encode(self.reasoner, [trial.task for trial in batch], allow_none=True)
         if not tasks:
             return []
-        first = sample(self.reasoner, prompts, 1, own.sampling(), torch.Generator(), greedy=True).texts
+        first = sample(self.reasoner, prompts, 1, own.sampling(), None).texts
         critic = PolicyCritic(own.policy, self.config, own.sampling())
         revisions = self._revise(tasks, first, critic)
         answers = {BEFORE: first, AFTER: [revision.answers[-1] for revision in revisions]}
         if self.config.controls:
-            answers[EMPTY] = _last(self._revise(tasks, first, _say_nothing, always=True))
+            empty = self._revise(tasks, first, lambda tasks, answers: [""] * len(tasks), always=True)
+            answers[EMPTY] = [revision.answers[-1] for revision in empty]
             if len(tasks) > 1:
-                answers[SHUFFLED] = _last(self._revise(tasks, first, _shuffled(critic)))
+                shuffled = self._revise(tasks, first, _shuffled(critic))
+                answers[SHUFFLED] = [revision.answers[-1] for revision in shuffled]
         texts = [prompt.text for prompt in prompts]
         right = {name: self._right(tasks, texts, said) for name, said in answers.items()}
         index_of = {trial.task.id: trial.index for trial in batch}
@@ -64,15 +65,15 @@ class RevisionMeasure(Measure[VlmTask]):
                 "index": index_of[task.id],
                 "repeat": 0,
                 "task": task,
-                "prompt": texts[place],
-                "revision": revisions[place],
-                "right": {name: values[place] for name, values in right.items()},
+                "prompt": texts[number],
+                "revision": revisions[number],
+                "right": {name: values[number] for name, values in right.items()},
             }
-            for place, task in enumerate(tasks)
+            for number, task in enumerate(tasks)
         ]
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
-        """Accuracies with intervals, and what critiques and revisions change."""
+        """Accuracies with intervals, and shares of answers that critiques and revisions change."""
         metrics: dict[str, float] = {}
         for name in dict.fromkeys(name for row in rows for name in row["right"]):
             metrics |= with_interval(name, [[row["right"][name]] for row in rows if name in row["right"]], None)
@@ -96,7 +97,7 @@ class RevisionMeasure(Measure[VlmTask]):
             prompt=row["prompt"],
             response="\n".join(lines),
             answer=str(task.columns.get("answer", "")),
-            images=pictures_of(task, self.answers.policy.layout.patch_size),
+            images=task_images(task, self.answers.policy.layout.patch_size),
             correct=row["right"][AFTER] == 1.0,
         )
 
@@ -115,10 +116,9 @@ class RevisionMeasure(Measure[VlmTask]):
 
 
 def change_shares(changes: Sequence[tuple[float, float, Revision]]) -> dict[str, float]:
-    """What critiques and revisions do to right and to wrong answers.
+    """Shares of wrong answers found and fixed, of right answers criticised and broken.
 
-    Args:
-        changes: for each question, whether its answer was right before (1, 0, NaN) and after, and its revision.
+    `changes` has for each question whether its answer was right before (1, 0, NaN) and after, and its revision.
     """
     wrong = [(after, revision) for before, after, revision in changes if before == 0.0]
     right = [(after, revision) for before, after, revision in changes if before == 1.0]
@@ -132,19 +132,11 @@ def change_shares(changes: Sequence[tuple[float, float, Revision]]) -> dict[str,
     return shares
 
 
-def _last(revisions: Sequence[Revision]) -> list[str]:
-    return [revision.answers[-1] for revision in revisions]
-
-
-def _say_nothing(tasks: Sequence[VlmTask], answers: Sequence[str]) -> list[str]:
-    return [""] * len(tasks)
-
-
 def _shuffled(critic: Criticise) -> Criticise:
     """The critic with every critique given to the next question."""
 
     def criticise(tasks: Sequence[VlmTask], answers: Sequence[str]) -> list[str]:
-        said = critic(tasks, answers)
-        return [*said[-1:], *said[:-1]]
+        critiques = critic(tasks, answers)
+        return [*critiques[-1:], *critiques[:-1]]
 
     return criticise

@@ -11,7 +11,7 @@ from mmrl.vlm.data import DataConfig, LoadedTasks, load_tasks
 
 
 def load_source(options: Mapping[str, Any], name: str) -> LoadedTasks:
-    """Read the questions of a data set, and build it first where it is missing and says how."""
+    """Read the questions of a data set, and build it first where it is missing and its options name a builder."""
     known = {field.name for field in dataclasses.fields(DataConfig)} - {"video"}
     if unknown := sorted(set(options) - known):
         raise UserError(f"{name} has no option {', '.join(unknown)}; there are: {', '.join(sorted(known))}")

@@ -1,4 +1,4 @@
-"""Choosing one of several answers by comparing two at a time; pure functions of what a judge says."""
+"""Choosing one of several answers by comparing two at a time; pure functions of a judge's verdicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says about answers a and b, asked in both orders."""
+    """A judge's preference between answers a and b, asked in both orders."""
 
     shown_first: int | None
     """1 or 2 where a was shown as number 1; None where the judgement could not be read."""
@@ -18,16 +18,14 @@ class Verdict:
     @property
     def wins(self) -> float:
         """Share of the two orders in which a is preferred; an unreadable judgement counts half."""
-        return (_share(self.shown_first, 1) + _share(self.shown_second, 2)) / 2
+        first = 0.5 if self.shown_first is None else float(self.shown_first == 1)
+        second = 0.5 if self.shown_second is None else float(self.shown_second == 2)
+        return (first + second) / 2
 
     @property
     def agrees(self) -> bool:
         """Whether both orders prefer the same answer."""
         return None not in (self.shown_first, self.shown_second) and self.shown_first != self.shown_second
-
-
-def _share(said: int | None, number: int) -> float:
-    return 0.5 if said is None else float(said == number)
 
 
 @dataclass(frozen=True)
@@ -54,19 +52,19 @@ def choose(votes: Sequence[Sequence[int]], protocol: str, compare: Compare) -> l
 
 
 def majority(votes: Sequence[int]) -> int:
-    """Place of the answer with the most votes, the first of equals."""
-    return max(range(len(votes)), key=lambda place: (votes[place], -place))
+    """Index of the answer with the most votes, the first of equals."""
+    return max(range(len(votes)), key=lambda index: (votes[index], -index))
 
 
 def _round_robin(votes: Sequence[Sequence[int]], compare: Compare) -> list[int]:
     matches = [Match(n, a, b) for n, own in enumerate(votes) for b in range(len(own)) for a in range(b)]
     scores = [[(count - 1) / 2 for count in own] for own in votes]
-    for match, verdict in zip(matches, _ask(compare, matches), strict=True):
+    for match, verdict in zip(matches, compare(matches) if matches else [], strict=True):
         own = votes[match.question]
         scores[match.question][match.a] += own[match.b] * verdict.wins
         scores[match.question][match.b] += own[match.a] * (1 - verdict.wins)
     return [
-        max(range(len(own)), key=lambda place: (score[place], own[place], -place))
+        max(range(len(own)), key=lambda index: (score[index], own[index], -index))
         for own, score in zip(votes, scores, strict=True)
     ]
 
@@ -76,9 +74,9 @@ def _knockout(votes: Sequence[Sequence[int]], compare: Compare) -> list[int]:
     while matches := [Match(n, *own[k : k + 2]) for n, own in enumerate(left) for k in range(0, len(own) - 1, 2)]:
         beaten = {
             (match.question, _loser(match, verdict, votes[match.question]))
-            for match, verdict in zip(matches, _ask(compare, matches), strict=True)
+            for match, verdict in zip(matches, compare(matches), strict=True)
         }
-        left = [[place for place in own if (n, place) not in beaten] for n, own in enumerate(left)]
+        left = [[index for index in own if (n, index) not in beaten] for n, own in enumerate(left)]
     return [own[0] for own in left]
 
 
@@ -86,10 +84,6 @@ def _loser(match: Match, verdict: Verdict, votes: Sequence[int]) -> int:
     if verdict.wins == 0.5:
         return match.a if votes[match.b] > votes[match.a] else match.b
     return match.b if verdict.wins > 0.5 else match.a
-
-
-def _ask(compare: Compare, matches: Sequence[Match]) -> Sequence[Verdict]:
-    return compare(matches) if matches else []
 
 
 PROTOCOLS: dict[str, Callable[[Sequence[Sequence[int]], Compare], list[int]]] = {

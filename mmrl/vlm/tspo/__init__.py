@@ -1,1 +1,20 @@
-"""TSPO: a small agent that picks the frames of a long video for a video model, trained from rewards."""
+"""TSPO: a small agent that picks the frames of a long video for a video model, trained from rewards.
+
+Agent, picks, recipe and data builder by name; importing the package loads none of them.
+"""
+
+from __future__ import annotations
+
+from mmrl.lazy import lazy_names
+
+_NAMES = {
+    "mmrl.vlm.tspo.agent": ("TemporalAgent",),
+    "mmrl.vlm.tspo.config": ("TspoConfig",),
+    "mmrl.vlm.tspo.features": ("ClipEncoder", "FeatureStore"),
+    "mmrl.vlm.tspo.picker": ("FramePicker", "PickedFrames", "load_frame_picker"),
+    "mmrl.vlm.tspo.picking": ("bin_max_frames", "draw_picks", "pick_logprobs", "top_frames", "uniform_frames"),
+    "mmrl.vlm.tspo.recipe": ("TspoRecipe",),
+    "mmrl.vlm.tspo.splice": ("build_spliced",),
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

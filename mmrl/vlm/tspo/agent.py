@@ -2,13 +2,14 @@
 
 Shapes: N videos, T candidate frames of the longest one, D width of the features, w frames of a window.
 
-Source: arXiv 2508.04369, section 3; Hui-design/TSPO model/temporal_agent.py. The public module has an output layer that
-nothing calls (with it, the 3.5 million weights of the paper) and computes all T * T attention weights; here the layer
-is left out and only the w weights inside each window are computed, so that time and memory grow with T.
+Source: arXiv 2508.04369, section 3; Hui-design/TSPO model/temporal_agent.py. The public module has an unused output
+layer (with it, the 3.5 million weights of the paper) and computes all T * T attention weights; here the layer is left
+out and only the w weights inside each window are computed, so that time and memory grow with T.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -25,6 +26,14 @@ class TemporalAgent(nn.Module):
     """Windowed self-attention over the frames, then the cosine between each frame and the question.
 
     X = F + PE,  context = attention(X) in a window,  E = MLP(context) + F,  S = cos(E, q) + cos(F, q)
+
+    Args:
+        width: width D of the embeddings, even and a multiple of heads.
+        heads: attention heads.
+        window: frames w that a frame attends to, half of them before it.
+
+    Raises:
+        UserError: the sizes do not fit together.
     """
 
     def __init__(self, width: int, heads: int = 8, window: int = 12) -> None:
@@ -49,11 +58,12 @@ class TemporalAgent(nn.Module):
             lengths: (N,) int64, frames of each video; None: all have T.
 
         Returns:
-            (N, T) scores in [-2, 2]; those of padding mean nothing.
+            (N, T) scores in [-2, 2], undefined on padding.
 
         Gradient: into the weights; the features are data.
         """
-        lengths = _all(frames) if lengths is None else lengths
+        if lengths is None:
+            lengths = torch.full((frames.shape[0],), frames.shape[1], dtype=torch.int64, device=frames.device)
         features = frames.detach()
         context = self._context(features + _encodings(frames, lengths), lengths)
         events = self.mlp(context) + features
@@ -66,26 +76,23 @@ class TemporalAgent(nn.Module):
         query = self.query(x).unflatten(-1, (self.heads, -1)) / math.sqrt(self.width // self.heads)
         keys, values = (_padded(layer(x), back, self.window - 1 - back, self.heads) for layer in (self.key, self.value))
         scores = torch.stack([(query * keys[:, i : i + total]).sum(-1) for i in range(self.window)], -1)
-        scores = scores.masked_fill(~_inside(total, back, self.window, lengths)[:, :, None], OUTSIDE)
+        frame = torch.arange(total, device=lengths.device)[:, None] - back
+        frame = frame + torch.arange(self.window, device=lengths.device)  # (T, w), the frames of each window
+        inside = (frame >= 0) & (frame < lengths[:, None, None])
+        scores = scores.masked_fill(~inside[:, :, None], OUTSIDE)
         weights = scores.softmax(-1)
         parts = (weights[..., i, None] * values[:, i : i + total] for i in range(self.window))
-        context = next(parts)
-        for part in parts:
-            context = context + part
-        return context.flatten(-2)
+        return functools.reduce(torch.add, parts).flatten(-2)
 
 
 def positional_encoding(total: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Sines and cosines of a frame's place in its video.
-
-    Returns:
-        (T, D); the angles are t / T times 10000^(-2k / D), so that videos of all lengths span the same range.
+    """Sines and cosines (T, D) of t / T times 10000^(-2k / D), so that videos of all lengths span the same range.
 
     Source: Hui-design/TSPO model/temporal_agent.py `positional_encoding` (t / T where transformers have t).
     """
-    place = torch.arange(total, dtype=dtype)[:, None] / max(total, 1)
+    time = torch.arange(total, dtype=dtype)[:, None] / max(total, 1)
     rate = torch.exp(torch.arange(0, width, 2, dtype=dtype) * (-math.log(10000.0) / width))
-    return torch.stack([(place * rate).sin(), (place * rate).cos()], -1).flatten(1)
+    return torch.stack([(time * rate).sin(), (time * rate).cos()], -1).flatten(1)
 
 
 def _encodings(frames: Tensor, lengths: Tensor) -> Tensor:
@@ -96,19 +103,9 @@ def _encodings(frames: Tensor, lengths: Tensor) -> Tensor:
     return found
 
 
-def _all(frames: Tensor) -> Tensor:
-    return torch.full((frames.shape[0],), frames.shape[1], dtype=torch.int64, device=frames.device)
-
-
 def _padded(x: Tensor, before: int, after: int, heads: int) -> Tensor:
     """(N, before + T + after, heads, D / heads)."""
     return nn.functional.pad(x, (0, 0, before, after)).unflatten(-1, (heads, -1))
-
-
-def _inside(total: int, back: int, window: int, lengths: Tensor) -> Tensor:
-    """(N, T, w) bool, whether a place of a frame's window is a frame of the video."""
-    place = torch.arange(total, device=lengths.device)[:, None] - back + torch.arange(window, device=lengths.device)
-    return (place >= 0) & (place < lengths[:, None, None])
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

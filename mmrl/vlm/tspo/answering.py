@@ -1,10 +1,10 @@
-"""What answers a question from the frames that were picked, and says whether the answer is right."""
+"""Answerers: they answer a question from the picked frames, and judge the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from PIL import Image
@@ -16,7 +16,7 @@ from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.vlm.payload import Prompt, token_lists
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import sample
-from mmrl.vlm.sampling import SamplerConfig, Samples
+from mmrl.vlm.sampling import Samples
 from mmrl.vlm.scoring import columns_of, score_texts
 from mmrl.vlm.task import TaskError, VlmTask
 from mmrl.vlm.tspo.config import AnswererConfig
@@ -34,11 +34,11 @@ class Answers:
     correct: list[float]
     """1 right, 0 wrong, NaN where a row could not be judged."""
     prompts: list[Prompt] = field(default_factory=list)
-    """What a model read for each row; empty without one."""
+    """The prompt of each row; empty without a model."""
     samples: Samples | None = None
-    """What a model said; None without one."""
+    """The model's samples; None without one."""
     result: RewardResult | None = None
-    """What the reward function said; None without one."""
+    """Rewards of the answers; None without a reward function."""
 
 
 class Answerer(Protocol):
@@ -57,7 +57,7 @@ class Answerer(Protocol):
 
 
 class OracleAnswerer:
-    """Right where at least so many frames of the needle are picked; a rule that stands for a model in experiments."""
+    """Right where at least so many frames of the needle are picked; a rule in place of a model, for experiments."""
 
     def __init__(self, min_frames: int) -> None:
         self.min_frames = min_frames
@@ -67,7 +67,7 @@ class OracleAnswerer:
         without = next((task.id for task in tasks if not task.needle.any()), None)
         if without is not None:
             raise UserError(
-                f"{key}: {without} has no needle, by which answerer.kind=oracle judges; use answerer.kind=vlm, or rows "
+                f"{key}: {without} has no needle, which answerer.kind=oracle needs; use answerer.kind=vlm, or rows "
                 "with a needle"
             )
 
@@ -76,7 +76,7 @@ class OracleAnswerer:
     ) -> Answers:
         """See `Answerer`."""
         found = [
-            sum(bool(task.needle[place]) for place in row) >= min(self.min_frames, int(task.needle.sum()))
+            sum(bool(task.needle[frame]) for frame in row) >= min(self.min_frames, int(task.needle.sum()))
             for task, row in zip(tasks, picks, strict=True)
         ]
         texts = [task.answer if right else "?" for task, right in zip(tasks, found, strict=True)]
@@ -107,7 +107,8 @@ class VlmAnswerer:
         """See `Answerer`."""
         asked = _asked(tasks, picks)
         prompts = [self.policy.encode(task, images) for task, images in asked]
-        samples = self._sample(prompts, generator)
+        config = replace(self.config.sampler, batch_rows=self.config.batch_rows)
+        samples = sample(self.policy, prompts, 1, config, generator)
         tokens = token_lists(samples.response_ids, samples.mask)
         questions = [task for task, _ in asked]
         texts = [prompt.text for prompt in prompts]
@@ -117,11 +118,6 @@ class VlmAnswerer:
     def close(self) -> None:
         """End the reward workers."""
         self.rewards.close()
-
-    def _sample(self, prompts: Sequence[Prompt], generator: torch.Generator | None) -> Samples:
-        options: SamplerConfig = replace(self.config.sampler, batch_rows=self.config.batch_rows)
-        drawn = generator if generator is not None else torch.Generator()
-        return sample(self.policy, prompts, 1, options, drawn, greedy=generator is None)
 
 
 def make_answerer(config: AnswererConfig, reader: VlmPolicy | None) -> Answerer:
@@ -139,51 +135,47 @@ def without_unreadable(
     attempt: Callable[[Sequence[NeedleTask], Sequence[VideoFeatures]], ResultT],
     skip: Callable[[TaskError], None],
 ) -> ResultT | None:
-    """What an attempt gives, repeated without each question whose picked frames cannot be read.
+    """The result of an attempt, repeated without each question whose picked frames cannot be read.
 
-    Features may have been kept of a video that is gone or damaged since.
+    Features may be kept of a video that is gone or damaged since.
     """
     while tasks:
         try:
             return attempt(tasks, features)
         except TaskError as error:
-            kept = [place for place, task in enumerate(tasks) if task.id != error.task_id]
+            kept = [n for n, task in enumerate(tasks) if task.id != error.task_id]
             if len(kept) == len(tasks):
                 raise
             skip(error)
-            tasks, features = [tasks[place] for place in kept], [features[place] for place in kept]
+            tasks, features = [tasks[n] for n in kept], [features[n] for n in kept]
     return None
 
 
 def _asked(tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]]) -> list[tuple[VlmTask, list[Image.Image]]]:
-    """Each row's question with the picked frames in the place of the video; a video is decoded once for all rows."""
+    """Each row's question with the picked frames in place of the video; a video is decoded once for all rows."""
     wanted: dict[int, set[int]] = {}
     for task, row in zip(tasks, picks, strict=True):
         wanted.setdefault(id(task), set()).update(row)
-    pictures: dict[int, dict[int, Image.Image]] = {}
+    images: dict[int, dict[int, Image.Image]] = {}
     for task in tasks:
-        if id(task) not in pictures:
+        if id(task) not in images:
             try:
-                pictures[id(task)] = task.video.pictures(sorted(wanted[id(task)]))
+                images[id(task)] = task.video.images(sorted(wanted[id(task)]))
             except VideoError as error:
                 raise TaskError(error.kind, task.id, f"its video cannot be used: {error}") from None
     return [
-        (_with_images(task.task, len(row)), [pictures[id(task)][place] for place in row])
+        (_with_images(task.task, len(row)), [images[id(task)][frame] for frame in row])
         for task, row in zip(tasks, picks, strict=True)
     ]
 
 
 def _with_images(task: VlmTask, count: int) -> VlmTask:
-    """The question with so many images where its video was."""
-
-    def items(content: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for item in content:
-            found += [{"type": "image"}] * count if item["type"] == "video" else [item]
-        return found
-
-    messages = [{**turn, "content": items(turn["content"])} for turn in task.messages]
-    # the images themselves are given to the encoder; an empty text stands for each
+    """The question with so many images where its video was; the images themselves go to the encoder."""
+    items = {"video": [{"type": "image"}] * count}
+    messages = [
+        {**turn, "content": [new for item in turn["content"] for new in items.get(item["type"], [item])]}
+        for turn in task.messages
+    ]
     return replace(task, messages=messages, images=[""] * count, videos=[])
 
 

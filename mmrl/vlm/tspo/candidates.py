@@ -1,4 +1,4 @@
-"""The frames of a video among which the agent picks, and where its needle lies among them."""
+"""The frames of a video among which the agent picks, and those of its needle among them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-READ_BYTES = 2**20
-
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidate frames of a file, decoded one at a time when they are needed."""
+    """T candidate frames of a file, decoded one at a time when they are needed."""
 
     index: VideoIndex
     numbers: tuple[int, ...]
-    """Numbers of the frames in the file, rising; T of them."""
+    """(T) rising indices of the frames in the file."""
     wanted_fps: float
     max_frames: int
 
@@ -36,7 +34,7 @@ class Candidates:
 
     @property
     def seconds(self) -> list[float]:
-        """When each frame is shown, from the start of the video."""
+        """Time of each frame from the start of the video."""
         return [number / self.index.fps for number in self.numbers]
 
     @property
@@ -53,23 +51,17 @@ class Candidates:
         """All candidates, (H, W, 3) uint8, one at a time; raises VideoError."""
         return decode_frames(self.index, self.numbers)
 
-    def pictures(self, picks: Sequence[int]) -> dict[int, Image]:
-        """Some candidates as pictures."""
+    def images(self, picks: Sequence[int]) -> dict[int, Image]:
+        """Some candidates as images; raises VideoError."""
         from PIL import Image
 
-        places = sorted(set(picks))
-        frames = decode_frames(self.index, [self.numbers[place] for place in places])
-        return {place: Image.fromarray(frame) for place, frame in zip(places, frames, strict=True)}
+        rising = sorted(set(picks))
+        frames = decode_frames(self.index, [self.numbers[pick] for pick in rising])
+        return {pick: Image.fromarray(frame) for pick, frame in zip(rising, frames, strict=True)}
 
 
 def open_candidates(path: str, fps: float = 1.0, max_frames: int = 0) -> Candidates:
-    """List the candidate frames of a video without decoding it.
-
-    Args:
-        path: video file.
-        fps: candidates a second; 0 or more than the video has: every frame.
-        max_frames: most candidates, evenly spaced where there would be more; 0 for no limit.
-    """
+    """List `fps` (0: all) candidate frames a second of a video, at most `max_frames` (0: no limit), undecoded."""
     index = read_index(path)
     step = max(index.fps / fps, 1.0) if fps else 1.0
     count = max(int((index.total - 1) / step + 1e-6) + 1, 1)
@@ -80,7 +72,7 @@ def open_candidates(path: str, fps: float = 1.0, max_frames: int = 0) -> Candida
 
 
 def read_needle(value: Any, place: str) -> list[tuple[int, int]]:
-    """Intervals of a needle: frames of the file, the first and one behind the last."""
+    """Intervals of a needle in frames of the file, the last one excluded."""
     if value is None or value == "" or (hasattr(value, "__len__") and not len(value)):
         return []
     try:
@@ -98,19 +90,13 @@ def read_needle(value: Any, place: str) -> list[tuple[int, int]]:
 
 
 def needle_mask(candidates: Candidates, needle: Sequence[tuple[int, int]], place: str) -> NDArray[np.bool_]:
-    """Which candidates belong to a needle.
-
-    Returns:
-        (T,) bool.
-    """
-    total = candidates.index.total
+    """Whether each candidate belongs to a needle, (T,) bool."""
+    total, numbers = candidates.index.total, np.array(candidates.numbers)
+    found = np.zeros(len(numbers), dtype=bool)
     for start, stop in needle:
         if stop > total:
             message = f"its needle is frames {start} to {stop - 1}, but the video has {total} frames"
             raise TaskError("needle_outside", place, message)
-    numbers = np.array(candidates.numbers)
-    found = np.zeros(len(numbers), dtype=bool)
-    for start, stop in needle:
         found |= (numbers >= start) & (numbers < stop)
     if needle and not found.any():
         message = "none of its needle's frames is a candidate; raise features.fps or features.max_frames"
@@ -120,12 +106,9 @@ def needle_mask(candidates: Candidates, needle: Sequence[tuple[int, int]], place
 
 @functools.lru_cache(maxsize=65536)
 def _file_digest(path: str, size: int, modified: int) -> str:
-    """Digest of a file's bytes; size and time of the last change tell when to read it again."""
-    digest = hashlib.blake2b(digest_size=16)
+    """Digest of a file's bytes, read again when its size or the time of its last change differ."""
     with open(path, "rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 NEEDLE_ERRORS = {
@@ -134,4 +117,4 @@ NEEDLE_ERRORS = {
     "needle_missed": "None of a needle's frames is a candidate.",
     "one_video": "A row has no video or several.",
 }
-"""What may be wrong with a row beside `TASK_ERRORS` and `VIDEO_ERRORS`."""
+"""Errors of a row further to `TASK_ERRORS` and `VIDEO_ERRORS`."""

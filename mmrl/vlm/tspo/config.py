@@ -7,17 +7,17 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, choice, inheriting, rare
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.settings import EvaluationConfig, RunConfig, TrainerConfig
-from mmrl.vlm.data import DataConfig
+from mmrl.vlm.data import OWN_OPTIONS, DataConfig
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.tspo.picking import LOGPROBS
 
 SCORES = ("logp_ref", "turns")
-"""What the policy scores beside log-probabilities; the picks are turn 0, tokens that are trained turn 1."""
+"""Scores of the policy further to log-probabilities; the picks are turn 0, trained tokens turn 1."""
 ANSWERERS = ("oracle", "vlm")
 METHODS = ("topk", "bin-max")
 
@@ -37,9 +37,9 @@ class FeatureConfig:
     max_frames: int = bounded(0, at_least=0)
     """Most candidates of a video, evenly spaced where there would be more; 0 = no limit."""
     cache: str | None = None
-    """Folder in which features are kept, by content, candidates and CLIP; empty: in memory alone."""
+    """Folder in which features are kept, by content, candidates and CLIP; empty: in memory only."""
     memory_mb: float = rare(bounded(512.0, at_least=0))
-    """Most megabytes of features that are held in memory."""
+    """Most megabytes of features in memory."""
     batch: int = rare(bounded(64, at_least=1))
     """Frames that are embedded together; for memory only."""
 
@@ -58,7 +58,7 @@ class AgentConfig:
 
 @dataclass
 class PickConfig:
-    """How frames are drawn in training."""
+    """Draws of frames in training."""
 
     count: int = bounded(16, at_least=1)
     """Frames picked for a question with a needle; all frames of a video that has fewer."""
@@ -70,7 +70,7 @@ class PickConfig:
     temperature: float = bounded(0.025, above=0)
     """Scores are divided by it in the first step."""
     final_temperature: float = rare(bounded(0.01, above=0))
-    """Temperature at the end of the run; it moves along a line."""
+    """Temperature at the end of the run; it falls linearly."""
 
     def of(self, specific: bool) -> int:
         """Picks for a question with or without a needle."""
@@ -79,7 +79,7 @@ class PickConfig:
 
 @dataclass
 class AnswererConfig:
-    """What answers the question from the picked frames, and so rewards them."""
+    """The answerer, whose answers from the picked frames reward them."""
 
     kind: str = choice("oracle", ANSWERERS)
     """oracle: right where enough frames of the needle are picked, a rule for experiments; vlm: a vision-language model
@@ -97,7 +97,7 @@ class AnswererConfig:
     sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(max_new_tokens=256))
     """vlm: length of answers, and of a trained model also temperature and truncation."""
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(name="choice"))
-    """vlm: what says whether an answer is right (1) or not."""
+    """vlm: reward function that is 1 for a right answer."""
     batch_rows: int = rare(bounded(64, at_least=1))
     """vlm: answers that are read together; for memory only."""
 
@@ -117,7 +117,7 @@ class AnswererConfig:
 
 @dataclass
 class TspoEvaluationConfig(EvaluationConfig):
-    """Evaluation without noise, beside evenly spaced frames and those that are most like the question."""
+    """Evaluation without noise, compared with evenly spaced frames and those that are most like the question."""
 
     method: str = rare(choice("topk", METHODS))
     """topk: the best frames (LongVideoBench, MLVU, LVBench); bin-max: the best of each part (Video-MME)."""
@@ -135,18 +135,19 @@ class TspoConfig(RunConfig):
     """The trained agent."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training questions, each with one video; columns needle, type and query."""
-    eval_data: dict[str, DataConfig] = field(default_factory=dict)
-    """Held-out splits by name; the first one is the headline."""
+    eval_data: dict[str, DataConfig] = inheriting("data", own=OWN_OPTIONS)
+    """Held-out splits by name; the first one is the headline. Options of `data` that one does not set are as there,
+    except path, split, build, build_options and max_tasks."""
     picks: PickConfig = field(default_factory=PickConfig)
-    """How frames are drawn."""
+    """Draws of frames."""
     answerer: AnswererConfig = field(default_factory=AnswererConfig)
-    """What answers from the picked frames."""
-    accuracy_weight: float = rare(bounded(1.0, at_least=0, finite=True))
+    """Answers from the picked frames."""
+    accuracy_weight: float = bounded(1.0, at_least=0, finite=True)
     """Weight of R_A, 1 for a right answer."""
     locating_weight: float = bounded(1.0, at_least=0, finite=True)
-    """Weight of R_T, the share of the picks that lie in the needle; questions without one get 1 from it."""
+    """Weight of R_T, the share of the picks in the needle; 1 for questions without one."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="tspo"))
-    """What is optimised."""
+    """The objective."""
     trainer: TrainerConfig = field(
         default_factory=lambda: TrainerConfig(
             tasks_per_step=16, samples_per_task=8, learning_rate=5e-4, schedule="linear"

@@ -26,7 +26,7 @@ ROWS = (
     ("the agent's frames, after training", "agent", -1),
     ("the needle's own frames (ceiling)", "needle", -1),
 )
-"""What is said of each row, its strategy, and the evaluation that it is of."""
+"""Words of each row, its strategy, and the index of its evaluation."""
 
 
 def run(output_dir: Path) -> list[str]:
@@ -90,12 +90,12 @@ def _table(agent: Path, data: Path) -> list[str]:
 
 
 def _blind(train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]) -> str:
-    """What the question's words give away: its usual answer among the training questions."""
+    """Accuracy from the question alone: its usual answer among the training questions."""
 
-    def told(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    def as_text(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
         return [{"kind": row["query"], "hint_text": "", "answer": row["answer"]} for row in rows]
 
-    share = fit_blind(told(train)).share(told(held_out))
+    share = fit_blind(as_text(train)).share(as_text(held_out))
     return _percent(share, *wilson_interval(share * len(held_out), len(held_out)))
 
 

@@ -27,7 +27,16 @@ LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, Attrib
 
 
 class ClipEncoder:
-    """A frozen CLIP that embeds frames and texts."""
+    """A frozen CLIP that embeds frames and texts.
+
+    Args:
+        path: folder or hub id.
+        batch: frames embedded together.
+        device: where it runs.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
 
     def __init__(self, path: str, batch: int = 64, device: torch.device | str = "cpu") -> None:
         ensure_torchvision()
@@ -71,41 +80,41 @@ class ClipEncoder:
         """Embed frames, `batch` of them at a time.
 
         Args:
-            frames: (H, W, 3) uint8 each; taken one by one, so that they may come from a decoder; those of a batch are
-                let go of before the next ones are taken.
+            frames: (H, W, 3) uint8 each, such as those of a decoder: they are taken one by one, and those of a batch
+                are freed before the next ones are taken.
 
         Returns:
             (T, D) float32.
         """
-        parts = []
-        coming = iter(frames)
-        while (pixels := self._next_pixels(coming)) is not None:
+        parts, left = [], iter(frames)
+        while (pixels := self._next_pixels(left)) is not None:
             found = self.model.get_image_features(pixel_values=pixels.to(self.model.device, self.model.dtype))
             parts.append(_embedding(found).float().cpu())
         return torch.cat(parts) if parts else torch.zeros(0, self.width)
 
-    def _next_pixels(self, coming: Iterator[NDArray[np.uint8]]) -> Tensor | None:
-        """The next batch as the model reads it; its frames are let go before the next ones are decoded."""
-        some = list(itertools.islice(coming, self.batch))
+    def _next_pixels(self, left: Iterator[NDArray[np.uint8]]) -> Tensor | None:
+        """The next batch as the model reads it; a function of its own, so that its frames are freed at once."""
+        some = list(itertools.islice(left, self.batch))
         return self.processor(images=some, return_tensors="pt").pixel_values if some else None
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """Embed texts; what is too long for the tokenizer is cut off.
-
-        Returns:
-            (N, D) float32.
-        """
+        """Embed texts, (N, D) float32; those too long for the tokenizer are truncated."""
         inputs = self.tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt").to(self.model.device)
         found = self.model.get_text_features(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask)
         return _embedding(found).float().cpu()
 
 
 class FeatureStore:
-    """Features of videos, in files named by what they depend on: content, candidate frames, encoder.
+    """Features of videos, in files named by a digest of content, candidate frames and encoder.
 
-    A file is written whole or not at all and carries a digest of its numbers. One that is damaged is computed again
-    with a warning, since nothing is lost by it.
+    A file is written whole or not at all and carries a digest of its numbers. A damaged one is computed again with a
+    warning.
+
+    Args:
+        encoder: computes the features.
+        folder: where they are kept; None keeps them in memory only.
+        memory_mb: most megabytes in memory.
     """
 
     def __init__(self, encoder: ClipEncoder, folder: Path | str | None = None, memory_mb: float = 512.0) -> None:
@@ -119,7 +128,9 @@ class FeatureStore:
         self._bytes = 0
 
     def frames(self, candidates: Candidates) -> Tensor:
-        """Embeddings of a video's candidates (T, D) float32."""
+        """Embeddings of a video's candidates (T, D) float32; raises VideoError."""
+        from safetensors.torch import save_file
+
         key = hashlib.blake2b(f"{candidates.digest} {self.encoder.fingerprint}".encode(), digest_size=16).hexdigest()
         if key in self._kept:
             self._kept.move_to_end(key)
@@ -130,7 +141,8 @@ class FeatureStore:
             found = self.encoder.frames(candidates.frames())
             self.computed += 1
             if file is not None:
-                _write(file, found)
+                with replaced(file) as draft:
+                    save_file({"features": found.contiguous()}, draft, metadata={"digest": _digest(found)})
         self._keep(key, found)
         return found
 
@@ -148,7 +160,7 @@ class FeatureStore:
 
 
 def _embedding(found: Any) -> Tensor:
-    """Embeddings out of what the versions of transformers return: a tensor, or an output that holds them."""
+    """Embeddings from a tensor, or from the output object of newer versions of transformers."""
     return found if isinstance(found, Tensor) else found.pooler_output
 
 
@@ -156,15 +168,8 @@ def _digest(features: Tensor) -> str:
     return hashlib.blake2b(features.contiguous().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _write(file: Path, features: Tensor) -> None:
-    from safetensors.torch import save_file
-
-    with replaced(file) as draft:
-        save_file({"features": features.contiguous()}, draft, metadata={"digest": _digest(features)})
-
-
 def _read(file: Path, count: int, width: int) -> Tensor | None:
-    """Features of a file; None, with a warning where it is there, if it is not whole."""
+    """Features of a file; None where it is missing or, with a warning, damaged."""
     from safetensors import SafetensorError, safe_open
 
     if not file.exists():

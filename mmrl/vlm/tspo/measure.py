@@ -1,15 +1,14 @@
-"""Held-out evaluation of picks: how much of the needle they have, and whether the answer is right.
+"""Held-out evaluation of picks: the share of the needle that they hold, and whether the answer is right.
 
 Three strategies are measured on the same questions: the agent, evenly spaced frames, and the frames whose CLIP
-embeddings are most like the question's. Where the needle is known, its own frames are answered from too: no way to pick
-can be expected to do better, and a model that fails there cannot read what is picked.
+embeddings are most like the question's. Where the needle is known, its own frames are answered from too: no strategy
+can be expected to do better, and a model that fails there cannot read the picked frames.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,25 +30,8 @@ STRATEGIES = ("agent", "uniform", "clip_topk")
 CEILING = "needle"
 
 
-class Encode(Protocol):
-    """Function such as `TspoRecipe.encode`."""
-
-    def __call__(
-        self, tasks: Sequence[NeedleTask], *, allow_none: bool = False
-    ) -> tuple[list[NeedleTask], list[VideoFeatures]]:
-        """Return the usable questions and their features."""
-
-
 def needle_recall(needle: np.ndarray, picks: Sequence[int]) -> float:
-    """Share of a needle's frames that were picked, or of the picks that lie in it where it has more frames than picks.
-
-    Args:
-        needle: (T,) bool.
-        picks: K different places.
-
-    Returns:
-        Number in [0, 1]; NaN without a needle.
-    """
+    """Share of a needle's frames (T,) that were picked, or of K picks in it where it has more frames; NaN without."""
     most = min(int(needle.sum()), len(picks))
     return float(needle[list(picks)].sum()) / most if most else float("nan")
 
@@ -63,15 +45,16 @@ class PickMeasure(Measure[NeedleTask]):
     """
 
     policy: TspoPolicy
-    encode: Encode
+    encode: Callable[..., tuple[list[NeedleTask], list[VideoFeatures]]]
+    """Such as `TspoRecipe.encode`: the usable ones of some questions, and their features."""
     answerer: Answerer
     evaluation: TspoEvaluationConfig
     count_of: Callable[[NeedleTask], int]
     """Frames that are picked for a question."""
     seed: int
-    """Of the bootstrap."""
+    """Seed of the bootstrap."""
     skip: Callable[[TaskError], None]
-    """Told of each question whose picked frames cannot be read."""
+    """Called with each question whose picked frames cannot be read."""
 
     @property
     def batch_size(self) -> int:
@@ -92,8 +75,8 @@ class PickMeasure(Measure[NeedleTask]):
         rows: list[Row] = [{"index": index_of[id(task)], "repeat": 0, "task": task, "scores": {}} for task in usable]
         for strategy in STRATEGIES:
             picks = [
-                self._picks(strategy, task, own, scores[place, : len(own.frames)])
-                for place, (task, own) in enumerate(zip(usable, features, strict=True))
+                self._picks(strategy, task, own, scores[number, : len(own.frames)])
+                for number, (task, own) in enumerate(zip(usable, features, strict=True))
             ]
             answers = self.answerer.answer(usable, picks, None)
             for row, chosen, text, correct in zip(rows, picks, answers.texts, answers.correct, strict=True):
@@ -101,16 +84,13 @@ class PickMeasure(Measure[NeedleTask]):
                 row["scores"][f"recall/{strategy}"] = [needle_recall(row["task"].needle, chosen)]
                 if strategy == "agent":
                     row |= {"picks": chosen, "response": text}
-        self._answer_needles(rows)
-        return rows
-
-    def _answer_needles(self, rows: Sequence[Row]) -> None:
-        """Answers from the frames of each needle, as many as are picked."""
+        # the ceiling: answers from as many frames of each needle as are picked
         known = [row for row in rows if row["task"].needle.any()]
         picks = [_of_needle(row["task"].needle, self.count_of(row["task"])) for row in known]
         answers = self.answerer.answer([row["task"] for row in known], picks, None) if known else None
         for row, correct in zip(known, answers.correct if answers else (), strict=True):
             row["scores"][f"accuracy/{CEILING}"] = [correct]
+        return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[NeedleTask]) -> dict[str, float]:
         """Means with intervals; raises RunError where no question was usable."""
@@ -129,7 +109,7 @@ class PickMeasure(Measure[NeedleTask]):
         return Outcome(row["task"].id, {name: values[0] for name, values in row["scores"].items()})
 
     def record(self, row: Row) -> SampleRecord:
-        """The frames that the agent picked, on a line of time with the needle."""
+        """The frames that the agent picked, on a time line with the needle."""
         task, scores = row["task"], {name: values[0] for name, values in row["scores"].items()}
         return SampleRecord(
             id=task.id,
@@ -155,5 +135,5 @@ class PickMeasure(Measure[NeedleTask]):
 
 def _of_needle(needle: np.ndarray, count: int) -> list[int]:
     """At most so many frames of a needle, evenly spaced."""
-    places = np.flatnonzero(needle)
-    return places[uniform_frames(len(places), count).numpy()].tolist()  # type: ignore[no-any-return]
+    frames = np.flatnonzero(needle)
+    return frames[uniform_frames(len(frames), count).numpy()].tolist()  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Needles in haystacks: long clips of empty pictures and digits, in which one digit follows a red flash.
+"""Needles in haystacks: long clips of empty images and digits, in which one digit follows a red flash.
 
 The question asks for the digit after the flash. Only the flash says which of the digits that is, so frames have to be
-picked by what stands before them: a frame alone shows a digit like any other. The needle is the flash and its digit.
+picked by the frames before them: a frame alone shows a digit like any other. The needle is the flash and its digit.
 The drawing is in `mmrl.vlm.clips`; training and test clips use disjoint scans.
 """
 
@@ -102,8 +102,8 @@ def build_readings(
         picks: frames of a question.
         frames: frames of a clip.
         decoys: other digits that a clip shows.
-        per_clip: questions about each clip. They share its digit, so many of them are learnt by heart: with 20 a
-            model came to a loss of 0.01 in training and to 79 % on other clips.
+        per_clip: questions about each clip. They share its digit, so many of them are memorised: with 20 a model
+            reached a loss of 0.01 in training and 79 % on other clips.
         seed: seed of everything drawn.
 
     Returns:
@@ -128,15 +128,7 @@ def build_readings(
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model whose tokenizer knows the words of these questions.
-
-    Args:
-        path: model folder to write.
-        options: see `mmrl.vlm.tiny.build_tiny_vlm`.
-
-    Returns:
-        The folder.
-    """
+    """Build a tiny random Qwen model with the words of these questions; `options` are those of `build_tiny_vlm`."""
     from mmrl.vlm.tiny import build_tiny_vlm
 
     return build_tiny_vlm(path, corpus=[*QUESTIONS * 20, *digits.corpus()], **options)
@@ -185,9 +177,9 @@ class _Clip:
 def _draw_clip(rng: np.random.Generator, pool: np.ndarray, frames: int, decoys: int, file: Path) -> _Clip:
     shots, flash = _draw_shots(rng, pool, frames, decoys)
     index = read_index(write_clip(file, shots, fps=1.0, seed=int(rng.integers(2**31))))
-    pictures = list(decode_frames(index, range(index.total)))
+    images = list(decode_frames(index, range(index.total)))
     file.unlink()
-    return _Clip(pictures, first_frames(shots)[flash], str(scans_and_labels()[1][shots[flash + 1].scan]))
+    return _Clip(images, first_frames(shots)[flash], str(scans_and_labels()[1][shots[flash + 1].scan]))
 
 
 def _save_reading(rng: np.random.Generator, clip: _Clip, picks: int, file: Path, folder: str) -> dict[str, Any]:

@@ -24,21 +24,38 @@ class PickedFrames:
     """Frames of a video, in the order of time."""
 
     numbers: list[int]
-    """Their numbers in the file."""
+    """Their indices in the file."""
     seconds: list[float]
-    """When they are shown."""
+    """Their times from the start of the video."""
     images: list[Image]
 
 
 class FramePicker:
-    """Picks the frames of a video that a question needs."""
+    """Picks the frames of a video that a question needs.
+
+    Args:
+        agent: scores frames.
+        settings: candidates and picks.
+        store: embeds frames and questions.
+    """
 
     def __init__(self, agent: TemporalAgent, settings: AgentSettings, store: FeatureStore) -> None:
         self.agent, self.settings, self.store = agent.eval(), settings, store
 
     @torch.no_grad()
     def pick(self, video: Path | str, question: str, count: int = 0, method: str = "topk") -> PickedFrames:
-        """Pick frames."""
+        """Pick frames.
+
+        Args:
+            video: file.
+            question: the question without its options.
+            count: most frames; 0 = as many as in training.
+            method: topk, the best frames; bin-max, the best of each part of the video.
+
+        Raises:
+            UserError: unknown method.
+            VideoError: the video cannot be read.
+        """
         methods = {"topk": top_frames, "bin-max": bin_max_frames}
         if method not in methods:
             raise UserError(f"there is no method {method!r}; there are: {', '.join(methods)}")
@@ -46,11 +63,11 @@ class FramePicker:
         features, text = self.store.frames(candidates), self.store.text(question)
         scores = self.agent(features[None], text[None])[0]
         picks = methods[method](scores, count or self.settings.count).tolist()
-        pictures, seconds = candidates.pictures(picks), candidates.seconds
+        images, seconds = candidates.images(picks), candidates.seconds
         return PickedFrames(
-            [candidates.numbers[place] for place in picks],
-            [seconds[place] for place in picks],
-            [pictures[place] for place in picks],
+            [candidates.numbers[pick] for pick in picks],
+            [seconds[pick] for pick in picks],
+            [images[pick] for pick in picks],
         )
 
 

@@ -1,10 +1,10 @@
-"""Which frames are picked, and how likely a pick was.
+"""Picking frames, and the log-probability of a pick.
 
 In training, T_s of T candidates are drawn without replacement: the T_s largest of logits + Gumbel noise, in the order
 of these sums (Gumbel top-k). Four log-probabilities of such a draw are offered:
 
-* `mean_marginal`: log softmax(logits) at each picked frame, without noise. The public code's; each pick is a decision
-  of its own and a row is the mean over its picks, so the gradient's scale does not depend on T_s.
+* `mean_marginal`: log softmax(logits) at each picked frame, without noise, as in the public code; each pick is a
+  decision and a row is the mean over its picks, so the gradient's scale does not depend on T_s.
 * `sum_marginal`: the same, a row being their sum.
 * `noisy_product`: log softmax(logits + noise) at each picked frame, a row being their sum; eq. 5 of the paper.
 * `plackett_luce`: the exact probability of the order in which the noise ranked the frames, where each pick is drawn
@@ -87,7 +87,7 @@ def pick_logprobs(form: str, logits: Tensor, picks: Tensor, mask: Tensor, noise:
 
 
 def _plackett_luce(logits: Tensor, picks: Tensor, mask: Tensor) -> Tensor:
-    """s_k - logsumexp of everything that pick k was drawn from: the picks from k on, and the frames never picked."""
+    """s_k - logsumexp of all frames that pick k was drawn from: the picks from k on, and the frames never picked."""
     chosen = torch.where(mask > 0, logits.gather(1, picks), 0.0)
     ever = torch.zeros_like(logits).scatter_reduce(1, picks, mask.to(logits.dtype), "amax") > 0
     others = logits.masked_fill(ever, NEVER).logsumexp(1)

@@ -1,4 +1,4 @@
-"""What is trained: the temporal agent, and where it is asked for the language model that reads the picked frames."""
+"""The trained modules: the temporal agent and, if `answerer.train` is set, the model that reads the picked frames."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READER_FOLDER = "reader"
 
 @dataclass(frozen=True)
 class VideoFeatures:
-    """What the agent reads of a question."""
+    """The agent's input for a question."""
 
     frames: Tensor
     """(T, D) embeddings of the candidates."""
@@ -47,9 +47,9 @@ class TspoPayload(Payload):
     tasks: list[NeedleTask] = per_group()
     """The question of each group."""
     features: list[VideoFeatures] = per_group()
-    """What the agent reads of each group."""
+    """The agent's input of each group."""
     picks: Tensor = per_decision()
-    """(B, K) int64, places among the candidates, 0 on padding."""
+    """(B, K) int64, indices of candidates, 0 on padding."""
     pick_mask: Tensor = per_decision()
     """(B, K) float, 1 on picks."""
     texts: list[str] = per_row()
@@ -59,16 +59,16 @@ class TspoPayload(Payload):
     noise: list[Tensor] = per_row(default_factory=list)
     """(T,) Gumbel draws of each row; empty where its log-probability does not need them."""
     prompts: list[Prompt] = per_row(default_factory=list)
-    """What a trained model read for each row; empty without one."""
+    """The prompt of each row of a trained model; empty without one."""
     response_ids: Tensor | None = per_decision(default=None)
-    """(B, R) int64, what it said."""
+    """(B, R) int64, its sampled tokens."""
     finish: list[str] = per_row(default_factory=list)
-    """Why it ended."""
+    """Why each response ended."""
 
 
 @dataclass
 class Scoring:
-    """How decisions are scored in one step."""
+    """Temperatures and form of the log-probabilities in one step."""
 
     temperature: float
     """Scores of the agent are divided by it."""
@@ -90,15 +90,11 @@ class TspoPolicy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the agent is."""
+        """Device of the agent."""
         return self.agent.query.weight.device
 
     def logits(self, features: Sequence[VideoFeatures], temperature: float) -> Tensor:
-        """Scores over temperature.
-
-        Returns:
-            (N, T) float32, `NEVER` on padding.
-        """
+        """Scores over temperature (N, T) float32, `NEVER` on padding."""
         frames = [one.frames.to(self.device) for one in features]
         lengths = torch.tensor([len(one) for one in frames], device=self.device)
         padded = nn.utils.rnn.pad_sequence(frames, batch_first=True)
@@ -115,7 +111,11 @@ class TspoPolicy(nn.Module):
         payload = TspoPayload.of(rollouts)
         group = rollouts.group.to(self.device)
         logits = self.logits(payload.features, scoring.temperature)[group]
-        noise = _padded_noise(payload.noise, logits) if payload.noise else None
+        noise = None
+        if payload.noise:
+            noise = torch.zeros_like(logits)
+            for row, own in enumerate(payload.noise):
+                noise[row, : len(own)] = own.to(logits.device)
         picks, mask = payload.picks.to(self.device), payload.pick_mask.to(self.device)
         parts = [pick_logprobs(scoring.logprob, logits, picks, mask, noise)]
         if self.reader is not None:
@@ -153,10 +153,3 @@ class TspoPolicy(nn.Module):
         load_agent_weights(self.agent, Path(path))
         if self.reader is not None:
             self.reader.load_weights(Path(path) / READER_FOLDER)
-
-
-def _padded_noise(noise: Sequence[Tensor], logits: Tensor) -> Tensor:
-    found = torch.zeros_like(logits)
-    for row, own in enumerate(noise):
-        found[row, : len(own)] = own.to(logits.device)
-    return found

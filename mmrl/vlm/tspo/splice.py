@@ -1,4 +1,4 @@
-"""Needle-in-a-haystack videos out of any videos: the clips of one are spliced into clips of others.
+"""Needle-in-a-haystack videos from any videos: the clips of one are spliced into clips of others.
 
     build_spliced("needles.jsonl", questions="questions.jsonl", haystack="videos/")
 
@@ -6,7 +6,7 @@ The needle is the video of a question: 1 to 4 clips of 50 of its frames, drawn i
 as many frames of other videos, resized to its size. Everything is decoded and encoded frame by frame.
 
 Source: arXiv 2508.04369, section 4; Hui-design/TSPO src/open_tspo/trainer/utils.py (`load_video`, `repeat_videos`,
-`shuffle_clips`). The public code splices anew whenever a row is drawn; here a file is written once, so that its
+`shuffle_clips`). The public code splices again whenever a row is drawn; here a file is written once, so that its
 features are computed once.
 """
 
@@ -48,7 +48,21 @@ def build_spliced(
     repeats: Sequence[int] = (1, 4),
     seed: int = 0,
 ) -> Path:
-    """Write spliced videos at one frame a second and the questions about them."""
+    """Write spliced videos at one frame a second and the questions about them.
+
+    Args:
+        path: JSONL file to write; columns of the questions, videos, needle and type.
+        questions: data set of questions with a video each.
+        haystack: folder of other videos.
+        count: number of questions; 0 = those of the data set.
+        clip_frames: frames of a clip.
+        clips: clips of the haystack in a video.
+        repeats: fewest and most clips of the needle.
+        seed: of everything drawn.
+
+    Raises:
+        UserError: rows or videos cannot be used.
+    """
     rows = list(read_rows(questions, "train", None))
     if not rows or any(row.problem is not None for row in rows):
         raise UserError(f"{questions} has no rows, or rows that are no JSON objects")

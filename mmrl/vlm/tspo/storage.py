@@ -20,7 +20,7 @@ KIND = "tspo_agent"
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What a picked frame depends on beside the agent's weights."""
+    """Settings that picked frames depend on, further to the agent's weights."""
 
     encoder: str
     """CLIP folder or hub id."""

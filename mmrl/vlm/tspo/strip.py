@@ -1,4 +1,4 @@
-"""A picture of what was picked: the needle on a line of time, and the frames below it."""
+"""An image of picked frames: the needle on a time line, and the frames below it."""
 
 from __future__ import annotations
 
@@ -23,32 +23,29 @@ SHOWN = 32
 
 
 def pick_strip(frames: Sequence[Image], picks: Sequence[int], needle: np.ndarray, seconds: Sequence[float]) -> Image:
-    """Draw picked frames.
+    """Draw K picked frames in the order of time.
 
-    Args:
-        frames: the picked frames, in the order of time.
-        picks: their K places among the T candidates, rising.
-        needle: (T,) bool; green on the line, like the frames of green border. All False where there is none.
-        seconds: when each candidate is shown.
+    `picks` are their rising indices among the T candidates, `needle` (T,) is True on frames of the needle, which are
+    green on the line and have a green border, `seconds` (T) are the times of the candidates.
     """
     from PIL import Image as Images
     from PIL import ImageDraw
 
     shown = np.unique(np.linspace(0, len(picks) - 1, min(len(picks), SHOWN)).round().astype(int)).tolist()
-    # about square, since reports show pictures beside one another
+    # about square, since reports show images side by side
     columns = max(FEWEST_COLUMNS, math.ceil(math.sqrt(len(shown) * (CELL + CAPTION) / CELL)))
     rows = -(-len(shown) // columns)
     width, height = CELL * columns, CELL + CAPTION
     strip = Images.new("RGB", (width, LINE + rows * height), GROUND)
     draw = ImageDraw.Draw(strip)
     _draw_line(draw, width, picks, needle)
-    for place, number in enumerate(shown):
-        left, top = (place % columns) * CELL, LINE + place // columns * height
+    for cell, number in enumerate(shown):
+        left, top = (cell % columns) * CELL, LINE + cell // columns * height
         colour = INSIDE if needle[picks[number]] else OUTSIDE if needle.any() else TRACK
         draw.rectangle((left + 1, top, left + CELL - 2, top + CELL - 1), fill=colour)
         inner = CELL - 2 * BORDER
-        frame = frames[number].copy()
-        frame = frame.resize(_fitted(frame.size, inner))
+        scale = inner / max(frames[number].size)
+        frame = frames[number].resize(tuple(max(1, round(side * scale)) for side in frames[number].size))
         strip.paste(frame, (left + (CELL - frame.width) // 2, top + (CELL - frame.height) // 2))
         centre = (left + CELL // 2, top + CELL + CAPTION // 2)
         draw.text(centre, f"{seconds[picks[number]]:.1f} s", INK, anchor="mm")
@@ -56,17 +53,12 @@ def pick_strip(frames: Sequence[Image], picks: Sequence[int], needle: np.ndarray
 
 
 def picked_strip(task: NeedleTask, picks: Sequence[int]) -> list[Image]:
-    """A picture of picked frames; none where the video can no longer be read."""
+    """An image of picked frames; none where the video can no longer be read."""
     try:
-        pictures = task.video.pictures(picks)
+        images = task.video.images(picks)
     except VideoError:
         return []
-    return [pick_strip([pictures[place] for place in picks], picks, task.needle, task.video.seconds)]
-
-
-def _fitted(size: tuple[int, int], side: int) -> tuple[int, int]:
-    scale = side / max(size)
-    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+    return [pick_strip([images[pick] for pick in picks], picks, task.needle, task.video.seconds)]
 
 
 def _draw_line(draw: object, width: int, picks: Sequence[int], needle: np.ndarray) -> None:
@@ -77,7 +69,7 @@ def _draw_line(draw: object, width: int, picks: Sequence[int], needle: np.ndarra
         draw.rectangle((left, top, max(4 + stop * scale, left + 1), bottom), fill=colour)  # type: ignore[attr-defined]
 
     span(0, len(needle), 8, 16, TRACK)
-    for place in np.flatnonzero(needle).tolist():
-        span(place, place + 1, 8, 16, INSIDE)
-    for place in picks:
-        span(place + 0.35, place + 0.65, 3, 21, INK)
+    for frame in np.flatnonzero(needle).tolist():
+        span(frame, frame + 1, 8, 16, INSIDE)
+    for frame in picks:
+        span(frame + 0.35, frame + 0.65, 3, 21, INK)

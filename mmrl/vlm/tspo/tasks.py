@@ -1,4 +1,4 @@
-"""Questions about long videos: which frames are candidates, where the needle lies, and what the CLIP is asked."""
+"""Questions about long videos with their candidate frames, their needle and the query of the CLIP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.vlm.tspo.candidates import Candidates, needle_mask, open_candidates, r
 LOGGER = logging.getLogger("mmrl")
 TYPES = ("specific", "general")
 OPTIONS = re.compile(r"\n\s*\(?A[).:]")
-"""Where the options of a multiple-choice question begin."""
+"""Start of the options of a multiple-choice question."""
 
 
 @dataclass
@@ -27,15 +27,15 @@ class NeedleTask:
     """A question about a long video."""
 
     task: VlmTask
-    """The question as a model is asked it."""
+    """The question for a model."""
     query: str
-    """What the frames are compared with: the question without its options."""
+    """The text that frames are compared with: the question without its options."""
     video: Candidates
     """The T candidate frames."""
     needle: np.ndarray
-    """(T,) bool, the candidates that show what is asked about; all False where that is not known."""
+    """(T,) bool, the candidates that show the answer; all False where that is not known."""
     specific: bool
-    """Whether picks are rewarded for lying in the needle (rows of type "specific")."""
+    """Whether picks in the needle are rewarded (rows of type "specific")."""
 
     @property
     def id(self) -> str:
@@ -48,11 +48,11 @@ class NeedleTask:
         return str(self.task.columns.get("answer") or "")
 
     def share_in_needle(self, picks: Sequence[int]) -> float:
-        """R_T, the share of some picks that lies in the needle; 1 for rows of type "general", as in the public code."""
+        """R_T, the share of some picks in the needle; 1 for rows of type "general", as in the public code."""
         return float(self.needle[list(picks)].mean()) if self.specific else 1.0
 
     def contents(self) -> dict[str, Any]:
-        """What a run depends on, for a digest."""
+        """Everything that a run depends on, for a digest."""
         needle = np.flatnonzero(self.needle).tolist()
         return {"task": self.task, "query": self.query, "frames": list(self.video.numbers), "needle": needle}
 

@@ -1,7 +1,7 @@
 """A small CLIP, trained contrastively in seconds on frames of the synthetic clips and captions of them.
 
 It is an ordinary CLIP folder of transformers: only its size and its data are toy. A flash is captioned with the flash,
-a digit with its name, an empty picture with that; a question about what follows the flash captions flashes and, more
+a digit with its name, an empty image as such; a question about the digit after the flash captions flashes and, more
 rarely, any digit. So its similarities find flashes, and digits, but not which digit follows a flash.
 
 Source: Radford et al., CLIP, arXiv 2103.00020 (symmetric cross-entropy over the pairs of a batch).
@@ -49,7 +49,7 @@ def build_clip(
         width: width of the embeddings.
         hidden: width of both towers, a multiple of 4.
         layers: layers of both towers.
-        steps: optimiser steps, each on 16 sets of one flash, one empty picture and the ten digits.
+        steps: optimiser steps, each on 16 sets of one flash, one empty image and the ten digits.
         examples: frames drawn of each of these twelve, from the training scans.
         noise: strength of background texture and pixel noise of the frames.
         question_rate: how often a flash is captioned with a question; a digit is a third as often.
@@ -74,7 +74,7 @@ def build_clip(
 
 
 def _draw_frames(rng: np.random.Generator, examples: int, noise: float) -> np.ndarray:
-    """(12, examples, 56, 56, 3) uint8: flashes, empty pictures, then the digits."""
+    """(12, examples, 56, 56, 3) uint8: flashes, empty images, then the digits."""
     pool = scan_pool("train")
     labels = scans_and_labels()[1][pool]
 

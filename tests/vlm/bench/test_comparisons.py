@@ -67,15 +67,6 @@ def test_arms_do_the_work_that_they_are_compared_for(found):
     assert stages["rows (emulation)"] - stages["shared"] == {"old_logp"}
 
 
-def test_floors_name_what_sharing_can_save(found):
-    floor = found["update"]["floor"][QUICK_SHAPE[0]]
-    assert 1 < floor["flop_ratio"] < SHAPE.group
-    assert 1 < floor["byte_ratio"] < SHAPE.group
-    assert floor["floor_s"] > 0
-    entry = found["update"]["ratios"][f"{QUICK_SHAPE[0]} time"]
-    assert entry["of_bound"] == entry["median"] / floor["flop_ratio"]
-
-
 def test_quick_sizes_are_not_judged(found):
     assert not any("minimum" in entry for part in found.values() for entry in part["ratios"].values())
 

@@ -31,7 +31,7 @@ def reasoner(monkeypatch):
     """Answers every revision with "better", and keeps what it read."""
     asked = []
 
-    def say(policy, prompts, count, config, generator, greedy=False):
+    def say(policy, prompts, count, config, draws):
         asked.extend(prompt.text for prompt in prompts)
         return type("Said", (), {"texts": ["better"] * len(prompts)})
 

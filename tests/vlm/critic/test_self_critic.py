@@ -29,8 +29,8 @@ class Scripted:
     def __init__(self, rule):
         self.rule, self.asked = rule, []
 
-    def __call__(self, policy, prompts, count, config, generator, greedy=False):
-        assert greedy
+    def __call__(self, policy, prompts, count, config, draws):
+        assert draws is None
         assert count == 1
         self.asked += [prompt.text for prompt in prompts]
         texts = [f"<think>.</think>\\boxed{{{self.rule(prompt.text)}}}" for prompt in prompts]

@@ -90,7 +90,7 @@ def test_candidates_follow_the_rate(fps, most, expected, tmp_path):
     assert list(candidates.numbers) == expected
     assert candidates.seconds == [number / 2 for number in expected]
     assert len(list(candidates.frames())) == len(expected)
-    assert sorted(candidates.pictures([2, 0, 2])) == [0, 2]
+    assert sorted(candidates.images([2, 0, 2])) == [0, 2]
 
 
 def test_the_digest_follows_content_and_choice(tmp_path):

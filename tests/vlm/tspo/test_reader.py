@@ -88,14 +88,14 @@ def test_picked_frames_that_cannot_be_read_cost_their_question_alone(tmp_path, m
     recipe = TspoRecipe(config)
     first, second = recipe.train_tasks[:2]
     broken = {first.video.index.path}
-    read = Candidates.pictures
+    read = Candidates.images
 
     def pictures(video, picks):
         if video.index.path in broken:
             raise VideoError("unreadable_video", "one of its frames is damaged")
         return read(video, picks)
 
-    monkeypatch.setattr(Candidates, "pictures", pictures)
+    monkeypatch.setattr(Candidates, "images", pictures)
     rollouts = drawn(recipe)
     assert [task.id for task in TspoPayload.of(rollouts).tasks] == [second.id]
     assert recipe.skipped == {"unreadable_video": 1}
