@@ -45,7 +45,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.critic import CREDITS, CriticConfig
+from diffusion.critic import CREDITS, CriticConfig, CriticTrainer
 from diffusion.flow_matching import FlowMatching
 from diffusion.orw_cfm import LastPolicy, OrwSettings, describe_loss, image_weights, weighted_matching_loss
 from diffusion.policy import DiffusionPolicy
@@ -64,6 +64,7 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.objectives import ObjectiveConfig, check_group_size, make_objective
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import Step
 
 
 @dataclass
@@ -130,37 +131,36 @@ class AcFlowRecipe(DiffusionRecipe):
 
     config: AcFlowConfig
     process: FlowMatching
-    loss_name: ClassVar[str | None] = "ac_flow"
-    has_loss_terms: ClassVar[bool] = True
+    own_loss = "ac_flow"
 
     def __init__(self, config: AcFlowConfig) -> None:
         super().__init__(config)
         self.process = STATES[config.states](self.policy, config.sampler, config.timesteps)
-        self.last_policy = LastPolicy(self.policy, config.orw.refresh_every)
-        self.shaping = RewardShaping(config.shaping, self.objective)
-        made = config.critic.enabled
-        self.critic = make_critic(self.policy, self.train_tasks, config.critic, config.seed) if made else None
-        self._step = 0
-        self._critic_metrics: dict[str, float] = {}
+        self.last_policy = self.parts["last_policy"] = LastPolicy(self.policy, config.orw.refresh_every)
+        self.shaping = self.parts["running"] = RewardShaping(config.shaping, self.objective)
+        self.critic: CriticTrainer | None = None
+        if config.critic.enabled:
+            self.critic = make_critic(self.policy, self.train_tasks, config.critic, config.seed)
+            self.parts["critic"] = self.critic
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
         """Those of the last refresh."""
         return self.last_policy.applied(policy)
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Weights f(clip(A, +-k)) of the matching errors; none of them counts while the critic warms up."""
         returns, values = self.shaping(rollouts, accelerator), self.values(rollouts)
         bound = self.config.advantage_bound
         advantage = CREDITS[self.config.credit](returns[:, None].expand_as(values), values)
         advantage = advantage.clamp(-bound, bound) if bound else advantage
         weighted = rollouts.replace(advantage=image_weights(advantage, rollouts, self.config.orw, accelerator))
-        self._critic_metrics = explained_by_time(rollouts, returns, values)
+        self.noted |= explained_by_time(rollouts, returns, values)
         if self.critic is None:
             return weighted
         if not self.critic.warm:
             weighted = weighted.replace(mask=torch.zeros_like(weighted.mask))
-        generator = make_generator(self.config.seed, "critic", self._step, accelerator.process_index)
-        self._critic_metrics |= train_critic(
+        generator = make_generator(self.config.seed, "critic", step.number, accelerator.process_index)
+        self.noted |= train_critic(
             self.critic, self.policy, rollouts, self._states(rollouts), returns, generator, accelerator
         )
         return weighted
@@ -171,7 +171,7 @@ class AcFlowRecipe(DiffusionRecipe):
             return torch.zeros_like(rollouts.mask)
         return state_values(self.critic, self.policy, rollouts, self._states(rollouts))
 
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Weighted matching error and the distance to the start model."""
         matching = self.process.evaluate(policy, minibatch)
         anchor = self.process.reference_term(
@@ -184,34 +184,16 @@ class AcFlowRecipe(DiffusionRecipe):
         target = "(x_t - x_0) / t" if self.config.states == "trajectory" else "(noise - x_0)"
         return f"{describe_loss(self.config.orw, self.objective.kl_coef, target)}, credit {self.config.credit}"
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Metrics of the room and of the critic."""
-        return super().step_metrics(rollouts) | self._critic_metrics
-
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Refresh the sampling policy."""
         super().on_step_end(step, metrics)
         self.last_policy.on_step_end(step)
-        self._step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts, sampling policy, critic and running statistics."""
-        return super().state_dict() | {
-            "last_policy": self.last_policy.state_dict(),
-            "critic": None if self.critic is None else self.critic.state_dict(),
-            "running": self.shaping.state_dict(),
-            "step": self._step,
-        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self.last_policy.load_state_dict(state["last_policy"])
-        if self.critic is not None and state["critic"] is not None:
+        if self.critic is not None:
             self.critic.critic.to(self.policy.device)  # the optimiser's moments go where the weights are
-            self.critic.load_state_dict(state["critic"])
-        self.shaping.load_state_dict(state["running"])
-        self._step = int(state["step"])
+        super().load_state_dict(state)
 
     def _states(self, rollouts: Rollouts) -> States:
         versions = self.process.noisy(rollouts)

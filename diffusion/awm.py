@@ -18,25 +18,20 @@ Defaults are those of the GenEval preset of config/dgx_awm.py after 2026-03-27, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 from torch import nn
 
 from diffusion.awm_loss import AwmLoss, AwmSettings, with_ratio
-from diffusion.ema import EMAWeights
 from diffusion.flow_matching import FlowMatching
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig, check_matching, matching_sampler, matching_trainer
 from diffusion.velocity_matching import TimestepConfig
-from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import TrainerConfig
 
@@ -67,17 +62,12 @@ class AwmRecipe(DiffusionRecipe):
 
     config: AwmConfig
     process: FlowMatching
-    has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: AwmConfig) -> None:
         super().__init__(dataclasses.replace(config, objective=with_ratio(config.objective, config.awm)))
         self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
         self.awm = AwmLoss(self.policy, config.awm, self.process)
-
-    @property
-    def kl_ema(self) -> EMAWeights | None:
-        """The moving average of past policies."""
-        return self.awm.kl_ema
+        self.terms = [self.awm]
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
         """Those of the moving average off policy, else the policy's own."""
@@ -87,32 +77,3 @@ class AwmRecipe(DiffusionRecipe):
         """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
         reference = self.loss_reference if "kl_ref" in outputs else None
         return self.awm.scores(policy, rollouts, outputs, reference)
-
-    @property
-    def loss_outputs(self) -> frozenset[str]:
-        """Adds the distance to the moving average."""
-        return super().loss_outputs | self.awm.outputs
-
-    def loss_terms(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
-    ) -> LossTerms:
-        """The distance to the moving average of past policies."""
-        return self.awm.terms(minibatch, scores, denominators)
-
-    def describe(self) -> str:
-        """Formula of the loss with its constants."""
-        return super().describe() + self.awm.describe()
-
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the averages."""
-        super().on_step_end(step, metrics)
-        self.awm.update(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts and averages."""
-        return super().state_dict() | self.awm.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self.awm.load_state_dict(state)

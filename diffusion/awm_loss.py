@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,9 @@ from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
-from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.terms import LossTerm, Step, TermLoss
 
 
 @dataclass
@@ -68,18 +67,16 @@ class AwmScores(PolicyOutputs):
     """Size of the velocity over that of the reference."""
 
 
-class AwmLoss:
-    """The parts of AWM that a recipe hands its stages to."""
+class AwmLoss(LossTerm):
+    """The distance to the moving average of past policies, with the likelihoods that the objective reads."""
+
+    name = "kl_ema"
 
     def __init__(self, policy: nn.Module, settings: AwmSettings, process: VelocityMatching) -> None:
         self.policy, self.settings, self.process = policy, settings, process
         needs_ema = settings.ema_coef > 0 or settings.off_policy
         self.kl_ema = EMAWeights(policy) if needs_ema else None
-
-    @property
-    def outputs(self) -> frozenset[str]:
-        """Policy outputs that the loss needs beside the objective's."""
-        return frozenset({"kl_ema"} if self.settings.ema_coef else ())
+        self.outputs = frozenset({"kl_ema"} if settings.ema_coef else ())
 
     def sampling_weights(self, policy: nn.Module) -> AbstractContextManager[None]:
         """Those of the moving average off policy, else the policy's own."""
@@ -103,7 +100,9 @@ class AwmLoss:
             velocity_norm=None if ref is None else _norm_ratio(matching.velocity, ref),
         )
 
-    def terms(self, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators) -> LossTerms:
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
         """The distance to the moving average of past policies."""
         assert isinstance(scores, AwmScores)
         mask = minibatch.loss_mask
@@ -111,30 +110,30 @@ class AwmLoss:
         if scores.velocity_norm is not None:
             metrics["awm/velocity_norm"] = scores.velocity_norm
         if scores.kl_ema is None:
-            return LossTerms(metrics=metrics)
-        term = self.settings.ema_coef * mean_over_decisions(scores.kl_ema, minibatch, denominators)
+            return TermLoss(metrics=metrics)
+        term = self.settings.ema_coef * mean_over_decisions(scores.kl_ema, minibatch, counts)
         metrics["policy/kl_ema"] = mean_metric(scores.kl_ema.detach(), mask)
-        return LossTerms({"loss/kl_ema": term}, metrics)
+        return TermLoss({"loss/kl_ema": term}, metrics)
 
-    def describe(self) -> str:
-        """What follows the objective's formula."""
+    def formula(self) -> str:
+        """The anchor, and what takes the place of a log-likelihood."""
         settings = self.settings
-        anchor = f" + {settings.ema_coef:g} mean |v - v_kl_ema|^2" if settings.ema_coef else ""
-        return f"{anchor}; logp = {settings.weighting} of the matching error"
+        anchor = f"          + {settings.ema_coef:g} mean |v - v_kl_ema|^2; " if settings.ema_coef else "  "
+        return f"{anchor}logp = {settings.weighting} of the matching error"
 
-    def update(self, step: int) -> None:
-        """Move the average of past policies after a step, counted from 1."""
+    def on_step_end(self, step: Step) -> None:
+        """Move the average of past policies."""
         if self.kl_ema is not None:
-            self.kl_ema.update(kl_ema_decay(step - 1, self.settings.ema_limit, self.settings.ema_slope))
+            self.kl_ema.update(kl_ema_decay(step.number, self.settings.ema_limit, self.settings.ema_slope))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The average of past policies, as `kl_ema`."""
-        return {"kl_ema": None if self.kl_ema is None else self.kl_ema.state_dict()}
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """The average of past policies."""
+        return None if self.kl_ema is None else self.kl_ema.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
         """Restore `state_dict`."""
-        if self.kl_ema is not None and state["kl_ema"] is not None:
-            self.kl_ema.load_state_dict(state["kl_ema"])
+        if self.kl_ema is not None and state is not None:
+            self.kl_ema.load_state_dict(state)
 
     def _logp(self, matching: Matching) -> Tensor:
         logp = pseudo_log_likelihood(matching.error, matching.noisy.sigma, self.settings.weighting, self.settings.power)

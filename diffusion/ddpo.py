@@ -12,7 +12,7 @@ Defaults: clip 1e-4, guidance 5 with gradient through both halves, history 16 of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -27,6 +27,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.terms import Step
 
 
 @dataclass
@@ -75,9 +76,9 @@ class DdpoRecipe(DiffusionRecipe):
     def __init__(self, config: DdpoConfig) -> None:
         super().__init__(config)
         self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
-        self.history = PromptHistory(config.history.size, config.history.min_count)
+        self.history = self.parts["history"] = PromptHistory(config.history.size, config.history.min_count)
 
-    def estimate(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+    def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Rewards against the history of their prompts; every process keeps the whole history."""
         prompts = [DiffusionPayload.of(rollouts).tasks[group].prompt for group in rollouts.group.tolist()]
         rewards = rollouts.reward.tolist()
@@ -90,12 +91,3 @@ class DdpoRecipe(DiffusionRecipe):
         if limit is not None:
             advantage = advantage.clamp(-limit, limit)
         return rollouts.replace(advantage=advantage.float()[:, None] * rollouts.loss_mask)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts and the history."""
-        return super().state_dict() | {"history": self.history.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self.history.load_state_dict(state["history"])

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.data import DiffusionTask, PromptConfig
@@ -33,7 +32,7 @@ from diffusion.pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import encode_images
 from diffusion.policy import DiffusionPolicy
-from diffusion.recipe import DiffusionRecipe
+from diffusion.recipe import DiffusionDomain
 from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig, check_matching
 from diffusion.velocity_matching import TimestepConfig
@@ -45,9 +44,10 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.preferences import PreferenceConfig, check_pair_batches, make_preference, pair_marks
-from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
+from mmrl.training.loop.recipe import NoUsableTasksError, SupervisedRecipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import SampleRecord
 
 ERRORS = ("velocity", "noise")
@@ -113,32 +113,28 @@ class DiffusionDpoConfig(DiffusionConfig):
         make_preference(self.objective)
 
 
-class DiffusionDpoRecipe(DiffusionRecipe):
+class DiffusionDpoRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, ImagePair]):
     """Diffusion-DPO on given pairs; see the module."""
 
     config: DiffusionDpoConfig
-    process: FlowMatching
-    objective: PreferenceObjective  # type: ignore[assignment]
-    has_loss_terms: ClassVar[bool] = True
-    uses_rewards: ClassVar[bool] = False
+    objective: PreferenceObjective
+    start: Reference
 
     def __init__(self, config: DiffusionDpoConfig) -> None:
         super().__init__(config)
+        self.objective = make_preference(config.objective)
+        self.open(config)
         self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
         usable = [pair for pair in self.train_tasks if self._fits(pair)]
         if not usable:
             raise UserError(f"{config.pairs.path}: no caption of a pair fits the model's tokenizers")
         self.train_tasks = select_pairs(usable, config.filter, embed_captions(self.policy)).pairs
 
-    def make_objective(self) -> Any:
-        """The row of the catalogue with the run's changes."""
-        return make_preference(self.config.objective)
-
     def load_train_tasks(self) -> Sequence[Any]:
         """All pairs; the filter looks at them when the model is there."""
         loaded = load_pairs(self.config.pairs)
         self.skipped.update(loaded.skipped)
-        if make_preference(self.config.objective).needs_scores:
+        if self.objective.needs_scores:
             lacking = [pair for pair in loaded.pairs if len(_scores(pair)) < 2]
             if lacking:
                 raise UserError(f"{lacking[0].id} has no score_chosen and score_rejected, which the loss reads")
@@ -148,7 +144,9 @@ class DiffusionDpoRecipe(DiffusionRecipe):
         """The caption of a pair, or the prompt of an evaluation."""
         return [task.caption if isinstance(task, ImagePair) else task.prompt]
 
-    def rollout(self, policy: DiffusionPolicy, tasks: Sequence[ImagePair], generator: torch.Generator) -> Rollouts:
+    def batch(
+        self, policy: DiffusionPolicy, tasks: Sequence[ImagePair], generator: torch.Generator, step: Step
+    ) -> Rollouts:
         """Encode both images of each pair, and draw the times and noises that they share."""
         kept, pixels = self._read(tasks)
         latents = encode_images(policy.pipeline, pixels, batch=self.config.sampler.batch_rows)
@@ -177,10 +175,6 @@ class DiffusionDpoRecipe(DiffusionRecipe):
             ),
         )
 
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """Given images have no reward."""
-        return rollouts
-
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Minus half the error on each noisy version (B, T)."""
         matching = self.process.evaluate(policy, rollouts)
@@ -189,20 +183,7 @@ class DiffusionDpoRecipe(DiffusionRecipe):
             error = error * (1 - matching.noisy.sigma.to(error)).square()
         return PolicyOutputs(matching.decisions.scatter(-0.5 * error))
 
-    def compute_logprobs(self, policy: DiffusionPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """The errors of the reference; there is no old policy."""
-        return Recipe.reference_pass(self, reference, rollouts)
-
-    @property
-    def loss_outputs(self) -> frozenset[str]:
-        """Errors alone."""
-        return frozenset({"logp"})
-
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Every pair counts the same."""
-        return rollouts
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean pair loss over pairs and their times."""
         return self.objective.step_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
 

@@ -19,12 +19,13 @@ prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
 
 from diffusion.critic import CriticConfig
 from diffusion.recipe import DiffusionRecipe
@@ -32,11 +33,14 @@ from diffusion.settings import SCORES, DiffusionConfig
 from diffusion.shaping import RewardShaping, ShapingConfig
 from diffusion.state_values import States, explained_by_time, make_critic, state_values, train_critic
 from diffusion.trajectories import StepConfig, Trajectories, check_trajectories
+from mmrl.core.aggregation import Denominators
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.terms import LossTerm, Passes, Step, TermLoss
 
 
 def _objective() -> ObjectiveConfig:
@@ -82,6 +86,34 @@ class FlowPpoConfig(DiffusionConfig):
             raise ValueError("objective.value must be of kind 'separate': the critic has an optimiser of its own")
 
 
+class LatentCritic(LossTerm):
+    """Values of the states before each trained step, from a critic with an optimiser of its own.
+
+    Args:
+        values: V (B, T) of some rollouts.
+    """
+
+    name = "latent_critic"
+    gradient = "never"
+
+    def __init__(self, values: Callable[[Rollouts], Tensor]) -> None:
+        self.values = values
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """The values; the policy has no value head."""
+        return frozenset({"values"})
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Ask the critic before it is trained."""
+        return rollouts.replace(values=self.values(rollouts))
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Nothing; the critic is trained apart."""
+        return TermLoss()
+
+
 class FlowPpoRecipe(DiffusionRecipe):
     """Policy gradient over denoising steps with a critic of their states; see the module."""
 
@@ -91,55 +123,34 @@ class FlowPpoRecipe(DiffusionRecipe):
     def __init__(self, config: FlowPpoConfig) -> None:
         super().__init__(config)
         self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
-        self.critic = make_critic(self.policy, self.train_tasks, config.critic, config.seed)
-        self.shaping = RewardShaping(config.shaping, self.objective)
-        self._step = 0
-        self._critic_metrics: dict[str, float] = {}
+        self.critic = self.parts["critic"] = make_critic(self.policy, self.train_tasks, config.critic, config.seed)
+        self.shaping = self.parts["running"] = RewardShaping(config.shaping, self.objective)
+        self.terms = [LatentCritic(self.values)]
 
-    def old_pass(self, policy: Any, rollouts: Rollouts) -> Rollouts:
-        """Values of the states before each trained step; the log-densities are the sampler's."""
-        return rollouts.replace(values=state_values(self.critic, self.policy, rollouts, self._states(rollouts)))
+    def values(self, rollouts: Rollouts) -> Tensor:
+        """V (B, T) of the states before each trained step."""
+        return state_values(self.critic, self.policy, rollouts, self._states(rollouts))
 
-    def estimate(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+    def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages of the shaped reward over the steps; none of them counts while the critic warms up."""
         assert rollouts.values is not None
         returns = self.shaping(rollouts, accelerator)
         shaped = rollouts.replace(reward=torch.where(rollouts.scored, returns, rollouts.reward))
         found = global_advantages(self.objective.compute_advantages, shaped, accelerator)
-        self._critic_metrics = explained_by_time(rollouts, returns, rollouts.values)
+        self.noted |= explained_by_time(rollouts, returns, rollouts.values)
         found = found.replace(reward=rollouts.reward)
         if not self.critic.warm:
             found = found.replace(mask=torch.zeros_like(found.mask))
-        generator = make_generator(self.config.seed, "critic", self._step, accelerator.process_index)
-        self._critic_metrics |= train_critic(
+        generator = make_generator(self.config.seed, "critic", step.number, accelerator.process_index)
+        self.noted |= train_critic(
             self.critic, self.policy, rollouts, self._states(rollouts), returns, generator, accelerator
         )
         return found
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Metrics of the room and of the critic."""
-        return super().step_metrics(rollouts) | self._critic_metrics
-
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Count the step."""
-        super().on_step_end(step, metrics)
-        self._step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts, critic and running statistics."""
-        return super().state_dict() | {
-            "critic": self.critic.state_dict(),
-            "running": self.shaping.state_dict(),
-            "step": self._step,
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        super().load_state_dict(state)
         self.critic.critic.to(self.policy.device)  # the optimiser's moments go where the weights are
-        self.critic.load_state_dict(state["critic"])
-        self.shaping.load_state_dict(state["running"])
-        self._step = int(state["step"])
+        super().load_state_dict(state)
 
     def _states(self, rollouts: Rollouts) -> States:
         steps = self.process.trained_steps(rollouts)

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -41,6 +40,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import Step
 
 
 @dataclass
@@ -83,25 +83,24 @@ class DiffusionNftRecipe(DiffusionRecipe):
 
     config: DiffusionNftConfig
     process: FlowMatching
-    loss_name: ClassVar[str | None] = "diffusion_nft"
-    has_loss_terms: ClassVar[bool] = True
+    own_loss = "diffusion_nft"
 
     def __init__(self, config: DiffusionNftConfig) -> None:
         super().__init__(config)
         self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
-        self.old = EMAWeights(self.policy)
+        self.old = self.parts["old"] = EMAWeights(self.policy)
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
         """Those of the old policy."""
         return self.old.applied(policy)
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages in the configured mode."""
-        rollouts = super().advantages(rollouts, accelerator)
+        rollouts = super().advantages(rollouts, accelerator, step)
         assert rollouts.advantage is not None
         return rollouts.replace(advantage=ADVANTAGE_MODES[self.config.nft.advantage_mode](rollouts.advantage))
 
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Two-sided matching loss and the distance to the start model."""
         versions = self.process.noisy(minibatch)
         with torch.no_grad(), self.old.applied():  # before the policy's own pass, whose graph must not see a swap
@@ -126,19 +125,10 @@ class DiffusionNftRecipe(DiffusionRecipe):
         beta, weight = self.config.nft.beta, self.objective.kl_coef
         return f"mean (5 / {beta:g}) [r |x+ - x_0|^2 / w+ + (1 - r) |x- - x_0|^2 / w-] + {weight:g} mean |v - v_ref|^2"
 
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Move the averages."""
         super().on_step_end(step, metrics)
-        self.old.update(nft_old_decay(step - 1, self.config.nft.old_schedule))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts and averages."""
-        return super().state_dict() | {"old": self.old.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self.old.load_state_dict(state["old"])
+        self.old.update(nft_old_decay(step.number, self.config.nft.old_schedule))
 
 
 ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -43,6 +43,7 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import Step
 
 
 @dataclass
@@ -72,9 +73,9 @@ class LastPolicy:
         """Give a policy the weights of the last refresh."""
         return nullcontext() if self._weights is None else self._weights.applied(policy)
 
-    def on_step_end(self, step: int) -> None:
+    def on_step_end(self, step: Step) -> None:
         """Refresh where it is time."""
-        if self._weights is not None and step % self.refresh_every == 0:
+        if self._weights is not None and (step.number + 1) % self.refresh_every == 0:
             self._weights.copy_()
 
     def state_dict(self) -> dict[str, Tensor] | None:
@@ -168,19 +169,18 @@ class OrwRecipe(DiffusionRecipe):
 
     config: OrwConfig
     process: FlowMatching
-    loss_name: ClassVar[str | None] = "orw_cfm_w2"
-    has_loss_terms: ClassVar[bool] = True
+    own_loss = "orw_cfm_w2"
 
     def __init__(self, config: OrwConfig) -> None:
         super().__init__(config)
         self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
-        self.last_policy = LastPolicy(self.policy, config.orw.refresh_every)
+        self.last_policy = self.parts["last_policy"] = LastPolicy(self.policy, config.orw.refresh_every)
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
         """Those of the last refresh."""
         return self.last_policy.applied(policy)
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Weights (B, T) of the matching errors, made of the rewards, in the place of advantages."""
         reward = rollouts.reward
         if self.config.orw.center:
@@ -188,7 +188,7 @@ class OrwRecipe(DiffusionRecipe):
         advantage = reward.nan_to_num()[:, None].expand_as(rollouts.mask)
         return rollouts.replace(advantage=image_weights(advantage, rollouts, self.config.orw, accelerator))
 
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Weighted matching error and the distance to the start model."""
         matching = self.process.evaluate(policy, minibatch)
         anchor = self.process.reference_term(
@@ -200,19 +200,10 @@ class OrwRecipe(DiffusionRecipe):
         """Formula of the loss with its constants."""
         return describe_loss(self.config.orw, self.objective.kl_coef)
 
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Refresh the sampling policy."""
         super().on_step_end(step, metrics)
         self.last_policy.on_step_end(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts and the sampling policy."""
-        return super().state_dict() | {"last_policy": self.last_policy.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self.last_policy.load_state_dict(state["last_policy"])
 
 
 WEIGHTS: dict[str, Callable[[Tensor, float], Tensor]] = {

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from diffusion.data import DiffusionTask, PromptConfig
@@ -27,19 +26,20 @@ from diffusion.model import ModelConfig, full_model
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import encode_images
 from diffusion.policy import DiffusionPolicy
-from diffusion.recipe import DiffusionRecipe
+from diffusion.recipe import DiffusionDomain
 from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig, check_matching
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
-from mmrl.core.objective import LossOutput
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.recipe import NoUsableTasksError
+from mmrl.training.loop.recipe import NoUsableTasksError, SupervisedRecipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import Step
 
 
 def pretraining_trainer() -> TrainerConfig:
@@ -90,17 +90,16 @@ class PretrainConfig(DiffusionConfig):
             raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; given images have no group")
 
 
-class PretrainRecipe(DiffusionRecipe):
+class PretrainRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, CaptionedImage]):
     """Flow matching on given images; see the module."""
 
     config: PretrainConfig
-    process: FlowMatching
-    loss_name: ClassVar[str | None] = "flow_matching"
-    has_loss_terms: ClassVar[bool] = True
-    uses_rewards: ClassVar[bool] = False
+    own_loss = "flow_matching"
+    start: Reference
 
     def __init__(self, config: PretrainConfig) -> None:
         super().__init__(config)
+        self.open(config)
         self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
 
     def load_train_tasks(self) -> Sequence[Any]:
@@ -111,7 +110,9 @@ class PretrainRecipe(DiffusionRecipe):
         """The caption of an image, or the prompt of an evaluation."""
         return [task.caption if isinstance(task, CaptionedImage) else task.prompt]
 
-    def rollout(self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], generator: torch.Generator) -> Rollouts:
+    def batch(
+        self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], generator: torch.Generator, step: Step
+    ) -> Rollouts:
         """Encode the images of a step, and draw which of them lose their caption."""
         pixels = _pixels(tasks)
         latents = encode_images(policy.pipeline, pixels, batch=self.config.sampler.batch_rows)
@@ -136,19 +137,11 @@ class PretrainRecipe(DiffusionRecipe):
             ),
         )
 
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """Given images have no reward."""
-        return rollouts
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Minus the matching error on each noisy version (B, T)."""
+        return PolicyOutputs(-self.process.evaluate(policy, rollouts).errors)
 
-    def compute_logprobs(self, policy: DiffusionPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """There is no old policy."""
-        return rollouts
-
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Every image counts the same."""
-        return rollouts
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean matching error."""
         errors = self.process.evaluate(policy, minibatch).errors
         loss = mean_over_decisions(errors, minibatch, denominators)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
-from diffusion.conditioning import TextRows
 from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, columns_of, load_prompts
 from diffusion.eval_average import EvalAverage
 from diffusion.evaluation import ImageMeasure, training_cost
@@ -28,19 +26,19 @@ from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import decode_latents
 from diffusion.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.scoring import load_rewards, score_images
-from diffusion.sampler import text_of
 from diffusion.settings import DiffusionConfig
 from mmrl.core.decoupled import decoupled_advantages
-from mmrl.core.objective import Objective, PolicyOutputs
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import make_objective
-from mmrl.training.loop.recipe import Recipe
+from mmrl.training.loop.recipe import Recipe, Stateful, Tally
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.scoring import RewardErrors, with_rewards
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
@@ -65,24 +63,39 @@ class Process(Protocol):
         ...
 
 
-class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
-    """Prompts, images, rewards and evaluation of a diffusion or flow model."""
+class _Cost:
+    """Counts of a policy's rows, as checkpoints hold them."""
 
-    config: DiffusionConfig
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.counts = counts
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.counts)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.counts.update(state)
+
+
+class DiffusionDomain:
+    """Model, prompts, rewards, evaluation and reports of recipes on a diffusion or flow model."""
+
+    config: Any
     policy: DiffusionPolicy
-    process: Process
-    """The process whose decisions are trained; a method sets it when it is built."""
+    train_tasks: Sequence[Any]
+    eval_tasks: Mapping[str, Sequence[DiffusionTask]]
     start: Reference
-    loss_name: ClassVar[str | None] = None
-    """Name of a loss of the recipe's own, which takes only advantages and coefficients from the objective."""
+    parts: dict[str, Stateful]
 
-    def __init__(self, config: DiffusionConfig) -> None:
-        self.config = config
-        self.objective: Objective = self.make_objective()
-        self.skipped: Counter[str] = Counter()
-        self.train_tasks: Sequence[Any] = self.load_train_tasks()
+    def open(self, config: Any) -> None:
+        """Load prompts, rewards and pipeline.
+
+        Raises:
+            UserError: one of them cannot be used.
+        """
+        self.skipped, self.errors = Tally(), RewardErrors()
+        self.train_tasks = self.load_train_tasks()
         limit = config.evaluation.max_tasks or None
-        self.eval_tasks: Mapping[str, Sequence[DiffusionTask]] = {
+        self.eval_tasks = {
             name: self._load(data, f"eval_data.{name}").tasks[:limit] for name, data in config.eval_data.items()
         }
         self.rewards = load_rewards(config.rewards, config.heldout_rewards)
@@ -95,42 +108,19 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         if config.model.free_text_encoders:
             self._free_text_encoders()
         self.start = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
-        self.reference: Reference | None = None
         self.eval_ema = EvalAverage(self.policy, config.eval_ema)
-        self.errors = RewardErrors()
-
-    def make_objective(self) -> Any:
-        """The row of the catalogue with the run's changes, under the name of the recipe's own loss if it has one."""
-        objective = make_objective(self.config.objective)
-        return objective if self.loss_name is None else dataclasses.replace(objective, name=self.loss_name)
+        self.parts |= {
+            "skipped": self.skipped,
+            "errors": self.errors,
+            "cost": _Cost(self.policy.cost),
+            "eval_ema": self.eval_ema,
+        }
 
     def load_train_tasks(self) -> Sequence[Any]:
         """The training prompts."""
         loaded = self._load(self.config.data, "data")
         self.skipped.update(loaded.skipped)
         return loaded.tasks
-
-    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
-        """Give the policy the weights that images are drawn with; its own unless a method samples with others."""
-        return nullcontext()
-
-    def rollout(self, policy: DiffusionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
-        """Draw G images for each prompt; images whose latents overflowed are counted and cannot be scored."""
-        with self.sampling_weights(policy):
-            rollouts = self.process.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
-        payload = DiffusionPayload.of(rollouts)
-        with stopwatch("decode"):
-            decoded = decode_latents(policy.pipeline, payload.latents, batch=self.config.sampler.batch_rows)
-        payload = dataclasses.replace(payload, images=decoded.pixels, finite=decoded.finite.tolist())
-        return rollouts.replace(payload=payload.without_nonfinite())
-
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """Weighted sum of the rewards; NaN, and no gradient, for a row with a failed term or without an image."""
-        payload = DiffusionPayload.of(rollouts)
-        tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
-        result = self.score_images(tasks, payload.images, payload.finite)
-        self.errors.count(result)
-        return with_rewards(rollouts, result)
 
     def score_images(self, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]) -> RewardResult:
         """Score images with all rewards, optimised and held out, and log what failed first.
@@ -139,38 +129,15 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             tasks: the task of each row.
             images: uint8 (B, height, width, 3).
             finite: whether the row has an image; the others are failures of every term.
+
+        Returns:
+            Sums over the optimised rewards, and every term.
         """
         result = score_images(self.rewards, tasks, images, finite)
         self.errors.warn(result)
         return result
 
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Log-density of each decision, and with "kl_ref" its divergence from the reference."""
-        return self.process.scores(policy, rollouts, self.loss_reference if "kl_ref" in outputs else None)
-
-    def reference_pass(self, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """Keep the reference for the loss, which compares with it exactly, state by state; nothing is scored here."""
-        self.reference = reference
-        return rollouts
-
-    @property
-    def loss_outputs(self) -> frozenset[str]:
-        """The log-density, and the exact divergence from the reference where the objective has a KL term."""
-        return super().loss_outputs | ({"kl_ref"} if self.objective.needs_reference else set())
-
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Advantages of the summed reward, or with `combine: gdpo` the normalised sum of each reward's own."""
-        if self.config.combine == "sum":
-            return self.estimate(rollouts, accelerator)
-        weights = {reward.name: reward.weight for reward in self.config.rewards}
-        estimate = functools.partial(decoupled_advantages, self.objective, weights=weights)
-        return global_advantages(estimate, rollouts, accelerator)
-
-    def estimate(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Advantages of the summed reward with the objective's estimator, over all processes."""
-        return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
-
-    def evaluate(self, policy: DiffusionPolicy, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: DiffusionPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Images at fixed prompts and seeds: rewards, held-out rewards, diversity, distance to the base model."""
         config = self.config
         self.start.to(policy.device)  # copied before the policy moved there
@@ -219,32 +186,16 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             **self.errors.take(),
         }
 
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Move the evaluation average."""
-        self.eval_ema.update(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts and the evaluation average."""
-        return {
-            "skipped": dict(self.skipped),
-            "errors": self.errors.state_dict(),
-            "cost": dict(self.policy.cost),
-            "eval_ema": self.eval_ema.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.skipped = Counter(state["skipped"])
-        self.errors.load_state_dict(state["errors"])
-        self.policy.cost.update(state["cost"])
-        self.eval_ema.load_state_dict(state["eval_ema"])
+        self.eval_ema.update(step.number + 1)
 
     def save_parts(self, folder: Path) -> None:
         """Write the evaluation average beside the policy, as `eval_ema`."""
         self.eval_ema.save(folder)
 
     @classmethod
-    def export(cls, config: DiffusionConfig, checkpoint: Path, output: Path) -> str:
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
         """Write an ordinary pipeline folder; with an evaluation average, that of the weights that were evaluated."""
         weights = EvalAverage.folder_of(checkpoint)
         load_policy(dataclasses.replace(config.model, path=str(weights), build=None)).save_pipeline(output)
@@ -253,18 +204,6 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
     def close(self) -> None:
         """End the reward workers."""
         self.rewards.close()
-
-    @property
-    def loss_reference(self) -> Reference | None:
-        """The reference of the loss's divergence term; None where the objective has no such term."""
-        if not self.objective.needs_reference:
-            return None
-        assert self.reference is not None
-        return self.reference
-
-    def text_of(self, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRows:
-        """Text of rows, given the task (B,) of each."""
-        return text_of(self.policy, tasks, rows)
 
     def _free_text_encoders(self) -> None:
         tasks = [*self.train_tasks, *(task for tasks in self.eval_tasks.values() for task in tasks)]
@@ -314,3 +253,65 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         """What the model's tokenizers would drop of a prompt, as the end of a message; None where it fits."""
         cuts = self.policy.embeddings.encoders.cuts(prompt)
         return None if not cuts else f"{cuts[0].tokenizer} would drop {cuts[0].text!r} of the prompt"
+
+
+class DiffusionRecipe(DiffusionDomain, Recipe[DiffusionPolicy, Any]):
+    """Reinforcement learning of a diffusion or flow model; a method sets `process`."""
+
+    config: DiffusionConfig
+    process: Process
+    """The process whose decisions are trained."""
+    start: Reference
+
+    def __init__(self, config: DiffusionConfig) -> None:
+        super().__init__(config)
+        self.objective = make_objective(config.objective)
+        self.open(config)
+
+    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
+        """Give the policy the weights that images are drawn with; its own unless a method samples with others."""
+        return nullcontext()
+
+    def rollout(
+        self, policy: DiffusionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step
+    ) -> Rollouts:
+        """Draw G images for each prompt; images whose latents overflowed are counted and cannot be scored."""
+        with self.sampling_weights(policy):
+            rollouts = self.process.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+        payload = DiffusionPayload.of(rollouts)
+        with stopwatch("decode"):
+            decoded = decode_latents(policy.pipeline, payload.latents, batch=self.config.sampler.batch_rows)
+        payload = dataclasses.replace(payload, images=decoded.pixels, finite=decoded.finite.tolist())
+        return rollouts.replace(payload=payload.without_nonfinite())
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Weighted sum of the rewards; NaN, and no gradient, for a row with a failed term or without an image."""
+        payload = DiffusionPayload.of(rollouts)
+        tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
+        result = self.score_images(tasks, payload.images, payload.finite)
+        self.errors.count(result)
+        return with_rewards(rollouts, result)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-density of each decision, and with "kl_ref" its divergence from the reference."""
+        return self.process.scores(policy, rollouts, self.loss_reference if "kl_ref" in outputs else None)
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages of the summed reward, or with `combine: gdpo` the normalised sum of each reward's own."""
+        if self.config.combine == "sum":
+            return self.estimate(rollouts, accelerator, step)
+        weights = {reward.name: reward.weight for reward in self.config.rewards}
+        estimate = functools.partial(decoupled_advantages, self.objective, weights=weights)
+        return global_advantages(estimate, rollouts, accelerator)
+
+    def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages of the summed reward with the objective's estimator, over all processes."""
+        return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
+
+    @property
+    def loss_reference(self) -> Reference | None:
+        """The reference of the loss's divergence term; None where the objective has no such term."""
+        if not self.objective.needs_reference:
+            return None
+        assert self.reference is not None
+        return self.reference

@@ -46,7 +46,7 @@ def _hint(name: str) -> str:
 def _user_recipe(name: str, where: str) -> RecipeEntry:
     entry = RecipeEntry(name, name, "user recipe", "-")
     try:
-        supervised = not entry.load_recipe_class().uses_rewards
+        supervised = entry.load_recipe_class().supervised
         entry.load_config_class()
     except (ImportError, AttributeError) as error:
         raise UserError(f"{where}: recipe '{name}' cannot be loaded: {error}") from error

@@ -22,7 +22,7 @@ class ToyConfig(RunConfig):
     slope: float = 1.0
 
 class ToyRecipe:
-    uses_rewards = True
+    supervised = False
 """
 
 

@@ -163,7 +163,7 @@ def test_the_command_prints_options_as_text_and_as_json(capsys):
 
 
 class Recipe:
-    uses_rewards = True
+    supervised = False
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,10 @@ from mmrl.core.objective import PolicyOutputs
 from mmrl.core.regularizers import k3
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.distributed import sum_over_processes
-from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.old_logprobs import OldLogProbs
+from mmrl.training.loop.passes import KEEPS_OLD
 from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.terms import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.policy import VlmPolicy
 
@@ -68,83 +68,48 @@ class ArpoConfig(AgentConfig):
     """What is optimised."""
 
 
-class ArpoRecipe(AgentRecipe):
-    """Trajectory GRPO with replay; see the module."""
+class Replay(LossTerm):
+    """Old log-probs of replayed trajectories, and metrics of fresh and replayed ones apart; adds nothing to the loss.
 
-    config: ArpoConfig
+    Args:
+        config: options of the replay.
+        recomputes: whether the old log-probs of fresh trajectories are computed anew, before or in the update.
+    """
 
-    def __init__(self, config: ArpoConfig) -> None:
-        super().__init__(config)
-        self.buffer = ReplayBuffer(config.replay)
-        self._fresh: list[tuple[int, str, Record]] = []
-        self._seen_now: Counter[str] = Counter()
+    name = "replay"
+    gradient = "never"
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
-        """Run G episodes of each task and replay a success in groups that have none."""
-        settings = self.config.replay
-        if not settings.enabled:
-            return super().rollout(policy, tasks, generator)
-        groups = self.run_groups(policy, tasks)
-        self._fresh = [
-            (number, episode.task.id, store_episode(episode))
-            for number, own in enumerate(groups)
-            for episode in own
-            if episode.total > settings.threshold
-        ]
-        low = sum(needs_replay([e.total for e in own], settings.max_std, settings.max_mean) for own in groups)
-        injected = inject_successes(groups, self.buffer, settings, self.step, self.config.seed)
-        self._seen_now.update(low=low, injected=len(injected), age=sum(age for _, age in injected.values()))
-        rollouts = pack_groups(groups, policy)
-        marks = [
-            float(number in injected and injected[number][0] == slot)
-            for number, own in enumerate(groups)
-            for slot in range(len(own))
-        ]
-        replayed = torch.tensor(marks, device=rollouts.mask.device)
-        return rollouts.replace(extras=rollouts.extras | {REPLAYED: replayed, SAMPLED: rollouts.logp_old})
+    def __init__(self, config: ReplayConfig, *, recomputes: bool) -> None:
+        self.config, self.recomputes = config, recomputes
+        self.buffer = ReplayBuffer(config)
+        self.seen: Counter[str] = Counter()
+        """Groups of the step without success, replayed trajectories, and the sum of their ages."""
 
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """Rewards as in every agent's recipe; then the fresh successes of all processes are stored."""
-        if self.config.replay.enabled:
-            self._store_fresh()
-        return super().score(rollouts)
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Give replayed trajectories the old log-probs that `replay.correction` asks for."""
+        replayed = rollouts.extras[REPLAYED]
+        if self.config.correction == "behaviour":
+            logp_old = torch.where(replayed[:, None] > 0, rollouts.extras[SAMPLED], rollouts.logp_old)
+            return rollouts.replace(logp_old=logp_old, extras=rollouts.extras | {KEEPS_OLD: replayed})
+        rows = torch.nonzero(replayed > 0).flatten()
+        if self.recomputes or not len(rows):
+            return rollouts
+        # trajectories that were sampled long ago were not sampled by the old policy
+        logp = passes.scores(rollouts.select(rows), frozenset({"logp"})).logp
+        return rollouts.replace(logp_old=rollouts.logp_old.index_copy(0, rows, logp.to(rollouts.logp_old.dtype)))
 
-    def old_pass(self, policy: VlmPolicy, rollouts: Rollouts) -> Rollouts:
-        """Old log-probs, where replayed trajectories have those that `replay.correction` asks for."""
-        found = super().old_pass(policy, rollouts)
-        if REPLAYED not in found.extras or not bool((found.extras[REPLAYED] > 0).any()):
-            return found
-        if self.config.replay.correction == "behaviour":
-            return _as_sampled(found)
-        if self.old_logprobs is not OldLogProbs.SAMPLER:
-            return found
-        rows = torch.nonzero(found.extras[REPLAYED] > 0).flatten()  # what was sampled long ago is no old policy's
-        logp = self.scores_in_chunks(policy, found.select(rows), frozenset({"logp"})).logp
-        return found.replace(logp_old=found.logp_old.index_copy(0, rows, logp.to(found.logp_old.dtype)))
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Ratios of fresh and of replayed trajectories apart."""
+        return TermLoss(metrics=source_metrics(minibatch, scores.logp))
 
-    def old_in_update(self, minibatch: Rollouts, logp: Tensor) -> Rollouts:
-        """As `Recipe.old_in_update`; with `behaviour`, replayed trajectories keep their own."""
-        found = super().old_in_update(minibatch, logp)
-        keeps = REPLAYED in found.extras and self.config.replay.correction == "behaviour"
-        return _as_sampled(found) if keeps else found
-
-    def loss_terms(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
-    ) -> LossTerms:
-        """No term, but the ratios of fresh and of replayed trajectories apart."""
-        if REPLAYED not in minibatch.extras:
-            return super().loss_terms(policy, minibatch, scores, denominators)
-        return LossTerms(metrics=source_metrics(self.old_in_update(minibatch, scores.logp), scores.logp))
-
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """The buffer and what was replayed, with what every agent's recipe reports of the fresh trajectories."""
-        found = super().step_metrics(rollouts)
-        if not self.config.replay.enabled:
-            return found
-        seen = sum_over_processes(self._seen_now)
-        self._seen_now.clear()
+    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
+        """The buffer and what was replayed."""
+        seen = sum_over_processes(self.seen)
+        self.seen.clear()
         injected = seen.get("injected", 0)
-        found |= {f"replay/{name}": float(self.buffer.counts[name]) for name in ("added", "expired", "evicted")}
+        found = {f"replay/{name}": float(self.buffer.counts[name]) for name in ("added", "expired", "evicted")}
         if injected:
             found["replay/age"] = seen["age"] / injected
         return found | {
@@ -154,35 +119,75 @@ class ArpoRecipe(AgentRecipe):
             "replay/memory_mb": self.buffer.megabytes,
         }
 
+    def formula(self) -> str:
+        """The rule of the replay."""
+        replay = self.config
+        return (
+            f"  replay: one of the last {replay.size} successes (> {replay.threshold:g}) of the task, in groups whose "
+            f"returns have a deviation below {replay.max_std:g} and a mean below {replay.max_mean:g}"
+        )
+
     def state_dict(self) -> dict[str, Any]:
-        """Adds the buffer."""
-        return super().state_dict() | {"replay": self.buffer.state_dict()}
+        """The buffer."""
+        return self.buffer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self.buffer.load_state_dict(state["replay"])
+        self.buffer.load_state_dict(state)
 
-    def describe(self) -> str:
-        """The objective's formula and the rule of the replay."""
-        replay = self.config.replay
-        if not replay.enabled:
-            return super().describe()
-        rule = (
-            f"replay: one of the last {replay.size} successes (> {replay.threshold:g}) of the task, in groups whose "
-            f"returns have a deviation below {replay.max_std:g} and a mean below {replay.max_mean:g}"
-        )
-        return f"{super().describe()}\n  {rule}"
 
-    def _store_fresh(self) -> None:
-        """Store what this step found on all processes; every one of them comes here after each rollout."""
+class ArpoRecipe(AgentRecipe):
+    """Trajectory GRPO with replay; see the module."""
+
+    config: ArpoConfig
+
+    def __init__(self, config: ArpoConfig) -> None:
+        super().__init__(config)
+        self.replay = Replay(config.replay, recomputes=config.trainer.old_logp == "recompute")
+        self.terms = [self.replay] if config.replay.enabled else []
+        self._fresh: list[tuple[int, str, Record]] = []
+
+    def rollout(
+        self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step
+    ) -> Rollouts:
+        """Run G episodes of each task and replay a success in groups that have none."""
+        settings = self.config.replay
+        if not settings.enabled:
+            return super().rollout(policy, tasks, generator, step)
+        groups = self.run_groups(policy, tasks, step)
+        self._fresh = [
+            (number, episode.task.id, store_episode(episode))
+            for number, own in enumerate(groups)
+            for episode in own
+            if episode.total > settings.threshold
+        ]
+        low = sum(needs_replay([e.total for e in own], settings.max_std, settings.max_mean) for own in groups)
+        injected = inject_successes(groups, self.replay.buffer, settings, step.number, self.config.seed)
+        self.replay.seen.update(low=low, injected=len(injected), age=sum(age for _, age in injected.values()))
+        rollouts = pack_groups(groups, policy)
+        marks = [
+            float(number in injected and injected[number][0] == slot)
+            for number, own in enumerate(groups)
+            for slot in range(len(own))
+        ]
+        replayed = torch.tensor(marks, device=rollouts.mask.device)
+        return rollouts.replace(extras=rollouts.extras | {REPLAYED: replayed, SAMPLED: rollouts.logp_old})
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Rewards as in every agent's recipe; then the fresh successes of all processes are stored."""
+        if self.config.replay.enabled:
+            self._store_fresh(step)
+        return super().score(rollouts, step)
+
+    def _store_fresh(self, step: Step) -> None:
+        """Store the successes of this step on all processes, in the order of the tasks."""
         rank = PartialState().process_index
         mine = [(number, rank, task, record) for number, task, record in self._fresh]
         found = mine if PartialState().num_processes == 1 else list(gather_object(mine))
         self._fresh = []
-        self.buffer.expire(self.step)
+        self.replay.buffer.expire(step.number)
         for _, _, task, record in sorted(found, key=lambda entry: entry[:2]):
-            self.buffer.push(task, record, self.step)
+            self.replay.buffer.push(task, record, step.number)
 
 
 def inject_successes(
@@ -226,14 +231,8 @@ def source_metrics(rollouts: Rollouts, logp: Tensor) -> dict[str, Metric]:
     return found
 
 
-def _as_sampled(rollouts: Rollouts) -> Rollouts:
-    """Rollouts whose replayed rows have the log-probs of their sampling as old ones."""
-    replayed = rollouts.extras[REPLAYED][:, None] > 0
-    return rollouts.replace(logp_old=torch.where(replayed, rollouts.extras[SAMPLED], rollouts.logp_old))
-
-
 def _with_shared_prompt(episode: Episode, group: Sequence[Episode]) -> Episode:
-    """The episode with the very prompt of its group where both begin alike, so that it is computed once."""
+    """Give the episode its group's prompt object where both are equal, so that it is computed once."""
     for other in group:
         if other.prompt is not None and episode.prompt is not None and _equal(other.prompt, episode.prompt):
             episode.prompt = other.prompt

@@ -1,8 +1,7 @@
 """Cloning an environment's own expert: a warm start for agents, in the same loop as reinforcement learning.
 
-The expert plays each task in an environment of the pool, and its answers are rollouts that were given instead of
-sampled: with advantage 1 the plain policy gradient is that of the negative log-likelihood. All turns of an episode are
-one packed pass, as in every other recipe for agents.
+The expert plays each task in an environment of the pool, and the likelihood of its answers is raised. All turns of an
+episode are one packed pass, as in every other recipe for agents.
 
 A start that knows how answers are written and little else is what an experiment on credit needs: `random_actions` is
 the share of turns in which any of the environment's actions is taken, and learned, in the place of the expert's.
@@ -13,9 +12,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
+from torch import nn
 
 from mmrl.agents.actions import ActionConfig
 from mmrl.agents.conversation import ConversationConfig, Writer
@@ -30,18 +29,20 @@ from mmrl.agents.experts import (
     RemoteExpert,
     run_expert,
 )
-from mmrl.agents.payload import AgentPayload, pack_episodes
-from mmrl.agents.recipe import AgentRecipe
+from mmrl.agents.payload import pack_episodes
+from mmrl.agents.recipe import AgentDomain
 from mmrl.agents.recorded import replay_episode
 from mmrl.agents.tasks import AgentTask, TaskSetConfig
+from mmrl.core.aggregation import Denominators
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded
-from mmrl.training.loop.likelihood import LikelihoodRecipe
-from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.recipe import NoUsableTasksError
+from mmrl.training.loop.likelihood import likelihood_loss
+from mmrl.training.loop.recipe import NoUsableTasksError, SupervisedRecipe
 from mmrl.training.loop.seeds import stream_seed
 from mmrl.training.loop.settings import RunConfig
+from mmrl.training.loop.terms import Step
 from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampling import SamplerConfig
@@ -74,8 +75,6 @@ class AgentCloneConfig(RunConfig):
     """Sampling in evaluations."""
     evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
     """Evaluation on held-out tasks."""
-    objective: ClassVar[ObjectiveConfig] = ObjectiveConfig(preset="sft")
-    """Maximum likelihood; not an option."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -88,13 +87,15 @@ class AgentCloneConfig(RunConfig):
             )
 
 
-class AgentCloneRecipe(LikelihoodRecipe[VlmPolicy, AgentTask], AgentRecipe):
+class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
     """Maximum likelihood of an expert's answers."""
 
-    config: AgentCloneConfig  # type: ignore[assignment]
+    config: AgentCloneConfig
+    own_loss = "sft"
 
     def __init__(self, config: AgentCloneConfig) -> None:
-        super().__init__(config)  # type: ignore[arg-type]
+        super().__init__(config)
+        self.open(config)
         self._known: dict[str, ExpertEpisode] = {}
         if not self.pool.has_expert:
             self.close()
@@ -103,24 +104,29 @@ class AgentCloneRecipe(LikelihoodRecipe[VlmPolicy, AgentTask], AgentRecipe):
                 "method `expert` that returns an Action"
             )
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
-        """Let the expert play each task, and write down what it answered as if it had been sampled."""
-        episodes = [self._play(policy, task, number) for number, task in enumerate(tasks)]
+    def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step) -> Rollouts:
+        """Let the expert play each task; the rows hold its answers, and as rewards what it earned."""
+        episodes = [self._play(policy, task, number, step) for number, task in enumerate(tasks)]
         self._note(episodes)
         usable = [episode for episode in episodes if episode.has_result]
         if not usable:
             raise NoUsableTasksError(f"no episode of the expert could be used: {episodes[0].reason}")
-        return pack_episodes(usable, list(range(len(usable))), policy)
-
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """What the expert earned; nothing is trained on it."""
-        earned = [episode.total for episode in AgentPayload.of(rollouts).episodes]
+        rollouts = pack_episodes(usable, list(range(len(usable))), policy)
+        earned = [episode.total for episode in usable]
         return rollouts.replace(reward=torch.tensor(earned, dtype=torch.float32, device=rollouts.mask.device))
 
-    def _play(self, policy: VlmPolicy, task: AgentTask, number: int) -> Episode:
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Teacher-forced scores, all turns of an episode in one pass."""
+        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Mean negative log-likelihood of the answers' tokens."""
+        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
+
+    def _play(self, policy: VlmPolicy, task: AgentTask, number: int, step: Step) -> Episode:
         config = self.config
         try:
-            played = self._known.get(task.id) or self._ask_expert(task, number)
+            played = self._known.get(task.id) or self._ask_expert(task, number, step)
         except ExpertFailedError as error:
             return Episode(task, ending="failed", reason=str(error))
         if config.play_once:
@@ -128,11 +134,11 @@ class AgentCloneRecipe(LikelihoodRecipe[VlmPolicy, AgentTask], AgentRecipe):
         system = config.conversation.system_text(config.actions, self.pool.actions)
         return _as_episode(played, task, policy, Writer(policy, config.conversation, system), config.episode.max_turns)
 
-    def _ask_expert(self, task: AgentTask, number: int) -> ExpertEpisode:
+    def _ask_expert(self, task: AgentTask, number: int, step: Step) -> ExpertEpisode:
         config = self.config
         env: ExpertEnvironment = RemoteExpert(self.pool)
         if config.random_actions:
-            seed = stream_seed(config.seed, "clone", self.step, number, task.id)
+            seed = stream_seed(config.seed, "clone", step.number, number, task.id)
             env = NoisyExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))
         try:
             return run_expert(env, task.task, task.seed, config.actions.format)

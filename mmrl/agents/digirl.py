@@ -24,11 +24,9 @@ Every process holds all stored episodes and the same critics; reading the episod
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -55,18 +53,39 @@ from mmrl.agents.stored import Record, restore_episode, store_episode
 from mmrl.agents.tasks import AgentTask
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import LossOutput
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.returns import turn_starts
 from mmrl.core.rollouts import Rollouts
 from mmrl.files import expanded
 from mmrl.hub.building import build_if_missing
-from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import make_generator, stream_seed
+from mmrl.training.loop.terms import LossTerm, Step, TermLoss
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.policy import VlmPolicy
 
 EPISODES = "episodes"
 STEPS = "steps"
+
+
+class KeptSteps(LossTerm):
+    """Counts the steps that the likelihood is averaged over; the episodes of a batch need no old log-probs."""
+
+    name = "kept_steps"
+    gradient = "never"
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """Nothing is compared with an old policy."""
+        return frozenset({"logp_old"})
+
+    def counts(self, minibatch: Rollouts) -> dict[str, float]:
+        """Steps of the optimiser step, kept or not."""
+        return {STEPS: float(turn_starts(minibatch).sum())}
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Nothing; the loss is the recipe's own."""
+        return TermLoss()
 
 
 class DigirlRecipe(AgentRecipe):
@@ -77,14 +96,19 @@ class DigirlRecipe(AgentRecipe):
     def __init__(self, config: DigirlConfig) -> None:
         super().__init__(config)
         settings = config.digirl
+        self.terms = [KeptSteps()]
         self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))
         size = int(self.policy.network.config.text_config.hidden_size)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(config.seed, "critics"))
             self.instruction_critic = Fitter(InstructionCritic(size), settings.critic)
             self.step_critic = Fitter(StepCritic(size, settings.critic.hidden), settings.critic)
+        self.parts |= {
+            "episodes": self.store,
+            "instruction_critic": self.instruction_critic,
+            "step_critic": self.step_critic,
+        }
         self._fresh: list[tuple[int, Record]] = []
-        self._report: dict[str, float] = {}
         if settings.path is not None:
             try:
                 build_if_missing(settings, "digirl")
@@ -93,51 +117,47 @@ class DigirlRecipe(AgentRecipe):
                 self.close()
                 raise
 
-    @property
-    def is_offline(self) -> bool:
+    def is_offline(self, step: Step) -> bool:
         """Whether the step runs no episodes."""
-        return self.step < self.config.digirl.offline_steps
+        return step.number < self.config.digirl.offline_steps
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
+    def rollout(
+        self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step
+    ) -> Rollouts:
         """Run G episodes of each task; offline, draw stored ones, which only the step's statistics are taken of."""
-        if not self.is_offline:
-            groups = self.run_groups(policy, tasks)
-            sound = [(number, episode) for number, own in enumerate(groups) for episode in own if episode.has_result]
-            self._fresh = [(number, store_episode(episode)) for number, episode in sound]
+        if not self.is_offline(step):
+            groups = self.run_groups(policy, tasks, step)
+            valid = [(number, episode) for number, own in enumerate(groups) for episode in own if episode.has_result]
+            self._fresh = [(number, store_episode(episode)) for number, episode in valid]
             return pack_groups(groups, policy)
         records = self.store.stored(EPISODES)
         drawn = torch.randint(len(records), (len(tasks),), generator=generator).tolist()
         episodes = [restore_episode(records[number]) for number in drawn]
         return pack_episodes(episodes, range(len(episodes)), policy)
 
-    def compute_logprobs(self, policy: VlmPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """Store what was run, train the critics, and put the batch of kept steps in the rollouts' place."""
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Store the step's episodes, train the critics, and return the kept steps, with advantage 1 on them."""
+        with accelerator.autocast():
+            found = self._kept_batch(rollouts, step)
+        return found if found.advantage is not None else found.replace(advantage=found.mask.clone())
+
+    def _kept_batch(self, rollouts: Rollouts, step: Step) -> Rollouts:
         settings = self.config.digirl
-        self._store_fresh()
+        self._store_fresh(step)
         episodes = [restore_episode(record) for record in self.store.stored(EPISODES)]
         with stopwatch("critic"):
             rows = self.config.trainer.micro_batch
-            data = label_episodes(policy, episodes, settings.gamma, rows, read=settings.has_critics)
-        self._report = {"digirl/stored": float(len(episodes)), "digirl/return": float(data.total.mean())}
+            data = label_episodes(self.policy, episodes, settings.gamma, rows, read=settings.has_critics)
+        self.noted |= {"digirl/stored": float(len(episodes)), "digirl/return": float(data.total.mean())}
         if settings.has_critics:
             with stopwatch("critic"):
-                self._train_critics(data)
-        chosen, steps = self._filter(data)
-        if self.step < settings.warmup_steps or not bool(chosen.any()):
+                self._train_critics(data, step)
+        chosen, steps = self._filter(data, step)
+        if step.number < settings.warmup_steps or not bool(chosen.any()):
             return rollouts.replace(reward=torch.full_like(rollouts.reward, math.nan))  # nothing to train on
-        return self._batch(policy, data, chosen, steps)
+        return self._batch(data, chosen, steps, step)
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """1 on the tokens of kept steps; the filters have set them."""
-        return rollouts if rollouts.advantage is not None else rollouts.replace(advantage=rollouts.mask.clone())
-
-    def denominators(self, minibatch: Rollouts) -> Denominators:
-        """Adds the steps of the optimiser step, kept or not."""
-        found = super().denominators(minibatch)
-        steps = float(turn_starts(minibatch).sum())
-        return dataclasses.replace(found, others={**found.others, STEPS: steps})
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Minus the mean over all steps of the log-probability of the kept ones."""
         assert minibatch.advantage is not None
         logp = self.scores(policy, minibatch, frozenset({"logp"})).logp
@@ -147,22 +167,6 @@ class DigirlRecipe(AgentRecipe):
         return LossOutput(
             loss, {"loss/total": Metric.summed(loss.detach()), "loss/nll": mean_metric(-logp.detach(), mask)}
         )
-
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """What was stored, kept and valued, with what every agent's recipe reports of the episodes that were run."""
-        return super().step_metrics(rollouts) | self._report
-
-    def state_dict(self) -> dict[str, Any]:
-        """Adds the stored episodes and the critics."""
-        critics = {"instruction": self.instruction_critic.state_dict(), "step": self.step_critic.state_dict()}
-        return super().state_dict() | {"episodes": self.store.state_dict(), "critics": critics}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self.store.load_state_dict(state["episodes"])
-        self.instruction_critic.load_state_dict(state["critics"]["instruction"])
-        self.step_critic.load_state_dict(state["critics"]["step"])
 
     def describe(self) -> str:
         """The loss and the filters."""
@@ -187,38 +191,38 @@ class DigirlRecipe(AgentRecipe):
         for episode in read_recorded(folder, self.policy, writer):
             self.store.push(EPISODES, store_episode(episode), step=0)
 
-    def _store_fresh(self) -> None:
+    def _store_fresh(self, step: Step) -> None:
         """Store what all processes ran in this step, in the order of the tasks."""
         process = PartialState()
         mine = [(number, process.process_index, record) for number, record in self._fresh]
         found = mine if process.num_processes == 1 else list(gather_object(mine))
         self._fresh = []
         for _, _, record in sorted(found, key=lambda entry: entry[:2]):
-            self.store.push(EPISODES, record, self.step)
+            self.store.push(EPISODES, record, step.number)
 
-    def _train_critics(self, data: LabelledEpisodes) -> None:
+    def _train_critics(self, data: LabelledEpisodes, step: Step) -> None:
         """Some updates of both critics, the same on every process."""
         settings = self.config.digirl.critic
-        generator = make_generator(self.config.seed, "critics", self.step)
+        generator = make_generator(self.config.seed, "critics", step.number)
         succeeded, steps = (data.total > 0).long(), data.steps
-        instruction, step = self.instruction_critic, self.step_critic
+        instruction, steps_critic = self.instruction_critic, self.step_critic
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
             for _ in range(settings.updates):
                 rows = torch.randint(len(succeeded), (settings.batch_episodes,), generator=generator)
                 loss = instruction_loss(instruction.critic(data.text_state[rows]), succeeded[rows])
-                self._report["digirl/instruction_loss"] = instruction.step(loss)
+                self.noted["digirl/instruction_loss"] = instruction.step(loss)
                 drawn = steps.select(torch.randint(len(steps), (settings.batch_steps,), generator=generator))
-                logits = step.critic(drawn.state), step.critic(drawn.next_state)
-                self._report["digirl/step_loss"] = step.step(step_loss(*logits, drawn.has_next, drawn.succeeds))
+                logits = steps_critic.critic(drawn.state), steps_critic.critic(drawn.next_state)
+                self.noted["digirl/step_loss"] = steps_critic.step(step_loss(*logits, drawn.has_next, drawn.succeeds))
 
-    def _filter(self, data: LabelledEpisodes) -> tuple[Tensor, Tensor]:
+    def _filter(self, data: LabelledEpisodes, step: Step) -> tuple[Tensor, Tensor]:
         """Which episodes (n,) and which of all steps (M,) are kept."""
         settings = self.config.digirl
         scores, steps = data.total, torch.ones(len(data.reward), dtype=torch.bool)
         if settings.has_critics:
             value = self.instruction_critic.critic.value(data.text_state).double()
-            self._report["digirl/instruction_value"] = float(value.mean())
-            if not self.is_offline:
+            self.noted["digirl/instruction_value"] = float(value.mean())
+            if not self.is_offline(step):
                 scores = instruction_advantages(data.total, value)
             if settings.step_filter:
                 steps = kept_steps(data, self.step_critic.critic, settings)
@@ -227,19 +231,19 @@ class DigirlRecipe(AgentRecipe):
             chosen = keep_best(scores, settings.quantile, settings.min_score)
         counts = torch.tensor(data.counts)
         of_chosen = steps[chosen.repeat_interleave(counts)]
-        self._report["digirl/kept_episodes"] = float(chosen.float().mean())
-        self._report["digirl/kept_steps"] = float(of_chosen.float().mean()) if len(of_chosen) else 0.0
+        self.noted["digirl/kept_episodes"] = float(chosen.float().mean())
+        self.noted["digirl/kept_steps"] = float(of_chosen.float().mean()) if len(of_chosen) else 0.0
         return chosen, steps
 
-    def _batch(self, policy: VlmPolicy, data: LabelledEpisodes, chosen: Tensor, steps: Tensor) -> Rollouts:
+    def _batch(self, data: LabelledEpisodes, chosen: Tensor, steps: Tensor, step: Step) -> Rollouts:
         """Episodes for the optimiser steps of this step, this process's share of them."""
         process = PartialState()
-        generator = make_generator(self.config.seed, "batch", self.step)
+        generator = make_generator(self.config.seed, "batch", step.number)
         count = self.config.digirl.batch_episodes * self.config.trainer.minibatches_per_step
         among = torch.nonzero(chosen).flatten()
         drawn = among[torch.randint(len(among), (count,), generator=generator)].tolist()
         mine = drawn[process.process_index :: process.num_processes]
-        rollouts = pack_episodes([data.episodes[number] for number in mine], range(len(mine)), policy)
+        rollouts = pack_episodes([data.episodes[number] for number in mine], range(len(mine)), self.policy)
         assert rollouts.turn is not None
         kept = steps.split(data.counts)
         advantage = torch.zeros_like(rollouts.mask)

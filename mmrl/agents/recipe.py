@@ -11,7 +11,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -40,10 +40,11 @@ from mmrl.rewards.loading import source_digest
 from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.loop.recipe import NoUsableTasksError, PrefixScope, Recipe
+from mmrl.training.loop.recipe import NoUsableTasksError, Recipe, Stateful, Tally
 from mmrl.training.loop.seeds import stream_seed
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.loop.sim_counts import SimCounts
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.models import load_policy
@@ -101,16 +102,23 @@ class AgentConfig(RunConfig):
         check_critic(self.model, objective.needs_values)
 
 
-class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
-    """Runs, scores and evaluates episodes of an agent; the loss is the objective's."""
+class AgentDomain:
+    """Model, environments, tasks, evaluation and reports of recipes for agents."""
 
-    config: AgentConfig
+    config: Any
+    policy: VlmPolicy
+    train_tasks: Sequence[AgentTask]
+    eval_tasks: Mapping[str, Sequence[AgentTask]]
+    parts: dict[str, Stateful]
 
-    def __init__(self, config: AgentConfig) -> None:
-        self.config = config
-        self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
-        self.train_tasks: Sequence[AgentTask] = list_tasks(config.data)
-        self.eval_tasks: Mapping[str, Sequence[AgentTask]] = {
+    def open(self, config: Any, *, value_head: bool = False) -> None:
+        """List tasks, start environments and load the model.
+
+        Raises:
+            UserError: one of them cannot be used.
+        """
+        self.train_tasks = list_tasks(config.data)
+        self.eval_tasks = {
             name: list_tasks(data)[: config.evaluation.max_tasks or None] for name, data in config.eval_data.items()
         }
         check_splits(config.data, self.train_tasks, config.eval_data, self.eval_tasks)
@@ -118,30 +126,12 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         with ExitStack() as undone:
             self.pool = EnvPool(config.environment)
             undone.callback(self.pool.close)
-            self.policy: VlmPolicy = load_policy(config.model, value_head=self.objective.needs_values)
+            self.policy = load_policy(config.model, value_head=value_head)
             self.policy.check_response_length(config.sampler.max_new_tokens)
             undone.pop_all()
         self.env_counts = SimCounts(self.pool, Path(config.output_dir))
-        self.step = 0
-        self._totals: Counter[str] = Counter()
-        self._seen: Counter[str] = Counter()
-
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
-        """Run G episodes of each task; the random numbers of an episode follow from seed, step, task and sample."""
-        return pack_groups(self.run_groups(policy, tasks), policy)
-
-    def run_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask]) -> list[list[Episode]]:
-        """Run G episodes of each task."""
-        size = self.config.trainer.samples_per_task
-        repeated = [task for task in tasks for _ in range(size)]
-        episodes = self.run_episodes(policy, repeated, self._seeds(tasks), bootstrap_observation=self._bootstraps)
-        self._note(episodes)
-        groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
-        kept = [own for own in groups if any(episode.has_result for episode in own)]
-        if not kept:
-            reasons = sorted({episode.reason for episode in episodes if episode.reason})
-            raise NoUsableTasksError(f"no episode came to a result: {'; '.join(reasons[:3])}")
-        return kept
+        self._totals, self._seen = Tally(), Counter[str]()
+        self.parts |= {"totals": self._totals, "counts": self.env_counts}
 
     def run_episodes(
         self,
@@ -170,57 +160,7 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         )
         return runner.run(tasks, seeds, greedy=greedy, video=video)
 
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """The environment's reward and the format's; NaN for episodes without a result and for groups of one result."""
-        episodes = AgentPayload.of(rollouts).episodes
-        weights, device = self.config.reward, rollouts.mask.device
-        total = torch.tensor([episode.total for episode in episodes], device=device)
-        unreadable = [-1.0 if episode.ending == "unreadable" else 0.0 for episode in episodes]
-        form = torch.where(torch.isnan(total), total, torch.tensor(unreadable, device=device))
-        reward = weights.environment * total + weights.format * form
-        alone = self._alone(rollouts, reward)
-        terms = {"environment": total} | ({"format": form} if weights.format else {})
-        turns = rollouts.extras["decision_reward"] * weights.environment
-        last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
-        turns = turns + weights.format * torch.where(last & (rollouts.mask > 0), form.nan_to_num()[:, None], 0.0)
-        return rollouts.replace(
-            reward=reward.masked_fill(alone, math.nan),
-            reward_terms={name: values.masked_fill(alone, math.nan) for name, values in terms.items()},
-            extras=rollouts.extras | {"decision_reward": turns},
-        )
-
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Teacher-forced scores at the sampling temperature, all turns of an episode in one pass."""
-        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
-
-    def old_pass(self, policy: VlmPolicy, rollouts: Rollouts) -> Rollouts:
-        """Score with the policy before the update, and ask a critic for the value of the states after time limits.
-
-        Returns:
-            The rollouts with `extras["bootstrap_value"]` (B,), where the estimator bootstraps: the value of the state
-            that a truncated episode ended in, NaN where that state does not fit into the model's positions, 0 for
-            episodes that terminated.
-        """
-        if not self._bootstraps:
-            return super().old_pass(policy, rollouts)
-        mask, bootstrap = rollouts.mask, rollouts.extras["bootstrap_mask"] * rollouts.scored[:, None]
-        scored = super().old_pass(policy, rollouts.replace(mask=mask + bootstrap))
-        assert scored.values is not None
-        unknown = (rollouts.extras["truncated"] > 0) & (bootstrap.sum(1) == 0)
-        value = (scored.values * bootstrap).sum(1).masked_fill(unknown, math.nan)
-        return scored.replace(
-            mask=mask,
-            values=scored.values * mask,
-            logp_old=torch.where(mask > 0, scored.logp_old, 0.0),
-            extras=scored.extras | {"bootstrap_value": value},
-        )
-
-    def prefix_scope(self, policy: nn.Module) -> AbstractContextManager[PrefixScope]:
-        """Hold the first prompt of a group while the micro-batches of its episodes run."""
-        scorer: Any = getattr(policy, "module", policy)
-        return scorer.prefixes.open()  # type: ignore[no-any-return]
-
-    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Success on held-out tasks, overall and of each name of a task."""
         config = self.config
         recorded = bool(config.evaluation.videos) and split == next(iter(self.eval_tasks))
@@ -237,7 +177,7 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
                 seed=config.seed,
                 split=split,
                 folder=Path(config.output_dir) / "videos" if recorded and number == 0 else None,
-                label=f"step-{self.step:06d}-{split}",
+                label=f"step-{step.number:06d}-{split}",
             )
             for number, protocol in enumerate(self._protocols())
         ]
@@ -271,22 +211,8 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
             **self.env_counts.metrics(),
         }
 
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Count the steps, which the episodes' random numbers depend on."""
-        self.step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Step and counts of episodes without a result."""
-        return {"step": self.step, "totals": dict(self._totals), "counts": self.env_counts.state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.step = int(state["step"])
-        self._totals = Counter(state["totals"])
-        self.env_counts.restore(state["counts"])
-
     @classmethod
-    def export(cls, config: AgentConfig, checkpoint: Path, output: Path) -> str:
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
         load_policy(replace(config.model, path=str(checkpoint / "model"), build=None)).save_merged(output)
         return "transformers.AutoModelForImageTextToText.from_pretrained"
@@ -295,36 +221,9 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         """End the environments."""
         self.pool.close()
 
-    @property
-    def _bootstraps(self) -> bool:
-        """Whether the critic is asked for the value of the states that truncated episodes end in."""
-        advantage = self.objective.advantage
-        return isinstance(advantage, CriticAdvantage) and advantage.truncation == "bootstrap"
-
     def _protocols(self) -> list[str]:
         evaluation = self.config.evaluation
         return [name for name, wanted in (("greedy", evaluation.greedy), ("sampled", evaluation.samples)) if wanted]
-
-    def _seeds(self, tasks: Sequence[AgentTask]) -> list[int]:
-        """A seed an episode; a task that the step has twice has other ones the second time, on whichever process."""
-        state = PartialState()
-        own = [task.id for task in tasks]
-        shares = [own] if state.num_processes == 1 else gather_object([own])
-        found, times = [], Counter[str]()
-        for places in zip_longest(*shares):  # the processes take the tasks of a step in turn
-            for process, name in enumerate(places):
-                if process == state.process_index and name is not None:
-                    for sample in range(self.config.trainer.samples_per_task):
-                        found.append(stream_seed(self.config.seed, "agent", self.step, name, times[name], sample))
-                times[name] += 1
-        return found
-
-    def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
-        """(B,) bool, rows of groups with a single result, which there is nothing to compare with."""
-        if "samples" not in self.objective.advantage.needs:
-            return torch.zeros_like(reward, dtype=torch.bool)
-        count = group_sum(torch.isfinite(reward).long(), rollouts.group)
-        return count[rollouts.group] < 2
 
     def _note(self, episodes: Sequence[Episode]) -> None:
         sound = [episode for episode in episodes if episode.has_result]
@@ -340,3 +239,83 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
                 if episode.ending == "overflow" and not self._totals["overflow"] + self._seen["overflow"]:
                     LOGGER.warning("an episode has no result (%s): %s", episode.ending, episode.reason)
                 self._seen[episode.ending] += 1
+
+
+class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
+    """Runs, scores and evaluates episodes of an agent; the loss is the objective's."""
+
+    config: AgentConfig
+
+    def __init__(self, config: AgentConfig) -> None:
+        super().__init__(config)
+        self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
+        self.open(config, value_head=self.objective.needs_values)
+
+    def rollout(
+        self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step
+    ) -> Rollouts:
+        """Run G episodes of each task; the random numbers of an episode follow from seed, step, task and sample."""
+        return pack_groups(self.run_groups(policy, tasks, step), policy)
+
+    def run_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask], step: Step) -> list[list[Episode]]:
+        """Run G episodes of each task."""
+        size = self.config.trainer.samples_per_task
+        repeated = [task for task in tasks for _ in range(size)]
+        episodes = self.run_episodes(policy, repeated, self._seeds(tasks, step), bootstrap_observation=self._bootstraps)
+        self._note(episodes)
+        groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
+        kept = [own for own in groups if any(episode.has_result for episode in own)]
+        if not kept:
+            reasons = sorted({episode.reason for episode in episodes if episode.reason})
+            raise NoUsableTasksError(f"no episode came to a result: {'; '.join(reasons[:3])}")
+        return kept
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """The environment's reward and the format's; NaN for episodes without a result and for groups of one result."""
+        episodes = AgentPayload.of(rollouts).episodes
+        weights, device = self.config.reward, rollouts.mask.device
+        total = torch.tensor([episode.total for episode in episodes], device=device)
+        unreadable = [-1.0 if episode.ending == "unreadable" else 0.0 for episode in episodes]
+        form = torch.where(torch.isnan(total), total, torch.tensor(unreadable, device=device))
+        reward = weights.environment * total + weights.format * form
+        alone = self._alone(rollouts, reward)
+        terms = {"environment": total} | ({"format": form} if weights.format else {})
+        turns = rollouts.extras["decision_reward"] * weights.environment
+        last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
+        turns = turns + weights.format * torch.where(last & (rollouts.mask > 0), form.nan_to_num()[:, None], 0.0)
+        return rollouts.replace(
+            reward=reward.masked_fill(alone, math.nan),
+            reward_terms={name: values.masked_fill(alone, math.nan) for name, values in terms.items()},
+            extras=rollouts.extras | {"decision_reward": turns},
+        )
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Teacher-forced scores at the sampling temperature, all turns of an episode in one pass."""
+        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
+
+    @property
+    def _bootstraps(self) -> bool:
+        """Whether the critic is asked for the value of the states that truncated episodes end in."""
+        advantage = self.objective.advantage
+        return isinstance(advantage, CriticAdvantage) and advantage.truncation == "bootstrap"
+
+    def _seeds(self, tasks: Sequence[AgentTask], step: Step) -> list[int]:
+        """A seed an episode; a task that the step has twice has other ones the second time, on whichever process."""
+        state = PartialState()
+        own = [task.id for task in tasks]
+        shares = [own] if state.num_processes == 1 else gather_object([own])
+        found, times = [], Counter[str]()
+        for places in zip_longest(*shares):  # the processes take the tasks of a step in turn
+            for process, name in enumerate(places):
+                if process == state.process_index and name is not None:
+                    for sample in range(self.config.trainer.samples_per_task):
+                        found.append(stream_seed(self.config.seed, "agent", step.number, name, times[name], sample))
+                times[name] += 1
+        return found
+
+    def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
+        """(B,) bool, rows of groups with a single result, which there is nothing to compare with."""
+        if "samples" not in self.objective.advantage.needs:
+            return torch.zeros_like(reward, dtype=torch.bool)
+        count = group_sum(torch.isfinite(reward).long(), rollouts.group)
+        return count[rollouts.group] < 2

@@ -41,12 +41,12 @@ from mmrl.agents.conversation import ConversationConfig
 from mmrl.agents.episode import EpisodeConfig
 from mmrl.agents.recipe import AgentConfig, AgentRecipe
 from mmrl.core.aggregation import Denominators
-from mmrl.core.objective import LossOutput
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
-from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import LossTerm, Step, TermLoss
 from mmrl.vlm.model_config import CriticSettings, LoraSettings, ModelConfig
 from mmrl.vlm.sampling import SamplerConfig
 
@@ -107,24 +107,43 @@ class VlDacConfig(AgentConfig):
             )
 
 
+class CriticWarmup(LossTerm):
+    """Leaves out the reference's pass while the critic is trained alone; adds nothing to the loss.
+
+    Args:
+        steps: length of the warm-up.
+    """
+
+    name = "critic_warmup"
+    gradient = "never"
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """The critic's loss reads no log-probabilities of the reference."""
+        return frozenset({"logp_ref"} if step.number < self.steps else ())
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Nothing."""
+        return TermLoss()
+
+
 class VlDacRecipe(AgentRecipe):
     """Trains the critic alone for the first steps, then policy and critic."""
 
     config: VlDacConfig
 
-    @property
-    def warming_up(self) -> bool:
-        """Whether the critic is trained alone in this step."""
-        return self.step < self.config.warmup_updates
+    def __init__(self, config: VlDacConfig) -> None:
+        super().__init__(config)
+        self.terms = [CriticWarmup(config.warmup_updates)]
 
-    def reference_pass(self, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """Left out while the critic is trained alone."""
-        return rollouts if self.warming_up else super().reference_pass(reference, rollouts)
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """The critic's part of the objective in the warm-up, then the whole objective."""
-        if not self.warming_up:
-            return super().loss(policy, minibatch, denominators)
+        if step.number >= self.config.warmup_updates:
+            return super().loss(policy, minibatch, denominators, step)
         return self.objective.critic_loss(self.scores(policy, minibatch, CRITIC_ALONE), minibatch, denominators)
 
 

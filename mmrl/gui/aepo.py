@@ -21,11 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from accelerate import Accelerator
 
 from mmrl.core.groups import group_sum
 from mmrl.core.rollouts import Rollouts
-from mmrl.gui.grounding import GroundingOptions, GroundingTasks
+from mmrl.gui.grounding import GroundingOptions, Screens
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.terms import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.recipe import VlmRecipe
@@ -46,15 +48,19 @@ class AepoConfig(GroundingOptions, VlmConfig):
         VlmConfig.validate(self.scored())
 
 
-class AepoRecipe(GroundingTasks, VlmRecipe):
+class AepoRecipe(VlmRecipe):
     """Asks about screens, pays for exploring, and logs by kind of instruction which groups have no signal."""
 
     config: AepoConfig
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Adds the share of groups whose answers all earn the same, by kind of instruction."""
+    def __init__(self, config: AepoConfig) -> None:
+        super().__init__(config.scored(), Screens(config))
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages as usual; logs the share of groups whose answers all earn the same, by kind of instruction."""
         kinds = [str(task.columns.get(KIND, "")) for task in VlmPayload.of(rollouts).tasks]
-        return super().step_metrics(rollouts) | no_signal(rollouts, kinds)
+        self.noted |= no_signal(rollouts, kinds)
+        return super().advantages(rollouts, accelerator, step)
 
 
 def no_signal(rollouts: Rollouts, kinds: list[str]) -> dict[str, float]:

@@ -19,9 +19,8 @@ from mmrl.gui.samples import GroundingSample, Target
 from mmrl.gui.tables import TARGET_COLUMNS, image_size, sample_row, target_of
 from mmrl.rewards import RewardConfig
 from mmrl.vlm.data import LoadedTasks
-from mmrl.vlm.evaluation import AnswerMeasure
 from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.recipe import Questions
 from mmrl.vlm.task import TaskError, VlmTask, open_image
 
 if TYPE_CHECKING:
@@ -207,37 +206,38 @@ class GroundingOptions:
         return replace(self, rewards=[*point_rewards(self.answer), *self.rewards])
 
 
-class GroundingTasks:
-    """Makes a vision-language recipe ask about screens; to be inherited first."""
+BROKEN_DOWN = ("has_correct", "num_pred", "wrong_format")
+"""Parts of the reward that evaluations also show by kind of instruction."""
 
-    config: Any
+
+class Screens(Questions):
+    """Questions about screens.
+
+    Args:
+        config: of a recipe that asks about screens.
+    """
+
+    broken_down = BROKEN_DOWN
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config.scored())  # type: ignore[call-arg]
+        self.settings: GroundingSettings = config.grounding
+        self.rules: AnswerRules = config.answer
+        self.model: ModelConfig = config.model
 
-    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+    def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
         """Write the questions with the model's own pixel budget."""
-        settings: GroundingSettings = self.config.grounding
-        return prepare_tasks(loaded, settings, settings.resize(self.config.model), training=training)
-
-    def answer_measure(self, policy: VlmPolicy, split: str) -> AnswerMeasure:
-        """Breaks down whether any point hits, how many there are and bad formats too, and draws the answers."""
-        measure: AnswerMeasure = super().answer_measure(policy, split)  # type: ignore[misc]
-        return replace(measure, broken_down=BROKEN_DOWN, picture=self.draw)
+        return prepare_tasks(loaded, self.settings, self.settings.resize(self.model), training=training)
 
     def draw(self, task: VlmTask, text: str, right: bool) -> Image:
         """The screen of a question with its target and the points of an answer."""
         needs, image = task.columns["grounding"], cast(Any, task.images[0])
         sample = GroundingSample(image, needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"])
-        settings: GroundingSettings = self.config.grounding
-        parsed = parse_answer(text, self.config.answer.parser, no_think=not settings.think)
+        settings = self.settings
+        parsed = parse_answer(text, self.rules.parser, no_think=not settings.think)
         pairs = [pair for pair in parsed.points if all(isinstance(number, int | float) for number in pair)]
         points = [sample.to_original((x, y), settings.point_space) for x, y in pairs]
         return draw_answer(sample.load_image(), sample.target, points, right)
 
-
-BROKEN_DOWN = ("has_correct", "num_pred", "wrong_format")
-"""Parts of the reward that evaluations also show by kind of instruction."""
 
 GROUNDING_ERRORS: dict[str, str] = {
     "bad_screen": "A grounding question has not exactly one image.",

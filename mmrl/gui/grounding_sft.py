@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmrl.gui.grounding import GroundingOptions, GroundingTasks
+from mmrl.gui.grounding import GroundingOptions, Screens
 from mmrl.vlm.sft import SftConfig, SftRecipe
 
 
@@ -20,7 +20,10 @@ class GroundingSftConfig(GroundingOptions, SftConfig):
         SftConfig.validate(self.scored())
 
 
-class GroundingSftRecipe(GroundingTasks, SftRecipe):
+class GroundingSftRecipe(SftRecipe):
     """Maximum likelihood of worked answers."""
 
-    config: GroundingSftConfig  # type: ignore[assignment]
+    config: GroundingSftConfig
+
+    def __init__(self, config: GroundingSftConfig) -> None:
+        super().__init__(config.scored(), Screens(config))

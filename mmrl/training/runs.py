@@ -97,6 +97,7 @@ def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, r
 
 def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, float]:
     """Measure a model on the configuration's held-out splits."""
+    from mmrl.training.loop.terms import Step
     from mmrl.training.record.checkpoint import Checkpoints
 
     if run_dir is not None:
@@ -113,10 +114,11 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             LOGGER.info("evaluating %s", folder)
             step = int(folder.name.removeprefix("step-"))
         policy = recipe.policy.to(accelerator.device).eval()
+        position = Step(step, getattr(config.trainer, "steps", 1))  # evaluations of other things have no steps
         results: dict[str, Evaluation] = {}
         for split in recipe.eval_tasks:
             with accelerator.autocast():
-                results[split] = found = recipe.evaluate(policy, split, accelerator)
+                results[split] = found = recipe.evaluate(policy, split, accelerator, position)
             if found.failure:
                 raise RunError(found.failure)
             if accelerator.is_main_process:

@@ -29,6 +29,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.rewards.loading import load_function
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.terms import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.recipe import VlmRecipe
 
@@ -131,20 +132,23 @@ class ApoRecipe(VlmRecipe):
 
     config: ApoConfig
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Group advantages times the STCR factor, with the DADS weights beside them."""
         lengths = rollouts.mask.sum(1)  # of truncated responses too, which may leave the update
-        rollouts = super().advantages(rollouts, accelerator)
+        rollouts = super().advantages(rollouts, accelerator, step)
         scored = rollouts.scored & torch.isfinite(rollouts.reward_terms[self.accuracy_term])
         correct = torch.where(scored, self.correct(rollouts).to(torch.float32), float("nan"))
         factor = length_multipliers(lengths, correct, rollouts.group, self.config.apo.stcr_base)
         assert rollouts.advantage is not None
         advantage = rollouts.advantage * factor[:, None]
         hardness = difficulty(correct, rollouts.group)
-        extras = {**rollouts.extras, "apo_factor": factor, "apo_difficulty": hardness}
-        if self.config.apo.dads != "off":
-            extras["kl_weight"] = kl_weights(advantage[:, 0], hardness, self._shape())
-        return rollouts.replace(advantage=advantage, extras=extras)
+        self.noted["apo/length_multiplier_mean"] = float(factor.mean())
+        self.noted["apo/difficulty_mean"] = float(hardness.mean())
+        if self.config.apo.dads == "off":
+            return rollouts.replace(advantage=advantage)
+        weight = kl_weights(advantage[:, 0], hardness, self._shape())
+        self.noted["apo/kl_weight_mean"] = float(weight.mean())
+        return rollouts.replace(advantage=advantage, extras={**rollouts.extras, "kl_weight": weight})
 
     def describe(self) -> str:
         """The objective's formula and the two asymmetric parts."""
@@ -155,16 +159,6 @@ class ApoRecipe(VlmRecipe):
                 f"     A of wrong ones times 2 - {self.config.apo.stcr_base:g}^-(tokens beyond the mean correct one)",
             ]
         )
-
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Means of the factors beside the usual metrics."""
-        metrics = super().step_metrics(rollouts) | {
-            "apo/length_multiplier_mean": float(rollouts.extras["apo_factor"].mean()),
-            "apo/difficulty_mean": float(rollouts.extras["apo_difficulty"].mean()),
-        }
-        if "kl_weight" in rollouts.extras:
-            metrics["apo/kl_weight_mean"] = float(rollouts.extras["kl_weight"].mean())
-        return metrics
 
     def _shape(self) -> Callable[[Tensor], Tensor]:
         name = self.config.apo.dads

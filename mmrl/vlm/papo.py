@@ -21,23 +21,21 @@ video count in the denominator with w = 0. Defaults are those of the PAPO_G 3B s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators, masked_sum, token_mean
+from mmrl.core.blocks import Aggregation
 from mmrl.core.metrics import mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.regularizers import k3
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
-from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.terms import LossTerm, Passes, Step, TermLoss
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.masking import blacken_frames, blacken_patches
@@ -143,157 +141,164 @@ def _largest_share(terms: Tensor, mask: Tensor, share: float) -> Tensor:
     return (terms >= threshold).to(terms.dtype)
 
 
-class PapoRecipe(VlmRecipe):
-    """GRPO or DAPO with the implicit perception term."""
+class MaskedImages:
+    """The view of each prompt with black patches, drawn once a question and shared by its samples."""
 
-    config: PapoConfig
-    has_loss_terms: ClassVar[bool] = True
+    def __init__(self, settings: PapoSettings) -> None:
+        self.settings = settings
 
-    def __init__(self, config: PapoConfig) -> None:
-        super().__init__(config)
-        self._step = 0
-
-    @property
-    def gamma(self) -> float:
-        """Weight of the perception term at the current step."""
-        return gamma_at(self.config.papo, self._step, self.config.trainer.steps)
-
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
-        """Sample with the original images, then make one masked copy of each question's images."""
-        rollouts = super().rollout(policy, tasks, generator)
-        payload = VlmPayload.of(rollouts)
+    def __call__(self, payload: VlmPayload, policy: VlmPolicy, generator: torch.Generator) -> VlmPayload:
+        """Add the masked prompts of all questions; a question without image or video keeps its own."""
         seed = int(torch.randint(2**62, (), generator=generator))
-        with stopwatch("encode"):
-            views: list[Prompt | None] = [
-                self._masked_prompt(policy, task, prompt, np.random.default_rng([seed, index]))
-                for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
-            ]
-        shown = [float(bool(task.images or task.videos)) for task in payload.tasks]
-        has_image = torch.tensor(shown, device=rollouts.mask.device)
-        return rollouts.replace(
-            payload=dataclasses.replace(payload, views={**payload.views, MASKED: views}),
-            extras={**rollouts.extras, "papo_weight": has_image[rollouts.group]},
-        )
+        views: list[Prompt | None] = [
+            self.masked(policy, task, prompt, np.random.default_rng([seed, index]))
+            for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
+        ]
+        return dataclasses.replace(payload, views={**payload.views, MASKED: views})
 
-    def compute_logprobs(self, policy: VlmPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """Add the masked pass of the policy before the update, unless it is recomputed with gradient."""
-        rollouts = super().compute_logprobs(policy, reference, rollouts)
-        extras = dict(rollouts.extras)
-        if self.config.papo.apply == "correct_only":
-            extras["papo_weight"] = extras["papo_weight"] * self.correct(rollouts)
-        if not self.config.papo.recompute_masked:
+    def masked(self, policy: VlmPolicy, task: VlmTask, prompt: Prompt, rng: np.random.Generator) -> Prompt:
+        """The prompt of a question with masked images and videos."""
+        if not (task.images or task.videos):
+            return prompt
+        options = (self.settings.patch_size, self.settings.mask_ratio, rng)
+        images = [blacken_patches(image, *options) for image in task.load_images()]
+        videos = [blacken_frames(frames, *options) for frames in load_videos(task, policy.layout.patch_size)]
+        return policy.encode(task, images, videos)
+
+
+class Perception(LossTerm):
+    """The perception KL and the double entropy.
+
+    Args:
+        settings: options of the term.
+        aggregation: how its tokens are averaged, that of the objective.
+        temperature: of scoring.
+        accuracy_term: reward term whose value 1 marks a right answer.
+    """
+
+    name = "perception"
+
+    def __init__(
+        self, settings: PapoSettings, aggregation: Aggregation, temperature: float, accuracy_term: str
+    ) -> None:
+        self.settings, self.aggregation, self.temperature = settings, aggregation, temperature
+        self.accuracy_term = accuracy_term
+        weighed = settings.entropy_policy or settings.entropy_masked
+        self.outputs = frozenset({"entropy"} if settings.entropy == "full" and weighed else ())
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Add the weight of each sample, and the masked pass unless it is recomputed with gradient."""
+        shown = [float(bool(task.images or task.videos)) for task in VlmPayload.of(rollouts).tasks]
+        weight = torch.tensor(shown, device=rollouts.mask.device)[rollouts.group]
+        if self.settings.apply == "correct_only":
+            weight = weight * (rollouts.reward_terms[self.accuracy_term] == 1.0)
+        extras = {**rollouts.extras, "papo_weight": weight}
+        if not self.settings.recompute_masked:
             with stopwatch("masked_logp"):
-                scores = self.scores_in_chunks(policy, rollouts, self._masked_outputs, self.masked_scores)
+                scores = passes.scores(rollouts, self._masked_outputs, self.masked_scores)
             extras["logp_masked"] = scores.logp
             if scores.entropy is not None:
                 extras["entropy_masked"] = scores.entropy
         return rollouts.replace(extras=extras)
 
-    @property
-    def loss_outputs(self) -> frozenset[str]:
-        """The objective's outputs, and the full entropy where the double entropy is over the vocabulary."""
-        return super().loss_outputs | ({"entropy"} if self._full_entropy else set())
-
-    def denominators(self, minibatch: Rollouts) -> Denominators:
-        """Adds the tokens of correct samples, which their likelihood is divided by."""
-        counts = super().denominators(minibatch)
-        if not self.config.papo.sft_coef:
-            return counts
-        return dataclasses.replace(counts, others={CORRECT_TOKENS: float(self._correct_mask(minibatch).sum())})
-
-    def loss_terms(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
-    ) -> LossTerms:
-        """Minus gamma times the perception KL, plus the double entropy and the likelihood of correct samples."""
-        settings = self.config.papo
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Minus gamma times the perception KL, plus the double entropy."""
+        settings, mask = self.settings, minibatch.loss_mask
         masked = self._masked(policy, minibatch)
-        mask = minibatch.loss_mask
         divergence = perception_terms(scores.logp, masked.logp, mask, minibatch.extras["papo_weight"], settings)
-        mean = self.objective.aggregation(divergence, mask, denominators, minibatch.turn)
-        terms = {"loss/perception": -self.gamma * mean}
-        rho = self.gamma / settings.gamma if settings.gamma else 1.0
+        gamma = gamma_at(settings, step.number, step.total)
+        terms = {"loss/perception": -gamma * self.aggregation(divergence, mask, counts, minibatch.turn)}
+        rho = gamma / settings.gamma if settings.gamma else 1.0
         for name, coef, source in (
             ("loss/entropy_policy", settings.entropy_policy, scores),
             ("loss/entropy_masked", settings.entropy_masked, masked),
         ):
             if coef:
-                terms[name] = rho * coef * token_mean(self._entropy(source), mask, denominators)
-        if settings.sft_coef:
-            terms["loss/sft"] = settings.sft_coef * self._correct_nll(scores.logp, minibatch, denominators)
+                terms[name] = rho * coef * token_mean(self._entropy(source), mask, counts)
         distance = mean_metric(k3(scores.logp.detach(), masked.logp.detach()), mask)
-        return LossTerms(terms, {"papo/kl_masked": distance})
+        return TermLoss(terms, {"papo/kl_masked": distance})
 
     def masked_scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Scores of the same responses to the masked images."""
-        return self.score_view(policy, rollouts, outputs, MASKED)
+        return policy(rollouts, view=MASKED, temperature=self.temperature, outputs=outputs)  # type: ignore[no-any-return]
 
-    def describe(self) -> str:
-        """The objective's formula and the terms that PAPO adds."""
-        settings = self.config.papo
+    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
+        """Weight of the term in the step."""
+        return {"papo/gamma": gamma_at(self.settings, step.number, step.total)}
+
+    def formula(self) -> str:
+        """The terms that PAPO adds."""
+        settings = self.settings
         inside = "exp(a_it - l_it) - (a_it - l_it) - 1"
         if settings.orientation == "paper":
             inside = "exp(l_it - a_it) - (l_it - a_it) - 1"
+        falling = f", weight falling to {settings.gamma_end:g}" if settings.schedule == "annealing" else ""
         lines = [
             f"PAPO adds, with l = logp and a = logp with {settings.mask_ratio:.0%} of the patches black:",
-            f"          - {settings.gamma:g} * mean ({inside})"
-            + (f", weight falling to {settings.gamma_end:g}" if settings.schedule == "annealing" else ""),
+            f"          - {settings.gamma:g} * mean ({inside}){falling}",
         ]
-        names = {"entropy_policy": "H(policy)", "entropy_masked": "H(masked)", "sft_coef": "nll of correct samples"}
-        lines += [
-            f"          + {getattr(settings, key):g} * {text}" for key, text in names.items() if getattr(settings, key)
-        ]
-        return "\n".join([super().describe(), *lines])
-
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """The weight of the term beside the usual metrics."""
-        used = gamma_at(self.config.papo, self._step - 1, self.config.trainer.steps)
-        return super().step_metrics(rollouts) | {"papo/gamma": used}
-
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move along the annealing schedule."""
-        super().on_step_end(step, metrics)
-        self._step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Adds the position in the schedule."""
-        return super().state_dict() | {"papo_step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self._step = int(state["papo_step"])
-
-    @property
-    def _full_entropy(self) -> bool:
-        return self.config.papo.entropy == "full" and bool(
-            self.config.papo.entropy_policy or self.config.papo.entropy_masked
-        )
+        for name, coef in (("policy", settings.entropy_policy), ("masked", settings.entropy_masked)):
+            lines += [f"          + {coef:g} * H({name})"] if coef else []
+        return "\n".join(lines)
 
     @property
     def _masked_outputs(self) -> frozenset[str]:
-        return frozenset({"logp", "entropy"} if self._full_entropy else {"logp"})
-
-    def _masked_prompt(self, policy: VlmPolicy, task: VlmTask, prompt: Prompt, rng: np.random.Generator) -> Prompt:
-        if not (task.images or task.videos):
-            return prompt
-        options = (self.config.papo.patch_size, self.config.papo.mask_ratio, rng)
-        images = [blacken_patches(image, *options) for image in task.load_images()]
-        videos = [blacken_frames(frames, *options) for frames in load_videos(task, policy.layout.patch_size)]
-        return policy.encode(task, images, videos)
+        return self.outputs | {"logp"}
 
     def _masked(self, policy: nn.Module, minibatch: Rollouts) -> PolicyOutputs:
         """The masked pass: of this update with `recompute_masked`, else that before the update."""
-        if self.config.papo.recompute_masked:
+        if self.settings.recompute_masked:
             return self.masked_scores(policy, minibatch, self._masked_outputs)
         return PolicyOutputs(minibatch.extras["logp_masked"], minibatch.extras.get("entropy_masked"), None)
 
     def _entropy(self, scores: PolicyOutputs) -> Tensor:
-        return -scores.logp if scores.entropy is None or not self._full_entropy else scores.entropy
+        return -scores.logp if scores.entropy is None or not self.outputs else scores.entropy
 
-    def _correct_nll(self, logp: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
+
+class CorrectLikelihood(LossTerm):
+    """Mean negative log-likelihood of the tokens of correct samples.
+
+    Args:
+        coef: weight.
+        accuracy_term: reward term whose value 1 marks a right answer.
+    """
+
+    name = "correct_likelihood"
+
+    def __init__(self, coef: float, accuracy_term: str) -> None:
+        self.coef, self.accuracy_term = coef, accuracy_term
+
+    def counts(self, minibatch: Rollouts) -> dict[str, float]:
+        """Tokens of correct samples."""
+        return {CORRECT_TOKENS: float(self._mask(minibatch).sum())}
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
         """Share of the mean over the tokens of all correct samples of the optimiser step."""
-        total = masked_sum(-logp, self._correct_mask(minibatch)).sum()
-        return total / max(denominators.others[CORRECT_TOKENS], 1.0)
+        total = masked_sum(-scores.logp, self._mask(minibatch)).sum()
+        return TermLoss({"loss/sft": self.coef * (total / max(counts.others[CORRECT_TOKENS], 1.0))})
 
-    def _correct_mask(self, rollouts: Rollouts) -> Tensor:
-        return rollouts.loss_mask * self.correct(rollouts).to(rollouts.loss_mask.dtype)[:, None]
+    def formula(self) -> str:
+        """The term with its weight."""
+        return f"          + {self.coef:g} * nll of correct samples"
+
+    def _mask(self, rollouts: Rollouts) -> Tensor:
+        correct = rollouts.reward_terms[self.accuracy_term] == 1.0
+        return rollouts.loss_mask * correct.to(rollouts.loss_mask.dtype)[:, None]
+
+
+class PapoRecipe(VlmRecipe):
+    """GRPO or DAPO with the implicit perception term."""
+
+    config: PapoConfig
+
+    def __init__(self, config: PapoConfig) -> None:
+        super().__init__(config)
+        settings, accuracy = config.papo, self.accuracy_term
+        self.view = MaskedImages(settings)
+        perception = Perception(settings, self.objective.aggregation, config.sampler.temperature, accuracy)
+        likelihood = [CorrectLikelihood(settings.sft_coef, accuracy)] if settings.sft_coef else []
+        self.terms = [perception, *likelihood]

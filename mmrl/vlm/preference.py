@@ -1,4 +1,4 @@
-"""Preference optimisation of a vision-language model on given pairs: DPO and its kin, in the loop of every recipe.
+"""Preference optimisation of a vision-language model on given pairs: DPO and related losses.
 
     L = mean over pairs [l(h)] + coef * NLL of the preferred answers,
     h = (logp_w - logp_ref_w) - (logp_l - logp_ref_l)
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -33,17 +32,18 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.loop.preferences import PreferenceConfig, check_pair_batches, make_preference, pair_marks
-from mmrl.training.loop.recipe import NoUsableTasksError
-from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.recipe import NoUsableTasksError, SupervisedRecipe
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import LossTerm, Passes, Step, TermLoss
 from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.data import LoadedTasks
-from mmrl.vlm.given import GivenAnswersConfig, GivenAnswersRecipe
+from mmrl.vlm.given import GivenAnswersConfig, given_answers
 from mmrl.vlm.pair_evaluation import PairMeasure
 from mmrl.vlm.pairs import PairColumns, has_sides, keep_pairs, sides_of, tokenise_sides
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.pictures import task_images
 from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.recipe import Questions, VlmDomain
 from mmrl.vlm.start_scores import StartScores
 from mmrl.vlm.task import TaskError, VlmTask
 
@@ -101,17 +101,19 @@ class PreferenceRunConfig(GivenAnswersConfig):
         return PairColumns(self.chosen_key, self.rejected_key, scores)
 
 
-class PreferenceRecipe(GivenAnswersRecipe):
+class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
     """A preference objective on given pairs; see the module."""
 
     config: PreferenceRunConfig
-    objective: PreferenceObjective  # type: ignore[assignment]
-    has_loss_terms: ClassVar[bool] = True
+    objective: PreferenceObjective
 
     def __init__(self, config: PreferenceRunConfig) -> None:
-        self.columns = config.columns
-        self.start_scores = StartScores()
         super().__init__(config)
+        self.columns = config.columns
+        self.objective = make_preference(config.objective)
+        self.open(config, Questions(), config.rewards, config.sampler, trains_on_rewards=False)
+        self.start_scores = self.parts["start_scores"] = StartScores()
+        self.terms = [StartReference(self.start_scores)] if config.precompute_reference else []
         for split, tasks in self.eval_tasks.items():
             if not config.rewards and not has_sides(tasks, self.columns):
                 raise UserError(
@@ -119,18 +121,15 @@ class PreferenceRecipe(GivenAnswersRecipe):
                     "is empty: nothing would be measured; give pairs, or rewards such as exact"
                 )
 
-    def make_objective(self) -> Any:
-        """The row of the catalogue with the run's changes."""
-        return make_preference(self.config.objective)
-
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
         """Read both sides of each question; a held-out split may be questions alone."""
         if training or has_sides(loaded.tasks, self.columns):
             return keep_pairs(loaded, self.columns)
         return loaded
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
+    def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
         """Tokenise both sides of each pair; pairs that do not fit are counted and left out."""
+        self._fill_start_scores(policy)
         pairs = self.pairs_of(policy, tasks)
         if pairs is None:
             raise NoUsableTasksError(f"none of {len(tasks)} pairs could be used; skipped so far: {dict(self.skipped)}")
@@ -150,7 +149,7 @@ class PreferenceRecipe(GivenAnswersRecipe):
             return None
         usable, prompts = [task for task, _ in kept], [prompt for _, prompt in kept]
         texts = [side for task in usable for side in sides_of(task, self.columns)]
-        rollouts = self.given(policy, usable, prompts, texts, ids)
+        rollouts = given_answers(policy, usable, prompts, texts, ids)
         device = rollouts.mask.device
         extras = pair_marks(len(usable), device)
         if self.columns.scores is not None:
@@ -159,40 +158,18 @@ class PreferenceRecipe(GivenAnswersRecipe):
         return rollouts.replace(extras=extras)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Log-probabilities at temperature 1: the answers were not sampled at another one."""
+        """Log-probabilities at temperature 1, as the answers were not sampled at another one."""
         return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
 
-    @property
-    def needs_reference_model(self) -> bool:
-        """Whether a copy of the model, or its adapter off, scores pairs at each step."""
-        return self.objective.needs_reference and not self.config.precompute_reference
-
-    @property
-    def needs_old_pass(self) -> bool:
-        """Given answers have no old policy."""
-        return False
-
-    @property
-    def loss_outputs(self) -> frozenset[str]:
-        """Log-probabilities alone."""
-        return frozenset({"logp"})
-
-    def compute_logprobs(self, policy: VlmPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """The reference's log-probabilities of both sides, of this step or computed ahead."""
-        self._fill_start_scores(policy)
-        if self.objective.needs_reference and self.config.precompute_reference:
-            return rollouts.replace(logp_ref=self.start_scores.of(TRAINING, rollouts))
-        return self.reference_pass(reference, rollouts)
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean pair loss."""
         return self.objective.step_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
 
-    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Held-out pairs, and with rewards the answers to their questions."""
         self._fill_start_scores(policy)
         tasks = self.eval_tasks[split]
-        measures: list[Measure[VlmTask]] = self.answer_measures(policy, split) if self.config.rewards else []
+        measures: list[Measure[VlmTask]] = self.answer_measures(policy, split, step) if self.config.rewards else []
         if has_sides(tasks, self.columns):
             measures.append(self.pair_measure(policy, split))
         return evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator)
@@ -240,35 +217,42 @@ class PreferenceRecipe(GivenAnswersRecipe):
             )
         return found
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Pairs skipped so far."""
-        return {"data/skipped": float(sum(self.skipped.values()))}
-
-    def describe(self) -> str:
-        """Formula of the loss."""
-        return self.objective.describe()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Adds what the model said at the start."""
-        return super().state_dict() | {"start_scores": self.start_scores.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self.start_scores.load_state_dict(state["start_scores"])
-
     def _fill_start_scores(self, policy: VlmPolicy) -> None:
         """Score held-out pairs, and training pairs that are computed ahead, with the policy before its first update."""
         if not self.objective.needs_reference:
             return
         splits = {split_table(name): tasks for name, tasks in self.eval_tasks.items() if has_sides(tasks, self.columns)}
         wanted = ({TRAINING: self.train_tasks} if self.config.precompute_reference else {}) | splits
-        skipped = self.skipped.copy()
+        skipped = self.skipped.state_dict()
         for name, tasks in wanted.items():
             if name not in self.start_scores:
                 batch = self.config.evaluation.batch_tasks
                 self.start_scores.fill(name, policy, tasks, lambda part: self.pairs_of(policy, part), self.logp, batch)
-        self.skipped = skipped  # they are counted where they are drawn
+        self.skipped.load_state_dict(skipped)  # they are counted where they are drawn
+
+
+class StartReference(LossTerm):
+    """Log-probabilities of the reference that were computed once, before the first step."""
+
+    name = "start_reference"
+    gradient = "never"
+
+    def __init__(self, scores: StartScores) -> None:
+        self.start_scores = scores
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """The reference's log-probabilities."""
+        return frozenset({"logp_ref"})
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Look them up."""
+        return rollouts.replace(logp_ref=self.start_scores.of(TRAINING, rollouts))
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """The objective's loss reads the log-probabilities; nothing is added to it."""
+        return TermLoss()
 
 
 def split_table(split: str) -> str:

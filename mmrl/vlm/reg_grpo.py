@@ -24,7 +24,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -34,6 +33,7 @@ from mmrl.core.state import DifficultyTracker
 from mmrl.errors import UserError
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.augmentation import AugmentationSettings
 from mmrl.vlm.augmented_task import AugmentedTask, augment_task, partial_trace, reasoning_of, rewrite_question
@@ -68,23 +68,24 @@ class RegGrpoRecipe(VlmRecipe):
 
     def __init__(self, config: RegGrpoConfig) -> None:
         super().__init__(config)
-        self.tracker = DifficultyTracker(config.augmentation.window)
-        self._noted: list[tuple[str, list[float]]] = []
-        self._beside = 0
+        self.tracker = self.parts["difficulty"] = DifficultyTracker(config.augmentation.window)
+        self._noted_rewards: list[tuple[str, list[float]]] = []
         self._drawn: Counter[str] = Counter()
         self._check_data()
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
-        """Sample G responses to each question as its difficulty has it asked."""
-        return super().rollout(policy, self.augmented(policy, tasks, generator), generator)
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
+        """Sample G responses to each question, augmented by its difficulty."""
+        return super().rollout(policy, self.augmented(policy, tasks, generator, step), generator, step)
 
-    def augmented(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> list[VlmTask]:
+    def augmented(
+        self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step
+    ) -> list[VlmTask]:
         """Questions of a step with their hints and noise."""
         settings = self.config.augmentation
         if not settings.enabled:
             return list(tasks)
-        difficulty = self._difficulties(policy, tasks, generator)
-        starts = self._hints(policy, tasks, difficulty, generator)
+        difficulty = self._difficulties(policy, tasks, generator, step)
+        starts = self._hints(policy, tasks, difficulty, generator, step)
         seed = int(torch.randint(2**31, (), generator=generator))
         asked: list[VlmTask] = []
         for place, (task, hard) in enumerate(zip(tasks, difficulty, strict=True)):
@@ -97,38 +98,33 @@ class RegGrpoRecipe(VlmRecipe):
                 asked.append(task)
         return asked
 
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """Rewards as ever; those of each question are noted for its difficulty."""
-        scored = super().score(rollouts)
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Score as usual; the rewards of each question are noted for its difficulty."""
+        scored = super().score(rollouts, step)
         if self.config.augmentation.measure == "history":
             tasks = VlmPayload.of(scored).tasks
             rewards: list[list[float]] = [[] for _ in tasks]
             for group, reward in zip(scored.group.tolist(), scored.reward.tolist(), strict=True):
                 rewards[group].append(reward)
-            self._noted += [(task.id, own) for task, own in zip(tasks, rewards, strict=True)]
+            self._noted_rewards += [(task.id, own) for task, own in zip(tasks, rewards, strict=True)]
         return scored
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Advantages as ever; the difficulties of all processes move on."""
-        for key, rewards in merge_lists(self._noted, accelerator):
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages as usual, after the difficulties of all processes were updated."""
+        for key, rewards in merge_lists(self._noted_rewards, accelerator):
             self.tracker.note(key, rewards)
-        self._noted = []
-        return super().advantages(rollouts, accelerator)
+        self._noted_rewards = []
+        self._note_changes(VlmPayload.of(rollouts).tasks)
+        return super().advantages(rollouts, accelerator, step)
 
-    def samples_beside(self) -> int:
-        """Traces and probes."""
-        drawn, self._beside = self._beside, 0
-        return drawn
-
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """How many questions were changed and how much, beside the usual metrics."""
-        tasks = VlmPayload.of(rollouts).tasks
+    def _note_changes(self, tasks: Sequence[VlmTask]) -> None:
+        """Log how many questions of the step were changed and how much."""
         changed = [task for task in tasks if isinstance(task, AugmentedTask)]
         hints = [task.hint_fraction for task in changed if task.hint_fraction]
         noise = [task.noise_sigma for task in changed if task.noise_sigma]
         recent, drawn = self.tracker.recent, self._drawn
         self._drawn = Counter()
-        return super().step_metrics(rollouts) | {
+        self.noted |= {
             "augment/hinted": len(hints) / len(tasks),
             "augment/noised": len(noise) / len(tasks),
             "augment/hint_fraction_mean": sum(hints) / max(len(hints), 1),
@@ -138,15 +134,6 @@ class RegGrpoRecipe(VlmRecipe):
             "augment/traces_unused": float(drawn["unused"]),
             "augment/window_mean": sum(recent) / len(recent) if recent else 0.0,
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Adds the rewards that difficulties are made of."""
-        return super().state_dict() | {"difficulty": self.tracker.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self.tracker.load_state_dict(state["difficulty"])
 
     def describe(self) -> str:
         """The objective's formula and what happens to questions."""
@@ -184,23 +171,30 @@ class RegGrpoRecipe(VlmRecipe):
                     len(self.train_tasks),
                 )
 
-    def _difficulties(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> list[float]:
+    def _difficulties(
+        self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step
+    ) -> list[float]:
         """Difficulty of each question."""
         settings = self.config.augmentation
         if settings.measure == "history":
             return [self.tracker.difficulty(task.id) for task in tasks]
-        drawn = self._sampled(policy, list(tasks), settings.probe_samples, generator)
+        drawn = self._sampled(policy, list(tasks), settings.probe_samples, generator, step)
         found = [0.0] * len(tasks)
         for place, (_, rewards) in drawn.items():
             self._drawn["probes"] += len(rewards)
-            self._noted.append((tasks[place].id, rewards))
+            self._noted_rewards.append((tasks[place].id, rewards))
             scored = [reward for reward in rewards if math.isfinite(reward)]
             if scored:
                 found[place] = self.tracker.difference(sum(scored) / len(scored))
         return found
 
     def _hints(
-        self, policy: VlmPolicy, tasks: Sequence[VlmTask], difficulty: Sequence[float], generator: torch.Generator
+        self,
+        policy: VlmPolicy,
+        tasks: Sequence[VlmTask],
+        difficulty: Sequence[float],
+        generator: torch.Generator,
+        step: Step,
     ) -> Mapping[int, str]:
         """Beginnings of traces by the place of their question."""
         settings = self.config.augmentation
@@ -208,10 +202,11 @@ class RegGrpoRecipe(VlmRecipe):
         hard = sorted(hard, key=lambda place: -difficulty[place])[: settings.max_hinted or None]
         if not hard:
             return {}
-        told = [self._told(tasks[place]) for place in hard]
+        with_answer = [self._with_answer(tasks[place]) for place in hard]
         found: dict[int, str] = {}
         window = self.tracker.difference(0.0)
-        for number, (texts, rewards) in self._sampled(policy, told, settings.traces, generator).items():
+        traces = self._sampled(policy, with_answer, settings.traces, generator, step)
+        for number, (texts, rewards) in traces.items():
             place = hard[number]
             self._drawn["traces"] += len(texts)
             hint = self._best_start(policy, texts, rewards, window - difficulty[place], difficulty[place])
@@ -232,7 +227,7 @@ class RegGrpoRecipe(VlmRecipe):
         trace = reasoning_of(texts[best], settings.think_start, settings.think_end)
         return partial_trace(trace, settings.hint_fraction(difficulty), policy.processor.tokenizer)
 
-    def _told(self, task: VlmTask) -> AugmentedTask:
+    def _with_answer(self, task: VlmTask) -> AugmentedTask:
         """A question with its answer."""
         template = self.config.augmentation.answer_template
         return augment_task(task, messages=rewrite_question(task, template, answer=_answer_of(task)))
@@ -245,7 +240,7 @@ class RegGrpoRecipe(VlmRecipe):
         return augment_task(task, messages=messages, hint_fraction=fraction)
 
     def _sampled(
-        self, policy: VlmPolicy, tasks: Sequence[VlmTask], count: int, generator: torch.Generator
+        self, policy: VlmPolicy, tasks: Sequence[VlmTask], count: int, generator: torch.Generator, step: Step
     ) -> dict[int, tuple[list[str], list[float]]]:
         """Responses to questions that are not trained on, and their rewards, by the place of their question.
 
@@ -267,9 +262,10 @@ class RegGrpoRecipe(VlmRecipe):
             [prompts[place].text for place in repeated],
             drawn.texts,
             token_lists(drawn.response_ids, drawn.mask),
+            step,
         )
-        self._errors.warn(result)
-        self._beside += len(repeated)
+        self.errors.warn(result)
+        self.extra_samples += len(repeated)
         parts = {place: slice(number * count, (number + 1) * count) for number, place in enumerate(prompts)}
         return {place: (drawn.texts[part], list(result.total[part])) for place, part in parts.items()}
 

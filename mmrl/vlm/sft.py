@@ -1,9 +1,4 @@
-"""Supervised warm start: maximum likelihood of given completions through the same loop as reinforcement learning.
-
-A completion is a rollout that was given instead of sampled: with advantage 1 the plain policy-gradient surrogate has
-exactly the gradient of the negative log-likelihood, so batches, checkpoints, guards and reports are those of every
-other recipe.
-"""
+"""Supervised warm start: maximum likelihood of given completions, in the loop of every other recipe."""
 
 from __future__ import annotations
 
@@ -11,14 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from mmrl.core.catalogue import get
-from mmrl.core.objective import Objective
+from mmrl.core.aggregation import Denominators
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import rare
-from mmrl.vlm.given import GivenAnswersConfig, GivenAnswersRecipe
+from mmrl.training.loop.likelihood import likelihood_loss
+from mmrl.training.loop.recipe import SupervisedRecipe
+from mmrl.training.loop.terms import Step
+from mmrl.vlm.data import LoadedTasks
+from mmrl.vlm.given import GivenAnswersConfig, given_answers
 from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.recipe import Questions, VlmDomain
 from mmrl.vlm.task import VlmTask
 
 
@@ -41,29 +42,39 @@ class SftConfig(GivenAnswersConfig):
             raise ValueError("eval_data is given but rewards is empty; evaluations need a score such as exact")
 
 
-class SftRecipe(GivenAnswersRecipe):
+class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
     """Maximum likelihood of a column of completions."""
 
     config: SftConfig
+    own_loss = "sft"
 
-    def make_objective(self) -> Objective:
-        """Maximum likelihood."""
-        return get("sft")
+    def __init__(self, config: SftConfig, questions: Questions | None = None) -> None:
+        super().__init__(config)
+        self.open(config, questions or Questions(), config.rewards, config.sampler, trains_on_rewards=False)
 
-    def check_answers(self, tasks: Sequence[VlmTask]) -> None:
-        """Refuse questions without a completion."""
-        config = self.config
-        for task in tasks:
+    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Refuse training questions without a completion."""
+        config, loaded = self.config, super().prepare_tasks(loaded, training=training)
+        for task in loaded.tasks if training else ():
             if not isinstance(task.columns.get(config.target_key), str):
                 raise UserError(
                     f"{config.data.path}: question {task.id} has no text in column '{config.target_key}' (target_key); "
                     f"columns: {', '.join(task.columns)}"
                 )
+        return loaded
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
-        """Tokenise the given completions as if they had been sampled."""
+    def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
+        """Tokenise the given completions."""
         usable, prompts = self.encode(policy, tasks)
         tokenizer = policy.processor.tokenizer
         texts = [str(task.columns[self.config.target_key]) for task in usable]
         ids = [[*tokenizer.encode(text, add_special_tokens=False), policy.eos_ids[0]] for text in texts]
-        return self.given(policy, usable, prompts, texts, ids)
+        return given_answers(policy, usable, prompts, texts, ids)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Teacher-forced scores at the sampling temperature."""
+        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Mean negative log-likelihood of the answers' tokens."""
+        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)

@@ -8,30 +8,29 @@ actions normalised by the quantiles of the demonstrations. The simulator only ev
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
-from mmrl.core.objective import LossOutput
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.payload import Payload, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.recipe import SupervisedRecipe
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import RobotSim, views_of
 from robotics.vla.collect import action_scale
 from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
 from robotics.vla.policy import ActionPolicy, PolicyInputs
-from robotics.vla.recipe import RobotConfig, RobotRecipe
+from robotics.vla.recipe import RobotConfig, RobotDomain
 from robotics.vla.tasks import EpisodeSetConfig
 
 
@@ -80,16 +79,17 @@ class CloneConfig(RobotConfig):
             raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; a moment has no group")
 
 
-class CloneRecipe(RobotRecipe):
+class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
     """Imitates demonstrations; see the module."""
 
     config: CloneConfig
-    uses_rewards: ClassVar[bool] = False
-    has_loss_terms: ClassVar[bool] = True
+    policy: ActionPolicy
+    own_loss = "behaviour_cloning"
 
     def __init__(self, config: CloneConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+        super().__init__(config)
         self.demonstrations: Demonstrations = load_demonstrations(config.demonstrations)
-        super().__init__(config, policy, sim)
+        self.open(config, policy, sim)
         found = self.demonstrations.actions[0].shape[1]
         if found != self.sim.action_size:
             raise UserError(
@@ -103,7 +103,6 @@ class CloneRecipe(RobotRecipe):
         self.scale = action_scale(self.policy, config.acting)
         if self.scale is None:
             self.demonstrations.warn_of_large_actions()
-        self.objective = dataclasses.replace(self.objective, name="behaviour_cloning")
 
     def _check_views(self) -> None:
         found, wanted = len(self.config.demonstrations.views), self.policy.views
@@ -121,7 +120,7 @@ class CloneRecipe(RobotRecipe):
         """Digest of the demonstrations: all states, actions and instructions, and some of the images."""
         return self.demonstrations.digest()
 
-    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
+    def batch(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
         """Look up observations and actions; nothing is simulated."""
         device = policy.device
         observed = self.demonstrations.observations(tasks, policy.past)
@@ -140,23 +139,11 @@ class CloneRecipe(RobotRecipe):
             payload=payload,
         )
 
-    def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Demonstrations have no reward."""
-        return rollouts.reward, {}
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Not defined: the loss is the policy's own, and nothing else scores demonstrations."""
+        raise NotImplementedError("behaviour cloning has no log-probabilities of decisions")
 
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """Demonstrations have no reward."""
-        return rollouts
-
-    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """There is no old policy."""
-        return rollouts
-
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Every moment counts the same."""
-        return rollouts
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """The policy's cloning loss, averaged over the control steps of the optimiser step."""
         payload = MomentPayload.of(minibatch)
         generator = torch.Generator().manual_seed(int(payload.noise_seed[0]))

@@ -16,10 +16,7 @@ sii-research/siiRL examples/embodied_srpo_trainer) for clip range, aggregation a
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +27,8 @@ from mmrl.errors import RunError
 from mmrl.fields import choice
 from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.recipe import Tally
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.stopwatch import stopwatch
 from robotics.sim.episodes import RobotSim
 from robotics.vla.agreement import rank_agreement
@@ -70,38 +69,19 @@ class RobotGrpoRecipe(RobotRecipe):
         self, config: RobotGrpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None
     ) -> None:
         super().__init__(config, policy, sim)
-        self.agreement = math.nan
         self._following: FlowFollowing | None = None
         if config.reward == "flow":
             tasks = dict.fromkeys(episode.task for episode in self.train_tasks)
             self._following = FlowFollowing(config.flow, config.sim, list(tasks), config.seed)
+            self._following.failures = self.parts["flow_failures"] = Tally()
 
-    def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+    def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """The chosen reward; success and the dense reward are both reported."""
         payload = EpisodePayload.of(rollouts)
         terms = {"dense": payload.progress}
         if self._following is not None:
             return self._flow_rewards(self._following, rollouts, terms)
         return payload.success.float() if self.config.reward == "sparse" else payload.progress, terms
-
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """With `reward: flow` also failures so far and agreement, beside those of every robot recipe."""
-        found = super().step_metrics(rollouts)
-        if self._following is None:
-            return found
-        failed = sum_over_processes({name: float(self._following.failures[name]) for name in FAILURES})
-        return found | {f"flow/failed_{name}": failed[name] for name in FAILURES} | {"flow/agreement": self.agreement}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts; flows follow from their initial states and are predicted anew."""
-        failures = {} if self._following is None else dict(self._following.failures)
-        return super().state_dict() | {"flow_failures": failures}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        super().load_state_dict(state)
-        if self._following is not None:
-            self._following.failures = Counter(state.get("flow_failures", {}))
 
     def close(self) -> None:
         """End the simulator and free the renderers of first pictures."""
@@ -117,11 +97,13 @@ class RobotGrpoRecipe(RobotRecipe):
             found = following.score(payload, groups.tolist())
         if not np.isfinite(found.reward).any():
             raise RunError(
-                "no episode of this step could be compared with a flow; the first reason stands in the log above"
+                "no episode of this step could be compared with a flow; the first reason is in the log above"
             )
         failures = ~payload.success.cpu().numpy() & np.isfinite(found.reward)
         dense = payload.progress.cpu().numpy()
-        self.agreement = rank_agreement(found.reward[failures], dense[failures], groups[failures])
+        self.noted["flow/agreement"] = rank_agreement(found.reward[failures], dense[failures], groups[failures])
+        lost = sum_over_processes({name: float(following.failures[name]) for name in FAILURES})
+        self.noted |= {f"flow/failed_{name}": lost[name] for name in FAILURES}
         columns = (found.reward, found.reached, found.off_m)
         reward, reached, off_m = (torch.from_numpy(column).to(rollouts.reward) for column in columns)
         return reward, terms | {"flow_reached": reached, "flow_off_m": off_m}

@@ -25,6 +25,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.terms import Step
 from robotics.vla.agreement import advantage_correlation, rank_agreement
 from robotics.vla.latent_rows import TrajectoryLatent
 from robotics.vla.latents import LATENTS, LatentConfig, make_latent
@@ -161,7 +162,7 @@ def _run(recipe: SrpoRecipe, count: int, seed: int, purpose: str) -> list[Checke
         generator = make_generator(seed, purpose, len(rows))
         with torch.no_grad():
             tasks = recipe.train_tasks[: recipe.config.trainer.tasks_per_step]
-            rollouts = recipe.rollout(recipe.policy, tasks, generator)
+            rollouts = recipe.rollout(recipe.policy, tasks, generator, Step())
         payload = EpisodePayload.of(rollouts)
         for row in range(rollouts.num_rows):
             if not bool(payload.failed[row]):

@@ -31,14 +31,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import LossTerm, Passes, Step, TermLoss
 from robotics.sim.episodes import RobotSim
 from robotics.vla.critic import CriticConfig, PolicyWithCritic, StateCritic, critic_inputs
 from robotics.vla.payload import EpisodePayload
@@ -100,6 +102,37 @@ class RobotPpoConfig(RobotConfig):
             )
 
 
+class ChunkCritic(LossTerm):
+    """Values of the critic before the update, whose inputs are scaled by the first episodes; adds nothing to the loss.
+
+    The critic is asked apart from the policy, so that the images are not encoded once more.
+    """
+
+    name = "chunk_critic"
+    gradient = "never"
+
+    def __init__(self, recipe: RobotPpoRecipe) -> None:
+        self.recipe = recipe
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """The values."""
+        return frozenset({"values"})
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Scale the critic's inputs in the first step, and ask it."""
+        recipe = self.recipe
+        seen = EpisodePayload.of(rollouts).steps > 0
+        recipe.policy.critic.fit_scale(recipe.critic_inputs(rollouts)[seen])
+        with torch.no_grad():
+            return rollouts.replace(values=recipe.values(passes.policy, rollouts))
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Nothing; the objective has the critic's loss."""
+        return TermLoss()
+
+
 class RobotPpoRecipe(RobotRecipe):
     """Rewards by chunk and a critic; see the module."""
 
@@ -113,10 +146,11 @@ class RobotPpoRecipe(RobotRecipe):
         critic = StateCritic(size, config.critic.width, config.seed)
         acting: Any = self.policy
         self.policy = PolicyWithCritic(acting, critic, config.critic.factor(config.trainer.learning_rate))
+        self.terms = [ChunkCritic(self)]
 
-    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
         """See `RobotRecipe.rollout`; the chunks are the turns, with a reward each."""
-        rollouts = super().rollout(policy, tasks, generator)
+        rollouts = super().rollout(policy, tasks, generator, step)
         payload = EpisodePayload.of(rollouts)
         chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
         turn = chunks.repeat_interleave(self._decisions_of_chunk)
@@ -139,43 +173,32 @@ class RobotPpoRecipe(RobotRecipe):
         last = math.ceil(self.sim.horizon / (self.config.acting.n_action_steps or self.policy.chunk)) - 1
         return rewards * gamma ** (last - torch.arange(rewards.shape[1], device=rewards.device))
 
-    def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+    def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the chunks' rewards; the simulator's own at the end is reported."""
         return rollouts.extras["decision_reward"].sum(1), {"dense": EpisodePayload.of(rollouts).progress}
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """See `RobotRecipe.scores`; the value of a chunk stands at each of its decisions."""
+        """See `RobotRecipe.scores`; each decision has the value of its chunk."""
         found = super().scores(policy, rollouts, outputs)
-        if "values" not in outputs:
-            return found
-        return dataclasses.replace(found, values=self._values(policy, rollouts))
+        return dataclasses.replace(found, values=self.values(policy, rollouts)) if "values" in outputs else found
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """What the critic knew before the update, with the metrics of every robot recipe."""
-        return super().step_metrics(rollouts) | {"critic/explained": _explained(rollouts)}
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages as usual; logs how much of the returns the critic knew before the update."""
+        found = super().advantages(rollouts, accelerator, step)
+        self.noted["critic/explained"] = _explained(found)
+        return found
 
-    def old_pass(self, policy: ActionPolicy, rollouts: Rollouts) -> Rollouts:
-        """See `Recipe.old_pass`; the first episodes set the scale of the critic's inputs.
-
-        With the sampler's log-probabilities the critic alone is asked, and the images are not encoded once more.
-        """
-        seen = EpisodePayload.of(rollouts).steps > 0
-        self.policy.critic.fit_scale(self._critic_inputs(rollouts)[seen])
-        if self.old_logprobs is not OldLogProbs.SAMPLER:
-            return super().old_pass(policy, rollouts)
-        with torch.no_grad():
-            return rollouts.replace(values=self._values(policy, rollouts))
-
-    def _values(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
+    def values(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
         """(B, T) value of each decision's chunk."""
-        values = policy("values", self._critic_inputs(rollouts))
+        values = policy("values", self.critic_inputs(rollouts))
         return values.repeat_interleave(self._decisions_of_chunk, 1)[:, : rollouts.num_decisions]
 
     @property
     def _decisions_of_chunk(self) -> int:
         return self.policy.decisions if self.config.logp_level == "token" else 1
 
-    def _critic_inputs(self, rollouts: Rollouts) -> Tensor:
+    def critic_inputs(self, rollouts: Rollouts) -> Tensor:
+        """What the critic is given before each chunk (B, C, ...)."""
         payload = EpisodePayload.of(rollouts)
         return critic_inputs(payload, rollouts.group, self.task_names, self.sim.horizon)
 

@@ -30,9 +30,10 @@ from mmrl.rewards.loading import source_digest
 from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
+from mmrl.training.loop.recipe import NoUsableTasksError, Recipe, Stateful, Tally
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
 from mmrl.training.loop.sim_counts import SimCounts
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.metrics import metric_label
 from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import EpisodeSpec, RobotSim
@@ -103,21 +104,27 @@ class RobotConfig(RunConfig):
             )
 
 
-class RobotRecipe(Recipe[ActionPolicy, Any]):
-    """Runs, scores and evaluates episodes of a robot policy; the loss is the objective's."""
+class RobotDomain:
+    """Simulator, policy, evaluation and reports of recipes for robots."""
 
-    config: RobotConfig
+    config: Any
     policy: ActionPolicy
+    train_tasks: Sequence[Any]
+    eval_tasks: Mapping[str, Sequence[EpisodeSpec]]
+    parts: dict[str, Stateful]
 
-    def __init__(self, config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
-        self.config = config
-        self.objective = make_objective(config.objective)
+    def open(self, config: Any, policy: ActionPolicy | None, sim: RobotSim | None) -> None:
+        """Open simulator and policy, unless they are given, and list the initial states.
+
+        Raises:
+            UserError: one of them cannot be used, or they do not fit together.
+        """
         self.sim: RobotSim = open_sim(config.sim) if sim is None else sim
         known, splits = self.sim.tasks(), self.sim.layouts()
         randomizes = bool(config.sim.randomization.active())
-        self.train_tasks: Sequence[Any] = self.load_train_tasks()
+        self.train_tasks = self.load_train_tasks()
         limit = config.evaluation.max_tasks or None
-        self.eval_tasks: Mapping[str, Sequence[EpisodeSpec]] = {
+        self.eval_tasks = {
             name: list_episodes(data, known, splits, randomized=not randomizes)[:limit]
             for name, data in config.eval_data.items()
         }
@@ -128,68 +135,20 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
                 f"acting.n_action_steps is {config.acting.n_action_steps}; "
                 f"the policy's chunk has {self.policy.chunk} steps"
             )
-        self.broken = 0
-        self.sim_counts = SimCounts(self.sim, Path(config.output_dir))
+        self.broken, self.sim_counts = Tally(), SimCounts(self.sim, Path(config.output_dir))
+        self.parts |= {"broken": self.broken, "counts": self.sim_counts}
         self._seen: Counter[str] = Counter()
         names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
         self._shown_tasks = names if 1 < len(names) <= SHOWN_TASKS else []
         self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
-        self.step = 0
 
     def load_train_tasks(self) -> Sequence[Any]:
         """Initial states of training."""
         return list_episodes(self.config.data, self.sim.tasks(), self.sim.layouts())
 
-    @abstractmethod
-    def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Total reward (B,) and its terms, NaN where an episode cannot be scored; failed rows are masked later."""
-
-    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
-        """Run G episodes from each initial state."""
-        size = self.config.trainer.samples_per_task
-        each = self.config.sim.randomization.per == "episode"
-        repeated = [own_draw(task, member) if each else task for task in tasks for member in range(size)]
-        episodes = run_episodes(
-            policy, self.sim, repeated, self.config.acting, generator, record=self.needs_every_frame
-        )
-        episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
-        group = torch.arange(len(tasks)).repeat_interleave(size)
-        self._note(episodes.payload)
-        _check_usable(group, episodes.payload)
-        return pack_episodes(episodes, group, policy, self.config.logp_level)
-
-    @property
-    def needs_every_frame(self) -> bool:
-        """Whether the reward needs an image of every control step."""
-        return False
-
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """Rewards of the episodes; NaN, and no gradient, for a group with a failed environment."""
-        payload = EpisodePayload.of(rollouts)
-        whole = ~_in_failed_group(rollouts.group, payload.failed)
-        reward, terms = self.rewards(rollouts)
-        unknown = torch.full_like(reward, float("nan"))
-        terms = {"success": payload.success.float(), **terms}
-        return rollouts.replace(
-            reward=torch.where(whole, reward, unknown),
-            reward_terms={name: torch.where(whole, values, unknown) for name, values in terms.items()},
-        )
-
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Log-probability and entropy of each decision, at the sampling temperature."""
-        payload = EpisodePayload.of(rollouts)
-        rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
-        if not len(rows):  # all failed; every process has to run the policy, so one masked chunk is scored
-            rows = chunks = torch.zeros(1, dtype=torch.int64, device=rows.device)
-        inputs = _inputs(payload, rollouts.group, rows, chunks)
-        logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
-        place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
-        with_entropy = "entropy" in outputs and entropy is not None
-        return PolicyOutputs(self._spread(logp, *place), self._spread(entropy, *place) if with_entropy else None)
-
-    def evaluate(self, policy: ActionPolicy, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: ActionPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Success over fixed initial states, overall and of each task."""
-        measures = [self._measure(policy, split, protocol) for protocol in PROTOCOLS]
+        measures = [self._measure(policy, split, protocol, step) for protocol in PROTOCOLS]
         measures = [measure for measure in measures if measure.repeats]
         return evaluate_tasks(measures, self.eval_tasks[split], self.config.evaluation.records, accelerator)
 
@@ -206,25 +165,11 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         for name in self._shown_tasks:
             runs = seen.get(f"episodes/{name}", 0) or math.nan
             found[f"episode/success/{metric_label(name)}"] = seen.get(f"success/{name}", 0) / runs
-        self.broken += int(seen.get("failed", 0))
-        return found | {"sim/episodes_failed": float(self.broken)} | self.sim_counts.metrics()
-
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the step for the names of videos."""
-        self.step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Step and counts of failed environments."""
-        return {"step": self.step, "broken": self.broken, "counts": self.sim_counts.state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.step = int(state["step"])
-        self.broken = int(state["broken"])
-        self.sim_counts.restore(state.get("counts", {}))
+        self.broken["episodes"] += int(seen.get("failed", 0))
+        return found | {"sim/episodes_failed": float(self.broken["episodes"])} | self.sim_counts.metrics()
 
     @classmethod
-    def export(cls, config: RobotConfig, checkpoint: Path, output: Path) -> str:
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
         """Write a policy folder that needs no other one; a module of the user's own is copied as it was saved."""
         model = checkpoint / "model"
         if not is_saved_policy(model):
@@ -237,14 +182,14 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         """End the simulator's threads and processes."""
         self.sim.close()
 
-    def _measure(self, policy: ActionPolicy, split: str, protocol: str) -> EpisodeMeasure:
+    def _measure(self, policy: ActionPolicy, split: str, protocol: str, step: Step) -> EpisodeMeasure:
         config, run_dir = self.config, Path(self.config.output_dir)
         headline = protocol == "greedy" and split == next(iter(self.eval_tasks))
         videos = ReplayVideos(
             sim=self.sim,
             config=config.sim,
             folder=run_dir / "videos",
-            label=f"step-{self.step:06d}-{split}",
+            label=f"step-{step.number:06d}-{split}",
             count=config.evaluation.videos,
             fps=config.evaluation.fps,
             size=config.evaluation.video_size,
@@ -265,6 +210,81 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
             shows_progress=not config.tracking.quiet,
         )
 
+    def _note(self, payload: EpisodePayload) -> None:
+        valid = ~payload.failed
+        size = len(valid) // len(payload.episodes)
+        for row in valid.nonzero().flatten().tolist():
+            task = payload.episodes[row // size].task
+            self._seen[f"episodes/{task}"] += 1
+            self._seen[f"success/{task}"] += int(payload.success[row])
+        self._seen["episodes"] += int(valid.sum())
+        self._seen["success"] += int(payload.success[valid].sum())
+        self._seen["steps"] += int(payload.lengths[valid].sum())
+        count = int(payload.failed.sum())
+        if count and not self.broken["episodes"] and not self._seen["failed"]:
+            reason = next(reason for reason, bad in zip(payload.reasons, payload.failed.tolist(), strict=True) if bad)
+            LOGGER.warning("an environment failed; its group is left out of the update: %s", reason)
+        self._seen["failed"] += count
+
+
+class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
+    """Runs, scores and evaluates episodes of a robot policy; the loss is the objective's."""
+
+    config: RobotConfig
+    policy: ActionPolicy
+
+    def __init__(self, config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+        super().__init__(config)
+        self.objective = make_objective(config.objective)
+        self.open(config, policy, sim)
+
+    @abstractmethod
+    def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
+        """Total reward (B,) and its terms, NaN where an episode cannot be scored; failed rows are masked later."""
+
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
+        """Run G episodes from each initial state."""
+        size = self.config.trainer.samples_per_task
+        each = self.config.sim.randomization.per == "episode"
+        repeated = [own_draw(task, member) if each else task for task in tasks for member in range(size)]
+        episodes = run_episodes(
+            policy, self.sim, repeated, self.config.acting, generator, record=self.needs_every_frame
+        )
+        episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
+        group = torch.arange(len(tasks)).repeat_interleave(size)
+        self._note(episodes.payload)
+        _check_usable(group, episodes.payload)
+        return pack_episodes(episodes, group, policy, self.config.logp_level)
+
+    @property
+    def needs_every_frame(self) -> bool:
+        """Whether the reward needs an image of every control step."""
+        return False
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Rewards of the episodes; NaN, and no gradient, for a group with a failed environment."""
+        payload = EpisodePayload.of(rollouts)
+        whole = ~_in_failed_group(rollouts.group, payload.failed)
+        reward, terms = self.rewards(rollouts, step)
+        unknown = torch.full_like(reward, float("nan"))
+        terms = {"success": payload.success.float(), **terms}
+        return rollouts.replace(
+            reward=torch.where(whole, reward, unknown),
+            reward_terms={name: torch.where(whole, values, unknown) for name, values in terms.items()},
+        )
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-probability and entropy of each decision, at the sampling temperature."""
+        payload = EpisodePayload.of(rollouts)
+        rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
+        if not len(rows):  # all failed; every process has to run the policy, so one masked chunk is scored
+            rows = chunks = torch.zeros(1, dtype=torch.int64, device=rows.device)
+        inputs = _inputs(payload, rollouts.group, rows, chunks)
+        logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
+        place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
+        with_entropy = "entropy" in outputs and entropy is not None
+        return PolicyOutputs(self._spread(logp, *place), self._spread(entropy, *place) if with_entropy else None)
+
     def _spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
         """(M, D) values of chunks as (B, T) decisions."""
         if self.config.logp_level == "chunk":
@@ -272,22 +292,6 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
             values = (values * executed_mask).sum(1, keepdim=True)
         out = values.new_zeros(*steps.shape, values.shape[1])
         return out.index_put((rows, chunks), values).flatten(1)[:, :width]
-
-    def _note(self, payload: EpisodePayload) -> None:
-        sound = ~payload.failed
-        size = len(sound) // len(payload.episodes)
-        for row in sound.nonzero().flatten().tolist():
-            task = payload.episodes[row // size].task
-            self._seen[f"episodes/{task}"] += 1
-            self._seen[f"success/{task}"] += int(payload.success[row])
-        self._seen["episodes"] += int(sound.sum())
-        self._seen["success"] += int(payload.success[sound].sum())
-        self._seen["steps"] += int(payload.lengths[sound].sum())
-        count = int(payload.failed.sum())
-        if count and not self.broken and not self._seen["failed"]:
-            reason = next(reason for reason, bad in zip(payload.reasons, payload.failed.tolist(), strict=True) if bad)
-            LOGGER.warning("an environment failed; its group is left out of the update: %s", reason)
-        self._seen["failed"] += count
 
 
 def _users_parts(config: RobotConfig) -> dict[str, str]:

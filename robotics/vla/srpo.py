@@ -33,9 +33,8 @@ is: `srpo/agreement`, Spearman's rank correlation over the failures of an initia
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,14 +46,16 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.training.loop.distributed import global_advantages, merge_lists, sum_over_processes
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.recipe import Tally
 from mmrl.training.loop.seeds import stream_seed
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.stopwatch import stopwatch
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.vla.agreement import advantage_correlation, rank_agreement
 from robotics.vla.latents import LATENTS, LatentConfig, StateLatent, make_latent
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
-from robotics.vla.progress import ProgressOutcome, SuccessMemory, progress_rewards, shuffled_failures
+from robotics.vla.progress import SuccessMemory, progress_rewards, shuffled_failures
 from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 from robotics.vla.tasks import episode_id
@@ -88,7 +89,7 @@ class SrpoRecipe(RobotRecipe):
                 f"latent.kind is '{config.latent.kind}', but the simulator renders no images; set sim.image_size, or "
                 "use latent.kind=state"
             )
-        self.latent = make_latent(config.latent)
+        self.latent = self.parts["latent"] = make_latent(config.latent)
         if isinstance(self.latent, StateLatent) and self.latent.state_size not in (0, self.sim.state_size):
             source = config.latent.path or "latent.options"
             raise UserError(
@@ -96,10 +97,8 @@ class SrpoRecipe(RobotRecipe):
                 f"state has {self.sim.state_size}"
             )
         self.form = config.progress.form
-        self.memory = SuccessMemory(self.form.memory)
-        self.invalid = self._invalid_now = 0
-        self.outcome: ProgressOutcome | None = None
-        self.agreement = self.advantage_correlation = math.nan
+        self.memory = self.parts["memory"] = SuccessMemory(self.form.memory)
+        self.invalid = self.parts["invalid"] = Tally()
         self._first_reason = ""
 
     @property
@@ -107,12 +106,13 @@ class SrpoRecipe(RobotRecipe):
         """Whether the latent is computed from the images of all control steps."""
         return self.config.latent.frames == "step" and self.latent.needs_images
 
-    def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+    def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """1 for success, else the progress reward."""
         payload, groups = EpisodePayload.of(rollouts), rollouts.group.cpu().numpy()
         with stopwatch("latents"):
             self._fit_latent(payload)
             latents, first, valid = self._embed(payload)
+        self._count_invalid(int((~valid & ~payload.failed.cpu().numpy()).sum()))
         mine = self._progress_rewards(
             _Rows(
                 latents=latents,
@@ -122,53 +122,28 @@ class SrpoRecipe(RobotRecipe):
                 labels=np.array([self._label(payload.episodes[group]) for group in groups.tolist()]),
                 env_reward=payload.progress.cpu().numpy(),
                 groups=groups,
-            )
+            ),
+            step,
         )
         progress = torch.from_numpy(mine).to(rollouts.reward)
         return progress, {"progress": torch.where(payload.success, torch.nan, progress)}
 
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Those of the objective; their correlation with those of the environment's own reward is noted."""
-        found = super().advantages(rollouts, accelerator)
+        found = super().advantages(rollouts, accelerator, step)
         payload = EpisodePayload.of(rollouts)
         own = rollouts.replace(reward=torch.where(torch.isfinite(rollouts.reward), payload.progress, torch.nan))
         other = global_advantages(self.objective.compute_advantages, own, accelerator)
         failed = (~payload.success).to(rollouts.mask)
         columns = [_row_means(part.advantage, rollouts.loss_mask) for part in (found, other)]
         rows = merge_lists([torch.stack([*columns, payload.progress, failed]).cpu().numpy()], accelerator)
-        self.advantage_correlation = advantage_correlation(*np.concatenate(rows, axis=1))
+        self.noted["srpo/advantage_correlation"] = advantage_correlation(*np.concatenate(rows, axis=1))
         return found
 
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Clusters, tasks without a reference, missing latents and agreement, with those of every robot recipe."""
-        self.invalid += int(sum_over_processes({"now": self._invalid_now})["now"])
-        self._invalid_now = 0
-        found = super().step_metrics(rollouts) | {"srpo/invalid_latents": float(self.invalid)}
-        if self.outcome is None:
-            return found
-        return found | {
-            "srpo/clusters": float(self.outcome.clusters),
-            "srpo/noise_fraction": float(self.outcome.noise_fraction),
-            "srpo/tasks_without_reference": self.outcome.fraction_without_reference,
-            "srpo/tasks_with_fallback": self.outcome.fraction_with_fallback,
-            "srpo/agreement": self.agreement,
-            "srpo/advantage_correlation": self.advantage_correlation,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts, remembered successes and the scale that the latent was fitted to."""
-        return super().state_dict() | {
-            "memory": self.memory.state_dict(),
-            "invalid": self.invalid,
-            "latent": self.latent.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        super().load_state_dict(state)
-        self.memory.load_state_dict(state["memory"])
-        self.invalid = int(state["invalid"])
-        self.latent.load_state_dict(state.get("latent", {}))
+    def _count_invalid(self, count: int) -> None:
+        """Count episodes without a latent over all processes; every one of them calls it."""
+        self.invalid["episodes"] += int(sum_over_processes({"now": count})["now"])
+        self.noted["srpo/invalid_latents"] = float(self.invalid["episodes"])
 
     def _label(self, episode: EpisodeSpec) -> str:
         """With whose successes an episode is compared."""
@@ -211,14 +186,13 @@ class SrpoRecipe(RobotRecipe):
         latents, first = np.zeros((2, len(payload.steps), found.latents.shape[1]), np.float32)
         valid = np.zeros(len(payload.steps), bool)
         latents[sound], first[sound], valid[sound] = found.latents, begun.latents, found.valid & begun.valid
-        self._invalid_now += int((~(found.valid & begun.valid)).sum())
         reasons = found.reasons or begun.reasons
         if reasons and not self._first_reason:
             self._first_reason = next(iter(reasons.values()))
             LOGGER.warning("an episode has no latent and is left out of the update: %s", self._first_reason)
         return latents, first, valid
 
-    def _progress_rewards(self, mine: _Rows) -> np.ndarray:
+    def _progress_rewards(self, mine: _Rows, step: Step) -> np.ndarray:
         """Rewards (B,) of these rows among those of all processes.
 
         A failure is compared with the successes of its label on any process, so the rows of all processes are gathered,
@@ -236,7 +210,7 @@ class SrpoRecipe(RobotRecipe):
                 f"latent.kind is {self.config.latent.kind}"
             )
         labels = rows.labels.tolist()
-        self.outcome = progress_rewards(
+        outcome = progress_rewards(
             rows.latents,
             rows.success,
             rows.valid,
@@ -246,12 +220,18 @@ class SrpoRecipe(RobotRecipe):
             rows.first,
         )
         self.memory.add(rows.latents, rows.success & rows.valid, labels)
-        reward = self.outcome.reward
+        reward = outcome.reward
         if self.config.shuffle_failures:
-            draws = np.random.default_rng(stream_seed(self.config.seed, "shuffle", self.step))
+            draws = np.random.default_rng(stream_seed(self.config.seed, "shuffle", step.number))
             reward = shuffled_failures(reward, rows.success, rows.groups, draws)
-        failures = ~rows.success & np.isfinite(self.outcome.distance)
-        self.agreement = rank_agreement(reward[failures], rows.env_reward[failures], rows.groups[failures])
+        failures = ~rows.success & np.isfinite(outcome.distance)
+        self.noted |= {
+            "srpo/clusters": float(outcome.clusters),
+            "srpo/noise_fraction": float(outcome.noise_fraction),
+            "srpo/tasks_without_reference": outcome.fraction_without_reference,
+            "srpo/tasks_with_fallback": outcome.fraction_with_fallback,
+            "srpo/agreement": rank_agreement(reward[failures], rows.env_reward[failures], rows.groups[failures]),
+        }
         start = sum(len(part.valid) for part in parts[:rank])
         return reward[start : start + len(mine.valid)]
 

@@ -18,7 +18,12 @@ from mmrl.agents.stored import restore_episode, size_of, store_episode
 from mmrl.agents.tasks import TaskSetConfig
 from mmrl.core import Rollouts, get
 from mmrl.recipes import RECIPES
+from mmrl.training.loop.constants import update_constants
+from mmrl.training.loop.passes import old_in_update
+from mmrl.training.loop.recipe import collect_metrics
+from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
 from mmrl.vlm.model_config import ModelConfig
@@ -57,14 +62,15 @@ def two_steps(config):
     """Rollouts of two steps of an untrained policy, with all constants of the second update."""
     recipe = ArpoRecipe(config)
     try:
-        first = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator()))
+        first = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator(), Step()), Step())
         with torch.no_grad():
             for parameter in recipe.policy.parameters():
                 parameter.mul_(1.02)
-        recipe.on_step_end(1, {})
-        second = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator()))
-        metrics = recipe.step_metrics(second)
-        second = recipe.objective.compute_advantages(recipe.old_pass(recipe.policy, second))
+        later = Step(1, 2)
+        second = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator(), later), later)
+        metrics = collect_metrics(recipe, second, later)
+        second = update_constants(recipe, recipe.policy, Reference("none", recipe.policy), second, later)
+        second = recipe.objective.compute_advantages(second)
         scores = recipe.scores(recipe.policy, second, frozenset({"logp"}))
         return recipe, first, second, scores.logp.detach(), metrics
     finally:
@@ -208,8 +214,8 @@ def test_the_second_step_replays_what_the_first_one_found(tmp_path, folder):
 def test_old_log_probs_of_replayed_trajectories(tmp_path, folder, correction, source, minibatches):
     replay = ReplayConfig(threshold=0.0, max_std=10.0, max_mean=10.0, correction=correction)
     config = make_config(tmp_path, folder, replay, old_logp=source, minibatches_per_step=minibatches)
-    recipe, _, second, logp, _ = two_steps(config)
-    used = recipe.old_in_update(second, logp)
+    _, _, second, logp, _ = two_steps(config)
+    used = old_in_update(config.trainer, second, logp)
     replayed, mask = second.extras["replayed"] > 0, second.mask > 0
     now, old = torch.where(mask, logp, 0.0), torch.where(mask, used.logp_old, 0.0)
     assert_equal_up_to_rounding(old[~replayed], now[~replayed])

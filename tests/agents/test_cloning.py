@@ -19,8 +19,9 @@ from mmrl.agents.payload import AgentPayload
 from mmrl.agents.tasks import TaskSetConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
-from mmrl.training.loop.recipe import NoUsableTasksError
+from mmrl.training.loop.recipe import NoUsableTasksError, collect_metrics
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
 from mmrl.vlm.model_config import ModelConfig
@@ -70,7 +71,7 @@ def recipes():
 
 
 def played(recipe):
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator()))
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator(), Step()), Step())
     return rollouts, AgentPayload.of(rollouts)
 
 
@@ -108,7 +109,7 @@ def test_random_actions_take_the_place_of_the_experts(tmp_path, folder, recipes)
     _, first = played(recipe)
     _, again = played(recipe)
     assert [episode.answers for episode in first.episodes] == [episode.answers for episode in again.episodes]
-    recipe.on_step_end(1, {})
+    recipe.on_step_end(Step(1 - 1), {})
     _, later = played(recipe)
     assert [episode.answers for episode in first.episodes] != [episode.answers for episode in later.episodes]
     assert all(len(episode.answers) <= 3 for episode in later.episodes)
@@ -124,17 +125,17 @@ def test_an_expert_that_fails_costs_its_episode_and_not_the_run(tmp_path, folder
     rollouts, payload = played(recipe)  # seeds 0 to 3
     assert [episode.task.seed for episode in payload.episodes] == [0]
     assert rollouts.reward.tolist() == [6.0]
-    assert recipe.step_metrics(rollouts)["episode/turns"] == 3.0
+    assert collect_metrics(recipe, rollouts, Step())["episode/turns"] == 3.0
     assert {kind: recipe.pool.counts[kind] for kind in ("raised", "crashed", "hung")} == {
         "raised": 1,
         "crashed": 1,
         "hung": 1,
     }
     with pytest.raises(NoUsableTasksError, match="malformed: expert returned a str"):
-        recipe.rollout(recipe.policy, recipe.train_tasks[4:5], torch.Generator())
+        recipe.rollout(recipe.policy, recipe.train_tasks[4:5], torch.Generator(), Step())
     with pytest.raises(NoUsableTasksError, match="did not end the episode"):
-        recipe.rollout(recipe.policy, recipe.train_tasks[5:6], torch.Generator())
-    assert recipe.rollout(recipe.policy, recipe.train_tasks[6:8], torch.Generator()).num_rows == 2
+        recipe.rollout(recipe.policy, recipe.train_tasks[5:6], torch.Generator(), Step())
+    assert recipe.rollout(recipe.policy, recipe.train_tasks[6:8], torch.Generator(), Step()).num_rows == 2
 
 
 def test_a_clone_writes_actions(tmp_path, folder):

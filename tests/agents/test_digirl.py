@@ -27,6 +27,8 @@ from mmrl.recipes import RECIPES
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
 from mmrl.vlm.model_config import ModelConfig
@@ -80,10 +82,9 @@ def make_recipe():
 def collect(recipe):
     """Rollouts of one step, and the batch that they are replaced by."""
     with torch.no_grad():
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], torch.Generator())
-    rollouts = recipe.score(rollouts)
-    batch = recipe.compute_logprobs(recipe.policy, None, rollouts)
-    return rollouts, recipe.advantages(batch, make_accelerator())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], torch.Generator(), Step())
+    rollouts = recipe.score(rollouts, Step())
+    return rollouts, recipe.advantages(rollouts, make_accelerator(), Step())
 
 
 def grid_experts(folder, count=4):
@@ -94,7 +95,7 @@ def grid_experts(folder, count=4):
 
 def test_states_are_those_of_the_conversation_read_up_to_the_step(tmp_path, folder, make_recipe):
     recipe = make_recipe(make_config(tmp_path, folder))
-    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2])
+    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Step())
     data = label_episodes(recipe.policy, [e for own in episodes for e in own], gamma=0.5, rows=3)
     assert data.state.shape[0] == sum(data.counts) == len(data.reward)
     place = 0
@@ -116,7 +117,7 @@ def test_states_are_those_of_the_conversation_read_up_to_the_step(tmp_path, fold
 def test_the_state_of_the_text_does_not_see_the_picture(tmp_path, folder, make_recipe):
     """The corridors of all seeds say the same and look different."""
     recipe = make_recipe(make_config(tmp_path, folder))
-    episodes = [own[0] for own in recipe.run_groups(recipe.policy, recipe.train_tasks[:2])]
+    episodes = [own[0] for own in recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Step())]
     data = label_episodes(recipe.policy, episodes, gamma=0.5, rows=0)
     assert torch.equal(data.text_state[0], data.text_state[1])
     assert not torch.allclose(data.state[0], data.state[data.counts[0]])
@@ -173,11 +174,11 @@ def test_the_batch_holds_kept_steps_and_its_loss_counts_the_dropped_ones(tmp_pat
             if values == {1.0}:
                 kept, total = kept + 1, total - float(logp[row][own].detach().sum())
     assert 0 < kept < all_steps
-    output = recipe.loss(recipe.policy, batch, recipe.denominators(batch))
+    output = recipe.loss(recipe.policy, batch, count_denominators(recipe, batch), Step())
     assert float(output.loss.detach()) == pytest.approx(total / all_steps, rel=1e-4)
     assert math.isfinite(metric_values(output.metrics)["loss/nll"])
     halves = [batch.select_groups(torch.tensor(part)) for part in ([0], [1, 2])]
-    parts = [recipe.loss(recipe.policy, part, recipe.denominators(batch)).loss for part in halves]
+    parts = [recipe.loss(recipe.policy, part, count_denominators(recipe, batch), Step()).loss for part in halves]
     assert float(sum(parts).detach()) == pytest.approx(float(output.loss.detach()), rel=1e-4)
 
 
@@ -241,7 +242,7 @@ def test_recorded_episodes_that_do_not_fit_are_left_out_never_cut(tmp_path, fold
 def test_recorded_episodes_of_a_model_come_back(tmp_path, folder, make_recipe):
     recipe = make_recipe(make_config(tmp_path, folder))
     writer = Writer(recipe.policy, recipe.config.conversation, "Walk.")
-    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2])[0]
+    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Step())[0]
     assert write_recorded(episodes[:1], tmp_path / "own") == write_recorded(episodes[1:], tmp_path / "own") == 1
     again = read_recorded(tmp_path / "own", recipe.policy, writer)
     assert [e.trajectory.ids for e in again] == [e.trajectory.ids for e in episodes]

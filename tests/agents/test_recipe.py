@@ -21,8 +21,9 @@ from mmrl.agents.tasks import TaskSetConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.recipe import NoUsableTasksError
+from mmrl.training.loop.recipe import NoUsableTasksError, collect_metrics
 from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
 from mmrl.vlm.model_config import ModelConfig
@@ -70,10 +71,10 @@ def make_config(folder, model, **changes) -> AgentConfig:
 def roll(config, tasks=2):
     recipe = AgentRecipe(config)
     try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], torch.Generator())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], torch.Generator(), Step())
         with torch.no_grad():
             logp = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp
-        return rollouts, recipe.score(rollouts), logp, recipe
+        return rollouts, recipe.score(rollouts, Step()), logp, recipe
     finally:
         recipe.close()
 
@@ -174,7 +175,7 @@ def test_failed_episodes_are_left_out_and_counted(tmp_path, folder):
     for group, own in enumerate(sound):
         finite = torch.isfinite(scored.reward[scored.group == group]).tolist()
         assert finite == (own if sum(own) > 1 else [False] * len(own)), "a single result has nothing to compare with"
-    metrics = recipe.step_metrics(rollouts)
+    metrics = collect_metrics(recipe, rollouts, Step())
     assert metrics["sim/dropped"] >= int(failed.sum())
     assert metrics["sim/crashed"] >= int(failed.sum())
     assert list((tmp_path / "run/failures").glob("environment-*.txt"))

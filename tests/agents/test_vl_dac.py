@@ -20,8 +20,12 @@ from mmrl.agents.vl_dac import VlDacConfig, VlDacRecipe
 from mmrl.core.objective import PolicyOutputs
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
+from mmrl.training.loop.constants import update_constants
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
 from mmrl.vlm.model_config import CriticSettings, ModelConfig
@@ -77,8 +81,10 @@ def recipes():
 
 
 def rolled(recipe, tasks=3):
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], torch.Generator()))
-    return recipe.old_pass(recipe.policy, rollouts)
+    rollouts = recipe.score(
+        recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], torch.Generator(), Step()), Step()
+    )
+    return update_constants(recipe, recipe.policy, Reference("none", recipe.policy), rollouts, Step())
 
 
 def test_the_warm_up_moves_the_critic_alone(tmp_path, folder):
@@ -167,10 +173,11 @@ def test_every_token_of_an_answer_is_trained(tmp_path, folder, recipes, monkeypa
     """The first one of each turn too, and one with the number 0, which the public code leaves out; without a KL term,
     where its loss is no scalar."""
     recipe = recipes(make_config(tmp_path, folder, objective=ObjectiveConfig(preset="vl_dac", kl={"kind": "none"})))
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator()))
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator(), Step()), Step())
     assert 0 not in recipe.policy.banned_ids.tolist()
     AgentPayload.of(rollouts).response_ids[:, 0] = 0
-    rollouts = recipe.objective.compute_advantages(recipe.old_pass(recipe.policy, rollouts))
+    rollouts = update_constants(recipe, recipe.policy, Reference("none", recipe.policy), rollouts, Step())
+    rollouts = recipe.objective.compute_advantages(rollouts)
     assert float(rollouts.advantage[rollouts.mask > 0].abs().min()) > 0
     with torch.no_grad():
         now = recipe.scores(recipe.policy, rollouts, frozenset({"logp", "values"}))
@@ -178,8 +185,7 @@ def test_every_token_of_an_answer_is_trained(tmp_path, folder, recipes, monkeypa
     assert bool(torch.isfinite(now.logp[:, 0]).all())
     logp = now.logp.requires_grad_()
     monkeypatch.setattr(recipe, "scores", lambda *_: PolicyOutputs(logp, values=now.values))
-    recipe.step = 2
-    loss = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts)).loss
+    loss = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step(2)).loss
     assert loss.shape == ()
     (gradient,) = torch.autograd.grad(loss, logp)
     assert bool(((gradient != 0) == (rollouts.mask > 0)).all())
@@ -188,7 +194,7 @@ def test_every_token_of_an_answer_is_trained(tmp_path, folder, recipes, monkeypa
 @pytest.mark.parametrize("stop", [True, False])
 def test_the_critics_gradient_ends_at_the_state_where_asked(folder, tmp_path, recipes, stop):
     recipe = recipes(make_config(tmp_path, folder, critic=CriticSettings(hidden=[16], stop_gradient=stop)))
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:1], torch.Generator()))
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:1], torch.Generator(), Step()), Step())
     recipe.scores(recipe.policy, rollouts, frozenset({"logp", "values"})).values.sum().backward()
     moved = {name.split(".")[0] for name, p in recipe.policy.named_parameters() if p.grad is not None}
     assert moved == ({"value_head"} if stop else {"value_head", "model"})

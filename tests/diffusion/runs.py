@@ -19,11 +19,14 @@ from diffusion.shapes import building
 from mmrl.core.rollouts import Rollouts
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
+from mmrl.training.loop.constants import update_constants
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import CheckpointConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.loop.trainer import Trainer
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.record.tracking import TrackingConfig
 
 PROMPTS = ("a red circle", "a blue square", "a green triangle")
@@ -91,21 +94,21 @@ def collected(recipe: Any, step: int = 0, count: int = 2) -> Rollouts:
     generator = make_generator(recipe.config.seed, "rollout", step, 0, 0)
     recipe.policy.eval()
     with torch.no_grad():
-        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:count], generator))
+        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:count], generator, Step()), Step())
     reference = make_reference(
         recipe.config.reference, recipe.policy, needed=recipe.objective.needs_reference, start=recipe.start
     )
-    rollouts = recipe.compute_logprobs(recipe.policy, reference, rollouts)
-    return recipe.advantages(rollouts, make_accelerator())
+    rollouts = update_constants(recipe, recipe.policy, reference, rollouts, Step())
+    return recipe.advantages(rollouts, make_accelerator(), Step())
 
 
 def gradients(recipe: Any, rollouts: Rollouts, rows: int = 0) -> tuple[float, torch.Tensor]:
     """Loss and its gradient with respect to all trained weights, summed over micro-batches of so many rows."""
     recipe.policy.zero_grad()
-    denominators = recipe.denominators(rollouts)
+    denominators = count_denominators(recipe, rollouts)
     total = 0.0
     for chunk in rollouts.micro_batches(rows or rollouts.num_rows):
-        output = recipe.loss(recipe.policy, chunk, denominators)
+        output = recipe.loss(recipe.policy, chunk, denominators, Step())
         output.loss.backward()
         total += float(output.loss.detach())
     found = [p.grad.flatten() for p in recipe.policy.parameters() if p.grad is not None]

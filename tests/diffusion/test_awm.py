@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.sampler import row_noise
+from diffusion.sampler import row_noise, text_of
 from diffusion.schedule import sigma_grid
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 from tests.rounding import assert_same_gradient
 
@@ -24,7 +26,7 @@ def velocities(recipe, rollouts):
     sigma = payload.sigma.double().numpy()[:, :, None, None, None]
     clean = payload.latents.double().numpy()[:, None]
     noisy = (1 - sigma) * clean + sigma * noise
-    text = recipe.text_of(payload.tasks, rollouts.group.repeat_interleave(draws))
+    text = text_of(recipe.policy, payload.tasks, rollouts.group.repeat_interleave(draws))
     with torch.no_grad():
         x = torch.from_numpy(noisy).float().flatten(0, 1)
         v = recipe.policy(x, payload.sigma.flatten(), *text.expanded()).double().numpy().reshape(noisy.shape)
@@ -112,7 +114,7 @@ def test_the_total_is_the_loss_and_counts_both_anchors(tmp_path):
     recipe = build(config)
     rollouts = collected(recipe)
     disturb(recipe.policy, 0.1, seed=1)
-    output = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts))
+    output = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step())
     parts = [output.metrics[name].value for name in ("loss/policy", "loss/kl", "loss/kl_ema")]
     assert parts[2] > 0
     assert output.metrics["loss/total"].value == pytest.approx(float(output.loss.detach()), rel=1e-6)

@@ -16,9 +16,12 @@ from diffusion.shapes.pairs import build_pairs
 from mmrl.core.metrics import metric_values
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
+from mmrl.training.loop.constants import needs_reference, update_constants
 from mmrl.training.loop.recipe import NoUsableTasksError
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.record.samples import read_samples
 from mmrl.training.runs import train
 from tests.diffusion.pairs import dpo_config, write_scenes
@@ -30,14 +33,14 @@ def built(config: DiffusionDpoConfig) -> tuple[DiffusionDpoRecipe, object]:
     """The recipe with its policy moved away from the reference."""
     config.validate()
     recipe = DiffusionDpoRecipe(config)
-    reference = make_reference(config.reference, recipe.policy, needed=recipe.needs_reference_model, start=recipe.start)
+    reference = make_reference(config.reference, recipe.policy, needed=needs_reference(recipe), start=recipe.start)
     disturb(recipe.policy)
     return recipe, reference
 
 
 def step_pairs(recipe, reference, count: int = 4):
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:count], make_generator(0, "rollout"))
-    return recipe.compute_logprobs(recipe.policy, reference, rollouts)
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:count], make_generator(0, "rollout"), Step())
+    return update_constants(recipe, recipe.policy, reference, rollouts, Step())
 
 
 def test_both_images_of_a_pair_have_the_same_time_noise_and_caption(tmp_path):
@@ -78,7 +81,7 @@ def test_the_loss_by_hand(tmp_path, error):
                 errors.append((velocity - rows.target).square().flatten(1).mean(1).view(4, 2, 2))
         inside = -0.5 * 100.0 * ((errors[0][:, 0] - errors[1][:, 0]) - (errors[0][:, 1] - errors[1][:, 1]))
         expected = -torch.nn.functional.logsigmoid(inside).mean()
-        output = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts))
+        output = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step())
     assert float(output.loss) == pytest.approx(float(expected), rel=1e-3)
     found = metric_values(output.metrics)
     assert found["rewards/accuracies"] == pytest.approx(float((inside > 0).float().mean()))
@@ -105,7 +108,7 @@ def test_fine_tuning_on_the_preferred_images_needs_no_reference(tmp_path):
     assert reference.kind == "none"
     rollouts = step_pairs(recipe, reference)
     with torch.no_grad():
-        loss = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts)).loss
+        loss = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss
         errors = recipe.process.evaluate(recipe.policy, rollouts).errors[::2]
     assert float(loss) == pytest.approx(float(errors.mean()), rel=1e-5)  # 2 * mean(error / 2)
 
@@ -194,7 +197,7 @@ def test_pairs_in_files_of_their_own(tmp_path):
     assert step_pairs(recipe, reference).num_groups == 1, "equal pictures under two names are found when they are read"
     assert recipe.skipped["equal_sides"] == 2
     with pytest.raises(NoUsableTasksError, match="both images of each are the same"):
-        recipe.rollout(recipe.policy, recipe.train_tasks[1:], make_generator(0))
+        recipe.rollout(recipe.policy, recipe.train_tasks[1:], make_generator(0), Step())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from diffusion.evaluation import latent_diversity
 from mmrl.recipes import RECIPES
 from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.terms import Step
 from mmrl.training.runs import train
 from tests.diffusion.runs import build, disturb, make_trainer, read_lines, run_config
 
@@ -20,7 +21,7 @@ def shown(evaluation):
 
 
 def evaluated(recipe):
-    return recipe.evaluate(recipe.policy, "held_out", make_accelerator())
+    return recipe.evaluate(recipe.policy, "held_out", make_accelerator(), Step())
 
 
 @pytest.mark.parametrize("lora", [True, False])
@@ -90,7 +91,7 @@ def test_the_average_is_what_is_evaluated(tmp_path):
     for one, other in zip(start, shown(evaluated(recipe)), strict=True):
         assert np.array_equal(one, other)  # the average has not moved yet
     assert all(torch.equal(p, kept) for p, kept in zip(recipe.policy.parameters(), weights, strict=True))
-    recipe.on_step_end(1, {})  # keeps 2 / 11 of the old average
+    recipe.on_step_end(Step(1 - 1), {})  # keeps 2 / 11 of the old average
     assert not np.array_equal(start[0], shown(evaluated(recipe))[0])
     values = torch.cat([v.flatten() for v in recipe.eval_ema.state_dict().values()])
     now = torch.cat([p.detach().flatten() for p in recipe.policy.parameters() if p.requires_grad])

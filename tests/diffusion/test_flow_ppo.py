@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from diffusion.sampler import text_of
 from mmrl.core.blocks import Gae, SeparateCritic
+from mmrl.training.loop.constants import update_constants
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.loop.terms import Step
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 from tests.diffusion.test_trajectories import move
 
@@ -34,7 +37,8 @@ def opinionated(recipe):
 def scored(recipe, rewards):
     """Rollouts with these rewards, the values of the critic and advantages."""
     rollouts = collected(recipe).replace(reward=torch.tensor(rewards))
-    return recipe.advantages(recipe.old_pass(recipe.policy, rollouts), make_accelerator())
+    rollouts = update_constants(recipe, recipe.policy, recipe.start, rollouts, Step())
+    return recipe.advantages(rollouts, make_accelerator(), Step())
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
@@ -63,7 +67,7 @@ def test_critic_is_asked_before_it_learns_and_of_the_states_before_the_steps(tmp
     rollouts = collected(recipe)
     payload = rollouts.payload
     recipe = opinionated(build(ppo(tmp_path)))
-    pooled = recipe.text_of(payload.tasks, rollouts.group.repeat_interleave(3)).expanded()[1]
+    pooled = text_of(recipe.policy, payload.tasks, rollouts.group.repeat_interleave(3)).expanded()[1]
     expected = recipe.critic.values(payload.states[:, :3].flatten(0, 1), payload.sigma.flatten(), pooled)
     torch.testing.assert_close(rollouts.values.flatten(), expected, rtol=1e-4, atol=1e-5)
 

@@ -11,6 +11,7 @@ import torch
 from diffusion.critic import Critic, CriticConfig, CriticTrainer
 from diffusion.orw_cfm import WEIGHTS
 from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.terms import Step
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 from tests.diffusion.test_awm import velocities
 
@@ -62,7 +63,7 @@ def test_centred_weights_leave_out_rows_without_a_reward(tmp_path):
     config.orw.center, config.orw.tau = True, 1.0
     recipe = build(config)
     rollouts = collected(recipe).replace(reward=torch.tensor([1.0, 3.0, NAN, 2.0, 0.0, 0.0, 0.0, 4.0]))
-    found = recipe.advantages(rollouts, make_accelerator()).advantage[:, 0]
+    found = recipe.advantages(rollouts, make_accelerator(), Step()).advantage[:, 0]
     expected = np.exp([-1.0, 1.0, 0.0, 0.0, -1.0, -1.0, -1.0, 3.0])
     expected[2] = 0.0
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
@@ -144,7 +145,7 @@ def test_advantage_is_return_minus_value_within_its_bound(tmp_path):
     rollouts = collected(recipe)
     values = recipe.values(rollouts)
     assert float(values.std()) > 0
-    found = recipe.advantages(rollouts, make_accelerator()).advantage
+    found = recipe.advantages(rollouts, make_accelerator(), Step()).advantage
     expected = (rollouts.reward[:, None] - values).clamp(-0.6, 0.6)
     torch.testing.assert_close(found, expected)  # the critic is asked before it learns from the step
     assert not torch.equal(recipe.values(rollouts), values)

@@ -13,7 +13,7 @@ from diffusion.images import ImageDataConfig, write_images
 from diffusion.model import LoraSettings, ModelConfig
 from diffusion.pipelines import encode_images
 from diffusion.pretrain import PretrainConfig
-from diffusion.sampler import SamplerConfig, row_noise
+from diffusion.sampler import SamplerConfig, row_noise, text_of
 from mmrl.core.metrics import metric_values
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig
@@ -21,6 +21,8 @@ from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.recipe import NoUsableTasksError
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.record.tracking import TrackingConfig
 from tests.diffusion.runs import build, make_trainer, run_config, trained
 
@@ -73,14 +75,14 @@ def test_loss_is_the_matching_error_of_numpy(tmp_path, digit_model):
     config = pretraining(tmp_path, digit_model, tasks_per_step=6)
     config.timesteps.count = 2
     recipe = build(config)
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:6], make_generator(0, "rollout"))
-    output = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts))
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:6], make_generator(0, "rollout"), Step())
+    output = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step())
     payload = rollouts.payload
     clean = encode_images(recipe.policy.pipeline, payload.images).double().numpy()[:, None]
     noise = row_noise(payload.noise_seed, 2, (1, 8, 8)).double().numpy()
     sigma = payload.sigma.double().numpy()[..., None, None, None]
     noisy = torch.from_numpy((1 - sigma) * clean + sigma * noise).float().flatten(0, 1)
-    text = recipe.text_of(payload.tasks, rollouts.group.repeat_interleave(2))
+    text = text_of(recipe.policy, payload.tasks, rollouts.group.repeat_interleave(2))
     with torch.no_grad():
         v = recipe.policy(noisy, payload.sigma.flatten(), *text.expanded()).double().numpy()
     expected = ((v.reshape(noise.shape) - (noise - clean)) ** 2).mean()
@@ -93,7 +95,7 @@ def test_captions_are_left_out_at_the_configured_rate(tmp_path, digit_model):
     for share, allowed in ((0.0, range(1)), (0.3, range(85, 156)), (1.0, range(400, 401))):
         config.drop_caption = share
         recipe = build(config)
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:400], make_generator(0, "rollout"))
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:400], make_generator(0, "rollout"), Step())
         assert sum(task.prompt == "" for task in rollouts.payload.tasks) in allowed
         assert len(set(rollouts.payload.sigma.flatten().tolist())) > 350  # every image has a time of its own
 
@@ -121,7 +123,7 @@ def test_images_of_several_sizes_cannot_share_a_step(tmp_path, digit_model):
 
     tasks = [recipe.train_tasks[0], *load_images(ImageDataConfig(path=str(other)))]
     with pytest.raises(NoUsableTasksError, match="differ in size"):
-        recipe.rollout(recipe.policy, tasks, make_generator(0))
+        recipe.rollout(recipe.policy, tasks, make_generator(0), Step())
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path, digit_model):
@@ -153,7 +155,7 @@ def learnt(name, folder, steps):
     trainer = make_trainer(config, folder)
     scores = []
     for _ in range(2):
-        found = trainer.recipe.evaluate(trainer.policy, "held_out", make_accelerator()).metrics
+        found = trainer.recipe.evaluate(trainer.policy, "held_out", make_accelerator(), Step()).metrics
         scores.append(found["score/caption_colour"])
         while trainer.step < steps and len(scores) == 1:
             trainer.train_step()

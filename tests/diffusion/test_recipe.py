@@ -16,6 +16,8 @@ from mmrl.errors import RunError, UserError
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.recipe import collect_metrics
+from mmrl.training.loop.terms import Step
 from tests.diffusion.runs import (
     build,
     collected,
@@ -82,7 +84,7 @@ def always_raises(prompts, completions, **columns):
 
 def failures(recipe, rollouts):
     """Failed rows of the step by "term/kind"."""
-    metrics, start = recipe.step_metrics(rollouts), "reward/errors/"
+    metrics, start = collect_metrics(recipe, rollouts, Step()), "reward/errors/"
     return {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
 
 
@@ -99,7 +101,7 @@ def test_failed_rows_leave_the_gradient_of_the_others_as_it_is(name, tmp_path):
     assert float(rollouts.advantage[2].abs().max()) == 0.0
     loss, gradient = gradients(recipe, rollouts)
     others = rollouts.select(torch.tensor([0, 1, 3, 4, 5, 6, 7]))
-    own = recipe.advantages(others, make_accelerator())
+    own = recipe.advantages(others, make_accelerator(), Step())
     torch.testing.assert_close(own.advantage, others.advantage)
     expected_loss, expected = gradients(recipe, own)
     assert math.isfinite(loss)
@@ -131,7 +133,7 @@ def test_a_judge_that_fails_costs_no_row(tmp_path):
 def test_all_rewards_failing_ends_the_run_with_their_reasons(tmp_path, caplog):
     recipe = build(run_config("awm", tmp_path))
     with_function(recipe, {"caption_colour": always_raises, "jpeg_incompressibility": red})
-    found = recipe.evaluate(recipe.policy, next(iter(recipe.eval_tasks)), make_accelerator())
+    found = recipe.evaluate(recipe.policy, next(iter(recipe.eval_tasks)), make_accelerator(), Step())
     assert "every reward failed in the evaluation of" in found.failure
     assert "no reward today" in found.failure
     assert "no reward today" in caplog.text
@@ -214,7 +216,7 @@ def test_gdpo_normalises_the_sum_of_the_advantages_of_each_reward(tmp_path):
     # row 2: the second reward does not apply; row 5: it failed, so that the row counts nowhere
     total = [5.0, 17.0, 4.0, 10.5, 16.5, NAN]
     rollouts = scored([0, 0, 0, 1, 1, 1], total, caption_colour=first, caption_position=second)
-    found = recipe.advantages(rollouts, make_accelerator()).advantage
+    found = recipe.advantages(rollouts, make_accelerator(), Step()).advantage
     own = np.array(first[:5])
     one = (own - [1, 1, 1, 5.5, 5.5]) / (own.std() + 1e-4)
     spread = np.array([10, 30, 5, 5]).std() + 1e-4
@@ -230,7 +232,7 @@ def test_gdpo_with_a_reward_that_applies_nowhere_is_the_other_alone(tmp_path):
     config.combine = "gdpo"
     recipe = build(config)
     rollouts = scored([0, 0, 0], [1.0, 2.0, 6.0], caption_colour=[1.0, 2.0, 6.0], caption_position=[NAN] * 3)
-    found = recipe.advantages(rollouts, make_accelerator()).advantage
+    found = recipe.advantages(rollouts, make_accelerator(), Step()).advantage
     alone = recipe.estimate(rollouts, make_accelerator()).advantage
     torch.testing.assert_close(found, alone / (alone[:, 0].std() + 1e-4))
     assert bool(found.isfinite().all())
@@ -243,7 +245,7 @@ def test_the_bound_of_awm_holds_for_the_sum_of_several_rewards(tmp_path):
     recipe = build(config)
     one = [0.0] * 63 + [1.0]  # the last image is far above all others in both rewards
     rollouts = scored([0] * 64, [6 * x for x in one], caption_colour=one, caption_position=one)
-    found = recipe.advantages(rollouts, make_accelerator()).advantage
+    found = recipe.advantages(rollouts, make_accelerator(), Step()).advantage
     assert float(found.abs().max()) == 1.0
 
 
@@ -284,7 +286,7 @@ def test_prompts_that_cannot_be_used_are_counted(tmp_path, caplog):
     recipe = build(load_run(path)[1])
     assert [task.prompt for task in recipe.train_tasks] == ["a red circle", "a blue square"]
     assert recipe.skipped == {"empty": 2, "too_long": 1}
-    assert recipe.step_metrics(collected(recipe))["data/skipped"] == 3.0
+    assert collect_metrics(recipe, collected(recipe), Step())["data/skipped"] == 3.0
     assert "line 2" in caplog.text
     recipe.close()
 

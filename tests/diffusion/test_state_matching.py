@@ -11,11 +11,13 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion.critic import CREDITS, explained_variance
-from diffusion.sampler import sample_latents, sample_states, sample_trajectories
+from diffusion.sampler import sample_latents, sample_states, sample_trajectories, text_of
 from diffusion.schedule import make_solver, trained_steps
 from diffusion.state_matching import towards
 from mmrl.core.returns import gae
 from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.recipe import collect_metrics
+from mmrl.training.loop.terms import Step
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 from tests.diffusion.test_orw_cfm import without_critic
 from tests.diffusion.test_schedule import SPREAD, exact_velocity
@@ -36,7 +38,10 @@ def states_config(folder, solver="flow_sde", noise_level=0.7, **trainer):
 @pytest.mark.parametrize("solver", ["euler", "dpm", "sa_solver", "flow_sde", "cps"])
 def test_states_are_those_of_the_solvers_own_images(solver, tmp_path):
     recipe = build(states_config(tmp_path, solver))
-    sampler, text = recipe.config.sampler, recipe.text_of(recipe.train_tasks[:1], torch.zeros(4, dtype=torch.int64))
+    sampler, text = (
+        recipe.config.sampler,
+        text_of(recipe.policy, recipe.train_tasks[:1], torch.zeros(4, dtype=torch.int64)),
+    )
     seeds = torch.tensor([[1, 5], [1, 6], [2, 5], [3, 5]])
     with torch.no_grad():
         run = sample_states(recipe.policy, text, seeds, sampler, torch.arange(6).expand(4, -1))
@@ -51,7 +56,10 @@ def test_states_are_those_of_the_solvers_own_images(solver, tmp_path):
 
 def test_stochastic_solver_draws_the_images_of_the_trajectory_methods(tmp_path):
     recipe = build(states_config(tmp_path))
-    sampler, text = recipe.config.sampler, recipe.text_of(recipe.train_tasks[:1], torch.zeros(4, dtype=torch.int64))
+    sampler, text = (
+        recipe.config.sampler,
+        text_of(recipe.policy, recipe.train_tasks[:1], torch.zeros(4, dtype=torch.int64)),
+    )
     seeds = torch.arange(8).reshape(4, 2)
     with torch.no_grad():
         run = sample_trajectories(recipe.policy, text, seeds, sampler, trained_steps(sampler.steps))
@@ -101,7 +109,7 @@ def test_renoised_images_given_as_states_have_the_targets_and_the_loss_of_orw(tm
     found = recipe.process.noisy(given).rows
     smallest = float(forward.sigma.min())  # rounding of x_t and x_0 is divided by t
     torch.testing.assert_close(found.target, forward.target, rtol=0, atol=2**-20 / smallest)
-    weighted = recipe.advantages(given, make_accelerator())
+    weighted = recipe.advantages(given, make_accelerator(), Step())
     assert torch.equal(weighted.advantage, rollouts.advantage)
     recipe.reference = recipe.start
     disturb(orw.policy)
@@ -168,7 +176,7 @@ def test_weights_of_a_run_are_the_clipped_differences_of_its_critic(bound, tmp_p
     rollouts = collected(recipe)
     values = recipe.values(rollouts)
     assert float((values[:, 1:] - values[:, :-1]).abs().max()) > 0.05
-    found = recipe.advantages(rollouts, make_accelerator()).advantage
+    found = recipe.advantages(rollouts, make_accelerator(), Step()).advantage
     expected = torch.cat([values[:, 1:], rollouts.reward[:, None]], 1) - values
     torch.testing.assert_close(found, expected.clamp(-bound, bound) if bound else expected)
 
@@ -176,7 +184,7 @@ def test_weights_of_a_run_are_the_clipped_differences_of_its_critic(bound, tmp_p
 def velocities(recipe, rollouts):
     """Velocity at the kept states (B, T, C, H, W) as float64, and the matching error (B, T)."""
     payload = rollouts.payload
-    text = recipe.text_of(payload.tasks, rollouts.group.repeat_interleave(3))
+    text = text_of(recipe.policy, payload.tasks, rollouts.group.repeat_interleave(3))
     with torch.no_grad():
         v = recipe.policy(payload.states.flatten(0, 1), payload.sigma.flatten(), *text.expanded())
     v = v.double().numpy().reshape(payload.states.shape)
@@ -223,7 +231,7 @@ def test_run_trains_critic_and_policy_and_reports_what_the_critic_explains(tmp_p
     assert trainer.recipe.critic.updates == 4
     assert "mean w |v - (x_t - x_0) / t|^2" in trainer.recipe.describe()
     assert "credit difference" in trainer.recipe.describe()
-    metrics = trainer.recipe.step_metrics(collected(trainer.recipe))
+    metrics = collect_metrics(trainer.recipe, collected(trainer.recipe), Step())
     for name in ("critic/explained", "critic/explained/noisy", "critic/explained/clean"):
         assert metrics[name] <= 1
     trainer.recipe.close()

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.sampler import guided, make_kernel, sample_trajectories, trained_window
+from diffusion.sampler import guided, make_kernel, sample_trajectories, text_of, trained_window
 from diffusion.schedule import sigma_grid
 from diffusion.steps import FlowSdeStep
 from mmrl.core.objective import PolicyOutputs
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.terms import Step
 from tests.diffusion.runs import (
     TRAJECTORY_RECIPES,
     build,
@@ -64,7 +65,7 @@ def test_ratio_is_one_bit_for_bit_on_bfloat16_weights_where_the_batch_is_the_sam
     recipe = build(config)
     rollouts = collected(recipe)
     assert rollouts.payload.states.dtype == torch.bfloat16
-    text = recipe.text_of(rollouts.payload.tasks, rollouts.group)
+    text = text_of(recipe.policy, rollouts.payload.tasks, rollouts.group)
     kernel = make_kernel(config.sampler, sigma_grid(recipe.policy.pipeline.scheduler, 4, recipe.policy.image_tokens))
     apart = {"together": recipe.process.halves_together}
     velocity_of = guided(recipe.policy, recipe.policy, text, config.sampler.guidance, "", **apart)
@@ -125,7 +126,7 @@ def test_divergences_are_closed_forms_and_stand_in_their_relations(tmp_path):
     weight = dt / 2 * (noise * (1 - s) / (2 * s) + 1 / noise) ** 2
     np.testing.assert_allclose(found["exact"], weight * found["velocity"], rtol=2e-4)
     steps = recipe.process.evaluate(recipe.policy, rollouts)
-    base = recipe.start.score(lambda module: recipe.process.evaluate(module, rollouts))
+    base = recipe.start.score(lambda module: recipe.process.evaluate(module, rollouts), Step())
     squares = (steps.velocity.detach() - base.velocity).double().square().flatten(1).mean(1).numpy()
     np.testing.assert_allclose(found["velocity"].flatten(), squares, rtol=1e-5)
 
@@ -168,7 +169,7 @@ def test_fast_records_the_window_only_and_follows_the_ode_elsewhere(tmp_path):
     config = run_config("flow_grpo_fast", tmp_path)
     config.sampler.steps, config.sampler.window = 6, 2
     recipe = build(config)
-    text = recipe.text_of(recipe.train_tasks[:1], torch.zeros(2, dtype=torch.int64))
+    text = text_of(recipe.policy, recipe.train_tasks[:1], torch.zeros(2, dtype=torch.int64))
     seeds = torch.tensor([[1, 5], [1, 6]])
     grid = sigma_grid(recipe.policy.pipeline.scheduler, 6, recipe.policy.image_tokens)
     with torch.no_grad():
@@ -258,14 +259,14 @@ def test_ddpo_compares_with_the_history_of_the_prompt(tmp_path):
     recipe.history.load_state_dict({"rewards": {}})
     first = torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 10.0, float("nan")])
     rollouts = rollouts.replace(reward=first)
-    advantage = recipe.advantages(rollouts, accelerator).advantage
+    advantage = recipe.advantages(rollouts, accelerator, Step()).advantage
     scored = np.array([1, 2, 3, 4, 0, 0, 10])  # four and three rewards of a prompt: those of the step serve
     expected = (scored - scored.mean()) / (scored.std() + 1e-6)
     np.testing.assert_allclose(advantage[:7, 0].numpy(), expected, rtol=1e-5)
     assert advantage[7].tolist() == [0.0] * 3
     assert bool((advantage == advantage[:, :1]).all())
     again = torch.tensor([5.0, 6.0, 7.0, 8.0, 1.0, 2.0, 3.0, 4.0])
-    advantage = recipe.advantages(rollouts.replace(reward=again), accelerator).advantage[:, 0].numpy()
+    advantage = recipe.advantages(rollouts.replace(reward=again), accelerator, Step()).advantage[:, 0].numpy()
     kept = np.array([[3, 4, 5, 6, 7, 8], [0, 10, 1, 2, 3, 4]])  # the latest six of each
     own = again.numpy().reshape(2, 4)
     expected = (own - kept.mean(1, keepdims=True)) / (kept.std(1, keepdims=True) + 1e-6)

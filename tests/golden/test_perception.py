@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get
-from mmrl.rewards import RewardConfig
-from mmrl.training.loop.settings import TrainerConfig
-from mmrl.vlm.papo import PapoConfig, PapoRecipe, PapoSettings
+from mmrl.training.loop.terms import LossTerm, Step
+from mmrl.vlm.papo import CorrectLikelihood, PapoSettings, Perception, gamma_at
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 STEPS = 4
 
 
-def recipe_of(options) -> PapoRecipe:
-    """The recipe without its model, at the step where the perception term weighs what it does in the peer's numbers."""
+def terms_of(options) -> tuple[list[LossTerm], Step]:
+    """PAPO's terms, and the step where the perception term weighs what it does in the peer's numbers."""
     settings = PapoSettings(
         gamma=0.02,
         schedule="annealing",
@@ -26,16 +27,15 @@ def recipe_of(options) -> PapoRecipe:
         entropy_masked=options.get("aug_entropy_loss_coef", 0.0),
         sft_coef=options.get("sft_loss_coef", 0.0),
     )
-    recipe = object.__new__(PapoRecipe)
-    recipe.config = PapoConfig(papo=settings, rewards=[RewardConfig(name="exact")], trainer=TrainerConfig(steps=STEPS))
-    recipe.objective, recipe._step = get("papo"), 0 if options["coef"] == settings.gamma else STEPS // 2
-    assert recipe.gamma == pytest.approx(options["coef"])
-    return recipe
+    step = Step(0 if options["coef"] == settings.gamma else STEPS // 2, STEPS)
+    assert gamma_at(settings, step.number, step.total) == pytest.approx(options["coef"])
+    likelihood = [CorrectLikelihood(settings.sft_coef, "exact")] if settings.sft_coef else []
+    return [Perception(settings, get("papo").aggregation, 1.0, "exact"), *likelihood], step
 
 
 @pytest.mark.parametrize("peer", load("papo").peers, ids=lambda peer: peer["case"])
 def test_papo_is_its_public_code(peer):
-    b, recipe = inputs_of("papo"), recipe_of(peer["options"])
+    b, (terms, step) = inputs_of("papo"), terms_of(peer["options"])
     logp = b.logp.requires_grad_()
     rollouts = Rollouts(
         group=b.group,
@@ -47,10 +47,12 @@ def test_papo_is_its_public_code(peer):
         reward_terms={"exact": b.correct},
         extras={"papo_weight": b.weight, "logp_masked": b.logp_masked},
     )
-    outputs, denominators = PolicyOutputs(logp), recipe.denominators(rollouts)
-    loss = recipe.objective.loss(outputs, rollouts, denominators).loss
-    for term in recipe.loss_terms(None, rollouts, outputs, denominators).terms.values():
-        loss = loss + term
+    outputs, objective = PolicyOutputs(logp), get("papo")
+    counts = {name: number for term in terms for name, number in term.counts(rollouts).items()}
+    denominators = dataclasses.replace(objective.denominators(rollouts), others=counts)
+    loss = objective.loss(outputs, rollouts, denominators).loss
+    for term in terms:
+        loss = loss + sum(term(None, rollouts, outputs, denominators, step).terms.values())
     (gradient,) = torch.autograd.grad(loss, logp)
     assert_agrees(loss, peer, "loss", size=float(gradient.abs().sum()))
     assert_agrees(gradient, peer, "gradient")

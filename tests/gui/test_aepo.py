@@ -17,6 +17,7 @@ from mmrl.gui.coords import CoordinateSpace
 from mmrl.gui.drawn import build_icons
 from mmrl.gui.grounding_sft import GroundingSftConfig, GroundingSftRecipe
 from mmrl.gui.pictures import HIT_COLOUR, MISS_COLOUR, SHORTEST_SIDE
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import read_samples
 from mmrl.training.runs import train
 from mmrl.vlm.payload import VlmPayload
@@ -102,7 +103,7 @@ def test_rewards_of_sampled_texts_are_those_of_the_target(tmp_path, model):
     """Whole way: boxes in a file, prompt, answers in the model's pixels, score."""
     recipe = recipe_of(tmp_path, model)
     recipe.policy.eval()
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:1], torch.Generator().manual_seed(0))
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:1], torch.Generator().manual_seed(0), Step())
     task = VlmPayload.of(rollouts).tasks[0]
     x1, y1, x2, y2 = task.columns["bbox"]
     (width, height), (model_width, model_height) = task.columns["original_wh"], task.image_wh[0]
@@ -161,7 +162,7 @@ def test_supervised_answers_are_learnt(tmp_path, model):
     config.recipe = "grounding_sft"
     config.validate()
     recipe = GroundingSftRecipe(config)
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator())
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator(), Step())
     texts = VlmPayload.of(rollouts).texts
     points = [task.columns["answers"] for task in recipe.train_tasks]
     assert [text.count("point_2d") for text in texts] == [len(point) for point in points]

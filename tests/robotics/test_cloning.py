@@ -11,7 +11,10 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
+from mmrl.training.loop.recipe import collect_metrics
 from mmrl.training.loop.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.runs import train
 from robotics.data import LeRobotReader
 from robotics.data.episodes import LazyImages
@@ -77,7 +80,7 @@ def clone(tmp_path, demos, **changes):
 
 def collected(recipe, moments=None, seed=0):
     chosen = recipe.train_tasks if moments is None else moments
-    return recipe.rollout(recipe.policy, chosen, torch.Generator().manual_seed(seed))
+    return recipe.rollout(recipe.policy, chosen, torch.Generator().manual_seed(seed), Step())
 
 
 def weights_after(run_dir, step):
@@ -105,7 +108,7 @@ def test_loss_is_that_of_the_policy(tmp_path, demos):
     recipe = CloneRecipe(clone(tmp_path, demos))
     rollouts = collected(recipe)
     payload = rollouts.payload
-    output = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts))
+    output = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step())
     logits = recipe.policy.logits(payload.inputs).detach().numpy().astype(np.float64)
     shifted = logits - logits.max(-1, keepdims=True)
     logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
@@ -120,14 +123,14 @@ def test_loss_is_that_of_the_policy(tmp_path, demos):
 def test_what_lies_behind_the_end_of_an_episode_does_not_count(tmp_path, demos):
     recipe = CloneRecipe(clone(tmp_path, demos))
     rollouts = collected(recipe)
-    denominators = recipe.denominators(rollouts)
-    before = recipe.loss(recipe.policy, rollouts, denominators).loss
+    denominators = count_denominators(recipe, rollouts)
+    before = recipe.loss(recipe.policy, rollouts, denominators, Step()).loss
     behind = rollouts.payload.mask == 0
     assert behind.any()
     rollouts.payload.actions[behind] = -rollouts.payload.actions[behind]
-    assert torch.equal(recipe.loss(recipe.policy, rollouts, denominators).loss, before)
+    assert torch.equal(recipe.loss(recipe.policy, rollouts, denominators, Step()).loss, before)
     rollouts.payload.actions[~behind] *= -1
-    assert not torch.equal(recipe.loss(recipe.policy, rollouts, denominators).loss, before)
+    assert not torch.equal(recipe.loss(recipe.policy, rollouts, denominators, Step()).loss, before)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +143,11 @@ def test_what_lies_behind_the_end_of_an_episode_does_not_count(tmp_path, demos):
 def test_micro_batches_change_nothing(tmp_path, demos, model):
     recipe = CloneRecipe(clone(tmp_path, demos, model=model))
     rollouts = collected(recipe)
-    denominators = recipe.denominators(rollouts)
+    denominators = count_denominators(recipe, rollouts)
     gradients, losses = [], []
     for micro in (rollouts.num_rows, 5, 1):
         recipe.policy.zero_grad()
-        parts = [recipe.loss(recipe.policy, part, denominators) for part in rollouts.micro_batches(micro)]
+        parts = [recipe.loss(recipe.policy, part, denominators, Step()) for part in rollouts.micro_batches(micro)]
         torch.stack([part.loss for part in parts]).sum().backward()
         losses.append(sum(float(part.loss.detach()) for part in parts))
         given = [weight.grad.flatten() for weight in recipe.policy.parameters() if weight.grad is not None]
@@ -208,7 +211,7 @@ def test_failures_are_left_out_and_counted(tmp_path, filmed):
     def loaded(**about):
         config = clone(tmp_path, filmed, demonstrations=about)
         recipe = CloneRecipe(config)
-        return recipe, recipe.step_metrics(collected(recipe))
+        return recipe, collect_metrics(recipe, collected(recipe), Step())
 
     reader = LeRobotReader(filmed)
     lengths = [len(episode) for episode in reader]
@@ -265,7 +268,7 @@ def test_each_picture_is_decoded_once(filmed, monkeypatch):
 
 def _with_denominators(recipe):
     rollouts = collected(recipe, recipe.train_tasks[:4])
-    return rollouts, recipe.denominators(rollouts)
+    return rollouts, count_denominators(recipe, rollouts)
 
 
 @pytest.mark.parametrize(

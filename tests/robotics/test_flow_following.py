@@ -12,6 +12,8 @@ import torch
 
 from mmrl.config import load_run
 from mmrl.errors import RunError, UserError
+from mmrl.training.loop.recipe import collect_metrics
+from mmrl.training.loop.terms import Step
 from mmrl.training.runs import train
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.encoding import FlowEncoding
@@ -171,13 +173,13 @@ def test_a_real_robot_brings_its_own_first_picture_and_tracker(tmp_path):
     assert (~lost).any()
     # nothing is predicted to move, so what moved is off by its way
     assert (rollouts.reward_terms["flow_off_m"][~lost] > 0.05).all()
-    assert recipe.step_metrics(rollouts)["flow/failed_tracks"] == int(lost.sum())
+    assert collect_metrics(recipe, rollouts, Step())["flow/failed_tracks"] == int(lost.sum())
     again = RobotGrpoRecipe(grpo(tmp_path, reward="flow", flow=flow))
     again.load_state_dict(recipe.state_dict())
-    assert again.step_metrics(rollouts)["flow/failed_tracks"] == int(lost.sum())
+    assert collect_metrics(again, rollouts, Step())["flow/failed_tracks"] == int(lost.sum())
     recipe._following._tracker = lambda *given: 1 / 0
     with pytest.raises(RunError, match="no episode of this step could be compared"):
-        recipe.score(rollouts)
+        recipe.score(rollouts, Step())
 
 
 @pytest.mark.parametrize("source", ["model", "truth"])

@@ -19,6 +19,7 @@ import torch
 
 from mmrl.cli import main
 from mmrl.errors import UserError
+from mmrl.training.loop.terms import Step
 from robotics.serving.opening import ServedPolicy
 from robotics.serving.queue import choose_chunks
 from robotics.serving.settings import ServeConfig
@@ -199,9 +200,9 @@ def test_demonstrations_tell_what_was_before_within_the_episode(tmp_path):
     assert found.past_views is None
     plain = demos.observations(moments)
     assert torch.equal(plain.images, found.images) and plain.past_state is None  # noqa: PT018
-    assert recipe.rollout(recipe.policy, moments, seeded()).payload.inputs.past_state is None
+    assert recipe.rollout(recipe.policy, moments, seeded(), Step()).payload.inputs.past_state is None
     recipe.policy.past = 3
-    inputs = recipe.rollout(recipe.policy, moments, seeded()).payload.inputs
+    inputs = recipe.rollout(recipe.policy, moments, seeded(), Step()).payload.inputs
     assert torch.equal(inputs.past_images, found.past_images)
     recipe.close()
 

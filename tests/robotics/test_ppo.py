@@ -9,7 +9,10 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.loop.update import FACTOR, make_optimizer
+from mmrl.training.loop.constants import update_constants
+from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import FACTOR, count_denominators, make_optimizer
 from mmrl.training.runs import train
 from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.critic import CriticConfig, PolicyWithCritic, StateCritic, critic_inputs
@@ -28,8 +31,9 @@ def ppo(tmp_path, **changes):
 def prepared(recipe, tasks=6):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], generator))
-    return recipe.objective.compute_advantages(recipe.old_pass(recipe.policy, rollouts))
+        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], generator, Step()), Step())
+    rollouts = update_constants(recipe, recipe.policy, Reference("none", recipe.policy), rollouts, Step())
+    return recipe.objective.compute_advantages(rollouts)
 
 
 def episodes():
@@ -81,7 +85,7 @@ def test_the_control_pays_as_many_successes_and_counts_the_real_ones(tmp_path):
     paid, counted = {}, {}
     for shuffle in (False, True):
         recipe = RobotPpoRecipe(ppo(tmp_path / str(shuffle), shuffle_success=shuffle))
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], torch.Generator().manual_seed(0))
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], torch.Generator().manual_seed(0), Step())
         paid[shuffle] = rollouts.extras["decision_reward"].sum(1) > 0
         counted[shuffle] = EpisodePayload.of(rollouts).success
     assert torch.equal(counted[False], counted[True])
@@ -94,7 +98,7 @@ def test_the_control_does_not_favour_episodes_that_end_early(tmp_path):
     gamma, last = recipe.objective.advantage.gamma, math.ceil(recipe.sim.horizon / recipe.policy.chunk) - 1
     lengths = set()
     for seed in range(8):
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], torch.Generator().manual_seed(seed))
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], torch.Generator().manual_seed(seed), Step())
         steps = EpisodePayload.of(rollouts).steps
         rewards = rollouts.extras["decision_reward"].reshape(*steps.shape, -1).sum(-1)
         returns = (rewards * gamma ** torch.arange(steps.shape[1])).sum(1)
@@ -145,7 +149,7 @@ def test_the_value_loss_moves_the_critic_and_not_the_policy(tmp_path):
     recipe = RobotPpoRecipe(ppo(tmp_path))
     rollouts = prepared(recipe)
     scores = recipe.scores(recipe.policy, rollouts, frozenset({"logp", "values"}))
-    recipe.objective.critic_loss(scores, rollouts, recipe.denominators(rollouts)).loss.backward()
+    recipe.objective.critic_loss(scores, rollouts, count_denominators(recipe, rollouts)).loss.backward()
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in recipe.policy.critic.parameters())
     assert all(weight.grad is None for weight in recipe.policy.policy.parameters())
 

@@ -9,6 +9,7 @@ import torch
 
 from mmrl.config import load_run
 from mmrl.errors import UserError
+from mmrl.training.loop.terms import Step
 from mmrl.training.runs import train
 from robotics.data import LeRobotReader
 from robotics.sim.draw_sheet import draw_sheet
@@ -58,7 +59,7 @@ def test_a_group_shares_its_draw_unless_each_episode_has_its_own(per, tmp_path, 
     )
     recipe = RobotGrpoRecipe(config)
     try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator().manual_seed(0))
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator().manual_seed(0), Step())
     finally:
         recipe.close()
     frictions = [draw["friction"] for draw in rollouts.payload.drawn]

@@ -13,7 +13,10 @@ from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.recipe import collect_metrics
 from mmrl.training.loop.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.runs import evaluate, train
 from robotics.sim.episodes import ChunkResult
 from robotics.sim.opening import SimConfig
@@ -62,8 +65,8 @@ def srpo(tmp_path, **changes):
 def collected(recipe, tasks=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], generator)
-    return recipe.score(rollouts)
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], generator, Step())
+    return recipe.score(rollouts, Step())
 
 
 @pytest.mark.parametrize("level", ["token", "chunk"])
@@ -83,11 +86,11 @@ def test_success_is_also_reported_by_task(tmp_path):
     recipe = RobotGrpoRecipe(config)
     rollouts = collected(recipe, tasks=6)
     success = rollouts.payload.success.reshape(6, -1).float().mean(1)  # tasks take turns
-    found = recipe.step_metrics(rollouts)
+    found = collect_metrics(recipe, rollouts, Step())
     assert found["episode/success/right"] == pytest.approx(float(success[0::2].mean()))
     assert found["episode/success/left"] == pytest.approx(float(success[1::2].mean()))
     assert found["episode/success"] == pytest.approx(float(success.mean()))
-    assert math.isnan(recipe.step_metrics(rollouts)["episode/success/left"])  # counted once
+    assert math.isnan(collect_metrics(recipe, rollouts, Step())["episode/success/left"])  # counted once
 
 
 def test_mask_counts_control_steps_that_were_carried_out(tmp_path):
@@ -101,10 +104,10 @@ def test_micro_batches_change_nothing(tmp_path):
     gradients = []
     for micro in (0, 6, 2):
         recipe = RobotGrpoRecipe(grpo(tmp_path, trainer=trainer(micro_batch=micro)))
-        rollouts = recipe.advantages(collected(recipe), make_accelerator())
-        denominators = recipe.denominators(rollouts)
+        rollouts = recipe.advantages(collected(recipe), make_accelerator(), Step())
+        denominators = count_denominators(recipe, rollouts)
         for chunk in rollouts.micro_batches(micro or rollouts.num_rows):
-            recipe.loss(recipe.policy, chunk, denominators).loss.backward()
+            recipe.loss(recipe.policy, chunk, denominators, Step()).loss.backward()
         gradients.append(torch.cat([weight.grad.flatten() for weight in recipe.policy.parameters()]))
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-7)
@@ -112,8 +115,8 @@ def test_micro_batches_change_nothing(tmp_path):
 
 def test_loss_is_the_mean_of_episode_means(tmp_path):
     recipe = RobotGrpoRecipe(grpo(tmp_path))
-    rollouts = recipe.advantages(collected(recipe), make_accelerator())
-    loss = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts)).loss
+    rollouts = recipe.advantages(collected(recipe), make_accelerator(), Step())
+    loss = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss
     per_episode = []
     for row in range(rollouts.num_rows):
         count = int(rollouts.mask[row].sum())
@@ -137,20 +140,20 @@ def test_broken_environment_takes_its_group_out(tmp_path):
     broken = torch.isnan(rollouts.reward)
     own = torch.tensor([recipe.train_tasks[group].layout == 1 for group in rollouts.group.tolist()])
     assert bool((broken == own).all())
-    metrics = recipe.step_metrics(rollouts)
+    metrics = collect_metrics(recipe, rollouts, Step())
     assert metrics["sim/episodes_failed"] >= 1
     assert metrics["sim/raised"] >= 1
-    advantages = recipe.advantages(rollouts, make_accelerator()).advantage
+    advantages = recipe.advantages(rollouts, make_accelerator(), Step()).advantage
     assert not advantages[own].any()
 
 
 def test_the_count_of_what_broke_survives_an_interruption(tmp_path):
     recipe = RobotGrpoRecipe(grpo(tmp_path, sim={"breaks": [1]}))
-    first = recipe.step_metrics(collected(recipe))["sim/episodes_failed"]
+    first = collect_metrics(recipe, collected(recipe), Step())["sim/episodes_failed"]
     assert first >= 1
     again = RobotGrpoRecipe(grpo(tmp_path, sim={"breaks": [1]}))
     again.load_state_dict(recipe.state_dict())
-    both = [found.step_metrics(collected(found, seed=1)) for found in (recipe, again)]
+    both = [collect_metrics(found, collected(found, seed=1), Step()) for found in (recipe, again)]
     assert both[0]["sim/episodes_failed"] == both[1]["sim/episodes_failed"] > first
     assert both[0]["sim/raised"] == both[1]["sim/raised"] > first
 
@@ -198,7 +201,7 @@ def test_srpo_ranks_failures_by_the_end_of_their_way(tmp_path):
     failures = rollouts.reward[~success]
     assert 0 < float(failures.min()) < float(failures.max()) < 0.6
     assert float(failures.max()) == pytest.approx(0.595984, abs=1e-5)
-    metrics = recipe.step_metrics(rollouts)
+    metrics = collect_metrics(recipe, rollouts, Step())
     assert metrics["srpo/tasks_without_reference"] == 0
     assert metrics["srpo/invalid_latents"] == 0
     assert metrics["srpo/agreement"] > 0.9  # the environment's own reward is the nearness, too
@@ -210,7 +213,7 @@ def test_srpo_without_any_success_gives_nothing(tmp_path):
     rollouts = collected(recipe)
     assert not rollouts.payload.success.any()
     assert not rollouts.reward.any()
-    metrics = recipe.step_metrics(rollouts)
+    metrics = collect_metrics(recipe, rollouts, Step())
     assert metrics["srpo/tasks_without_reference"] == 1
     assert math.isnan(metrics["srpo/agreement"])
 
@@ -221,7 +224,7 @@ def test_srpo_references_are_shared_by_a_task_and_advantages_by_a_start(tmp_path
     failed = rollouts.reward[~rollouts.payload.success]
     # one normalisation over all four starts: exactly one failure has the largest reward and one the smallest
     assert int((failed == failed.max()).sum()) == 1
-    estimated = recipe.advantages(rollouts, make_accelerator())
+    estimated = recipe.advantages(rollouts, make_accelerator(), Step())
     for group in range(4):
         rows = rollouts.group == group
         own = rollouts.reward[rows]
@@ -353,7 +356,7 @@ def test_an_episode_that_the_environment_ends_is_told_apart_from_the_horizon(tmp
 
     model = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": -5.0})
     recipe = RobotGrpoRecipe(grpo(tmp_path, model=model), sim=Falling())
-    recipe.evaluate(recipe.policy, "held_out", make_accelerator())
+    recipe.evaluate(recipe.policy, "held_out", make_accelerator(), Step())
     lines = [json.loads(line) for line in next((tmp_path / "run" / "episodes").glob("*.jsonl")).open()]
     assert [line["ending"] for line in lines] == ["terminated"] + ["horizon"] * 7
     assert [line["steps"] for line in lines] == [1] + [12] * 7
@@ -366,11 +369,13 @@ def test_the_metrics_are_of_all_episodes_of_a_step(tmp_path):
     first, second = collected(recipe), collected(recipe, seed=1)
     both = torch.cat([first.payload.success, second.payload.success]).float()
     lengths = torch.cat([first.payload.lengths, second.payload.lengths]).float()
-    metrics = recipe.step_metrics(second.select_groups(torch.tensor([0])))  # what a filter left of it
+    metrics = collect_metrics(recipe, second.select_groups(torch.tensor([0])), Step())  # what a filter left of it
     assert metrics["episode/success"] == pytest.approx(float(both.mean()))
     assert metrics["episode/steps"] == pytest.approx(float(lengths.mean()))
     third = collected(recipe, seed=2)
-    assert recipe.step_metrics(third)["episode/success"] == pytest.approx(float(third.payload.success.float().mean()))
+    assert collect_metrics(recipe, third, Step())["episode/success"] == pytest.approx(
+        float(third.payload.success.float().mean())
+    )
 
 
 def test_other_weights_never_share_a_file(tmp_path):

@@ -16,6 +16,8 @@ import torch
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.recipe import collect_metrics
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.checkpoint import Checkpoints
 from mmrl.training.runs import train
 from robotics.vla.latents import LatentConfig
@@ -125,7 +127,7 @@ def test_an_episode_without_a_latent_teaches_nothing_and_is_counted(tmp_path, fo
     monkeypatch.setattr(recipe.latent, "_prepare", some_fail)
     rollouts = collected(recipe)
     assert torch.isnan(rollouts.reward).nonzero().flatten().tolist() == [0, 7]
-    assert recipe.step_metrics(rollouts)["srpo/invalid_latents"] == 2
+    assert collect_metrics(recipe, rollouts, Step())["srpo/invalid_latents"] == 2
 
 
 def test_a_step_without_any_latent_stops_with_the_reason(tmp_path, folders, monkeypatch, caplog):
@@ -244,7 +246,7 @@ def test_states_without_a_success_borrow_those_of_the_task(tmp_path):
     torch.testing.assert_close(borrowed.reward[~lonely], plain.reward[~lonely])
     assert (plain.reward[lonely] == 0).all()
     assert borrowed.reward[lonely].max() > 0
-    metrics = borrowing.step_metrics(borrowing.advantages(borrowed, make_accelerator()))
+    metrics = collect_metrics(borrowing, borrowing.advantages(borrowed, make_accelerator(), Step()), Step())
     assert metrics["srpo/tasks_with_fallback"] == len(set(groups[lonely].tolist())) / 4
     assert metrics["srpo/tasks_without_reference"] == 0
 
@@ -255,8 +257,10 @@ def test_progress_from_the_first_frame_agrees_with_the_simulator_and_shuffled_re
         for shuffle in (False, True)
     ]
     accelerator = make_accelerator()
-    plain, shuffled = (recipe.advantages(collected(recipe), accelerator) for recipe in recipes)
-    found, control = (recipe.step_metrics(each) for recipe, each in zip(recipes, (plain, shuffled), strict=True))
+    plain, shuffled = (recipe.advantages(collected(recipe), accelerator, Step()) for recipe in recipes)
+    found, control = (
+        collect_metrics(recipe, each, Step()) for recipe, each in zip(recipes, (plain, shuffled), strict=True)
+    )
     assert found["srpo/agreement"] > 0.7
     assert abs(control["srpo/agreement"]) < 0.5
     assert found["srpo/advantage_correlation"] > control["srpo/advantage_correlation"] + 0.01

@@ -11,6 +11,8 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, views_of
 from robotics.sim.gym_adapter import EnvError, GymRow
 from robotics.sim.opening import SimConfig, open_film_sim, open_sim
@@ -287,7 +289,7 @@ def test_likelihoods_of_training_are_those_of_acting(tmp_path):
     config = RobotGrpoConfig(data=EpisodeSetConfig(tasks=["right", "left"], layouts=2), output_dir=str(tmp_path))
     config.trainer.samples_per_task = 2
     recipe = RobotGrpoRecipe(config, ModuleAdapter(Looker(3), 1), LineSim(views=("hand", "top")))
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], torch.Generator().manual_seed(0))
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], torch.Generator().manual_seed(0), Step())
     outputs = recipe.scores(recipe.policy, rollouts, frozenset())
     mask = rollouts.mask > 0
     torch.testing.assert_close(outputs.logp.detach()[mask], rollouts.logp_old[mask])
@@ -376,9 +378,9 @@ class Cloned(Looker):
 def test_cloning_gives_the_policy_both_cameras(filmed, tmp_path):
     recipe = clone_recipe(filmed, tmp_path, 2)
     try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator().manual_seed(0))
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator().manual_seed(0), Step())
         assert rollouts.payload.inputs.views.shape == (4, 1, 32, 32, 3)
-        recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts)).loss.backward()
+        recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss.backward()
         assert (recipe.policy.module.weight.grad.abs() > 0).all()
         recipe.config.demonstrations.views = []
         with pytest.raises(UserError, match=r"names 0 cameras beside demonstrations.camera, but the policy sees 1"):

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from mmrl.training.loop.distributed import leave, make_accelerator
+from mmrl.training.loop.recipe import collect_metrics
+from mmrl.training.loop.terms import Step
 from mmrl.training.loop.trainer import Trainer
 from robotics.vla.latents import LatentConfig
 from robotics.vla.loading import ActionPolicyConfig
@@ -45,7 +47,7 @@ def main(output: Path) -> None:
         "success": payload.success.numpy(),
         "reward": rollouts.reward.numpy(),
         "latents": recipe.latent.embed([None for _ in rows], [payload.path(row) for row in rows]).latents,
-        "metrics": recipe.step_metrics(rollouts),
+        "metrics": collect_metrics(recipe, rollouts, Step()),
         "memory": {task: np.asarray(kept) for task, kept in recipe.memory.references().items()},
     }
     own_scale = SrpoRecipe(replace(config, latent=LatentConfig(kind="state")), recipe.policy)
@@ -55,7 +57,7 @@ def main(output: Path) -> None:
     last.data.fill_(0.1)
     found["start"] = flat(recipe.policy)
     Trainer(recipe, config, output.parent, accelerator, None).train_step()
-    found["evaluation"] = recipe.evaluate(recipe.policy, "held_out", accelerator).metrics
+    found["evaluation"] = recipe.evaluate(recipe.policy, "held_out", accelerator, Step()).metrics
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:  # as if the processes had been killed while they wrote, the second one first
         file = next((output.parent / "run" / "episodes").glob("*.jsonl"))
@@ -66,7 +68,7 @@ def main(output: Path) -> None:
     accelerator.wait_for_everyone()
     begun, reset = [], recipe.sim.reset
     recipe.sim.reset = lambda episodes: begun.extend(episode.layout for episode in episodes) or reset(episodes)
-    found["again"] = recipe.evaluate(recipe.policy, "held_out", accelerator).metrics
+    found["again"] = recipe.evaluate(recipe.policy, "held_out", accelerator, Step()).metrics
     found["begun"] = begun
     torch.save(found | {"weights": flat(recipe.policy)}, output.with_suffix(f".{rank}"))
     accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it

@@ -69,17 +69,17 @@ class ToyRecipe(Recipe):
     """The right word of task t at every position is t modulo WORDS; reward is the share of right words."""
 
     config: ToyConfig
-    has_loss_terms = True
+    own_loss = "toy"  # every group has a gradient
 
     def __init__(self, config: ToyConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.objective = get(config.preset).override({"filter": config.filter})
         self.train_tasks = list(range(6))
         self.eval_tasks = {"all": list(range(6))}
         self.policy = ToyPolicy(6)
         self.seen_tasks: list[list[int]] = []
 
-    def rollout(self, policy, tasks, generator):
+    def rollout(self, policy, tasks, generator, step):
         self.seen_tasks.append(list(tasks))
         size = self.config.trainer.samples_per_task
         probs = torch.softmax(policy.table[torch.tensor(tasks)] + policy.shared, -1).repeat_interleave(size, 0)
@@ -93,7 +93,7 @@ class ToyRecipe(Recipe):
             payload=Actions(list(tasks), ids),
         )
 
-    def score(self, rollouts):
+    def score(self, rollouts, step):
         right = torch.tensor(rollouts.payload.tasks)[rollouts.group] % WORDS
         reward = (rollouts.payload.ids == right[:, None]).float().mean(1)
         if self.config.fail_reward_every:
@@ -103,13 +103,13 @@ class ToyRecipe(Recipe):
     def scores(self, policy, rollouts, outputs):
         return policy(rollouts, outputs=outputs)
 
-    def loss(self, policy, minibatch, denominators):
-        output = super().loss(policy, minibatch, denominators)
+    def loss(self, policy, minibatch, denominators, step):
+        output = super().loss(policy, minibatch, denominators, step)
         if len(self.seen_tasks) - 1 == self.config.poison_step:
             output = dataclasses.replace(output, loss=output.loss * float("nan"))
         return output
 
-    def evaluate(self, policy, split, accelerator):
+    def evaluate(self, policy, split, accelerator, step):
         tasks = torch.tensor(self.eval_tasks[split])
         guess = (policy.table[tasks] + policy.shared).argmax(-1)
         right = float((guess == (tasks % WORDS)[:, None]).float().mean())

@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
+from mmrl.training.loop.constants import update_constants
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.reference import make_reference
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.vlm.apo import DADS_SHAPES, ApoConfig, ApoRecipe, difficulty, kl_weights, length_multipliers
 from tests.vlm.runs import run_config
 
@@ -51,18 +54,20 @@ def test_recipe_weights_the_kl_of_positive_samples(tmp_path, tiny_folders):
     config.validate()
     recipe = ApoRecipe(config)
     generator = torch.Generator().manual_seed(0)
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], generator))
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], generator, Step()), Step())
     reference = make_reference(config.reference, recipe.policy, needed=True)
     correct = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])
     terms = {"format": correct * 0, "exact": correct}
-    rollouts = recipe.compute_logprobs(recipe.policy, reference, rollouts.replace(reward=correct, reward_terms=terms))
+    rollouts = update_constants(
+        recipe, recipe.policy, reference, rollouts.replace(reward=correct, reward_terms=terms), Step()
+    )
     # a reference that differs, so that the KL term is not zero
-    rollouts = recipe.advantages(rollouts.replace(logp_ref=rollouts.logp_ref - 0.5), make_accelerator())
+    rollouts = recipe.advantages(rollouts.replace(logp_ref=rollouts.logp_ref - 0.5), make_accelerator(), Step())
     assert float(rollouts.extras["kl_weight"][0]) == pytest.approx(1 - math.exp(-math.e * 0.25), rel=1e-5)
     assert rollouts.extras["kl_weight"][1:4].tolist() == [1.0] * 3
-    denominators = recipe.denominators(rollouts)
-    weighted = recipe.loss(recipe.policy, rollouts, denominators).loss
-    plain = recipe.loss(recipe.policy, rollouts.replace(extras={}), denominators).loss
+    denominators = count_denominators(recipe, rollouts)
+    weighted = recipe.loss(recipe.policy, rollouts, denominators, Step()).loss
+    plain = recipe.loss(recipe.policy, rollouts.replace(extras={}), denominators, Step()).loss
     k3 = math.exp(-0.5) + 0.5 - 1
     expected = 1e-3 * k3 * float((1 - rollouts.extras["kl_weight"]).mean())
     assert float((plain - weighted).detach()) == pytest.approx(expected, rel=2e-2)

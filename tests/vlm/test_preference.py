@@ -9,8 +9,12 @@ import torch
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
+from mmrl.training.loop.constants import needs_reference, update_constants
+from mmrl.training.loop.passes import shared_prefix
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.record.samples import read_samples
 from mmrl.training.runs import evaluate, train
 from mmrl.vlm.model_config import ModelConfig
@@ -26,7 +30,7 @@ def built(config, disturbed: bool = True) -> PreferenceRecipe:
     """The recipe with its policy moved away from the reference, which is made before."""
     config.validate()
     recipe = PreferenceRecipe(config)
-    recipe.reference = make_reference(config.reference, recipe.policy, needed=recipe.needs_reference_model)
+    recipe.reference = make_reference(config.reference, recipe.policy, needed=needs_reference(recipe))
     if disturbed:
         generator = torch.Generator().manual_seed(3)
         recipe._fill_start_scores(recipe.policy)
@@ -39,18 +43,18 @@ def built(config, disturbed: bool = True) -> PreferenceRecipe:
 
 def step_pairs(recipe: PreferenceRecipe, count: int = 6):
     """The pairs of a step with their reference log-probabilities."""
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:count], make_generator(0, "rollout"))
-    return recipe.compute_logprobs(recipe.policy, recipe.reference, rollouts)
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:count], make_generator(0, "rollout"), Step())
+    return update_constants(recipe, recipe.policy, recipe.reference, rollouts, Step())
 
 
 def loss_and_gradient(recipe: PreferenceRecipe, rollouts, rows: int = 0) -> tuple[float, torch.Tensor]:
     recipe.policy.zero_grad()
-    counts = recipe.denominators(rollouts)
+    counts = count_denominators(recipe, rollouts)
     chunks = list(rollouts.micro_batches(rows or rollouts.num_rows))
     total = 0.0
-    with recipe.prefix_scope_of(chunks, recipe.policy) as shared:
+    with shared_prefix(recipe.policy, chunks) as shared:
         for chunk in chunks:
-            output = recipe.loss(recipe.policy, chunk, counts)
+            output = recipe.loss(recipe.policy, chunk, counts, Step())
             output.loss.backward()
             total += float(output.loss.detach())
         shared.backward()
@@ -99,7 +103,7 @@ def test_a_reference_computed_ahead_is_that_of_each_step(tmp_path, tiny_folders,
         config = pair_config(tmp_path / str(ahead), tiny_folders[MODEL])
         config.model.lora.enabled, config.precompute_reference = lora, ahead
         recipe = built(config)
-        assert recipe.needs_reference_model is not ahead
+        assert needs_reference(recipe) is not ahead
         assert recipe.reference.kind == ("none" if ahead else "adapter" if lora else "frozen")
         rollouts = step_pairs(recipe, 4)
         found.append(rollouts.logp_ref)

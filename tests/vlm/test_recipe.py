@@ -11,6 +11,7 @@ from mmrl.hub.compat import ensure_torchvision
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.terms import Step
 from mmrl.training.runs import evaluate, train
 from mmrl.vlm.apo import ApoConfig
 from mmrl.vlm.config import VlmConfig
@@ -245,8 +246,8 @@ def test_greedy_and_sampled_accuracy_have_intervals(tmp_path, tiny_folders):
     recipe = VlmRecipe(config)
     from mmrl.training.loop.distributed import make_accelerator
 
-    first = recipe.evaluate(recipe.policy, "heldout", make_accelerator()).metrics
-    again = recipe.evaluate(recipe.policy, "heldout", make_accelerator()).metrics
+    first = recipe.evaluate(recipe.policy, "heldout", make_accelerator(), Step()).metrics
+    again = recipe.evaluate(recipe.policy, "heldout", make_accelerator(), Step()).metrics
     assert first == again
     for mode in ("greedy", "sampled"):
         assert 0 <= first[f"accuracy/{mode}/low"] <= first[f"accuracy/{mode}"] <= first[f"accuracy/{mode}/high"] <= 1

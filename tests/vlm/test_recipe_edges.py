@@ -11,9 +11,12 @@ import torch
 
 from mmrl.errors import RunError
 from mmrl.rewards import RewardConfig
+from mmrl.training.loop.constants import update_constants
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.loop.reference import make_reference
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.vlm.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.model_config import ModelConfig
@@ -43,7 +46,7 @@ def test_apo_leaves_unscored_rows_out_of_their_group(tmp_path, tiny_folders):
     reward = exact.clone()
     reward[3] = NAN  # another term failed
     rollouts = rollouts.replace(reward=reward, reward_terms={"format": exact * 0, "exact": exact})
-    rollouts = recipe.advantages(rollouts, make_accelerator())
+    rollouts = recipe.advantages(rollouts, make_accelerator(), Step())
     assert rollouts.extras["apo_difficulty"].tolist() == [0.5] * 4 + [0.75] * 4
     weight = rollouts.extras["kl_weight"]
     assert float(weight[0]) == pytest.approx(1 - math.exp(-math.e * 0.5), rel=1e-5)
@@ -58,11 +61,11 @@ def test_evaluation_goes_on_after_a_batch_without_a_usable_question(tmp_path, ti
     (tmp_path / "data/4.png").write_bytes(b"not an image")
     recipe = VlmRecipe(config)
     recipe.eval_tasks = {"heldout": [*recipe.train_tasks[:4], recipe.train_tasks[5], recipe.train_tasks[4]]}
-    metrics = recipe.evaluate(recipe.policy, "heldout", make_accelerator()).metrics
+    metrics = recipe.evaluate(recipe.policy, "heldout", make_accelerator(), Step()).metrics
     assert (metrics["n"], metrics["skipped"]) == (5, 1)
     recipe.eval_tasks = {"heldout": [recipe.train_tasks[4]]}
     with pytest.raises(RunError, match=r"none of 1 questions could be used.*cannot be decoded"):
-        recipe.evaluate(recipe.policy, "heldout", make_accelerator())
+        recipe.evaluate(recipe.policy, "heldout", make_accelerator(), Step())
 
 
 def test_heads_keep_their_precision_under_autocast(tiny_folders):
@@ -103,9 +106,10 @@ def test_rewards_get_tokens_state_and_the_form_of_the_data(tmp_path, tiny_folder
     path.write_text("".join(json.dumps(row) + "\n" for row in chat))
     config.rewards = [RewardConfig(name="tests.vlm.test_recipe_edges:spy", isolate=False)]
     recipe = VlmRecipe(config)
-    recipe.on_step_end(1, {})
     SEEN.clear()
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator().manual_seed(0)))
+    step = Step(1, 2)
+    drawn = recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator().manual_seed(0), step)
+    rollouts = recipe.score(drawn, step)
     (seen,) = SEEN
     assert seen["prompts"] == [turns] * 12
     assert [reply[0]["role"] for reply in seen["completions"]] == ["assistant"] * 12
@@ -135,12 +139,14 @@ def test_masked_truncated_responses_stay_in_their_group_and_leave_the_loss(tmp_p
         payload = dataclasses.replace(rollouts.payload, finish=finish)
         rollouts = rollouts.replace(payload=payload, reward=torch.arange(8.0))
         reference = make_reference(config.reference, recipe.policy, needed=True)
-        scored = recipe.advantages(recipe.compute_logprobs(recipe.policy, reference, rollouts), make_accelerator())
+        scored = recipe.advantages(
+            update_constants(recipe, recipe.policy, reference, rollouts, Step()), make_accelerator(), Step()
+        )
         if not masked:  # as if the truncated rows had never had a token to train
             kept = torch.tensor([float(reason != "length") for reason in finish])[:, None]
             scored = scored.replace(mask=scored.mask * kept, advantage=scored.advantage * kept)
         assert scored.advantage[1, 0] == pytest.approx((1 - 1.5) / (torch.arange(4.0).std() + 1e-6))
-        recipe.loss(recipe.policy, scored, recipe.denominators(scored)).loss.backward()
+        recipe.loss(recipe.policy, scored, count_denominators(recipe, scored), Step()).loss.backward()
         gradients[masked] = recipe.policy.network.lm_head.weight.grad
     torch.testing.assert_close(gradients[True], gradients[False])
     assert gradients[True].abs().sum() > 0

@@ -13,6 +13,8 @@ from mmrl.fields import check_config
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig, RewardResult
 from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.recipe import collect_metrics
+from mmrl.training.loop.terms import Step
 from mmrl.training.loop.trainer import Trainer
 from mmrl.training.runs import train
 from mmrl.vlm.augmentation import AugmentationSettings
@@ -179,14 +181,14 @@ def test_training_is_on_the_question_as_it_was_asked(make_recipe):
     """The prompt of a group, with hint and noise, is one; the evaluation knows nothing of either."""
     recipe = make_recipe(**{"augmentation.hint_scale": 0.0})
     set_difficulty(recipe, q0=0.9)
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], seeded())
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], seeded(), Step())
     payload = VlmPayload.of(rollouts)
     assert len(payload.prompts) == 2
     plain = [recipe.policy.encode(task) for task in recipe.train_tasks[:2]]
     assert not torch.equal(payload.prompts[0].pixel_values, plain[0].pixel_values)
     assert torch.equal(payload.prompts[1].pixel_values, plain[1].pixel_values)
-    scored = recipe.advantages(recipe.score(rollouts), make_accelerator())
-    metrics = recipe.step_metrics(scored)
+    scored = recipe.advantages(recipe.score(rollouts, Step()), make_accelerator(), Step())
+    metrics = collect_metrics(recipe, scored, Step())
     assert metrics["augment/noised"] == 0.5
     assert metrics["augment/sigma_mean"] == pytest.approx(0.2)
     assert recipe.tracker.means["q0"] == pytest.approx(float(scored.reward[:4].mean()))
@@ -199,8 +201,8 @@ def test_probes_measure_a_question_before_it_is_asked(make_recipe):
     asked = recipe.augmented(recipe.policy, recipe.train_tasks[:2], seeded())
     assert all(isinstance(task, AugmentedTask) and task.noise_sigma == 0.3 for task in asked)
     assert recipe.samples_beside() == 6
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], seeded()))
-    recipe.advantages(rollouts, make_accelerator())
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], seeded(), Step()), Step())
+    recipe.advantages(rollouts, make_accelerator(), Step())
     assert len(recipe.tracker.recent) == 1 + 12  # two probes of two questions, and none of the noised groups
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from mmrl.recipes import RECIPES
+from mmrl.training.loop.recipe import collect_metrics
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import read_samples
 from mmrl.training.runs import train
 from mmrl.vlm.apo import ApoConfig
@@ -102,12 +104,12 @@ def test_a_clip_that_ends_early_is_skipped_and_counted(tmp_path, tiny_folders):
     config.eval_data = {}
     recipe = RECIPES["vlm"].load_recipe_class()(config)
     try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator().manual_seed(0))
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator().manual_seed(0), Step())
         assert rollouts.num_groups == 3
         assert recipe.skipped == {"truncated_video": 1}
-        scored = recipe.score(rollouts)
+        scored = recipe.score(rollouts, Step())
         assert [task.id for task in VlmPayload.of(scored).tasks] == ["v0", "v1", "v2"]
-        assert recipe.step_metrics(scored)["data/skipped"] == 1.0
+        assert collect_metrics(recipe, scored, Step())["data/skipped"] == 1.0
     finally:
         recipe.close()
 

@@ -34,6 +34,7 @@ from mmrl.hub.images import image_pixels_option
 from mmrl.training.export import chosen_checkpoint
 from mmrl.training.loop.evaluation import Evaluation, Measure, Row, Trial, evaluate_tasks
 from mmrl.training.loop.settings import PRECISIONS
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.fingerprint import content_digest
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.resumable import ResumableRows, short_digest
@@ -160,7 +161,7 @@ class GroundingEvaluation:
             )
         self.eval_tasks = {name: self._tasks(found) for name, found in samples.items()}
 
-    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Answer a benchmark and write its results."""
         config, tasks = self.config, self.eval_tasks[split]
         measure = GroundingMeasure(

@@ -1,275 +1,259 @@
-"""What a recipe supplies to the loop: the stages of the algorithm, each with a default that a paper may override."""
+"""Recipes: the stages of a method on a domain, as the training loop calls them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from mmrl.core.aggregation import Denominators
-from mmrl.core.groups import group_sum
 from mmrl.core.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.evaluation import Evaluation
-from mmrl.training.loop.loss_terms import LossTerms
-from mmrl.training.loop.old_logprobs import OldLogProbs
+from mmrl.training.loop.passes import old_in_update, score_in_chunks
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import RunConfig
+from mmrl.training.loop.terms import LossTerm, Scorer, Step, with_terms
 from mmrl.training.record.fingerprint import content_digest
 from mmrl.training.record.samples import SampleRecord
-from mmrl.training.record.stopwatch import stopwatch
 
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
 TaskT = TypeVar("TaskT")
-Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]
-"""Function of a policy, rollouts and the names of the outputs asked for, such as `Recipe.scores`."""
 
 
 class NoUsableTasksError(RunError):
     """None of the tasks of a draw could be used; the loop draws others a few times before it gives up."""
 
 
-class PrefixScope(Protocol):
-    """Work that the chunks of a batch share, such as the forward pass of a prompt that several of them need."""
+class Stateful(Protocol):
+    """An object whose state belongs into a checkpoint."""
 
-    def backward(self) -> None:
-        """Backpropagate through the shared work; called once, after the backward pass of the last chunk."""
-        ...
+    def state_dict(self) -> Any:
+        """Tensors and plain data."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore `state_dict`."""
 
 
-class _NoPrefix:
-    def backward(self) -> None:
-        """Nothing is shared."""
+class Tally(Counter[str]):
+    """Counts that checkpoints hold."""
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts."""
+        return dict(self)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore `state_dict`."""
+        self.clear()
+        self.update(state)
 
 
 class Recipe(ABC, Generic[PolicyT, TaskT]):
     """Stages of one method on one domain.
 
-    In each step the loop calls `rollout`, `score`, `compute_logprobs` and `advantages`, then `loss` for every
-    micro-batch. A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` in its `__init__`.
+    In each step the loop calls `rollout`, `score` and `advantages`, then `loss` for every micro-batch, and sometimes
+    `evaluate`. A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` in its `__init__`; a method that
+    adds to the loss of its objective sets `terms`. A recipe keeps no step counter and draws all random numbers from
+    the generator that it is given.
     """
 
     config: RunConfig
     policy: PolicyT
     """The trained module, unwrapped; scores rollouts when called and has save_pretrained and load_weights."""
     objective: Objective
+    """What is optimised; a `PreferenceObjective`, or None, in supervised recipes."""
+    terms: Sequence[LossTerm] = ()
+    """What the method adds to the loss of the objective."""
     train_tasks: Sequence[TaskT]
     eval_tasks: Mapping[str, Sequence[Any]]
     """Held-out splits by name; the first one is the headline."""
-    uses_rewards: ClassVar[bool] = True
-    """False for supervised recipes: no reward statistics, no group filter."""
-    has_loss_terms: ClassVar[bool] = False
-    """True where `loss_terms`, or a `loss` of the recipe's own, has a gradient even if every advantage is 0."""
-    waits_for_signal: ClassVar[bool] = False
-    """True where a minibatch whose advantages are all 0 takes no optimiser step: other terms of the loss, such as the
-    distance to a reference that the policy nearly equals, have tiny gradients, which AdamW scales up to whole steps."""
+    supervised: ClassVar[bool] = False
+    """Whether it learns from given data, without rewards; see `SupervisedRecipe`."""
+    own_loss: ClassVar[str] = ""
+    """Name of a loss that replaces the objective's, and has a gradient even if every advantage is 0."""
     start: Reference | None = None
     """The policy as it was at the start, where a recipe keeps it anyway; a KL term to the start then needs no copy."""
+    reference: Reference | None = None
+    """The reference policy of the step, for losses that compare with it exactly; set before the update."""
+    extra_samples: int = 0
+    """Samples drawn besides the rollouts in this step; they count in the run's cost. The trainer resets it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.parts: dict[str, Stateful] = {}
+        """Objects whose state checkpoints hold, by name."""
+        self.noted: dict[str, float] = {}
+        """Metrics of the current step; stages add theirs, and the trainer logs and clears them after the step."""
 
     @abstractmethod
-    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator, step: Step) -> Rollouts:
         """Sample G sequences of decisions for each task.
 
+        Args:
+            policy: The policy in evaluation mode, without its data-parallel wrapper.
+            tasks: N tasks of this process.
+            generator: The only source of randomness.
+            step: Position in the run.
+
         Returns:
-            Rollouts with `logp_old` as sampled and `reward` not yet set (NaN).
+            N * G rows with `logp_old` (B, T) in nats as sampled and `reward` not yet set (NaN).
+
+        Raises:
+            NoUsableTasksError: None of the tasks can be used; the trainer draws others.
         """
 
     @abstractmethod
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """Fill `reward` and `reward_terms`; NaN where a sample could not be scored."""
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Fill `reward` (B,) and `reward_terms`; NaN where a sample could not be scored."""
 
     @abstractmethod
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Evaluate a policy on the decisions of some rollouts.
+
+        Args:
+            policy: The policy, wrapped or not, or its reference.
+            rollouts: Rows of this recipe's rollouts.
+            outputs: Names of the outputs that are read: "logp", "entropy", "values", "kl_ref" or a term's own.
 
         Returns:
             The outputs (B, T), with gradient where it is enabled.
         """
 
     @abstractmethod
-    def evaluate(self, policy: PolicyT, split: str, accelerator: Accelerator) -> Evaluation:
-        """Measure the policy on one of `eval_tasks`."""
+    def evaluate(self, policy: PolicyT, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+        """Measure the policy on one of `eval_tasks`; `step.number` steps are complete."""
 
-    @abstractmethod
-    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Up to `limit` rollouts as text and images for the report, whole groups first."""
-
-    def compute_logprobs(self, policy: PolicyT, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """Add the constants of the update: old log-probs, values, reference log-probs.
-
-        Gradient: none flows; everything here is a constant of the update.
-        """
-        return self.reference_pass(reference, self.old_pass(policy, rollouts))
-
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Turn rewards into per-decision advantages with the objective's estimator, over all processes."""
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Turn rewards into advantages (B, T) with the objective's estimator, over all processes."""
         return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
 
-    def denominators(self, minibatch: Rollouts) -> Denominators:
-        """Count what the loss of an optimiser step is divided by; a recipe adds what its own terms need."""
-        return self.objective.denominators(minibatch)
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Loss of one micro-batch: that of the objective, and the terms.
 
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
-        """Loss of one micro-batch, already divided by the counts of the whole optimiser step.
+        Args:
+            policy: The policy in its data-parallel wrapper.
+            minibatch: Rows with advantages.
+            denominators: Counts over the whole optimiser step and all processes, so that micro-batches add up.
+            step: Position in the run.
 
-        Override `loss_terms` to add to it; a recipe that replaces it declares `has_loss_terms`.
+        Returns:
+            The scalar loss and its metrics.
         """
         scores = self.scores(policy, minibatch, self.loss_outputs)
-        output = self.objective.loss(scores, self.old_in_update(minibatch, scores.logp), denominators)
-        return self.loss_terms(policy, minibatch, scores, denominators).added_to(output)
-
-    def loss_terms(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
-    ) -> LossTerms:
-        """Terms that the recipe adds to the objective's loss; none by default. Set `has_loss_terms` with it."""
-        return LossTerms()
-
-    @property
-    def compares_rows(self) -> bool:
-        """Whether the loss of a row depends on the others of its group, which then stay in one micro-batch."""
-        return self.objective.compares_rows
-
-    @property
-    def needs_reference_model(self) -> bool:
-        """Whether the loop keeps a reference policy for this recipe."""
-        return self.objective.needs_reference
+        minibatch = old_in_update(self.config.trainer, minibatch, scores.logp)
+        output = self.objective.loss(scores, minibatch, denominators)
+        return with_terms(output, [term(policy, minibatch, scores, denominators, step) for term in self.terms])
 
     @property
     def loss_outputs(self) -> frozenset[str]:
-        """Names of the policy outputs that the loss needs."""
-        outputs = {"logp"}
-        if self.objective.needs_entropy:
-            outputs.add("entropy")
-        if self.objective.needs_values:
-            outputs.add("values")
-        return frozenset(outputs)
-
-    @property
-    def old_logprobs(self) -> OldLogProbs:
-        """Where the old log-probs come from."""
-        return OldLogProbs.of(self.config.trainer)
-
-    @property
-    def needs_old_pass(self) -> bool:
-        """Whether the rollouts are scored before the update: for old log-probs, a critic or a KL in the reward."""
-        scored = self.objective.needs_values or self.objective.kl_in_reward
-        return scored or self.old_logprobs is OldLogProbs.PASS_BEFORE_UPDATE
-
-    def old_pass(self, policy: PolicyT, rollouts: Rollouts) -> Rollouts:
-        """Score the rollouts with the policy before the update, where that is needed."""
-        if not self.needs_old_pass:
-            return rollouts
-        outputs = frozenset({"logp", "values"} if self.objective.needs_values else {"logp"})
-        with stopwatch("old_logp"):
-            scores = self.scores_in_chunks(policy, rollouts, outputs)
-        return self.old_logprobs.before_update(rollouts.replace(values=scores.values), scores.logp)
-
-    def old_in_update(self, minibatch: Rollouts, logp: Tensor) -> Rollouts:
-        """Put the old log-probs in place that the loss compares the update's own `logp` (B, T) with."""
-        return self.old_logprobs.in_update(minibatch, logp)
-
-    def reference_pass(self, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """Score the rollouts with the reference policy, where the objective has a KL term."""
-        if not self.objective.needs_reference:
-            return rollouts
-        with stopwatch("ref_logp"):
-            scores = reference.score(lambda module: self.scores_in_chunks(module, rollouts, frozenset({"logp"})))
-        return rollouts.replace(logp_ref=scores.logp)
-
-    def groups_with_gradient(self, minibatch: Rollouts) -> Tensor:
-        """Tell which groups can have a gradient; the update may leave out the others.
-
-        Returns:
-            (N,) bool: groups with an advantage other than 0; all of them where the loss has a term that does not
-            vanish with the advantages: a KL, entropy or value term, or one of the recipe's own (`has_loss_terms`).
-        """
-        if self.has_loss_terms or self.objective.regularised:
-            return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
-        return self.groups_with_signal(minibatch)
-
-    def groups_with_signal(self, minibatch: Rollouts) -> Tensor:
-        """Tell which groups (N,) have an advantage other than 0; all of them before there are advantages."""
-        if minibatch.advantage is None:
-            return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
-        moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
-        return group_sum(moved.long(), minibatch.group) > 0
+        """Names of the policy outputs that objective and terms read."""
+        known = {"entropy": self.objective.needs_entropy, "values": self.objective.needs_values}
+        exact = self.objective.needs_reference and "kl_ref" in self.objective.needs
+        own = {name for name, needed in (known | {"kl_ref": exact}).items() if needed}
+        return frozenset({"logp"} | own).union(*(term.outputs for term in self.terms))
 
     def scores_in_chunks(
         self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], scorer: Scorer | None = None
     ) -> PolicyOutputs:
-        """Score without gradient, `trainer.micro_batch` rows at a time.
-
-        Returns:
-            The outputs (B, T).
-        """
-        scorer = scorer or self.scores
-        chunks = list(rollouts.micro_batches(self.config.trainer.micro_batch or rollouts.num_rows))
-        with torch.no_grad(), self.prefix_scope_of(chunks, policy):
-            parts = [scorer(policy, chunk, outputs) for chunk in chunks]
-
-        def joined(name: str) -> Tensor:
-            values = (getattr(part, name) for part in parts)
-            return torch.cat([nn.functional.pad(x, (0, rollouts.num_decisions - x.shape[1])) for x in values])
-
-        return PolicyOutputs(
-            logp=joined("logp"),
-            entropy=joined("entropy") if "entropy" in outputs else None,
-            values=joined("values") if "values" in outputs else None,
-        )
-
-    def prefix_scope(self, policy: nn.Module) -> AbstractContextManager[PrefixScope]:
-        """Share work between the chunks that are scored inside the context; by default nothing is shared.
-
-        Chunks come in the order of `Rollouts.micro_batches`: parts of one group follow one another. With gradient,
-        each chunk's loss is differentiated before the next one is scored.
-        """
-        return nullcontext(_NoPrefix())
-
-    def prefix_scope_of(self, chunks: Sequence[Rollouts], policy: nn.Module) -> AbstractContextManager[PrefixScope]:
-        """`prefix_scope` where there is more than one chunk to share it."""
-        return self.prefix_scope(policy) if len(chunks) > 1 else nullcontext(_NoPrefix())
+        """Outputs (B, T) without gradient, `trainer.micro_batch` rows at a time."""
+        return score_in_chunks(scorer or self.scores, policy, rollouts, outputs, self.config.trainer.micro_batch)
 
     def describe(self) -> str:
         """Formula of the loss with its constants, for the report."""
-        return self.objective.describe()
+        return "\n".join([self.objective.describe(), *filter(None, (term.formula() for term in self.terms))])
 
-    def samples_beside(self) -> int:
-        """Samples that this process drew beside the rollouts since the last call; they count in the run's cost."""
-        return 0
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Up to `limit` rollouts as text and images for the report, whole groups first."""
+        return []
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Metrics of this recipe beside those of the loop."""
+        """Metrics of the domain after a step; every process calls it."""
         return {}
 
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move schedules and adaptive coefficients; called after each step."""
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Move averages and adaptive coefficients after a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers that a resumed run needs (adaptive coefficients, trackers)."""
-        return {}
+        """State of `parts` and `terms`, for checkpoints."""
+        terms = {term.name: term.state_dict() for term in self.terms}
+        return {name: part.state_dict() for name, part in self.parts.items()} | {"terms": terms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
+        for name, part in self.parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
+        for term in self.terms:
+            if term.name in state["terms"]:
+                term.load_state_dict(state["terms"][term.name])
 
     def save_parts(self, folder: Path) -> None:
         """Write further weights into a checkpoint for use outside the run; a resume reads `state_dict` instead."""
 
     def data_digest(self) -> str:
-        """Digest of the training tasks' contents, by which a resume tells other data; see `content_digest`."""
+        """Digest of the training tasks' contents, by which a resume recognises other data."""
         return content_digest(self.train_tasks)
 
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
-        """Write a checkpoint's model, whole, into a folder that its own library loads."""
+        """Write a checkpoint's model into a folder that its own library loads; returns the function that does."""
         raise UserError(f"{cls.__name__} has no export of its own; the model as it is saved lies in {checkpoint}/model")
 
     def close(self) -> None:
         """Free worker processes."""
+
+
+def collect_metrics(recipe: Recipe[Any, Any], rollouts: Rollouts, step: Step) -> dict[str, float]:
+    """Metrics of a completed step from domain, stages and terms; every process calls it."""
+    found = recipe.step_metrics(rollouts) | recipe.noted
+    recipe.noted.clear()
+    for term in recipe.terms:
+        found |= term.metrics(rollouts, step)
+    return found
+
+
+class SupervisedRecipe(Recipe[PolicyT, TaskT]):
+    """A batch and a loss: learning from given answers, demonstrations, images or pairs.
+
+    A subclass supplies `batch` and `loss`; there are no rewards, groups or advantages. `own_loss` names the loss.
+    """
+
+    objective: Any = None
+    supervised: ClassVar[bool] = True
+
+    @abstractmethod
+    def batch(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator, step: Step) -> Rollouts:
+        """Make the rows of a step out of given data; see `Recipe.rollout`."""
+
+    @abstractmethod
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Loss of one micro-batch, divided by counts of the whole optimiser step."""
+
+    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator, step: Step) -> Rollouts:
+        """The batch."""
+        return self.batch(policy, tasks, generator, step)
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Given data has no reward."""
+        return rollouts
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Every row counts the same."""
+        return rollouts
+
+    @property
+    def loss_outputs(self) -> frozenset[str]:
+        """Log-probabilities alone."""
+        return frozenset({"logp"})
+
+    def describe(self) -> str:
+        """Formula of the loss."""
+        return self.own_loss if self.objective is None else str(self.objective.describe())

@@ -5,43 +5,20 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
+from mmrl.rewards.config import RewardResult
 from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.record.metrics import metric_label
 
 LOGGER = logging.getLogger("mmrl")
 
 
-class Scored(Protocol):
-    """Rewards of B rows, as `mmrl.rewards.RewardResult` has them."""
-
-    @property
-    def total(self) -> Sequence[float]:
-        """Weighted sums; NaN where a row could not be scored."""
-
-    @property
-    def terms(self) -> Mapping[str, Sequence[float]]:
-        """Unweighted values by term."""
-
-    @property
-    def errors(self) -> Mapping[str, int]:
-        """Failed rows by "term/kind"."""
-
-    @property
-    def examples(self) -> Mapping[str, str]:
-        """The first message of each entry of `errors`."""
-
-    @property
-    def traces(self) -> Mapping[str, str]:
-        """The traceback that belongs to it, where a function raised."""
-
-
-def with_rewards(rollouts: Rollouts, result: Scored) -> Rollouts:
+def with_rewards(rollouts: Rollouts, result: RewardResult) -> Rollouts:
     """Fill the rewards of rollouts; a row with a failed term keeps NaN and is left out of the loss."""
     device = rollouts.mask.device
     total = torch.tensor(result.total, dtype=torch.float32, device=device)
@@ -51,7 +28,7 @@ def with_rewards(rollouts: Rollouts, result: Scored) -> Rollouts:
     return rollouts.replace(reward=total, reward_terms=terms)
 
 
-def failure_of(result: Scored) -> str:
+def failure_of(result: RewardResult) -> str:
     """Why no row of a result has a reward; empty where one has."""
     if any(value == value for value in result.total):
         return ""
@@ -72,7 +49,7 @@ class RewardErrors:
         self._logged: dict[str, None] = {}
         self._step: Counter[str] = Counter()
 
-    def warn(self, result: Scored) -> None:
+    def warn(self, result: RewardResult) -> None:
         """Log the first failure of each kind of a run, with the traceback of the user's code."""
         for name in result.errors:
             if name not in self._logged:
@@ -81,7 +58,7 @@ class RewardErrors:
                 for line in result.traces.get(name, "").splitlines():
                     LOGGER.warning("  %s", line)
 
-    def count(self, result: Scored) -> None:
+    def count(self, result: RewardResult) -> None:
         """Log as `warn` does, and count the failures among those of the step."""
         self.warn(result)
         self._step.update(result.errors)

@@ -51,12 +51,12 @@ class SimCounts:
             found["memory/worker_mb"] = self._sim.memory_mb()
         return found
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """Counts for a checkpoint."""
         # Those of an evaluation since the step are known without asking the others in a single process only.
         return self._totals(self._sim.counts) if PartialState().num_processes == 1 else dict(self._latest)
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from the counts of a checkpoint."""
         self._before = {name: int(count) for name, count in state.items()}
         self._latest = dict(self._before)

@@ -12,15 +12,17 @@ from mmrl.core.blocks import KeepAll
 from mmrl.core.filters import DynamicSamplingBuffer
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, RunStopped
+from mmrl.training.loop.constants import needs_reference, update_constants
 from mmrl.training.loop.distributed import all_ranks, merge_lists
 from mmrl.training.loop.heap import HeapTrimmer
-from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
+from mmrl.training.loop.recipe import NoUsableTasksError, Recipe, collect_metrics
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.saving import RunSaver
 from mmrl.training.loop.seeds import make_generator
-from mmrl.training.loop.settings import RunConfig
+from mmrl.training.loop.settings import ReferenceConfig, RunConfig
 from mmrl.training.loop.stopping import StopSignals
 from mmrl.training.loop.tasks import TaskStream
+from mmrl.training.loop.terms import Step
 from mmrl.training.loop.update import Updater
 from mmrl.training.record.metrics import batch_metrics, restart_peak_memory
 from mmrl.training.record.run_log import RunLog
@@ -49,8 +51,12 @@ class Trainer:
         self.accelerator = accelerator
         self.stop = stop
         self.tasks = TaskStream(recipe.train_tasks, config.seed, fingerprint=recipe.data_digest)
-        needed, start = recipe.needs_reference_model, recipe.start
-        self.reference = make_reference(config.reference, recipe.policy, needed=needed, start=start)
+        self.reference = make_reference(
+            getattr(config, "reference", ReferenceConfig()),  # supervised configurations have none
+            recipe.policy,
+            needed=needs_reference(recipe),
+            start=recipe.start,
+        )
         self.heap = HeapTrimmer(enabled=config.trainer.release_memory and accelerator.device.type == "cpu")
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures", self.heap)
         self.log = RunLog(run_dir, accelerator.device, tracker)
@@ -74,6 +80,11 @@ class Trainer:
         """The policy without its data-parallel wrapper, for sampling."""
         return self.recipe.policy
 
+    @property
+    def position(self) -> Step:
+        """The step that is next."""
+        return Step(self.step, self.config.trainer.steps)
+
     def run(self) -> dict[str, Any]:
         """Train to the end."""
         if not self.resumed:
@@ -94,22 +105,25 @@ class Trainer:
     def train_step(self) -> None:
         """One step of the algorithm: collect rollouts, estimate advantages, update the policy."""
         restart_peak_memory(self.accelerator.device)
+        step = self.position
         with self.log.watch.running(), stopwatch("step"):
             rollouts, metrics = self.collect()
             self.heap.trim()
             with self.accelerator.autocast():
-                rollouts = self.recipe.compute_logprobs(self.policy, self.reference, rollouts)
+                rollouts = update_constants(self.recipe, self.policy, self.reference, rollouts, step)
             with stopwatch("advantages"):
-                rollouts = self.recipe.advantages(rollouts, self.accelerator)
+                rollouts = self.recipe.advantages(rollouts, self.accelerator, step)
             with stopwatch("update"), self.accelerator.autocast():
-                metrics |= self.updater.update(rollouts, self.step)
+                metrics |= self.updater.update(rollouts, step)
         self.step += 1
-        self.recipe.on_step_end(self.step, metrics)
-        self._log_step(rollouts, metrics)
+        self.recipe.on_step_end(step, metrics)
+        for term in self.recipe.terms:
+            term.on_step_end(step)
+        self._log_step(rollouts, metrics, step)
 
     def collect(self) -> tuple[Rollouts, dict[str, float]]:
         """Sample and score the groups of a step; groups without a signal are dropped or resampled by the filter."""
-        group_filter = self.recipe.objective.filter if self.recipe.uses_rewards else KeepAll()
+        group_filter = KeepAll() if self.recipe.supervised else self.recipe.objective.filter
         wanted = self.config.trainer.tasks_per_step // self.accelerator.num_processes
         buffer = DynamicSamplingBuffer(wanted, max_tries=group_filter.tries)
         sampled: list[Rollouts] = []
@@ -120,10 +134,11 @@ class Trainer:
             buffer.add(batch, group_filter.kept(batch))
             done = all_ranks(buffer.full or buffer.exhausted, self.accelerator)
         everywhere = merge_lists(sampled, self.accelerator)
-        self.log.count(everywhere, sum(merge_lists([self.recipe.samples_beside()], self.accelerator)))
-        if self.recipe.uses_rewards:
+        self.log.count(everywhere, sum(merge_lists([self.recipe.extra_samples], self.accelerator)))
+        self.recipe.extra_samples = 0
+        if not self.recipe.supervised:
             self.log.warnings.watch(everywhere)
-        metrics = batch_metrics(everywhere, self.recipe.uses_rewards) | {"data/epoch": self.tasks.epoch}
+        metrics = batch_metrics(everywhere, not self.recipe.supervised) | {"data/epoch": self.tasks.epoch}
         # with nothing kept, the last batch as it is keeps the KL and entropy terms and the log going, as in EasyR1
         return buffer.take() if buffer.counts.kept else batch, metrics
 
@@ -134,7 +149,7 @@ class Trainer:
         self.policy.eval()
         with self.log.watch.stage("evaluate"), self.accelerator.autocast():
             for index, split in enumerate(self.recipe.eval_tasks):
-                result = self.recipe.evaluate(self.policy, split, self.accelerator)
+                result = self.recipe.evaluate(self.policy, split, self.accelerator, self.position)
                 if result.failure and tag == "before":
                     raise RunError(result.failure)
                 self.log.outcomes(self.step, split, result.outcomes)
@@ -165,19 +180,19 @@ class Trainer:
                 raise failure or RunError("another process found no usable task")
         assert rollouts is not None
         with stopwatch("score"):
-            return self.recipe.score(rollouts)
+            return self.recipe.score(rollouts, self.position)
 
     def _draw(self, generator: torch.Generator) -> tuple[Rollouts | None, NoUsableTasksError | None]:
         count = self.config.trainer.tasks_per_step
         tasks = self.tasks.next(count)[self.accelerator.process_index :: self.accelerator.num_processes]
         with stopwatch("rollout"), torch.no_grad(), self.accelerator.autocast():
             try:
-                return self.recipe.rollout(self.policy, tasks, generator), None
+                return self.recipe.rollout(self.policy, tasks, generator, self.position), None
             except NoUsableTasksError as error:
                 return None, error
 
-    def _log_step(self, rollouts: Rollouts, metrics: dict[str, float]) -> None:
-        metrics |= self.recipe.step_metrics(rollouts)
+    def _log_step(self, rollouts: Rollouts, metrics: dict[str, float], step: Step) -> None:
+        metrics |= collect_metrics(self.recipe, rollouts, step)
         tokens = sum(merge_lists([float(rollouts.mask.sum())], self.accelerator))
         self.log.step(self.step, metrics, tokens)
         every = self.config.evaluation.every or self.config.trainer.steps
@@ -215,7 +230,7 @@ class Trainer:
         found = {
             "status": "done",
             "recipe": self.config.recipe,
-            "objective": self.recipe.objective.name,
+            "objective": self.recipe.own_loss or self.recipe.objective.name,
             "objective_formula": self.recipe.describe(),
             "steps": self.step,
             "optimiser_steps": self.updater.optimiser_step,

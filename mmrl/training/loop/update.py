@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.aggregation import Denominators
+from mmrl.core.aggregation import Denominators, count
 from mmrl.core.groups import group_sum
 from mmrl.core.metrics import Metric, merge_metrics, metric_values
 from mmrl.core.rollouts import Rollouts
@@ -20,10 +21,12 @@ from mmrl.errors import RunError, UserError
 from mmrl.training.loop.distributed import all_ranks, average_gradients, global_denominators, merge_lists
 from mmrl.training.loop.guard import describe_nonfinite, save_failure
 from mmrl.training.loop.heap import HeapTrimmer
+from mmrl.training.loop.passes import shared_prefix
 from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP, TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.stopwatch import stopwatch
 
 LOGGER = logging.getLogger("mmrl")
@@ -106,7 +109,7 @@ class Updater:
         self.skipped = 0
         self.waited = 0
 
-    def update(self, rollouts: Rollouts, step: int) -> dict[str, float]:
+    def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
         """Take all optimiser steps of one rollout step."""
         self.policy.train()
         taken: list[dict[str, float]] = []
@@ -134,22 +137,22 @@ class Updater:
         self.skipped = int(state["skipped"])
         self.waited = int(state.get("waited", 0))
 
-    def _minibatches(self, rollouts: Rollouts, step: int, epoch: int) -> list[Rollouts]:
-        count = self.config.minibatches_per_step
-        if count == 1:
+    def _minibatches(self, rollouts: Rollouts, step: Step, epoch: int) -> list[Rollouts]:
+        number = self.config.minibatches_per_step
+        if number == 1:
             return [rollouts]
         # a filter may leave the processes unequal numbers of groups, but every one has to take the same steps
-        count = min(merge_lists([min(count, rollouts.num_groups)], self.accelerator))
+        number = min(merge_lists([min(number, rollouts.num_groups)], self.accelerator))
         seed = self.recipe.config.seed
-        return rollouts.minibatches(count, make_generator(seed, "minibatch", step, epoch))
+        return rollouts.minibatches(number, make_generator(seed, "minibatch", step.number, epoch))
 
-    def _optimiser_step(self, minibatch: Rollouts, step: int) -> dict[str, Metric] | None:
+    def _optimiser_step(self, minibatch: Rollouts, step: Step) -> dict[str, Metric] | None:
         """Take one optimiser step, unless there is nothing to learn; None with no rows, or if the guard skipped it.
 
         The denominators are counted over the whole minibatch and all processes before any group is left out and before
         it is cut into micro-batches. Neither changes the step: the shares of the micro-batches add up to the same loss.
         """
-        denominators = global_denominators(self.recipe.denominators(minibatch), self.accelerator)
+        denominators = global_denominators(count_denominators(self.recipe, minibatch), self.accelerator)
         if denominators.tokens == 0:
             return None
         if self._waits(minibatch):
@@ -157,13 +160,13 @@ class Updater:
             return {"update/zero_advantage_groups": Metric(1.0)}
         self._set_rate()
         live = self._live(minibatch)
-        loss, metrics = self._accumulate(live, denominators)
+        loss, metrics = self._accumulate(live, denominators, step)
         metrics["update/zero_advantage_groups"] = Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)
         with stopwatch("optimizer"):
             self._complete_gradients()
             norm = self._clip()
         if not all_ranks(bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)), self.accelerator):
-            self._on_nonfinite(minibatch, loss, step)
+            self._on_nonfinite(minibatch, loss, step.number)
             return None
         with stopwatch("optimizer"):
             self.optimizer.step()
@@ -174,11 +177,11 @@ class Updater:
         return metrics | {"optim/grad_norm": Metric.summed(norm)}
 
     def _waits(self, minibatch: Rollouts) -> bool:
-        """Whether no step is taken: none of the groups, in any process, has a gradient (an advantage, see recipe)."""
-        if self.recipe.waits_for_signal:
-            live = self.recipe.groups_with_signal(minibatch)
+        """Whether no step is taken: none of the groups, in any process, has a gradient."""
+        if any(term.gradient == "with_signal" for term in self.recipe.terms):
+            live = groups_with_advantage(minibatch)
         elif self.config.skip_steps_without_gradient:
-            live = self.recipe.groups_with_gradient(minibatch)
+            live = groups_with_gradient(self.recipe, minibatch)
         else:
             return False
         return all_ranks(not bool(live.any()), self.accelerator)
@@ -187,7 +190,7 @@ class Updater:
         """Groups that the forward pass is needed of; one at least, since other processes may have a gradient."""
         if not self.config.skip_zero_advantage_groups:
             return minibatch
-        live = self.recipe.groups_with_gradient(minibatch)
+        live = groups_with_gradient(self.recipe, minibatch)
         if bool(live.all()):
             return minibatch
         if not bool(live.any()):
@@ -195,19 +198,21 @@ class Updater:
             live = torch.arange(minibatch.num_groups, device=live.device) == trained.argmax()
         return minibatch.select_groups(live)
 
-    def _accumulate(self, minibatch: Rollouts, denominators: Denominators) -> tuple[Tensor, dict[str, Metric]]:
+    def _accumulate(
+        self, minibatch: Rollouts, denominators: Denominators, step: Step
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """Add up the gradients of all micro-batches of all processes; returns this process's loss and metrics."""
         losses, parts = [], []
         rows = self.config.micro_batch or minibatch.num_rows
-        chunks = list(minibatch.micro_batches(rows, whole_groups=self.recipe.compares_rows))
+        chunks = list(minibatch.micro_batches(rows, whole_groups=compares_rows(self.recipe)))
         # work that micro-batches share is differentiated after the last of them, too late for the wrapper's own
         # averaging; the configuration decides, because every process has to take the same way
         by_hand = self.config.micro_batch > 0
         alone = self.accelerator.no_sync(self.policy) if by_hand else contextlib.nullcontext()
-        with alone, self.recipe.prefix_scope_of(chunks, self.recipe.policy) as shared:
+        with alone, shared_prefix(self.recipe.policy, chunks) as shared:
             for chunk in chunks:
                 with stopwatch("forward"):
-                    output = self.recipe.loss(self.policy, chunk, denominators)
+                    output = self.recipe.loss(self.policy, chunk, denominators, step)
                 with stopwatch("backward"):
                     # gradients are averaged over processes, the denominators already count every one
                     self.accelerator.backward(output.loss * self.accelerator.num_processes)
@@ -259,6 +264,38 @@ class Updater:
 
     def _current_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+
+def count_denominators(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Denominators:
+    """Count what the loss of an optimiser step is divided by, on this process."""
+    counts = count(minibatch.loss_mask) if recipe.objective is None else recipe.objective.denominators(minibatch)
+    own = {name: number for term in recipe.terms for name, number in term.counts(minibatch).items()}
+    return dataclasses.replace(counts, others={**counts.others, **own})
+
+
+def groups_with_gradient(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Tensor:
+    """Tell which groups (N,) can have a gradient; the update may leave out the others.
+
+    All of them where the loss has a part that does not vanish with the advantages: a KL, entropy or value term, a term
+    of the method, or a loss of its own.
+    """
+    always = any(term.gradient != "never" for term in recipe.terms)
+    if recipe.supervised or recipe.own_loss or always or recipe.objective.regularised:
+        return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
+    return groups_with_advantage(minibatch)
+
+
+def groups_with_advantage(minibatch: Rollouts) -> Tensor:
+    """Tell which groups (N,) have an advantage other than 0; all of them before there are advantages."""
+    if minibatch.advantage is None:
+        return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
+    moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
+    return group_sum(moved.long(), minibatch.group) > 0
+
+
+def compares_rows(recipe: Recipe[Any, Any]) -> bool:
+    """Whether the loss of a row depends on the others of its group, which then stay in one micro-batch."""
+    return recipe.objective is not None and recipe.objective.compares_rows
 
 
 def _plain(metrics: dict[str, Metric]) -> dict[str, Metric]:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +24,15 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards import RewardConfig
+from mmrl.training.loop.constants import update_constants
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.passes import shared_prefix
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.loop.trainer import Trainer
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.record.stopwatch import Stopwatch
 from mmrl.vlm.bench.workload import Shape, shape_of, suppressed_tokens
 from mmrl.vlm.config import VlmConfig
@@ -160,7 +164,7 @@ def papo_arm(options: dict[str, Any]) -> dict[str, Any]:
                 if flat:
                     with watch.stage("old_logp"):
                         recipe.scores_in_chunks(policy, rollouts, LOGP)
-                ready = recipe.compute_logprobs(policy, reference, rollouts)
+                ready = update_constants(recipe, policy, reference, rollouts, Step())
             _forward_backward(recipe, ready, 0, watch)
             policy.zero_grad(set_to_none=True)
 
@@ -256,10 +260,10 @@ def rows_apart(rollouts: Rollouts) -> Rollouts:
 class _RowRecipe(VlmRecipe):
     """GRPO whose update computes prompt and image of every row, those of groups without a gradient included."""
 
-    has_loss_terms: ClassVar[bool] = True
+    own_loss = "grpo_rows"
 
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
-        return super().loss(policy, rows_apart(minibatch), denominators)
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        return super().loss(policy, rows_apart(minibatch), denominators, step)
 
 
 class _Clock(Stopwatch):
@@ -286,12 +290,12 @@ def _open_recipe(common: dict[str, Any], papo: bool, apart: bool) -> VlmRecipe:
 
 
 def _forward_backward(recipe: VlmRecipe, rollouts: Rollouts, micro_batch: int, watch: measure.Stopwatch) -> None:
-    denominators = recipe.denominators(rollouts)
+    denominators = count_denominators(recipe, rollouts)
     chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
-    with recipe.prefix_scope_of(chunks, recipe.policy) as shared:
+    with shared_prefix(recipe.policy, chunks) as shared:
         for chunk in chunks:
             with watch.stage("forward"):
-                output = recipe.loss(recipe.policy, chunk, denominators)
+                output = recipe.loss(recipe.policy, chunk, denominators, Step())
             with watch.stage("backward"):
                 output.loss.backward()
         with watch.stage("backward"):

@@ -17,6 +17,9 @@ from mmrl.bench.harness import check
 from mmrl.core.logprobs import linear_logprobs
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.training.loop.passes import shared_prefix
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.vlm.bench.arms import make_recipe, make_rollouts, rows_apart
 from mmrl.vlm.bench.workload import shape_of
 from mmrl.vlm.packing import PackedRows, pack_prompts, pack_responses
@@ -80,11 +83,11 @@ def _measure(recipe: VlmRecipe, run: Callable[[], Tensor]) -> _Pass:
 
 def _differentiate(recipe: VlmRecipe, rollouts: Rollouts, micro_batch: int = 0) -> Tensor:
     """Gradient of the loss as the update computes it; returns the log-probs."""
-    denominators = recipe.denominators(rollouts)
+    denominators = count_denominators(recipe, rollouts)
     chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
-    with recipe.prefix_scope_of(chunks, recipe.policy) as shared:
+    with shared_prefix(recipe.policy, chunks) as shared:
         for chunk in chunks:
-            recipe.loss(recipe.policy, chunk, denominators).loss.backward()
+            recipe.loss(recipe.policy, chunk, denominators, Step()).loss.backward()
         shared.backward()
     return recipe.scores_in_chunks(recipe.policy, rollouts, recipe.loss_outputs).logp
 
@@ -93,7 +96,7 @@ def _differentiate_leaking(recipe: VlmRecipe, rollouts: Rollouts) -> Tensor:
     """The same loss on log-probs of completions that see those before them in their group."""
     parts = [_leaking_logp(recipe, rollouts.select_groups(torch.tensor([group]))) for group in range(TASKS)]
     logp = torch.cat(parts)
-    loss = recipe.objective.loss(PolicyOutputs(logp, None, None), rollouts, recipe.denominators(rollouts)).loss
+    loss = recipe.objective.loss(PolicyOutputs(logp, None, None), rollouts, count_denominators(recipe, rollouts)).loss
     loss.backward()
     return logp.detach()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.objective import PolicyOutputs
-from mmrl.core.payload import Payload, per_decision, per_group, per_row
+from mmrl.core.payload import Payload, per_decision, per_group, per_row, shared
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
@@ -64,6 +64,8 @@ class TspoPayload(Payload):
     """(B, R) int64, its sampled tokens."""
     finish: list[str] = per_row(default_factory=list)
     """Why each response ended."""
+    temperature: float = shared(default=1.0)
+    """Temperature that the picks were drawn at."""
 
 
 @dataclass

@@ -21,11 +21,9 @@ with linear decay, from the public train_deepspeed.sh; a step has 16 questions a
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -37,9 +35,10 @@ from mmrl.errors import RunError, UserError
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.video_reading import VideoError
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
-from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
+from mmrl.training.loop.recipe import NoUsableTasksError, Recipe, Tally
 from mmrl.training.loop.scoring import RewardErrors, failure_of
 from mmrl.training.loop.seeds import stream_seed
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.fingerprint import content_digest
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
@@ -66,9 +65,10 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
     config: TspoConfig
 
     def __init__(self, config: TspoConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.objective = objective_of(config)
-        self.skipped: Counter[str] = Counter()
+        self.skipped, self.errors = Tally(), RewardErrors()
+        self.parts |= {"skipped": self.skipped, "errors": self.errors}
         self.train_tasks = self._load(config.data, "data")
         limit = config.evaluation.max_tasks or None
         self.eval_tasks = {
@@ -88,16 +88,16 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             for key, tasks in {"data": self.train_tasks, **_by_key(self.eval_tasks)}.items():
                 self.answerer.check(tasks, key)
             undone.pop_all()
-        self.step = 0
-        self._errors = RewardErrors()
         self._warn_of_short_videos()
 
-    def rollout(self, policy: TspoPolicy, tasks: Sequence[NeedleTask], generator: torch.Generator) -> Rollouts:
+    def rollout(
+        self, policy: TspoPolicy, tasks: Sequence[NeedleTask], generator: torch.Generator, step: Step
+    ) -> Rollouts:
         """Draw the frames of G rows for each question and have it answered from them."""
         with stopwatch("encode"):
             usable, features = self.encode(tasks)
         drawn = without_unreadable(
-            usable, features, lambda some, own: self._draw(policy, some, own, generator), self._skip
+            usable, features, lambda some, own: self._draw(policy, some, own, generator, step), self._skip
         )
         if drawn is None:
             raise NoUsableTasksError(f"the picked frames of none of {len(tasks)} videos can be read")
@@ -109,14 +109,16 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         usable: Sequence[NeedleTask],
         features: Sequence[VideoFeatures],
         generator: torch.Generator,
+        step: Step,
     ) -> Rollouts:
-        size, scoring = self.config.trainer.samples_per_task, self.scoring
+        size, temperature = self.config.trainer.samples_per_task, self.temperature(step.number)
+        form = self.config.picks.logprob
         group = torch.arange(len(usable)).repeat_interleave(size)
-        logits = policy.logits(features, scoring.temperature).cpu()[group]
+        logits = policy.logits(features, temperature).cpu()[group]
         noise = gumbel_noise(tuple(logits.shape), generator)
         counts = torch.tensor([self.picks_of(task) for task in usable])[group]
         picks, mask = draw_picks(logits, noise, counts)
-        logp = pick_logprobs(scoring.logprob, logits, picks, mask, noise)
+        logp = pick_logprobs(form, logits, picks, mask, noise)
         rows = [usable[number] for number in group.tolist()]
         with stopwatch("answer"):
             answers = self._answer(rows, picks, mask, generator if self.config.answerer.train else None)
@@ -127,7 +129,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             pick_mask=mask,
             texts=answers.texts,
             correct=correct_of(answers),
-            noise=list(noise) if scoring.logprob == "noisy_product" else [],
+            temperature=temperature,
+            noise=list(noise) if form == "noisy_product" else [],
         )
         rollouts = Rollouts(
             group=group,
@@ -139,7 +142,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         )
         return self._joined(rollouts, answers).to(policy.device)
 
-    def score(self, rollouts: Rollouts) -> Rollouts:
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """R_A + R_T with their weights; NaN, and no gradient, for an answer that could not be judged."""
         payload = TspoPayload.of(rollouts)
         located = [
@@ -153,9 +156,11 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probability of each pick and of each trained token, at the temperatures of the draw."""
-        return policy(rollouts, self.scoring)  # type: ignore[no-any-return]
+        picks, reader = self.config.picks, self.config.answerer.sampler
+        scoring = Scoring(TspoPayload.of(rollouts).temperature, picks.logprob, reader.temperature)
+        return policy(rollouts, scoring)  # type: ignore[no-any-return]
 
-    def evaluate(self, policy: TspoPolicy, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: TspoPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Needle recall and accuracy of the agent's best frames, of even ones and of those most like the question."""
         measure = PickMeasure(
             policy=policy,
@@ -193,12 +198,11 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         return found
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Temperature, videos that were embedded, questions skipped so far and reward errors of the step."""
+        """Videos that were embedded, questions skipped so far and reward errors of the step."""
         return {
-            "tspo/temperature": self.scoring.temperature,
             "tspo/videos_embedded": float(self.store.computed),
             "data/skipped": float(sum(self.skipped.values())),
-        } | self._errors.take()
+        } | self.errors.take()
 
     def encode(
         self, tasks: Sequence[NeedleTask], *, allow_none: bool = False
@@ -225,30 +229,18 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             LOGGER.warning("question skipped (%s): %s", error.kind, error)
         self.skipped[error.kind] += 1
 
-    @property
-    def scoring(self) -> Scoring:
-        """Temperatures and form of the log-probabilities in this step."""
+    def temperature(self, step: int) -> float:
+        """Temperature of the picks after so many steps."""
         picks = self.config.picks
-        temperature = temperature_at(self.step, self.config.trainer.steps, picks.temperature, picks.final_temperature)
-        return Scoring(temperature, picks.logprob, self.config.answerer.sampler.temperature)
+        return temperature_at(step, self.config.trainer.steps, picks.temperature, picks.final_temperature)
 
     def picks_of(self, task: NeedleTask) -> int:
         """Frames that are picked for a question."""
         return min(self.config.picks.of(task.specific), len(task.video))
 
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the temperature."""
-        self.step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Step and counts."""
-        return {"step": self.step, "skipped": dict(self.skipped), "errors": self._errors.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.step = int(state["step"])
-        self.skipped = Counter(state["skipped"])
-        self._errors.load_state_dict(state["errors"])
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Log the temperature of the next step."""
+        self.noted["tspo/temperature"] = self.temperature(step.number + 1)
 
     def data_digest(self) -> str:
         """Digest of the questions with their videos and needles; where the files lie does not count."""
@@ -271,7 +263,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         chosen = [sorted(own[real > 0].tolist()) for own, real in zip(picks, mask, strict=True)]
         answers = self.answerer.answer(rows, chosen, generator)
         if answers.result is not None:
-            self._errors.count(answers.result)
+            self.errors.count(answers.result)
             if failure := failure_of(answers.result):
                 raise RunError(f"every reward of this step failed: {failure}")
         return answers

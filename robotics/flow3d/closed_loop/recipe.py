@@ -24,6 +24,7 @@ from mmrl.fields import bounded, check_fields, choice, parts_of
 from mmrl.files import expanded
 from mmrl.training.export import chosen_checkpoint
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.loop.terms import Step
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
 from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
 from robotics.flow3d.closed_loop.settings import LoopConfig
@@ -110,7 +111,7 @@ class Flow3dEvaluation:
         self._source = _disturbed(self._source, config.model.still_share)
         self._stage = FlowStage(dataclasses.replace(config.loop, seed=config.seed), self._source)
 
-    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Run the episodes of a set."""
         config = self.config
         measure = FlowLoopMeasure(

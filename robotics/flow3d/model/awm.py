@@ -23,7 +23,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -32,18 +31,16 @@ from torch import Tensor, nn
 from diffusion.awm_loss import AwmLoss, AwmSettings, with_ratio
 from diffusion.eval_average import EvalAverage, EvalEmaConfig
 from diffusion.velocity_matching import TimestepConfig
-from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards.config import RewardResult
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
-from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.recipe import Recipe
-from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.scoring import RewardErrors, with_rewards
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 from robotics.flow3d.check.judge import FlowJudge, WeightedVerifierConfig
@@ -134,11 +131,9 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
 
     config: Flow3dAwmConfig
     policy: FlowWorldModel
-    has_loss_terms: ClassVar[bool] = True
-    waits_for_signal: ClassVar[bool] = True
 
     def __init__(self, config: Flow3dAwmConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.objective = make_objective(with_ratio(config.objective, config.awm))
         self.train_tasks: Sequence[FlowClip] = load_clips(config.data, "data")
         limit = config.evaluation.max_tasks or None
@@ -150,50 +145,35 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
         self.judge = FlowJudge([*config.verifiers, *config.heldout_verifiers])
         self._check_clips()
         self.awm = AwmLoss(self.policy, config.awm, self.process)
-        self.eval_ema = EvalAverage(self.policy, config.eval_ema)
-        self.reference: Reference | None = None
-        self.errors = RewardErrors()
-        self.step = 0
+        self.awm.gradient = "with_signal"
+        self.terms = [self.awm]
+        self.eval_ema = self.parts["eval_ema"] = EvalAverage(self.policy, config.eval_ema)
+        self.errors = self.parts["errors"] = RewardErrors()
 
     def data_digest(self) -> str:
         """Digest of the training scenes."""
         return clips_digest(self.train_tasks)
 
-    def rollout(self, policy: FlowWorldModel, tasks: Sequence[FlowClip], generator: torch.Generator) -> Rollouts:
+    def rollout(
+        self, policy: FlowWorldModel, tasks: Sequence[FlowClip], generator: torch.Generator, step: Step
+    ) -> Rollouts:
         """Guess K flows of each scene."""
         with self.awm.sampling_weights(policy):
             return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
 
-    def score(self, rollouts: Rollouts) -> Rollouts:
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Weighted verdicts; NaN, and no gradient, for a guess that a verifier could not judge."""
         with stopwatch("verify"):
             payload, result = self._judged(rollouts)
         self.errors.count(result)
         scored = with_rewards(rollouts.replace(payload=payload), result)
-        return scored.replace(reward=self._shuffled(scored)) if self.config.shuffle_verdicts else scored
+        return scored.replace(reward=self._shuffled(scored, step)) if self.config.shuffle_verdicts else scored
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
         return self.awm.scores(policy, rollouts, outputs, self.reference if "kl_ref" in outputs else None)
 
-    def reference_pass(self, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """Keep the reference for the loss, which compares with it exactly; nothing is scored here."""
-        self.reference = reference
-        return rollouts
-
-    @property
-    def loss_outputs(self) -> frozenset[str]:
-        """The likelihood, and the distances to reference and moving average as far as the loss has them."""
-        reference = frozenset({"kl_ref"} if self.objective.needs_reference else ())
-        return super().loss_outputs | reference | self.awm.outputs
-
-    def loss_terms(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
-    ) -> LossTerms:
-        """The distance to the moving average of past policies."""
-        return self.awm.terms(minibatch, scores, denominators)
-
-    def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Verdicts on held-out scenes, and errors of the guesses."""
         config = self.config
         measure = VerdictMeasure(policy, config.evaluation, config.seed, split, judge=self.judge)
@@ -204,31 +184,13 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
         """Whole groups as drawn flow with verdicts and advantages."""
         return [self._record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
 
-    def describe(self) -> str:
-        """Formula of the loss with its constants."""
-        return super().describe() + self.awm.describe()
-
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Number of scenes, and verdicts that could not be had."""
         return {"data/clips": float(len(self.train_tasks)), **self.errors.take()}
 
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the averages."""
-        self.step = step
-        self.awm.update(step)
-        self.eval_ema.update(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts and averages."""
-        own = {"step": self.step, "errors": self.errors.state_dict(), "eval_ema": self.eval_ema.state_dict()}
-        return own | self.awm.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.step = int(state["step"])
-        self.errors.load_state_dict(state["errors"])
-        self.eval_ema.load_state_dict(state["eval_ema"])
-        self.awm.load_state_dict(state)
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Move the evaluation average."""
+        self.eval_ema.update(step.number + 1)
 
     def save_parts(self, folder: Path) -> None:
         """Write the evaluation average beside the model, as `eval_ema`."""
@@ -273,9 +235,9 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
         result.total = [sum(weight * values[row] for weight, values in weights) for row in range(len(reasons))]
         return dataclasses.replace(payload, reasons=reasons), result
 
-    def _shuffled(self, rollouts: Rollouts) -> Tensor:
+    def _shuffled(self, rollouts: Rollouts, step: Step) -> Tensor:
         """Rewards (B,) permuted within each group, differently at each step."""
-        generator = make_generator(self.config.seed, "shuffle", self.step)
+        generator = make_generator(self.config.seed, "shuffle", step.number)
         reward = rollouts.reward.clone()
         for group in range(rollouts.num_groups):
             rows = torch.nonzero(rollouts.group == group).flatten()

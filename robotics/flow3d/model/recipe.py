@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from diffusion.decisions import mean_over_decisions
 from diffusion.eval_average import EvalAverage, EvalEmaConfig
 from mmrl.core.aggregation import Denominators
-from mmrl.core.catalogue import get
 from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.payload import Payload, nested, per_row
@@ -39,10 +38,9 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
-from mmrl.training.loop.recipe import Recipe
-from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.recipe import SupervisedRecipe
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
-from mmrl.training.record.samples import SampleRecord
+from mmrl.training.loop.terms import Step
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
 from robotics.flow3d.closed_loop.measure import measure_in_loop
@@ -146,7 +144,7 @@ class Flow3dConfig(RunConfig):
             raise ValueError(f"reference.kind is {self.reference.kind}, but this loss compares with no other model")
 
 
-class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
+class Flow3dRecipe(SupervisedRecipe[FlowWorldModel, Any]):
     """Supervised training of a world model; see the module.
 
     Args:
@@ -158,12 +156,10 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
 
     config: Flow3dConfig
     policy: FlowWorldModel
-    uses_rewards: ClassVar[bool] = False
-    has_loss_terms: ClassVar[bool] = True
+    own_loss = "flow3d"
 
     def __init__(self, config: Flow3dConfig) -> None:
-        self.config = config
-        self.objective = dataclasses.replace(get("sft"), name="flow3d")
+        super().__init__(config)
         clips = load_clips(config.data, "data")
         limit = config.evaluation.max_tasks or None
         held_out = {name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()}
@@ -176,13 +172,13 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
         self.train_tasks = self.clips
         for tasks in held_out.values():
             self.policy.check_flow(tasks[0].flow)
-        self.eval_ema = EvalAverage(self.policy, config.eval_ema)
+        self.eval_ema = self.parts["eval_ema"] = EvalAverage(self.policy, config.eval_ema)
 
     def data_digest(self) -> str:
         """Digest of the training clips."""
         return self.clips.digest()
 
-    def rollout(self, policy: FlowWorldModel, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
+    def batch(self, policy: FlowWorldModel, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
         """Draw times and noise, and which clips lose their instruction; nothing is sampled."""
         inputs, flow, counted = stacked(tasks)
         rows = len(tasks)
@@ -203,10 +199,6 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
             payload=payload,
         )
 
-    def score(self, rollouts: Rollouts) -> Rollouts:
-        """Given clips have no reward."""
-        return rollouts
-
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Minus the squared error of each number (B, C T N N) as its log-likelihood, up to a constant."""
         payload = FlowPayload.of(rollouts)
@@ -216,21 +208,13 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
         found = policy(payload.inputs, noisy, payload.time, payload.keep_text)
         return PolicyOutputs(-(found.float() - target).square().flatten(1))
 
-    def compute_logprobs(self, policy: FlowWorldModel, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """There is no old policy."""
-        return rollouts
-
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Every clip counts the same."""
-        return rollouts
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean squared error over all numbers that count in the optimiser step."""
         errors = -self.scores(policy, minibatch, frozenset({"logp"})).logp
         loss = mean_over_decisions(errors, minibatch, denominators)
         return LossOutput(loss, {"loss/total": Metric.summed(loss.detach())})
 
-    def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Errors of guessed flow on held-out clips, or success in closed loop over a set of episodes."""
         config = self.config
         with self.eval_ema.applied(policy), ExitStack() as stack:
@@ -239,10 +223,6 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
                 settings = dataclasses.replace(config.loop, seed=config.seed)
                 measure = stack.enter_context(measure_in_loop(policy, settings, split, Path(config.output_dir)))
             return evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
-
-    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """No samples are kept of given clips."""
-        return []
 
     def describe(self) -> str:
         """Formula of the loss."""
@@ -254,17 +234,9 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
         """Number of clips."""
         return {"data/clips": float(len(self.clips))}
 
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Move the evaluation average."""
-        self.eval_ema.update(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The evaluation average."""
-        return {"eval_ema": self.eval_ema.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.eval_ema.load_state_dict(state["eval_ema"])
+        self.eval_ema.update(step.number + 1)
 
     def save_parts(self, folder: Path) -> None:
         """Write the evaluation average beside the model, as `eval_ema`; it is a world model's folder as well."""

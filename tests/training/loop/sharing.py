@@ -23,6 +23,18 @@ class SharingPolicy(ToyPolicy):
     work: SharedBias | None = None
     computed = 0
 
+    @property
+    def prefixes(self):
+        return self
+
+    @contextmanager
+    def open(self):
+        self.work = SharedBias(self.bias())
+        try:
+            yield self.work
+        finally:
+            self.work = None
+
     def bias(self):
         if self.work is not None:
             return self.work.leaf
@@ -32,16 +44,8 @@ class SharingPolicy(ToyPolicy):
 
 class SharingRecipe(ToyRecipe):
     loss = Recipe.loss  # nothing beside the objective's
-    has_loss_terms = False
+    own_loss = ""
 
     def __init__(self, config) -> None:
         super().__init__(config)
         self.policy = SharingPolicy(6)
-
-    @contextmanager
-    def prefix_scope(self, policy):
-        policy.work = SharedBias(policy.bias())
-        try:
-            yield policy.work
-        finally:
-            policy.work = None

@@ -14,6 +14,7 @@ from mmrl.errors import RunError
 from mmrl.training.loop import update
 from mmrl.training.loop.evaluation import Evaluation
 from mmrl.training.loop.settings import CheckpointConfig, EvaluationConfig, ReferenceConfig
+from mmrl.training.loop.terms import Step
 from tests.training.conftest import weights
 
 
@@ -52,19 +53,19 @@ def test_cause_in_a_recipes_own_tensor_is_named(make_trainer, monkeypatch):
     trainer = make_trainer("extras", on_nonfinite="stop")
     loss = trainer.recipe.loss
 
-    def weighted(policy, minibatch, denominators):
-        output = loss(policy, minibatch, denominators)
+    def weighted(policy, minibatch, denominators, step):
+        output = loss(policy, minibatch, denominators, step)
         return dataclasses.replace(output, loss=output.loss * minibatch.extras["own"].sum())
 
-    compute_logprobs = trainer.recipe.compute_logprobs
+    advantages = trainer.recipe.advantages
 
-    def with_own_tensor(policy, reference, rollouts):
+    def with_own_tensor(rollouts, accelerator, step):
         own = torch.ones(rollouts.num_rows)
         own[2] = float("inf")
-        return compute_logprobs(policy, reference, rollouts).replace(extras={"own": own})
+        return advantages(rollouts, accelerator, step).replace(extras={"own": own})
 
     monkeypatch.setattr(trainer.recipe, "loss", weighted)
-    monkeypatch.setattr(trainer.recipe, "compute_logprobs", with_own_tensor)
+    monkeypatch.setattr(trainer.recipe, "advantages", with_own_tensor)
     with pytest.raises(RunError, match=r"rollouts\.extras\['own'\] has 1 of 12 .* first at \[2\]"):
         trainer.train_step()
 
@@ -100,9 +101,9 @@ def test_graph_of_a_micro_batch_is_let_go_after_its_backward_pass(make_trainer, 
 def test_processes_take_as_many_steps_as_the_one_with_the_fewest_groups(make_trainer, monkeypatch):
     trainer = make_trainer(minibatches_per_step=3)
     rollouts, _ = trainer.collect()
-    assert len(trainer.updater._minibatches(rollouts, 0, 0)) == 3
+    assert len(trainer.updater._minibatches(rollouts, Step(), 0)) == 3
     monkeypatch.setattr(update, "merge_lists", lambda items, _: [*items, 2])
-    parts = trainer.updater._minibatches(rollouts, 0, 0)
+    parts = trainer.updater._minibatches(rollouts, Step(), 0)
     assert [part.num_groups for part in parts] == [2, 1]
 
 

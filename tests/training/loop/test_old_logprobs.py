@@ -5,34 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.training.loop.old_logprobs import OldLogProbs
-from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.constants import update_constants
+from mmrl.training.loop.terms import Step
 from tests.training.toy import ToyRecipe
 
 
-@pytest.mark.parametrize(
-    ("options", "source"),
-    [
-        ({}, OldLogProbs.UPDATE),
-        ({"minibatches_per_step": 2}, OldLogProbs.PASS_BEFORE_UPDATE),
-        ({"epochs": 2}, OldLogProbs.PASS_BEFORE_UPDATE),
-        ({"old_logp": "sampler"}, OldLogProbs.SAMPLER),
-        ({"old_logp": "sampler", "epochs": 2}, OldLogProbs.SAMPLER),
-    ],
-)
-def test_source_of_a_configuration(options, source):
-    assert OldLogProbs.of(TrainerConfig(**options)) is source
-
-
 class CountingRecipe(ToyRecipe):
-    has_loss_terms = False
+    own_loss = ""
 
     def __init__(self, config):
         super().__init__(config)
         self.passes: list[bool] = []
 
-    def rollout(self, policy, tasks, generator):
-        rollouts = super().rollout(policy, tasks, generator)
+    def rollout(self, policy, tasks, generator, step):
+        rollouts = super().rollout(policy, tasks, generator, step)
         return rollouts.replace(logp_old=rollouts.logp_old + 0.25)  # a sampler with other numbers than the policy
 
     def scores(self, policy, rollouts, outputs):
@@ -47,15 +33,17 @@ class CountingRecipe(ToyRecipe):
     [
         ({}, [True], 1.0),
         ({"minibatches_per_step": 3}, [False, True, True, True], None),
+        ({"epochs": 2}, [False, True, True], None),
         ({"old_logp": "sampler"}, [True], 0.7788),  # exp(-0.25)
+        ({"old_logp": "sampler", "epochs": 2}, [True, True], None),
     ],
 )
 def test_passes_and_ratio_of_each_source(make_trainer, options, passes, ratio):
     trainer = make_trainer(recipe=CountingRecipe, preset="dr_grpo", skip_steps_without_gradient=False, **options)
     rollouts, _ = trainer.collect()
-    rollouts = trainer.recipe.compute_logprobs(trainer.policy, trainer.reference, rollouts)
-    rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator)
-    metrics = trainer.updater.update(rollouts, 0)
+    rollouts = update_constants(trainer.recipe, trainer.policy, trainer.reference, rollouts, Step())
+    rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator, Step())
+    metrics = trainer.updater.update(rollouts, Step(0))
     assert trainer.recipe.passes == passes
     if ratio is not None:
         assert metrics["policy/ratio_mean"] == pytest.approx(ratio, rel=1e-4)

@@ -13,9 +13,11 @@ import torch
 
 from mmrl.core.aggregation import Denominators
 from mmrl.errors import RunError, UserError
+from mmrl.training.loop.constants import update_constants
 from mmrl.training.loop.settings import CheckpointConfig, ReferenceConfig, TrainerConfig
 from mmrl.training.loop.tasks import TaskStream
-from mmrl.training.loop.update import learning_rate_factor
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators, learning_rate_factor
 from tests.training.conftest import weights
 
 ROOT = Path(__file__).parents[3]
@@ -105,10 +107,10 @@ def test_micro_batches_change_nothing(make_trainer):
     for size in (0, 1, 5, 12):
         trainer = make_trainer(micro_batch=size, max_grad_norm=0.0)
         rollouts, _ = trainer.collect()
-        rollouts = trainer.recipe.compute_logprobs(trainer.policy, trainer.reference, rollouts)
-        rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator)
+        rollouts = update_constants(trainer.recipe, trainer.policy, trainer.reference, rollouts, Step())
+        rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator, Step())
         trainer.updater.optimizer.zero_grad = lambda: None  # keep the gradient for a look
-        trainer.updater.update(rollouts, 0)
+        trainer.updater.update(rollouts, Step(0))
         gradients.append(trainer.policy.table.grad.clone())
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-6, atol=1e-8)
@@ -119,9 +121,11 @@ def test_first_update_has_ratio_exactly_one(make_trainer):
     trainer = make_trainer()
     rollouts, _ = trainer.collect()
     rollouts = trainer.recipe.advantages(
-        trainer.recipe.compute_logprobs(trainer.policy, trainer.reference, rollouts), trainer.accelerator
+        update_constants(trainer.recipe, trainer.policy, trainer.reference, rollouts, Step()),
+        trainer.accelerator,
+        Step(),
     )
-    metrics = trainer.updater.update(rollouts, 0)
+    metrics = trainer.updater.update(rollouts, Step(0))
     assert metrics["policy/ratio_mean"] == 1.0
     assert metrics["policy/ratio_max"] == 1.0
 
@@ -152,9 +156,9 @@ def test_unscored_rows_teach_nothing_and_are_counted(make_trainer):
     trainer = make_trainer(fail_reward_every=4)
     rollouts, metrics = trainer.collect()
     assert metrics["reward/errors"] == 3
-    rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator)
+    rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator, Step())
     assert bool((rollouts.advantage[::4] == 0).all())
-    assert trainer.recipe.denominators(rollouts).rows == 9
+    assert count_denominators(trainer.recipe, rollouts).rows == 9
 
 
 @pytest.mark.parametrize(("kind", "groups"), [("none", 3), ("drop", None), ("resample", 3)])
@@ -246,6 +250,6 @@ def test_task_stream_visits_each_task_once_an_epoch():
 def test_denominators_are_counted_over_the_optimiser_step(make_trainer):
     trainer = make_trainer(minibatches_per_step=3)
     rollouts, _ = trainer.collect()
-    parts = [trainer.recipe.denominators(part) for part in rollouts.minibatches(3, None)]
+    parts = [count_denominators(trainer.recipe, part) for part in rollouts.minibatches(3, None)]
     whole = Denominators.total(parts)
     assert (whole.tokens, whole.rows) == (36, 12)

@@ -9,8 +9,11 @@ from torch import nn
 from mmrl.core.blocks import FullEntropy, Gae, SampledEntropy, ValueLoss
 from mmrl.core.catalogue import get
 from mmrl.errors import UserError
+from mmrl.training.loop.constants import update_constants
 from mmrl.training.loop.distributed import _buckets
 from mmrl.training.loop.recipe import Recipe
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import groups_with_gradient
 from tests.training.conftest import weights
 from tests.training.loop.sharing import SharingRecipe
 from tests.training.toy import ToyPolicy, ToyRecipe
@@ -21,8 +24,8 @@ def prepared(trainer, solved=()):
     rollouts, _ = trainer.collect()
     for group in solved:
         rollouts.reward[rollouts.group == group] = 1.0
-    rollouts = trainer.recipe.compute_logprobs(trainer.policy, trainer.reference, rollouts)
-    return trainer.recipe.advantages(rollouts, trainer.accelerator)
+    rollouts = update_constants(trainer.recipe, trainer.policy, trainer.reference, rollouts, Step())
+    return trainer.recipe.advantages(rollouts, trainer.accelerator, Step())
 
 
 def as_close(first, second):
@@ -35,7 +38,7 @@ def test_what_micro_batches_share_is_computed_once_and_changes_nothing(make_trai
     whole, cut = (make_trainer(recipe=SharingRecipe, micro_batch=micro_batch, epochs=2) for micro_batch in (0, size))
     for trainer in (whole, cut):
         start = weights(trainer)
-        trainer.updater.update(prepared(trainer), 0)
+        trainer.updater.update(prepared(trainer), Step(0))
         assert all(not torch.equal(a, b) for a, b in zip(start, weights(trainer), strict=True))
     as_close(whole, cut)
     # the pass for old log-probs and one pass an epoch; the reference is another module
@@ -48,13 +51,13 @@ def test_a_prefix_scope_ends_with_the_optimiser_step_even_when_it_fails(make_tra
     rollouts = prepared(trainer)
     monkeypatch.setattr(trainer.accelerator, "backward", lambda loss: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        trainer.updater.update(rollouts, 0)
+        trainer.updater.update(rollouts, Step(0))
     assert trainer.policy.work is None
 
 
 class PlainRecipe(ToyRecipe):
     loss = Recipe.loss
-    has_loss_terms = False
+    own_loss = ""
 
 
 class Looking(ToyPolicy):
@@ -161,8 +164,8 @@ def test_group_kept_for_a_step_without_gradient_has_scored_rows(make_trainer):
     rollouts, _ = trainer.collect()
     rollouts.reward[:] = 1.0
     rollouts.reward[rollouts.group == 0] = float("nan")
-    rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator)
-    assert trainer.updater.update(rollouts, 0)["policy/ratio_mean"] == 1.0
+    rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator, Step())
+    assert trainer.updater.update(rollouts, Step(0))["policy/ratio_mean"] == 1.0
     assert trainer.updater.optimiser_step == 1
 
 
@@ -183,25 +186,25 @@ def test_only_a_loss_without_further_terms_lets_groups_be_skipped(make_trainer, 
     rollouts.advantage[rollouts.group == 1] = 0.0
     rollouts.advantage[rollouts.group != 1] = 0.5
     trainer.recipe.objective = get(preset).replace(**changes)
-    assert trainer.recipe.groups_with_gradient(rollouts).tolist() == [True, not skips, True]
+    assert groups_with_gradient(trainer.recipe, rollouts).tolist() == [True, not skips, True]
 
 
 def test_a_value_loss_or_a_loss_of_its_own_needs_every_group(make_trainer):
     trainer = make_trainer(recipe=PlainRecipe)
     dead = prepared(trainer, solved=[0, 1, 2])
     trainer.recipe.objective = get("dapo").replace(advantage=Gae(), value=ValueLoss(0.5))
-    assert trainer.recipe.groups_with_gradient(dead).all()
+    assert groups_with_gradient(trainer.recipe, dead).all()
     trainer.recipe.objective = get("dapo")
-    assert not trainer.recipe.groups_with_gradient(dead).any()
+    assert not groups_with_gradient(trainer.recipe, dead).any()
     own = make_trainer(preset="dapo").recipe  # declares a loss of its own
-    assert own.groups_with_gradient(dead).all()
+    assert groups_with_gradient(own, dead).all()
 
 
 def test_a_nan_advantage_is_not_skipped(make_trainer):
     trainer = make_trainer(recipe=PlainRecipe, preset="dapo")
     rollouts = prepared(trainer, solved=[0, 1, 2])
     rollouts.advantage[5, 1] = float("nan")
-    assert trainer.recipe.groups_with_gradient(rollouts).tolist() == [False, True, False]
+    assert groups_with_gradient(trainer.recipe, rollouts).tolist() == [False, True, False]
 
 
 def test_messages_hold_neighbours_of_one_type_up_to_a_size(monkeypatch):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from mmrl.training.loop.constants import update_constants
 from mmrl.training.loop.distributed import leave, make_accelerator, shard
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.loop.trainer import Trainer
 from tests.training.loop.sharing import SharingRecipe
 from tests.training.toy import ToyConfig
@@ -30,16 +32,16 @@ def main(preset: str, micro_batch: int, output: Path) -> None:
     recipe = SharingRecipe(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, generator))
+        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, generator, Step()), Step())
     rollouts.mask[::3, 2:] = 0.0  # ragged rows, so that ranks hold different numbers of tokens
     rollouts.reward[5] = float("nan")
     if recipe.objective.kl is None:
         rollouts.reward[rollouts.group % 2 == 1] = 1.0  # the second process has nothing to learn from
     trainer = Trainer(recipe, config, output, accelerator, None)
     mine = rollouts.select_groups(torch.tensor(shard(range(6), accelerator)))
-    mine = recipe.compute_logprobs(trainer.policy, trainer.reference, mine)
-    mine = recipe.advantages(mine, accelerator)
-    metrics = trainer.updater.update(mine, 0)
+    mine = update_constants(recipe, trainer.policy, trainer.reference, mine, Step())
+    mine = recipe.advantages(mine, accelerator, Step())
+    metrics = trainer.updater.update(mine, Step(0))
     if accelerator.is_main_process:
         torch.save({"weights": recipe.policy.state_dict(), "metrics": metrics}, output)
     accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it

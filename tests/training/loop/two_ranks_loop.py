@@ -16,8 +16,8 @@ from torch import nn
 
 from mmrl.core.aggregation import token_mean
 from mmrl.training.loop.distributed import leave, make_accelerator
-from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.terms import LossTerm, TermLoss
 from mmrl.training.loop.trainer import Trainer
 from tests.training.toy import LENGTH, ToyConfig, ToyPolicy, ToyRecipe
 
@@ -36,25 +36,31 @@ class Looking(ToyPolicy):
         return dataclasses.replace(scores, logp=scores.logp * self.scale)
 
 
+class Again(LossTerm):
+    """A second forward pass for one backward pass."""
+
+    name = "again"
+
+    def __call__(self, policy, minibatch, scores, counts, step):
+        again = policy(minibatch, outputs=frozenset({"logp"}))
+        return TermLoss({"loss/extra": 0.1 * token_mean(again.logp**2, minibatch.loss_mask, counts)})
+
+
 class FixedRecipe(ToyRecipe):
     """Every response and reward follows from its task, so that the processes share what one would have drawn."""
 
-    def rollout(self, policy, tasks, generator):
+    def rollout(self, policy, tasks, generator, step):
         parts = [
-            super(FixedRecipe, self).rollout(policy, [task], torch.Generator().manual_seed(task)) for task in tasks
+            super(FixedRecipe, self).rollout(policy, [task], torch.Generator().manual_seed(task), step)
+            for task in tasks
         ]
         return type(parts[0]).concat(parts)
 
-    def score(self, rollouts):
-        rollouts = super().score(rollouts)
+    def score(self, rollouts, step):
+        rollouts = super().score(rollouts, step)
         tasks = torch.tensor(rollouts.payload.tasks)[rollouts.group]
         flat = (tasks == 1) | (tasks == 3)  # the second process keeps one group of three
         return rollouts.replace(reward=torch.where(flat, torch.ones(()), rollouts.reward))
-
-    def loss_terms(self, policy, minibatch, scores, denominators):
-        again = self.scores(policy, minibatch, self.loss_outputs)  # two forward passes for one backward pass
-        extra = token_mean(again.logp**2, minibatch.loss_mask, denominators)
-        return LossTerms({"loss/extra": 0.1 * extra})
 
 
 def main(minibatches: int, micro_batch: int, output: Path) -> None:
@@ -72,6 +78,7 @@ def main(minibatches: int, micro_batch: int, output: Path) -> None:
         ),
     )
     recipe = FixedRecipe(config)
+    recipe.terms = [Again()]
     recipe.policy = Looking(6)
     recipe.train_tasks = list(range(6))
     trainer = Trainer(recipe, config, output.parent, accelerator, None)

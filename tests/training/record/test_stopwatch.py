@@ -67,14 +67,14 @@ def test_work_queued_on_a_gpu_counts_for_the_stage_that_queued_it():
 
 
 class PrefillingRecipe(ToyRecipe):
-    def rollout(self, policy, tasks, generator):
+    def rollout(self, policy, tasks, generator, step):
         with stopwatch("prefill"):
-            return super().rollout(policy, tasks, generator)
+            return super().rollout(policy, tasks, generator, step)
 
-    def evaluate(self, policy, split, accelerator):
+    def evaluate(self, policy, split, accelerator, step):
         with stopwatch("prefill"):
             time.sleep(0.05)
-        return super().evaluate(policy, split, accelerator)
+        return super().evaluate(policy, split, accelerator, step)
 
 
 def test_steps_say_where_their_seconds_went(make_trainer):

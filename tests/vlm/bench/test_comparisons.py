@@ -14,6 +14,7 @@ from mmrl.bench import run
 from mmrl.bench.harness import BenchOptions
 from mmrl.bench.report import table
 from mmrl.errors import UserError
+from mmrl.training.loop.terms import Step
 from mmrl.vlm.bench import equality
 from mmrl.vlm.bench.arms import make_recipe, make_rollouts, rows_apart, step_arm
 from mmrl.vlm.bench.comparisons import NAMES, compare
@@ -92,7 +93,7 @@ def test_old_log_probs_are_those_of_another_policy(options):
     with make_recipe(options, old_logp="sampler") as recipe:
         rollouts = make_rollouts(recipe, shape_of(options["shape"]), lengths=[1, 2, 3, 4])
         assert rollouts.lengths.tolist() == [1, 2, 3, 4]
-        output = recipe.loss(recipe.policy, rollouts, recipe.objective.denominators(rollouts))
+        output = recipe.loss(recipe.policy, rollouts, recipe.objective.denominators(rollouts), Step())
     clipped = [metric.value for name, metric in output.metrics.items() if "clip" in name]
     assert any(value > 0 for value in clipped)
 

@@ -15,6 +15,8 @@ from mmrl.hub.video_reading import VideoError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.recipe import NoUsableTasksError
+from mmrl.training.loop.terms import Step
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.runs import train
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.tspo.candidates import Candidates
@@ -42,8 +44,8 @@ def reading_config(folder, model, *, train):
 
 def drawn(recipe):
     with torch.no_grad():
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], torch.Generator().manual_seed(0))
-    return recipe.score(rollouts)
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], torch.Generator().manual_seed(0), Step())
+    return recipe.score(rollouts, Step())
 
 
 def test_a_frozen_reader_sees_the_picked_frames_and_is_no_decision(tmp_path, model):
@@ -99,12 +101,12 @@ def test_picked_frames_that_cannot_be_read_cost_their_question_alone(tmp_path, m
     rollouts = drawn(recipe)
     assert [task.id for task in TspoPayload.of(rollouts).tasks] == [second.id]
     assert recipe.skipped == {"unreadable_video": 1}
-    assert recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True)).metrics["skipped"] == 1
+    assert recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True), Step()).metrics["skipped"] == 1
     broken |= {task.video.index.path for task in recipe.train_tasks}
     with pytest.raises(NoUsableTasksError, match="picked frames of none of 2"):
         drawn(recipe)
     with pytest.raises(RunError, match="picked frames of none"):
-        recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True))
+        recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True), Step())
     recipe.close()
 
 
@@ -126,10 +128,10 @@ def test_picks_and_tokens_are_averaged_apart(tmp_path, model):
     rollouts = drawn(recipe)
     assert recipe.objective.aggregation.kind == "turn_mean"
     rollouts = rollouts.replace(advantage=torch.ones_like(rollouts.mask) * rollouts.mask)
-    counts: Denominators = recipe.denominators(rollouts)
+    counts: Denominators = count_denominators(recipe, rollouts)
     assert counts.turns == 2 * rollouts.num_rows
     recipe.policy.zero_grad()
-    recipe.loss(recipe.policy, rollouts, counts).loss.backward()
+    recipe.loss(recipe.policy, rollouts, counts, Step()).loss.backward()
     assert any(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in recipe.policy.reader.parameters())
     assert any(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in recipe.policy.agent.parameters())
     recipe.policy.save_pretrained(tmp_path / "saved")

@@ -14,6 +14,7 @@ from PIL import Image
 from mmrl.errors import ConfigError, UserError
 from mmrl.recipes import RECIPES
 from mmrl.training.export import export_run
+from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import read_samples
 from mmrl.training.runs import train
 from mmrl.vlm.tspo.answering import OracleAnswerer
@@ -35,7 +36,7 @@ def recipe(tmp_path_factory):
 def drawn(recipe, seed=0):
     tasks = recipe.train_tasks[:2]
     with torch.no_grad():
-        return recipe.score(recipe.rollout(recipe.policy, tasks, torch.Generator().manual_seed(seed)))
+        return recipe.score(recipe.rollout(recipe.policy, tasks, torch.Generator().manual_seed(seed), Step()), Step())
 
 
 def test_picks_are_decisions_and_rewards_follow_the_needle(recipe):
@@ -81,7 +82,7 @@ def test_a_step_makes_better_draws_likelier(tmp_path):
 def test_a_row_of_type_general_gets_half_the_picks_and_a_constant(recipe):
     task = replace(recipe.train_tasks[0], specific=False)
     with torch.no_grad():
-        rollouts = recipe.score(recipe.rollout(recipe.policy, [task], torch.Generator().manual_seed(0)))
+        rollouts = recipe.score(recipe.rollout(recipe.policy, [task], torch.Generator().manual_seed(0), Step()), Step())
     assert rollouts.mask.shape == (4, 3)
     assert rollouts.reward_terms["locating"].tolist() == [1.0] * 4
 
@@ -97,10 +98,8 @@ def test_a_video_with_fewer_frames_than_picks_gives_all_of_them(tmp_path, caplog
 
 
 def test_the_temperature_falls_with_the_steps(recipe):
-    assert recipe.scoring.temperature == 0.5
-    recipe.on_step_end(1, {})
-    assert recipe.scoring.temperature == pytest.approx(0.45)
-    recipe.on_step_end(0, {})
+    assert recipe.temperature(0) == 0.5
+    assert recipe.temperature(1) == pytest.approx(0.45)
 
 
 def test_the_oracle_wants_enough_of_the_needle(recipe):

@@ -11,11 +11,15 @@ from diffusion.sampler import row_noise
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.config import load_run
 from mmrl.errors import UserError
+from mmrl.training.loop.constants import update_constants
 from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.recipe import collect_metrics
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.loop.trainer import Trainer
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
 from robotics.flow3d.check.judge import WeightedVerifierConfig
@@ -58,7 +62,9 @@ def awm_config(folder, model=None, **changes) -> Flow3dAwmConfig:
 
 
 def collected(recipe, tasks=4):
-    return recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], make_generator(0, "rollout")))
+    return recipe.score(
+        recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], make_generator(0, "rollout"), Step()), Step()
+    )
 
 
 @pytest.mark.parametrize("parameterisation", ["x0", "v"])
@@ -103,15 +109,15 @@ def test_rewards_are_weighted_verdicts_and_what_nobody_can_judge_has_none(tmp_pa
     assert unjudged
     recipe = Flow3dAwmRecipe(awm_config(tmp_path, heldout_verifiers=[BROKEN]))
     rollouts = collected(recipe)
-    assert recipe.step_metrics(rollouts)["reward/errors/broken/unjudged"] == unjudged
+    assert collect_metrics(recipe, rollouts, Step())["reward/errors/broken/unjudged"] == unjudged
     assert rollouts.reward.isfinite().all()  # a held-out verifier has no effect on training
-    found = recipe.evaluate(recipe.policy, "held_out", make_accelerator())
+    found = recipe.evaluate(recipe.policy, "held_out", make_accelerator(), Step())
     assert "accuracy/broken" in found.metrics
 
 
 def _unjudged(recipe) -> int:
     """Rows without a reward, which are those that nobody could judge; flow without a motion is just rejected."""
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], make_generator(0, "rollout"))
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], make_generator(0, "rollout"), Step())
     payload, result = recipe._judged(rollouts)
     failed = ["Broken failed: TimeoutError: no answer" in reason for reason in payload.reasons]
     assert [math.isnan(total) for total in result.total] == failed
@@ -124,12 +130,12 @@ def test_micro_batches_change_nothing(tmp_path):
         config = awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, value="score")])
         config.trainer.micro_batch = micro
         recipe = Flow3dAwmRecipe(config)
-        rollouts = recipe.advantages(collected(recipe), make_accelerator())
-        rollouts = recipe.compute_logprobs(recipe.policy, Reference("frozen", recipe.policy), rollouts)
+        rollouts = recipe.advantages(collected(recipe), make_accelerator(), Step())
+        rollouts = update_constants(recipe, recipe.policy, Reference("frozen", recipe.policy), rollouts, Step())
         disturb(recipe.policy, 0.05)
-        denominators = recipe.denominators(rollouts)
+        denominators = count_denominators(recipe, rollouts)
         for chunk in rollouts.micro_batches(micro or rollouts.num_rows):
-            recipe.loss(recipe.policy, chunk, denominators).loss.backward()
+            recipe.loss(recipe.policy, chunk, denominators, Step()).loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in recipe.policy.parameters() if p.grad is not None]))
     assert_same_gradient(gradients[1], gradients[0])
 
@@ -144,8 +150,7 @@ def test_the_control_permutes_rewards_within_a_scene(tmp_path):
         rows = plain.group == group
         assert shuffled.reward[rows].sort().values.equal(plain.reward[rows].sort().values)
     assert shuffled.reward_terms["goes_right"].equal(plain.reward_terms["goes_right"])
-    recipe.on_step_end(1, {})
-    assert not torch.equal(collected(recipe).reward, shuffled.reward)
+    assert not torch.equal(collected(recipe, step=Step(1)).reward, shuffled.reward)
 
 
 def test_a_tiny_model_learns_by_verdicts_and_not_by_shuffled_ones(tmp_path):
@@ -178,14 +183,14 @@ def test_a_step_without_a_signal_moves_nothing(tmp_path):
     trainer = Trainer(recipe, config, tmp_path / "run", make_accelerator(), None)
     trainer.train_step()
     weights = [parameter.detach().clone() for parameter in recipe.policy.parameters()]
-    rollouts = recipe.advantages(collected(recipe), make_accelerator())
-    rollouts = recipe.compute_logprobs(recipe.policy, trainer.reference, rollouts)
+    rollouts = recipe.advantages(collected(recipe), make_accelerator(), Step())
+    rollouts = update_constants(recipe, recipe.policy, trainer.reference, rollouts, Step())
     assert bool((rollouts.advantage != 0).any())
     flat = rollouts.replace(advantage=torch.zeros_like(rollouts.advantage))
-    found = trainer.updater.update(flat, 1)
+    found = trainer.updater.update(flat, Step(1))
     assert found["update/zero_advantage_groups"] == 1.0
     assert all(new.equal(old) for new, old in zip(recipe.policy.parameters(), weights, strict=True))
-    trainer.updater.update(rollouts, 1)
+    trainer.updater.update(rollouts, Step(1))
     assert not all(new.equal(old) for new, old in zip(recipe.policy.parameters(), weights, strict=True))
 
 
@@ -195,7 +200,9 @@ def test_exploration_moves_guesses_of_training_alone(tmp_path):
     before, after = (GuessPayload.of(collected(recipe)).flow for recipe in (plain, moved))
     assert bool((before != after).flatten(1).any(1).all())
     assert torch.equal(after, GuessPayload.of(collected(moved)).flow)
-    found = [recipe.evaluate(recipe.policy, "held_out", make_accelerator()).metrics for recipe in (plain, moved)]
+    found = [
+        recipe.evaluate(recipe.policy, "held_out", make_accelerator(), Step()).metrics for recipe in (plain, moved)
+    ]
     assert {**found[0], "cost/seconds": 0} == {**found[1], "cost/seconds": 0}
 
 

@@ -12,7 +12,9 @@ from mmrl.errors import UserError
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.terms import Step
 from mmrl.training.loop.trainer import Trainer
+from mmrl.training.loop.update import count_denominators
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
 from robotics.flow3d.model.evaluation import FlowEvaluationConfig
@@ -42,7 +44,7 @@ def run_config(folder, model=None, **trainer) -> Flow3dConfig:
 
 
 def a_step(recipe, count=8):
-    return recipe.rollout(recipe.policy, recipe.train_tasks[:count], make_generator(0, "rollout"))
+    return recipe.rollout(recipe.policy, recipe.train_tasks[:count], make_generator(0, "rollout"), Step())
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_the_loss_is_that_of_numpy(kind, parameterisation, tmp_path):
     with torch.no_grad():
         found = recipe.policy(payload.inputs, torch.from_numpy(noisy).float(), payload.time, payload.keep_text)
     expected = ((found.double().numpy() - target) ** 2).mean()
-    loss = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts)).loss
+    loss = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-3)
 
 
@@ -84,20 +86,20 @@ def test_hidden_points_are_left_out_of_the_loss_but_not_their_visibility(tmp_pat
     assert counted.sum() == counted.numel() - 4 * 3
     payload = FlowPayload.of(rollouts)
     with torch.no_grad():
-        before = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts)).loss
+        before = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss
         payload.flow[:, :3, 2, 0, 1] += 5.0  # the network starts at zero, so only the target changes
-        assert recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts)).loss == before
+        assert recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss == before
         payload.flow[:, 3, 2, 0, 1] += 5.0
-        assert recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts)).loss > before
+        assert recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss > before
 
 
 def test_micro_batches_change_nothing(tmp_path):
     recipe = Flow3dRecipe(run_config(tmp_path))
     disturb(recipe.policy)
     rollouts = a_step(recipe)
-    denominators = recipe.denominators(rollouts)
-    whole = recipe.loss(recipe.policy, rollouts, denominators).loss
-    parts = [recipe.loss(recipe.policy, part, denominators).loss for part in rollouts.micro_batches(3)]
+    denominators = count_denominators(recipe, rollouts)
+    whole = recipe.loss(recipe.policy, rollouts, denominators, Step()).loss
+    parts = [recipe.loss(recipe.policy, part, denominators, Step()).loss for part in rollouts.micro_batches(3)]
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
 
 
@@ -121,7 +123,7 @@ def test_a_tiny_model_learns_to_follow_the_instruction(tmp_path):
     trainer = Trainer(Flow3dRecipe(config), config, tmp_path / "run", make_accelerator(), None)
     for _ in range(260):
         trainer.train_step()
-    found = trainer.recipe.evaluate(trainer.policy, "held_out", make_accelerator()).metrics
+    found = trainer.recipe.evaluate(trainer.policy, "held_out", make_accelerator(), Step()).metrics
     assert found["flow/ade_cm"] < 0.5 * found["flow/zero_motion_ade_cm"]
     assert found["accuracy/language_swap"] > 0.9
     assert found["flow/best_ade_cm"] <= found["flow/ade_cm"] <= found["flow/fde_cm"]
@@ -131,7 +133,7 @@ def test_evaluation_by_task_and_source_with_pictures(tmp_path, monkeypatch):
     clips = [*make_clips(4, task="push"), *make_clips(4, seed=2, task="lift")]
     monkeypatch.setattr("robotics.flow3d.model.recipe.load_clips", lambda config, where: clips)
     recipe = Flow3dRecipe(run_config(tmp_path))
-    result = recipe.evaluate(recipe.policy, "held_out", make_accelerator())
+    result = recipe.evaluate(recipe.policy, "held_out", make_accelerator(), Step())
     parts = [result.metrics[f"flow/ade_cm/task={task}"] for task in ("push", "lift")]
     assert result.metrics["flow/ade_cm"] == pytest.approx(np.mean(parts))
     # an untrained network predicts what it starts from, zero displacement
@@ -139,7 +141,7 @@ def test_evaluation_by_task_and_source_with_pictures(tmp_path, monkeypatch):
     assert len(result.records) == 2
     assert len(result.records[0].outputs) == 2
     assert not any("source=" in name for name in result.metrics)
-    again = recipe.evaluate(recipe.policy, "held_out", make_accelerator())
+    again = recipe.evaluate(recipe.policy, "held_out", make_accelerator(), Step())
     assert again.metrics == result.metrics
 
 
