@@ -70,8 +70,8 @@ def recipes():
         recipe.close()
 
 
-def played(recipe):
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator(), Step()), Step())
+def played(recipe, number=0):
+    rollouts = recipe.batch(recipe.policy, recipe.train_tasks[:4], torch.Generator(), Step(number))
     return rollouts, AgentPayload.of(rollouts)
 
 
@@ -109,8 +109,7 @@ def test_random_actions_take_the_place_of_the_experts(tmp_path, folder, recipes)
     _, first = played(recipe)
     _, again = played(recipe)
     assert [episode.answers for episode in first.episodes] == [episode.answers for episode in again.episodes]
-    recipe.on_step_end(Step(1 - 1), {})
-    _, later = played(recipe)
+    _, later = played(recipe, 1)
     assert [episode.answers for episode in first.episodes] != [episode.answers for episode in later.episodes]
     assert all(len(episode.answers) <= 3 for episode in later.episodes)
     assert not all(episode.success for episode in first.episodes)
