@@ -45,7 +45,7 @@ class Domain:
 
 def domain_of(recipe: str) -> Domain:
     """The room of a recipe."""
-    room = RECIPES[recipe].module.rpartition(".")[0]
+    room = RECIPES[recipe].target.partition(":")[0].rpartition(".")[0]
     (found,) = [domain for domain in (*DOMAINS.values(), *OTHERS) if domain.recipe_module.rpartition(".")[0] == room]
     return found
 

@@ -31,7 +31,7 @@ def write_run(recipe: str, folder: Path) -> Path:
     config = domain_of(recipe).make_config(recipe, folder / "data")
     config.trainer.steps = STEPS
     config.checkpoint = dataclasses.replace(config.checkpoint, every=2, keep=2)
-    room = RECIPES[recipe].module.rpartition(".")[0]
+    room = RECIPES[recipe].target.partition(":")[0].rpartition(".")[0]
     ROOMS[room](config, folder / "data")
     config.evaluation = dataclasses.replace(config.evaluation, every=2, records=2)
     config.validate()
