@@ -40,10 +40,7 @@ def read_object(text: str, strict: bool) -> Found:
         return _first_object(text)
     if not text.startswith("{"):
         raise UnreadableError("no_action", f"the answer begins with {text[:20]!r}, not with a JSON object")
-    try:
-        value, end = _DECODER.raw_decode(text)
-    except (ValueError, RecursionError) as error:
-        raise _json_error(error) from None
+    value, end = _decode(text)
     if end < len(text):
         raise UnreadableError("extra_text", f"after the JSON object stands {text[end : end + 40]!r}")
     return _actions_in(value, strict)
@@ -110,11 +107,11 @@ def _first_object(text: str) -> Found:
             break
         position = candidate.start() + 1
         try:
-            value, position = _DECODER.raw_decode(text, candidate.start())
-        except UnreadableError:
-            raise
-        except (ValueError, RecursionError) as error:
-            problem = _json_error(error)
+            value, position = _decode(text, candidate.start())
+        except UnreadableError as error:
+            if error.code not in ("malformed", "too_deep"):
+                raise  # the object could be read but for a number or a repeated key
+            problem = error
             continue
         if isinstance(value, dict) and ("action" in value or "name" in value):
             return _actions_in(value, strict=False)
@@ -219,12 +216,16 @@ def _tagged(text: str, strict: bool) -> NamedAction:
     return _name(text if strict else text.strip("'\"` \t")), {}
 
 
-def _json_error(error: Exception) -> UnreadableError:
-    if isinstance(error, UnreadableError):
-        return error
-    if isinstance(error, RecursionError):
-        return UnreadableError("too_deep", "the JSON nests too deep")
-    return UnreadableError("malformed", f"the JSON cannot be read: {str(error)[:120]}")
+def _decode(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value at a position and its end."""
+    try:
+        return _DECODER.raw_decode(text, start)
+    except UnreadableError:
+        raise
+    except RecursionError:
+        raise UnreadableError("too_deep", "the JSON nests too deep") from None
+    except ValueError as error:
+        raise UnreadableError("malformed", f"the JSON cannot be read: {str(error)[:120]}") from None
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
