@@ -7,7 +7,6 @@ the whole conversation in every turn, in sampling and in the update, as trainers
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,24 +19,19 @@ from mmrl.bench.measure import repeat
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.bench.arms import make_recipe
 from mmrl.vlm.bench.workload import shape_of
-from mmrl.vlm.payload import Insert, Prompt, VlmPayload, join_prompts
-from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.payload import VlmPayload, join_prompts
 from mmrl.vlm.reading import text_prompt
 from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.task import VlmTask
 
 CHUNK = 6
-"""Rows of single turns in one pass; all at once, they would not fit into memory."""
+"""Rows of single turns in one pass; more would not fit into memory."""
 TOLERANCE = 1e-5
-"""Largest difference of a log-probability between the two ways, in nats."""
+"""Largest difference of a log-probability between the arms, in nats."""
 
 
 def sample_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Draw all turns of a group's episodes.
-
-    Args:
-        options: model, data, shape, turns, and anew: whether each turn reads its conversation from the beginning.
-    """
+    """Sample all turns of a group's episodes; with the option `anew` each turn reads its whole conversation."""
     with make_recipe(options) as recipe:
         drawn: list[Rollouts] = []
 
@@ -50,11 +44,7 @@ def sample_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def update_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Forward and backward pass of the log-probabilities of a group's episodes.
-
-    Args:
-        options: model, data, shape, turns, and anew: whether each turn is a row behind its whole conversation.
-    """
+    """Forward and backward pass of a group's log-probabilities; with `anew` each turn is a row of its own."""
     with make_recipe(options) as recipe:
         whole = _converse(recipe, options)
         rollouts = turn_rows(whole) if options["anew"] else whole
@@ -75,7 +65,7 @@ def update_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def turn_rows(rollouts: Rollouts) -> Rollouts:
-    """Episodes without a window as rows of single turns, each behind its whole conversation."""
+    """Episodes without a window as rows of single turns, each after its whole conversation."""
     payload = VlmPayload.of(rollouts)
     prompts, ids, logp = [], [], []
     for row, inserts in enumerate(payload.inserts):
@@ -87,7 +77,7 @@ def turn_rows(rollouts: Rollouts) -> Rollouts:
             ids.append(own)
             logp.append(rollouts.logp_old[row, start:stop])
             if behind is not None:
-                parts, start = [*parts, text_prompt(own.cpu()), _renewed(behind)], behind.stop
+                parts, start = [*parts, text_prompt(own.cpu()), dataclasses.replace(behind.prompt)], behind.stop
     table = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     sizes = torch.tensor([len(own) for own in ids], device=table.device)
     mask = (torch.arange(table.shape[1], device=table.device) < sizes[:, None]).float()
@@ -102,16 +92,11 @@ def turn_rows(rollouts: Rollouts) -> Rollouts:
     )
 
 
-def _renewed(insert: Insert) -> Prompt:
-    """The same tokens and pixels as a prompt that no cache has seen."""
-    return dataclasses.replace(insert.prompt)
-
-
 def _converse(recipe: VlmRecipe, options: dict[str, Any]) -> Rollouts:
-    """Episodes of a group, each with a picture a turn."""
+    """Episodes of a group, with an image a turn."""
     shape, policy = shape_of(options["shape"]), recipe.policy
     _, prompts = recipe.encode(policy, recipe.train_tasks[:1])
-    part = _observation(policy, recipe.train_tasks[1 % len(recipe.train_tasks)])
+    part = policy.encode_turn(recipe.train_tasks[1 % len(recipe.train_tasks)], answered=False)  # no answer has an end
     rows = torch.arange(shape.group, device=policy.device)
     trajectories = [Trajectory() for _ in range(shape.group)]
     turns = TurnSampler(policy, recipe.config.sampler, shape.group, reread=options["anew"])
@@ -128,17 +113,8 @@ def _converse(recipe: VlmRecipe, options: dict[str, Any]) -> Rollouts:
             for trajectory, given in zip(trajectories, parts, strict=True):
                 trajectory.add_given(given)
             turns.extend(rows, parts)
-    return _rollouts(policy, prompts, trajectories)
-
-
-def _observation(policy: VlmPolicy, task: VlmTask) -> Prompt:
-    """A question of the benchmark as what is shown between two answers; none of them ends with the end token."""
-    return policy.encode_turn(task, answered=False)
-
-
-def _rollouts(policy: VlmPolicy, prompts: Sequence[Prompt], rows: Sequence[Trajectory]) -> Rollouts:
-    table, count = tabulate_tokens(rows, policy.pad_id, policy.device), len(rows)
-    tasks = [VlmTask("0", [])]
+    table = tabulate_tokens(trajectories, policy.pad_id, policy.device)
+    count, tasks = len(trajectories), [VlmTask("0", [])]
     payload = VlmPayload(list(prompts), tasks, table.ids, [""] * count, ["length"] * count, inserts=table.inserts)
     return Rollouts(
         group=torch.zeros(count, dtype=torch.int64, device=policy.device),

@@ -2,9 +2,9 @@
 
 Two formats are read, and a folder may hold both:
 
-* `episodes.jsonl` and its images, as `mmrl.agents.experts.write_episodes` writes them: a row an episode, with task,
-  seed, reward, success and turns, each with images, text, answer and, unless it all comes at the end, reward. It
-  belongs to no model: the conversation is written and tokenised for the policy that reads it.
+* `episodes.jsonl` and its images, as `write_episodes` writes them: a row an episode, with task, seed, reward, success
+  and turns, each with images, text, answer and, unless it all comes at the end, reward. It belongs to no model: the
+  conversation is written and tokenised for the policy that reads it.
 * `episode-*.pt`, as `write_recorded` writes it: the tokens, log-probs and pixels of one model's own episodes.
 """
 
@@ -101,7 +101,13 @@ def replay_episode(
 
 
 def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episode:
-    turns = _turns(row)
+    turns, problem = row.cells.get("turns"), row.problem
+    if problem is None and (not isinstance(turns, list) or not turns):
+        problem = "turns must be a list of at least one turn"
+    elif problem is None and not all(isinstance(turn, dict) and isinstance(turn.get("answer"), str) for turn in turns):
+        problem = "each turn must have an answer"
+    if problem is not None:
+        raise UserError(f"{row.place}: {problem}")
     task = row.cells.get("task") or {}
     name = task.get("name", "task") if isinstance(task, Mapping) else str(task)
     seen = [(_observation(turn, folder, row), str(turn["answer"])) for turn in turns]
@@ -109,18 +115,6 @@ def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episo
     episode.rewards = _rewards(row, turns)
     episode.success = bool(row.cells.get("success", sum(episode.rewards) > 0))
     return episode
-
-
-def _turns(row: Row) -> list[Mapping[str, Any]]:
-    turns: Any = row.cells.get("turns")
-    problem = row.problem
-    if problem is None and (not isinstance(turns, list) or not turns):
-        problem = "turns must be a list of at least one turn"
-    elif problem is None and not all(isinstance(turn, dict) and isinstance(turn.get("answer"), str) for turn in turns):
-        problem = "each turn must have an answer"
-    if problem is not None:
-        raise UserError(f"{row.place}: {problem}")
-    return list(turns)
 
 
 def _rewards(row: Row, turns: Sequence[Mapping[str, Any]]) -> list[float]:

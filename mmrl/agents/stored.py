@@ -99,7 +99,7 @@ def size_of(record: Any) -> int:
 
 
 class _PromptTable:
-    """Prompts by number, each object once."""
+    """Prompts by number, each object once and after its parts."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -108,24 +108,15 @@ class _PromptTable:
     def add(self, prompt: Prompt) -> int:
         if id(prompt) not in self._number:
             parts = [self.add(part) for part in prompt.parts]
+            record: Record = {"next_position": int(prompt.next_position), "text": prompt.text, "parts": parts}
+            for name in (*TABLES, *PIXELS):
+                value = getattr(prompt, name)
+                if value is not None:
+                    value = _compressed(value) if name in PIXELS else value.cpu().clone()
+                record[name] = value
             self._number[id(prompt)] = len(self.records)
-            self.records.append(_plain_prompt(prompt, parts))
+            self.records.append(record)
         return self._number[id(prompt)]
-
-
-def _plain_prompt(prompt: Prompt, parts: list[int]) -> Record:
-    record: Record = {
-        "input_ids": prompt.input_ids.cpu().clone(),
-        "mm_token_type_ids": prompt.mm_token_type_ids.cpu().clone(),
-        "position_ids": prompt.position_ids.cpu().clone(),
-        "next_position": int(prompt.next_position),
-        "text": prompt.text,
-        "parts": parts,
-    }
-    for name in (*PIXELS, *GRIDS):
-        value = getattr(prompt, name)
-        record[name] = None if value is None else _compressed(value) if name in PIXELS else value.cpu().clone()
-    return record
 
 
 def _restored_prompts(records: list[Record]) -> list[Prompt]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -77,11 +79,16 @@ def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
         built = SimpleNamespace(path=config.file, build=config.build, build_options=config.build_options)
         build_if_missing(built, "data")
         tasks = [_task_in(row, config) for row in read_rows(config.file, "train", None)]
-        _check_distinct(tasks, config.file)
+        if not tasks:
+            raise UserError(f"{config.file} has no tasks")
+        for name, count in Counter(task.id for task in tasks).items():
+            if count > 1:
+                raise UserError(f"{config.file}: there are two tasks {name}; give them different ids")
         return tasks[: config.max_tasks]
+    pairs = itertools.product(range(config.first_seed, config.first_seed + config.seeds), config.names or [""])
     return [
         AgentTask(f"{name or 'task'}/{seed}", _named(name, config.options), seed, config.instruction)
-        for seed, name in _first(config)
+        for seed, name in itertools.islice(pairs, config.max_tasks)
     ]
 
 
@@ -99,7 +106,7 @@ def check_splits(
 
 def check_disjoint(train: Sequence[AgentTask], splits: Mapping[str, Sequence[AgentTask]]) -> None:
     """Refuse splits that share a task with training; raises UserError."""
-    known = {_key(task): task.id for task in train}
+    known = {_key(task) for task in train}
     for name, tasks in splits.items():
         shared = [task.id for task in tasks if _key(task) in known]
         if shared:
@@ -107,16 +114,6 @@ def check_disjoint(train: Sequence[AgentTask], splits: Mapping[str, Sequence[Age
                 f"{len(shared)} of {len(tasks)} tasks of {name} are also trained on, such as {shared[0]}; give the "
                 "sets other seeds (first_seed) or names, or say that it is meant (seen: true)"
             )
-
-
-def _first(config: TaskSetConfig) -> Iterator[tuple[int, str]]:
-    count = 0
-    for seed in range(config.first_seed, config.first_seed + config.seeds):
-        for name in config.names or [""]:
-            if count == config.max_tasks:
-                return
-            yield seed, name
-            count += 1
 
 
 def _named(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,16 +139,6 @@ def _task_in(row: Row, config: TaskSetConfig) -> AgentTask:
     body = _named(task, {}) if isinstance(task, str) else task
     name = str(body.get("name") or row.place.rpartition("/")[2])
     return AgentTask(texts["id"] or f"{name}/{seed}", body, seed, texts["instruction"] or config.instruction)
-
-
-def _check_distinct(tasks: Sequence[AgentTask], place: str) -> None:
-    if not tasks:
-        raise UserError(f"{place} has no tasks")
-    ids: set[str] = set()
-    for task in tasks:
-        if task.id in ids:
-            raise UserError(f"{place}: there are two tasks {task.id}; give them different ids")
-        ids.add(task.id)
 
 
 def _key(task: AgentTask) -> tuple[str, int]:

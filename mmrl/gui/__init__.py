@@ -21,8 +21,7 @@ _NAMES = {
     "mmrl.gui.guarded_page": ("GuardedPage",),
     "mmrl.gui.miniwob": ("MiniWobEnv", "MiniWobSettings", "miniwob_tasks"),
     "mmrl.gui.page_env": ("PageEnv", "PageEnvSettings", "Verdict", "WebAgentEnv"),
-    "mmrl.gui.samples": ("AnyOf", "GroundingSample", "Polygon", "Refusal"),
-    "mmrl.gui.tables": ("write_samples",),
+    "mmrl.gui.tables": ("AnyOf", "GroundingSample", "Polygon", "Refusal", "write_samples"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)
