@@ -101,7 +101,8 @@ def replay_episode(
 
 
 def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episode:
-    turns, problem = row.cells.get("turns"), row.problem
+    turns: Any = row.cells.get("turns")
+    problem = row.problem
     if problem is None and (not isinstance(turns, list) or not turns):
         problem = "turns must be a list of at least one turn"
     elif problem is None and not all(isinstance(turn, dict) and isinstance(turn.get("answer"), str) for turn in turns):
