@@ -7,7 +7,6 @@ training answer is written, and where a model's answer is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -198,9 +197,13 @@ def _scaled(number: float, to: float, of: float) -> float:
 
 def _extent(space: CoordinateSpace, original_wh: Size, model_wh: Size | None) -> tuple[float, float]:
     """Width and height of the whole image in units of the space."""
-    if space is CoordinateSpace.ABS_RESIZED and model_wh is None:
-        raise ValueError("points of the space abs_resized need model_wh, the size that the model saw")
-    return EXTENTS[space](original_wh, model_wh or original_wh)
+    if space is CoordinateSpace.ABS_RESIZED:
+        if model_wh is None:
+            raise ValueError("points of the space abs_resized need model_wh, the size that the model saw")
+        return model_wh
+    if space is CoordinateSpace.ABS_ORIGINAL:
+        return original_wh
+    return (1000, 1000) if space is CoordinateSpace.REL1000 else (1, 1)
 
 
 def clean_box(
@@ -221,14 +224,6 @@ def clean_box(
         return None
     return clipped
 
-
-EXTENTS: dict[CoordinateSpace, Callable[[Size, Size], tuple[float, float]]] = {
-    CoordinateSpace.ABS_RESIZED: lambda original_wh, model_wh: model_wh,
-    CoordinateSpace.REL1000: lambda original_wh, model_wh: (1000, 1000),
-    CoordinateSpace.REL1: lambda original_wh, model_wh: (1, 1),
-    CoordinateSpace.ABS_ORIGINAL: lambda original_wh, model_wh: original_wh,
-    CoordinateSpace.REL1_YX: lambda original_wh, model_wh: (1, 1),
-}
 
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family(CoordinateSpace.REL1000, 28),
