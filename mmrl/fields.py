@@ -142,13 +142,7 @@ def bounded(default: Any = dataclasses.MISSING, **bounds: Unpack[NumberBounds]) 
 
 
 def choice(default: Any, allowed: Collection[Any] | Callable[[], Collection[Any]], *, or_function: bool = False) -> Any:
-    """A dataclass field whose value is one of a few.
-
-    Args:
-        default: The field's default.
-        allowed: The values, or a function that returns them where their table stands further down in the file.
-        or_function: Whether the user's own `module:function` is allowed too.
-    """
+    """A dataclass field whose value is one of a few, or of a function's result; maybe also a `module:function`."""
     choices = allowed if callable(allowed) else lambda: allowed
     return _field(default, Bounds(choices=choices, or_function=or_function))
 

@@ -10,16 +10,9 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Build what a package's `__init__` needs to give out names without importing their modules.
+    """Build `__getattr__`, `__dir__` and `__all__` of a package that gives out names without importing their modules.
 
-        __getattr__, __dir__, __all__ = lazy_names(__name__, {"room.module": ("Name", "function")})
-
-    Args:
-        package: `__name__` of the package.
-        homes: modules and the names that they give.
-
-    Returns:
-        `__getattr__`, `__dir__` and `__all__`.
+    __getattr__, __dir__, __all__ = lazy_names(__name__, {"package.module": ("Name", "function")})
     """
     home = {name: module for module, names in homes.items() for name in names}
     public = sorted(home)

@@ -83,15 +83,9 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """This batch's share of the mean over all trained decisions of the optimiser step.
+    """This batch's share of the mean of x (B, T) over all trained decisions of the optimiser step.
 
-    The shares of micro-batches and of ranks add up to the mean over all of them, in value and in gradient; the same
-    holds for the other three functions.
-
-    Args:
-        x: (B, T) terms.
-        mask: (B, T) {0, 1}, what counts.
-        denominators: Counts over the whole step.
+    The shares of micro-batches and ranks add up to the mean over all of them, in value and in gradient.
     """
     return masked_sum(x, mask).sum() / max(denominators.tokens, 1.0)
 
@@ -107,28 +101,14 @@ def sequence_sum(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
 
 
 def turn_mean(x: Tensor, mask: Tensor, turn: Tensor, denominators: Denominators) -> Tensor:
-    """This batch's share of the mean over turns of the mean over each turn's decisions; see `token_mean`.
-
-    Args:
-        x: (B, T) terms.
-        mask: (B, T) {0, 1}, what counts.
-        turn: (B, T) int64, not falling along a row.
-        denominators: Counts over the whole step; `turns` counts those with a decision that counts.
-    """
+    """This batch's share of the mean over turns of the mean of x (B, T) over each turn's decisions."""
     segment = turn_segments(turn)
     number = torch.zeros_like(mask).scatter_add(1, segment, mask).gather(1, segment).clamp(min=1)
     return masked_sum(x / number.to(x.dtype), mask).sum() / max(denominators.turns, 1.0)
 
 
 def turn_segments(turn: Tensor) -> Tensor:
-    """Number the turns of each row from 0, whatever numbers they have.
-
-    Args:
-        turn: (B, T) int64, not falling along a row; padding (-1) counts to the turn before it.
-
-    Returns:
-        (B, T) int64, below T.
-    """
+    """Number the turns of each row from 0: (B, T) int64; padding (-1) belongs to the turn before it."""
     changes = torch.zeros_like(turn)
     changes[:, 1:] = turn.cummax(1).values.diff(dim=1) != 0
     return changes.cumsum(1)

@@ -14,19 +14,7 @@ _Value = TypeVar("_Value")
 
 
 def look_up(table: Mapping[str, _Value], name: str, what: str) -> _Value:
-    """Return `table[name]`.
-
-    Args:
-        table: Names to values.
-        name: The name asked for.
-        what: What the table holds, for the message.
-
-    Returns:
-        The entry.
-
-    Raises:
-        ValueError: The table has no such name; the message lists what exists.
-    """
+    """Return `table[name]`; the ValueError of a missing name lists what exists."""
     if name not in table:
         raise ValueError(unknown_name(name, table, what))
     return table[name]

@@ -109,15 +109,7 @@ class DynamicSamplingBuffer:
         return not self.full and self.counts.tries >= self.max_tries
 
     def add(self, rollouts: Rollouts, keep: Tensor) -> None:
-        """Put in the kept groups of one more rollout batch.
-
-        Args:
-            rollouts: The rows of whole groups.
-            keep: (N,) bool, from `zero_variance_groups`.
-
-        Raises:
-            ValueError: More batches than `max_tries`.
-        """
+        """Add the kept groups (N,) bool of one more rollout batch; more batches than `max_tries` are refused."""
         if self.counts.tries >= self.max_tries:
             raise ValueError(
                 f"{self.counts.tries} rollout batches gave {self.counts.kept} of {self.target_groups} groups "

@@ -11,42 +11,17 @@ WHITEN_EPS = 1e-8
 
 
 def group_sum(x: Tensor, group: Tensor) -> Tensor:
-    """Sum over the rows of each group.
-
-    Args:
-        x: (B,).
-        group: (B,) int64, 0..N-1.
-
-    Returns:
-        (N,).
-    """
+    """Sum (N,) of x (B,) over the rows of each group (B,) int64, 0..N-1."""
     return x.new_zeros(_number_of_groups(group)).index_add(0, group, x)
 
 
 def group_count(group: Tensor, valid: Tensor) -> Tensor:
-    """Count the valid rows of each row's group.
-
-    Args:
-        group: (B,) int64, 0..N-1.
-        valid: (B,) bool.
-
-    Returns:
-        (B,) int64.
-    """
+    """Number (B,) int64 of valid (B,) bool rows in each row's group."""
     return group_sum(valid.long(), group)[group]
 
 
 def group_extremes(x: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest valid value of each group.
-
-    Args:
-        x: (B,).
-        group: (B,) int64, 0..N-1.
-        valid: (B,) bool.
-
-    Returns:
-        (N,) and (N,); +inf and -inf for a group without a valid row.
-    """
+    """Smallest and largest valid value of each group, (N,) each; +inf and -inf for a group without a valid row."""
     low = x.new_full((_number_of_groups(group),), float("inf"))
     high = x.new_full((_number_of_groups(group),), float("-inf"))
     return (

@@ -25,14 +25,7 @@ class PolicyOutputs:
     """(B, T) nats, exact divergence from the reference; needed by kl "full"."""
 
     def masked(self, mask: Tensor) -> PolicyOutputs:
-        """Check shapes and cut off what is not trained, so that no NaN comes back from there.
-
-        Args:
-            mask: (B, T) {0, 1}.
-
-        Raises:
-            ValueError: A tensor has another shape or a low precision.
-        """
+        """Check shapes and set what is not trained to 0, so that no NaN comes back from there; mask (B, T) {0, 1}."""
         kept = {}
         for name in ("logp", "entropy", "values", "kl_ref"):
             value = getattr(self, name)

@@ -30,15 +30,7 @@ class AdaptiveKL:
             )
 
     def update(self, divergence: float, samples: int) -> float:
-        """Move the coefficient after a step.
-
-        Args:
-            divergence: Measured divergence in nats.
-            samples: Rows the step was made of.
-
-        Returns:
-            The new coefficient.
-        """
+        """Move the coefficient after a step of so many samples with a measured divergence in nats, and return it."""
         error = min(max(divergence / self.target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * samples / self.horizon
         return self.coefficient

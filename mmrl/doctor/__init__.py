@@ -30,31 +30,12 @@ class Words(NamedTuple):
 
 
 def run(runs_dir: Path, as_json: bool = False) -> int:
-    """Check everything and print the result.
-
-    Args:
-        runs_dir: folder where runs are going to be written; need not exist.
-        as_json: print JSON instead of a table.
-
-    Returns:
-        0 when `mmrl train` can work, 1 when something that it needs is broken.
-    """
+    """Check the installation and print the result; 0 when `mmrl train` can work, else 1."""
     return _show(check_all(runs_dir), as_json, INSTALLATION)
 
 
 def run_on(run_dir: Path, as_json: bool = False) -> int:
-    """Check a run folder and print the result.
-
-    Args:
-        run_dir: folder of a run.
-        as_json: print JSON instead of a table.
-
-    Returns:
-        0 when nothing is damaged, else 1.
-
-    Raises:
-        UserError: the folder holds no run.
-    """
+    """Check a run folder and print the result; 0 when nothing is damaged, else 1."""
     from mmrl.doctor.run_folder import check_run
 
     return _show(check_run(run_dir), as_json, RUN)
@@ -71,14 +52,7 @@ def _show(findings: Sequence[Finding], as_json: bool, words: Words) -> int:
 
 
 def check_all(runs_dir: Path) -> list[Finding]:
-    """Run every check; a check that raises becomes a finding.
-
-    Args:
-        runs_dir: folder where runs are going to be written.
-
-    Returns:
-        The findings in table order.
-    """
+    """Run every check; a check that raises becomes a finding."""
     checks: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("python", packages.check_python),
         ("packages", packages.check_packages),
@@ -113,12 +87,7 @@ def is_usable(findings: Iterable[Finding]) -> bool:
 
 
 def render(findings: Sequence[Finding], words: Words | None = None) -> None:
-    """Print the table, through rich where it is installed and as plain columns otherwise.
-
-    Args:
-        findings: lines of the table.
-        words: for what they come to; those of the installation when None.
-    """
+    """Print the table, through rich where it is installed and as plain columns otherwise."""
     try:
         _print_rich(findings)
     except ImportError:

@@ -73,14 +73,7 @@ def _check_threads(threads: int, cores: int) -> Finding:
 
 
 def check_torchvision(ensure: Callable[[], str] | None = None) -> list[Finding]:
-    """Whether torchvision imports by itself, only with its operators declared, or not at all.
-
-    Args:
-        ensure: returns "native", "patched" or "absent"; `mmrl.hub.compat.ensure_torchvision` when None.
-
-    Returns:
-        One finding.
-    """
+    """Whether torchvision imports by itself, only with its operators declared, or not at all."""
     try:
         state = (ensure or _load_ensure_torchvision())()
     except Exception as error:
@@ -127,14 +120,7 @@ def check_video() -> list[Finding]:
 
 
 def check_rendering(find: Callable[[str], str | None] = ctypes.util.find_library) -> list[Finding]:
-    """System libraries that draw simulator pictures without a screen.
-
-    Args:
-        find: library name to file name, or None when it is not there.
-
-    Returns:
-        One finding a library and one for MuJoCo's choice.
-    """
+    """System libraries that render simulator images without a screen, and MuJoCo's choice."""
     found = {name: find(name) for name in RENDER_LIBRARIES}
     findings = []
     for name, package in RENDER_LIBRARIES.items():
@@ -150,11 +136,7 @@ def check_rendering(find: Callable[[str], str | None] = ctypes.util.find_library
 
 
 def check_sandbox(require: Callable[[], None] | None = None) -> list[Finding]:
-    """Whether code that a model wrote can be shut in, as `sandbox: strict` promises.
-
-    Returns:
-        One finding.
-    """
+    """Whether code that a model wrote can be run, as `sandbox: strict` promises."""
     from mmrl.errors import UserError
     from mmrl.workers.sandbox import require_strict
 
@@ -166,14 +148,7 @@ def check_sandbox(require: Callable[[], None] | None = None) -> list[Finding]:
 
 
 def check_disk(runs_dir: Path) -> list[Finding]:
-    """Whether runs can be written and how much room is left.
-
-    Args:
-        runs_dir: folder where runs are going to be written; its nearest existing parent is tried.
-
-    Returns:
-        One finding.
-    """
+    """Whether runs can be written to a folder, which need not exist, and how much room is left."""
     target = runs_dir.resolve()
     existing = next(folder for folder in (target, *target.parents) if folder.exists())
     advice = "choose another folder: mmrl train CONFIG output_dir=/path/to/run"

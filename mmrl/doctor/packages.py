@@ -59,15 +59,7 @@ def check_python() -> list[Finding]:
 def check_packages(
     requirements: Sequence[Requirement] | None = None, lookup: Callable[[str], str] = version
 ) -> list[Finding]:
-    """Compare each dependency with the floor in the package metadata.
-
-    Args:
-        requirements: what to look for; that of the installed suite when None.
-        lookup: distribution name to version, raising `PackageNotFoundError`.
-
-    Returns:
-        One finding a dependency, and a failure when no room has all of its own.
-    """
+    """Compare each dependency with the floor in the package metadata; fail when no room has all of its own."""
     wanted = read_requirements() if requirements is None else requirements
     findings = [_check_requirement(requirement, lookup) for requirement in wanted]
     pairs = list(zip(wanted, findings, strict=True))
@@ -118,15 +110,7 @@ def _check_requirement(requirement: Requirement, lookup: Callable[[str], str]) -
 
 
 def check_names(home: Path | None = None, path: Sequence[str] | None = None) -> list[Finding]:
-    """Other top-level packages called `mmrl`, `diffusion` or `robotics`.
-
-    Args:
-        home: folder that holds the suite's packages; where this one was imported from when None.
-        path: folders to search; `sys.path` when None.
-
-    Returns:
-        One finding an import name.
-    """
+    """Other top-level packages called `mmrl`, `diffusion` or `robotics`."""
     home = (home or PROJECT_DIR).resolve()
     return [_check_name(name, home, path) for name in IMPORT_NAMES]
 

@@ -50,17 +50,9 @@ def ask_chat(
     timeout_s: float = 60.0,
     api_key: str = "",
 ) -> str:
-    """Ask one question and return the answer.
+    """Ask one question about images (H, W, 3) uint8 and return the answer within `timeout_s` for the whole exchange.
 
-    Args:
-        url: address of the server up to /v1, to which /chat/completions is added.
-        model: name of the model at the server.
-        text: the question, after the pictures.
-        pictures: (H, W, 3) uint8 each.
-        system: what the model is told about its role; none where empty.
-        max_tokens: longest answer.
-        timeout_s: seconds for the whole exchange, from the connection to the last byte of the answer.
-        api_key: sent as a bearer token where given.
+    `url` is the server's address up to /v1; `api_key` is sent as a bearer token where given.
     """
     content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _data_uri(each)}} for each in pictures]
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -107,11 +99,7 @@ def _read_answer(url: str, content: bytes) -> str:
 
 
 class _Exchange:
-    """A request with one limit for everything: a socket's own timeout begins anew with every byte.
-
-    Args:
-        timeout_s: seconds after which its connections are cut.
-    """
+    """A request with one time limit for everything: a socket's own timeout restarts with every byte."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._end = timeout_s, time.monotonic() + timeout_s

@@ -24,15 +24,9 @@ _MOST_OPERATORS = 16
 
 @functools.cache
 def ensure_torchvision() -> str:
-    """Make `import torchvision` work beside the installed torch, once per process.
+    """Make `import torchvision` work beside the installed torch, once per process; a row of `TORCHVISION_STATES`.
 
     Call it before anything that imports torchvision: image processors, peft, qwen_vl_utils.
-
-    Returns:
-        A row of `TORCHVISION_STATES`: "native", "patched" or "absent".
-
-    Raises:
-        UserError: torchvision is installed but cannot be imported for another reason.
     """
     for attempt in range(_MOST_OPERATORS):
         try:

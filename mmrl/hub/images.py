@@ -31,17 +31,7 @@ def image_pixels_option() -> int:
 
 
 def check_pixels(width: int, height: int, max_pixels: int, option: str = "") -> None:
-    """Refuse an image, or a frame of a video, by its size.
-
-    Args:
-        width: in pixels.
-        height: in pixels.
-        max_pixels: most pixels of one image.
-        option: name of the setting that holds `max_pixels`, for the message.
-
-    Raises:
-        ImageError: it has no pixels, or more than that.
-    """
+    """Refuse an image or video frame without pixels or with more than `max_pixels`, a setting named `option`."""
     if width < 1 or height < 1:
         raise ImageError(f"it is {width} x {height} pixels")
     if width * height > max_pixels:
@@ -50,13 +40,7 @@ def check_pixels(width: int, height: int, max_pixels: int, option: str = "") -> 
 
 
 def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str = "") -> Image.Image:
-    """Decode the content of an image file, upright.
-
-    Args:
-        content: of the file, in any format that Pillow knows.
-        max_pixels: most pixels; the header says how many there are.
-        option: name of the setting that holds `max_pixels`, for the message.
-    """
+    """Decode the content of an image file, upright, unless its header announces more than `max_pixels`."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:

@@ -98,24 +98,13 @@ class VideoRecorder:
         return self._encoder.frames
 
     def add(self, frame: ArrayLike) -> None:
-        """Append an image.
-
-        Args:
-            frame: (H, W, 3) uint8 RGB, of the size of the first.
-
-        Raises:
-            ValueError: it has another shape or type, or the recorder is closed.
-        """
+        """Append an image (H, W, 3) uint8 RGB, of the size of the first."""
         if self._closed:
             raise ValueError(f"the recorder of {self.path} is closed")
         self._encoder.add(frame)
 
     def close(self) -> Path | None:
-        """Finish the video.
-
-        Returns:
-            Its path; None where there was no frame, and then there is no file.
-        """
+        """Finish the video and return its path; None where there was no frame, and then there is no file."""
         if self._closed:
             return self.path if self.frames else None
         self._closed = True

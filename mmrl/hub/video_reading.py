@@ -78,12 +78,7 @@ class VideoIndex:
 
 
 def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS) -> VideoIndex:
-    """List the frames of a video without decoding them.
-
-    Args:
-        path: of the file, in any format that FFmpeg knows.
-        max_pixels: most pixels of a frame.
-    """
+    """List the frames of a video file, each of at most `max_pixels`, without decoding them."""
     path = os.fspath(path)
     if not os.path.isfile(path):
         raise VideoError("missing_video", f"there is no file {path}")
@@ -258,13 +253,10 @@ def _decode_in_order(index: VideoIndex, places: Sequence[int]) -> Iterator[Frame
 
 
 def frame_to_array(pixel_format: str = "rgb24") -> Callable[[Any], NDArray[Any]]:
-    """Function that turns the frames of one video into arrays.
+    """Return a function that turns the frames of one video into (H, W, 3) uint8, or (H, W) uint16 for gray12le.
 
-    All frames share a converter. `av.VideoFrame.to_ndarray` makes one for each frame, with threads of its own, which
-    for small frames takes longer than decoding them.
-
-    Returns:
-        Function of an `av.VideoFrame`; returns (H, W, 3) uint8, or (H, W) uint16 for gray12le. For one thread.
+    All frames share a converter, for one thread. `av.VideoFrame.to_ndarray` makes one for each frame, with threads of
+    its own, which for small frames takes longer than decoding them.
     """
     from av.video.reformatter import VideoReformatter
 

@@ -36,12 +36,7 @@ FRAME_LIST_OPTIONS = ("sample_fps", "raw_fps", "max_frames", *PIXEL_OPTIONS)
 def sample_file(path: str, options: Mapping[str, Any], patch_size: int, max_pixels: int = MAX_IMAGE_PIXELS) -> Frames:
     """Decode and resize the frames of a file that the model is shown.
 
-    Args:
-        path: video file.
-        options: of `FILE_OPTIONS`; the library's defaults are 2 frames a second, 4 to 768 of them, an even number, each
-            of 128 to 768 tokens.
-        patch_size: pixels on a side of one patch of the vision tower: 14 for Qwen2.5-VL, 16 for Qwen3-VL.
-        max_pixels: most pixels of a frame in the file.
+    Without options 2 frames a second, 4 to 768 of them, an even number, each of 128 to 768 tokens.
 
     Source: QwenLM/Qwen3-VL qwen-vl-utils/src/qwen_vl_utils/vision_process.py (the decord reader, `fetch_video`).
     """

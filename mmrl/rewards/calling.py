@@ -87,19 +87,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 
 def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any]) -> list[Outcome] | Failure:
-    """Call a reward function in TRL's signature and check what it returns.
-
-    Args:
-        function: f(prompts, completions, **columns) -> one number or None a row; may be async.
-        batch: The rows.
-        options: Further keyword arguments, the same for all rows.
-
-    Returns:
-        One outcome a row, or one failure for the whole call.
-
-    Raises:
-        KeyboardInterrupt: in the main program, where it is the user's Ctrl-C; in a worker it is the function's own.
-    """
+    """Call f(prompts, completions, **columns) as TRL does; one outcome a row, or one failure for the whole call."""
     shared = dict(options) if batch.state is None else {"trainer_state": batch.state, **options}
     try:
         values = function(prompts=batch.prompts, completions=batch.completions, **batch.columns, **shared)

@@ -53,14 +53,7 @@ class RewardSum:
         self._checked: frozenset[str] | None = None
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Make sure that every term finds the columns it needs.
-
-        Args:
-            columns: Names of the columns that `score` will be given.
-
-        Raises:
-            UserError: A term needs a column that is not there.
-        """
+        """Refuse columns in which a term does not find what it needs."""
         for term in self._terms:
             missing = [name for name in term.needs if name not in columns]
             if missing:

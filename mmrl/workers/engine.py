@@ -116,11 +116,7 @@ class Engine(Protocol):
     """Starts workers and moves their messages."""
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
-        """Start a worker without waiting for it; its hello is message 0.
-
-        Raises:
-            RunError: it cannot be started.
-        """
+        """Start a worker without waiting for it; its hello is message 0. RunError where it cannot be started."""
         ...
 
     def wait(self, timeout_s: float) -> None:

@@ -190,15 +190,7 @@ class WorkerPool:
             return Spread(self._slots, make_request, count, timeout_s, total_s, preparation).run()
 
     def prepare(self, preparation: Preparation) -> Answer:
-        """Prepare one worker, unless it is prepared already.
-
-        Returns:
-            The answer to the preparation.
-
-        Raises:
-            UserError: the service says that the user asked for something impossible; the pool is closed.
-            RunError: a process cannot be started.
-        """
+        """Prepare one worker, unless it is prepared already, and return its answer."""
         with self._lock:
             slot = self._slots.free(())
             worker = self._slots.worker(slot)
@@ -212,11 +204,7 @@ class WorkerPool:
             return worker.prepared[preparation.key]
 
     def lose(self, slot: int, failure: WorkerFailure) -> None:
-        """Count a failure and kill the worker of the slot.
-
-        Raises:
-            UserError: the service says that the user asked for something impossible; the pool is closed.
-        """
+        """Count a failure and kill the worker of the slot; a user's mistake closes the pool and raises UserError."""
         with self._lock:
             if failure.for_user:
                 self.close()

@@ -88,11 +88,7 @@ if not TYPE_CHECKING:
 
 
 class Pipes:
-    """Both directions; the main thread reads, the main thread and the heartbeat write.
-
-    Args:
-        watchdog_s: seconds that code which keeps Python's lock may run before the process ends itself; 0 for ever.
-    """
+    """Both directions; the main thread reads, the main thread and the heartbeat write."""
 
     def __init__(self, watchdog_s: float) -> None:
         # The service keeps descriptors 0 and 1, which from here on lead to nothing and to standard error.

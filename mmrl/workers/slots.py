@@ -50,12 +50,7 @@ class Slots:
         return slot
 
     def collect(self, slots: Collection[int], at_most_s: float = math.inf) -> list[tuple[int, Pending, Answer]]:
-        """Wait until one of these workers has answered or failed.
-
-        Args:
-            slots: workers with requests.
-            at_most_s: seconds to wait.
-        """
+        """Wait, at most so many seconds, until one of these workers has answered or failed."""
         end, patience_s = time.monotonic() + at_most_s, 0.0
         while True:
             self._engine.wait(patience_s)

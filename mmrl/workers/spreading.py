@@ -22,19 +22,11 @@ AT_ONCE = 16
 
 
 class Spread:
-    """The requests of one call on their way through the workers.
+    """The requests of one call on their path through the workers.
 
     A failure is charged to the request that its worker was working on; those that waited behind it go to others. After
     one request has hung, the others get a part of their time first, so that those that do answer are not kept waiting
     by more that hang; these get their whole time at the end, until some of them in a row have hung again.
-
-    Args:
-        slots: the workers.
-        make_request: makes a request from its number, when it is sent.
-        count: requests.
-        timeout_s: seconds for one.
-        total_s: seconds after which the remaining ones are given up; None for any time.
-        preparation: what a worker has to answer first; None for nothing.
     """
 
     def __init__(

@@ -44,12 +44,7 @@ class Message(NamedTuple):
 
 
 def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
-    """Make the bytes of a message.
-
-    Args:
-        fields: JSON; floats must be finite, others go into an array.
-        arrays: bool, uint8, int32, int64, float32 or float64, of any shape and byte order.
-    """
+    """Make the bytes of a message: JSON fields with finite floats, and arrays of six dtypes in any byte order."""
     if not arrays and fields.keys() == {"kind", "id", "body"} and not fields["body"] and fields["kind"] in SHORT_KINDS:
         return PREFIX.pack(SHORT_MARK, VERSION, SHORT_KINDS.index(fields["kind"]), fields["id"])
     plain = {name: _little_endian(name, array) for name, array in (arrays or {}).items()}
@@ -64,17 +59,7 @@ def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = No
 
 
 def read(stream: BinaryIO) -> Message | None:
-    """Wait for a message.
-
-    Args:
-        stream: binary, blocking.
-
-    Returns:
-        The message; None where the stream ended between two of them.
-
-    Raises:
-        WireError: the bytes are no message, or the stream ended within one.
-    """
+    """Wait for a message on a blocking binary stream; None where the stream ended between two of them."""
     prefix = stream.read(PREFIX.size)
     if not prefix:
         return None

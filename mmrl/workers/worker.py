@@ -71,14 +71,7 @@ class Worker:
         self._measured_at = self._look_at = 0.0
 
     def send(self, request: Request, timeout_s: float, stage: str = "answer", tag: Any = None) -> None:
-        """Queue a request; `flush` sends it.
-
-        Args:
-            request: what the service is asked.
-            timeout_s: seconds for the answer, from when the worker gets to this request.
-            stage: prepare or answer.
-            tag: returned with the answer; the key of a preparation.
-        """
+        """Queue a request of a stage, prepare or answer; `timeout_s` counts from when the worker gets to it."""
         body = {"kind": "request", "id": self._number + 1, "body": dict(request.fields)}
         self.handle.send(body, request.arrays)
         self._number += 1

@@ -147,7 +147,6 @@ class GroupMeanStd(Advantage):
         return _spread(usual, rollouts, self.singleton, alone=reward / (1.0 + self.eps))
 
     def formula(self) -> str:
-        """See `Block`."""
         rule = f"(R_i - mean_g R) / (std_g R + {self.eps:g}), std with ddof {self.ddof}"
         return _group_formula(rule, self.singleton)
 
@@ -162,12 +161,10 @@ class GroupMean(Advantage):
     """As in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         usual = group_mean(rollouts.reward, rollouts.group, valid=rollouts.scored)
         return _spread(usual, rollouts, self.singleton)
 
     def formula(self) -> str:
-        """See `Block`."""
         return _group_formula("R_i - mean_g R", self.singleton)
 
 
@@ -181,12 +178,10 @@ class LeaveOneOut(Advantage):
     """As in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         usual = leave_one_out(rollouts.reward, rollouts.group, valid=rollouts.scored)
         return _spread(usual, rollouts, self.singleton)
 
     def formula(self) -> str:
-        """See `Block`."""
         return _group_formula("R_i - mean of the other rows of the group", self.singleton)
 
 
@@ -207,12 +202,10 @@ class GroupMeanBatchStd(Advantage):
     """As in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         usual = group_mean(rollouts.reward, rollouts.group, valid=rollouts.scored)
         return masked_whiten(_spread(usual, rollouts, self.singleton), rollouts.loss_mask)
 
     def formula(self) -> str:
-        """See `Block`."""
         return _group_formula("whiten_batch(R_i - mean_g R)", self.singleton)
 
 
@@ -230,13 +223,11 @@ class GroupMeanGlobalStd(Advantage):
     """Added to the standard deviation (Flow-GRPO, TRL 1e-4)."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
         usual = group_mean_global_std(reward, group, ddof=self.ddof, eps=self.eps, valid=valid)
         return _spread(usual, rollouts, self.singleton)
 
     def formula(self) -> str:
-        """See `Block`."""
         rule = f"(R_i - mean_g R) / (std of all R + {self.eps:g}), std with ddof {self.ddof}"
         return _group_formula(rule, self.singleton)
 
@@ -257,14 +248,12 @@ class GroupOutcomeStd(Advantage):
     """Added to the standard deviation."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         usual = group_outcome_std(
             rollouts.reward, rollouts.group, solved=self.solved, ddof=self.ddof, eps=self.eps, valid=rollouts.scored
         )
         return _spread(usual, rollouts, self.singleton)
 
     def formula(self) -> str:
-        """See `Block`."""
         rule = (
             f"(s_i - mean_g s + R_i - mean_g of R with outcome s_i) / (max(std_g s, f_g) + {self.eps:g}), s = R >= "
             f"{self.solved:g}, f_g = std of one success among failures, std with ddof {self.ddof}"

@@ -23,14 +23,7 @@ class Aggregation(Block):
     """Reduces terms (B, T) to this batch's share of a mean over the whole optimiser step."""
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
-        """Share of the mean, a scalar.
-
-        Args:
-            x: (B, T) terms.
-            mask: (B, T) {0, 1}, what counts.
-            denominators: Counts over the whole step.
-            turn: (B, T) int64, the turn of each decision, where the rows have turns.
-        """
+        """Scalar share of the mean of x (B, T) where mask (B, T) is 1; `turn` (B, T) int64 is the turn of each decision."""
         raise NotImplementedError
 
 
@@ -41,11 +34,9 @@ class TokenMean(Aggregation):
     kind = "token_mean"
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
-        """See `Aggregation`."""
         return token_mean(x, mask, denominators)
 
     def formula(self) -> str:
-        """See `Block`."""
         return "sum over all trained decisions of the step / their number"
 
 
@@ -56,11 +47,9 @@ class SequenceMean(Aggregation):
     kind = "sequence_mean"
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
-        """See `Aggregation`."""
         return sequence_mean(x, mask, denominators)
 
     def formula(self) -> str:
-        """See `Block`."""
         return "mean over the rows of the step of each row's mean over its decisions"
 
 
@@ -71,11 +60,9 @@ class SequenceSum(Aggregation):
     kind = "sequence_sum"
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
-        """See `Aggregation`."""
         return sequence_sum(x, mask, denominators)
 
     def formula(self) -> str:
-        """See `Block`."""
         return "mean over the rows of the step of each row's sum over its decisions"
 
 
@@ -91,13 +78,11 @@ class TurnMean(Aggregation):
     needs = frozenset({"turns"})
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
-        """See `Aggregation`."""
         if turn is None:
             raise ValueError("The aggregation 'turn_mean' needs rollouts.turn (B, T), the turn of each decision.")
         return turn_mean(x, mask, turn, denominators)
 
     def formula(self) -> str:
-        """See `Block`."""
         return "mean over the turns of the step of each turn's mean over its decisions"
 
 
@@ -110,11 +95,9 @@ class FixedLength(Aggregation):
     """Constant length: the longest response that the sampler allows."""
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
-        """See `Aggregation`."""
         return fixed_length(x, mask, denominators)
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"sum over all trained decisions of the step / (rows * {self.length})"
 
 

@@ -92,14 +92,7 @@ class Clip(Block):
         return False
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
-        """The loss and its indicators.
-
-        Args:
-            log_ratio: (B, T) nats, from a `Ratio`.
-            logp: (B, T) nats, under the policy being trained.
-            advantage: (B, T), no gradient.
-            turn: (B, T) int64, the turn of each decision, where the rows have turns.
-        """
+        """Loss (B, T) and indicators of log-ratios, logp and constant advantages (B, T), with turns (B, T) int64."""
         raise NotImplementedError
 
     def of_rollouts(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, rollouts: Rollouts) -> Loss:
@@ -143,11 +136,9 @@ class PpoClip(Clip):
 
     @property
     def reads_turns(self) -> bool:
-        """See `Clip`."""
         return self.ratio_limit is not None
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
-        """See `Clip`."""
         loss = clipped_loss(log_ratio, advantage, self.low, self.high, self.dual)
         ratio = log_ratio.exp()
         indicators = clip_indicators(ratio, self.low, self.high, signed=advantage.detach())
@@ -158,7 +149,6 @@ class PpoClip(Clip):
         return loss, indicators | {"policy/beyond_ratio_limit": beyond.to(ratio.dtype)}
 
     def formula(self) -> str:
-        """See `Block`."""
         bounded_ratio = f"clip(r_it, {1 - self.low:g}, {1 + self.high:g})"
         loss = f"max(-A_it r_it, -A_it {bounded_ratio})"
         if self.dual is not None:
@@ -191,16 +181,13 @@ class GspoClip(Clip):
     """The ratio is bounded above by 1 + high."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
-        """See `Clip`."""
         loss = clipped_loss(log_ratio, advantage, self.low, self.high)
         return loss, clip_indicators(log_ratio.exp(), self.low, self.high, signed=advantage.detach())
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"max(-A_it r_it, -A_it clip(r_it, {1 - self.low:g}, {1 + self.high:g}))"
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
-        """See `Clip`."""
         if ratio.level == "decision":
             yield f"clip 'gspo' clips whole rows, but ratio is '{ratio.kind}'. Use ratio 'sequence' or clip 'ppo_clip'."
 
@@ -230,11 +217,9 @@ class Cispo(Clip):
         return -bounded_ratio * advantage.detach() * logp, clip_indicators(ratio, self.low, self.high)
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"-stopgrad(clip(r_it, {1 - self.low:g}, {1 + self.high:g})) A_it logp_it"
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
-        """See `Clip`."""
         if ratio.row_gradient:
             yield f"clip 'cispo' detaches the ratio, but ratio '{ratio.kind}' needs its gradient. Use ratio 'token'."
 
@@ -247,15 +232,12 @@ class PolicyGradient(Clip):
     uses_ratio = False
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
-        """See `Clip`."""
         return -advantage.detach() * logp, {}
 
     def formula(self) -> str:
-        """See `Block`."""
         return "-A_it logp_it"
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
-        """See `Clip`."""
         if ratio.kind != "token":
             yield f"clip 'policy_gradient' uses no ratio, but ratio is '{ratio.kind}'. Use ratio 'token'."
 
@@ -267,11 +249,9 @@ class Unclipped(Clip):
     kind = "unclipped"
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
-        """See `Clip`."""
         return -advantage.detach() * log_ratio.exp(), {}
 
     def formula(self) -> str:
-        """See `Block`."""
         return "-A_it r_it"
 
 
@@ -289,10 +269,8 @@ class Bgpo(Clip):
     kind = "bgpo"
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
-        """See `Clip`."""
         advantage = advantage.detach()
         return -advantage * torch.where(advantage < 0, log_ratio.exp(), 1.0 + log_ratio), {}
 
     def formula(self) -> str:
-        """See `Block`."""
         return "[-A_it (1 + log r_it) where A_it >= 0, -A_it r_it elsewhere]"

@@ -35,17 +35,14 @@ class WhitenedReturns(Advantage):
 
     @property
     def level(self) -> str:
-        """See `Advantage`."""
         return "decision"
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         mask = rollouts.loss_mask
         to_go = returns_to_go(decision_rewards(rollouts), mask, self.gamma, self.mask_carry)
         return masked_whiten(to_go, mask)
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"A_it = whiten_batch(sum_(s>=t) {self.gamma:g}^(s-t) R_is)"
 
 
@@ -93,16 +90,13 @@ class Gae(CriticAdvantage):
 
     @property
     def level(self) -> str:
-        """See `Advantage`."""
         return "decision"
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         rewards, (bootstrap, masked) = decision_rewards(rollouts), self.cut_off(rollouts)
         return gae(rewards, _values(rollouts), rollouts.loss_mask, self.gamma, self.lam, bootstrap, masked)[0]
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"A_it = GAE over decisions with {self.numbers()}"
 
 
@@ -118,15 +112,12 @@ class TurnGae(CriticAdvantage):
 
     @property
     def level(self) -> str:
-        """See `Advantage`."""
         return "turn"
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         return gae_over_turns(rollouts, _values(rollouts), self.gamma, self.lam, *self.cut_off(rollouts))
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"A_it = GAE over turns with {self.numbers()}, the same for all decisions of a turn"
 
 

@@ -53,7 +53,6 @@ class Divergence(Block):
         return required(rollouts.logp_ref, "rollouts.logp_ref", hint).detach()
 
     def problems(self, where: str) -> Iterator[str]:
-        """See `Block`."""
         yield from super().problems(where)
         if self.in_reward and self.only_gradient:
             yield f"{where} '{self.kind}' only changes a gradient and the reward has none. Use '{self.kind[:2]}'."
@@ -70,11 +69,9 @@ class K1(Divergence):
     kind = "k1"
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
-        """See `Divergence`."""
         return k1(logp, logp_ref)
 
     def formula(self) -> str:
-        """See `Block`."""
         return "(logp_it - logp_ref_it)"
 
 
@@ -85,11 +82,9 @@ class K2(Divergence):
     kind = "k2"
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
-        """See `Divergence`."""
         return k2(logp, logp_ref)
 
     def formula(self) -> str:
-        """See `Block`."""
         return "0.5 (logp_it - logp_ref_it)^2"
 
 
@@ -102,11 +97,9 @@ class K3(Divergence):
     """Whether to limit the exponent to +-20 and the value to +-10 (verl, EasyR1) or not (TRL)."""
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
-        """See `Divergence`."""
         return k3(logp, logp_ref, self.clamp)
 
     def formula(self) -> str:
-        """See `Block`."""
         limits = " (exponent within +-20, value within +-10)" if self.clamp and not self.in_reward else ""
         return f"(exp(logp_ref_it - logp_it) - (logp_ref_it - logp_it) - 1){limits}"
 
@@ -119,11 +112,9 @@ class K1StraightThrough(Divergence):
     only_gradient = True
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
-        """See `Divergence`."""
         return k1p(logp, logp_ref)
 
     def formula(self) -> str:
-        """See `Block`."""
         return "(logp_it - logp_ref_it; gradient of k2)"
 
 
@@ -137,11 +128,9 @@ class K3StraightThrough(Divergence):
     """As in `K3`."""
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
-        """See `Divergence`."""
         return k3p(logp, logp_ref, self.clamp)
 
     def formula(self) -> str:
-        """See `Block`."""
         limits = " (exponent within +-20, value within +-10)" if self.clamp else ""
         return f"(exp(logp_ref_it - logp_it) - (logp_ref_it - logp_it) - 1; gradient of k2){limits}"
 
@@ -154,15 +143,12 @@ class ExactKl(Divergence):
     needs = frozenset({"kl_ref"})
 
     def __call__(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
-        """See `Divergence`."""
         return required(outputs.kl_ref, "scores.kl_ref", "kl 'full' needs the policy to score it")
 
     def formula(self) -> str:
-        """See `Block`."""
         return "KL(policy || reference) over the whole distribution"
 
     def problems(self, where: str) -> Iterator[str]:
-        """See `Block`."""
         yield from super().problems(where)
         if self.in_reward:
             yield f"{where} 'full' cannot go into the reward: it is scored during the update. Use 'k1'."
@@ -187,11 +173,9 @@ class SampledEntropy(Entropy):
     kind = "sampled"
 
     def __call__(self, outputs: PolicyOutputs) -> Tensor:
-        """See `Entropy`."""
         return entropy_sampled(outputs.logp)
 
     def formula(self) -> str:
-        """See `Block`."""
         return "(-logp_it)"
 
 
@@ -203,11 +187,9 @@ class FullEntropy(Entropy):
     needs = frozenset({"entropy"})
 
     def __call__(self, outputs: PolicyOutputs) -> Tensor:
-        """See `Entropy`."""
         return required(outputs.entropy, "scores.entropy", "entropy 'full' needs the policy to score it")
 
     def formula(self) -> str:
-        """See `Block`."""
         return "H_it"
 
 

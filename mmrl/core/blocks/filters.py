@@ -44,11 +44,9 @@ class KeepAll(GroupFilter):
     kind = "none"
 
     def kept(self, rollouts: Rollouts) -> Tensor:
-        """See `GroupFilter`."""
         return torch.ones(rollouts.num_groups, dtype=torch.bool, device=rollouts.group.device)
 
     def formula(self) -> str:
-        """See `Block`."""
         return ""
 
 
@@ -66,19 +64,15 @@ class DropGroups(GroupFilter):
 
     @property
     def reward_key(self) -> str:
-        """See `GroupFilter`."""
         return self.key
 
     def kept(self, rollouts: Rollouts) -> Tensor:
-        """See `GroupFilter`."""
         return zero_variance_groups(rollouts, self.key, self.low, self.high)
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"{_rule(self.key, self.low, self.high)} are dropped"
 
     def problems(self, where: str) -> Iterator[str]:
-        """See `Block`."""
         yield from super().problems(where)
         yield from _order_problems(self.low, self.high, where)
 
@@ -103,24 +97,19 @@ class ResampleGroups(GroupFilter):
 
     @property
     def tries(self) -> int:
-        """See `GroupFilter`."""
         return self.max_tries
 
     @property
     def reward_key(self) -> str:
-        """See `GroupFilter`."""
         return self.key
 
     def kept(self, rollouts: Rollouts) -> Tensor:
-        """See `GroupFilter`."""
         return zero_variance_groups(rollouts, self.key, self.low, self.high)
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"{_rule(self.key, self.low, self.high)} are replaced by sampling further tasks"
 
     def problems(self, where: str) -> Iterator[str]:
-        """See `Block`."""
         yield from super().problems(where)
         yield from _order_problems(self.low, self.high, where)
 

@@ -27,10 +27,7 @@ class PairLoss(Block):
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """Loss of each pair.
-
-        Returns:
-            (M,), to be minimised.
+        """Loss (M,) of each pair.
 
         Gradient: through `logp_w` and `logp_l`.
         """
@@ -49,7 +46,6 @@ class _BetaPair(PairLoss):
 
     @property
     def reward_scale(self) -> float:
-        """See `PairLoss`."""
         return self.beta
 
 
@@ -62,12 +58,10 @@ class SigmoidPair(_BetaPair):
     """Assumed share of pairs whose sides are swapped; above 0 is conservative DPO."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """See `PairLoss`."""
         x, swapped = self.beta * pairs.margin, self.label_smoothing
         return -(1 - swapped) * functional.logsigmoid(x) - swapped * functional.logsigmoid(-x)
 
     def formula(self) -> str:
-        """See `Block`."""
         kept, swapped = f"log sigmoid({self.beta:g} {MARGIN})", self.label_smoothing
         if not swapped:
             return f"-{kept}"
@@ -83,13 +77,11 @@ class RobustPair(_BetaPair):
     """Known share of pairs whose sides are swapped."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """See `PairLoss`."""
         x, swapped = self.beta * pairs.margin, self.label_smoothing
         clean = -(1 - swapped) * functional.logsigmoid(x)
         return (clean + swapped * functional.logsigmoid(-x)) / (1 - 2 * swapped)
 
     def formula(self) -> str:
-        """See `Block`."""
         swapped, x = self.label_smoothing, f"{self.beta:g} {MARGIN}"
         top = f"-{1 - swapped:g} log sigmoid({x}) + {swapped:g} log sigmoid(-{x})"
         return f"[{top}] / {1 - 2 * swapped:g}"
@@ -102,11 +94,9 @@ class HingePair(_BetaPair):
     kind = "hinge"
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """See `PairLoss`."""
         return torch.relu(1 - self.beta * pairs.margin)
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"max(0, 1 - {self.beta:g} {MARGIN})"
 
 
@@ -117,11 +107,9 @@ class IpoPair(_BetaPair):
     kind = "ipo"
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """See `PairLoss`."""
         return (pairs.margin - 1 / (2 * self.beta)).square()
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"({MARGIN} - {1 / (2 * self.beta):g})^2"
 
 
@@ -144,17 +132,14 @@ class SppoPair(PairLoss):
         return torch.sigmoid(pairs.score_w - pairs.score_l).to(pairs.logp_w.dtype)
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """See `PairLoss`."""
         target = (self.win_probability(pairs) - 0.5) / self.beta
         return 0.5 * ((pairs.log_ratio_w - target).square() + (pairs.log_ratio_l + target).square())
 
     @property
     def reward_scale(self) -> float:
-        """See `PairLoss`."""
         return self.beta
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"0.5 [(r_w - p)^2 + (r_l + p)^2], p = {self._probability}, r = logp - logp_ref"
 
     @property
@@ -191,18 +176,15 @@ class RefuelPair(PairLoss):
     """Nats that a difference of 1 in the scores is worth; the public runs use 1000 with normalised rewards."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """See `PairLoss`."""
         assert pairs.score_w is not None
         assert pairs.score_l is not None
         return (pairs.margin - self.eta * (pairs.score_w - pairs.score_l).to(pairs.margin.dtype)).square()
 
     @property
     def reward_scale(self) -> float:
-        """See `PairLoss`."""
         return 1 / self.eta
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"({MARGIN} - {self.eta:g} (score_w - score_l))^2"
 
 
@@ -214,11 +196,9 @@ class NoPairLoss(PairLoss):
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        """See `PairLoss`."""
         return torch.zeros_like(pairs.logp_w)
 
     def formula(self) -> str:
-        """See `Block`."""
         return ""
 
 
@@ -227,15 +207,7 @@ class PairScore(Block):
     """How the log-probabilities of an answer's decisions become what a pair is compared by."""
 
     def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and where there are any.
-
-        Args:
-            logp: (B, T) nats.
-            mask: (B, T) {0, 1}.
-
-        Returns:
-            (B, K) scores and (B, K) bool, K = 1 or T.
-        """
+        """Scores (B, K) of logp (B, T) in nats, K = 1 or T, and (B, K) bool where there are any."""
         raise NotImplementedError
 
 
@@ -246,11 +218,9 @@ class SumScore(PairScore):
     kind = "sum"
 
     def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """See `PairScore`."""
         return masked_sum(logp, mask)[:, None], (mask > 0).any(1, keepdim=True)
 
     def formula(self) -> str:
-        """See `Block`."""
         return "logp = sum over the decisions of an answer"
 
 
@@ -261,11 +231,9 @@ class MeanScore(PairScore):
     kind = "mean"
 
     def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """See `PairScore`."""
         return masked_mean(logp, mask)[:, None], (mask > 0).any(1, keepdim=True)
 
     def formula(self) -> str:
-        """See `Block`."""
         return "logp = mean over the decisions of an answer"
 
 
@@ -276,11 +244,9 @@ class DecisionScore(PairScore):
     kind = "decision"
 
     def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """See `PairScore`."""
         return logp, mask > 0
 
     def formula(self) -> str:
-        """See `Block`."""
         return "logp of each decision, every one a pair of its own"
 
 
@@ -295,7 +261,6 @@ class ChosenLikelihood(Block):
     """answers: mean over answers of each one's mean; decisions: mean over all decisions of the step (TRL)."""
 
     def formula(self) -> str:
-        """See `Block`."""
         over = "preferred answers of each one's mean" if self.average == "answers" else "preferred decisions"
         return f"{self.coef:g} * mean over {over} (-logp_it)"
 

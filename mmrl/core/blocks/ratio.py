@@ -38,15 +38,7 @@ class Ratio(Block):
         return True
 
     def __call__(self, logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-        """Log-ratios.
-
-        Args:
-            logp: (B, T) nats, under the policy being trained.
-            logp_old: (B, T) nats, under the policy the step started from.
-            mask: (B, T) {0, 1}.
-
-        Returns:
-            (B, T) nats, 0 where the mask is 0 (row level: the row's value).
+        """Log-ratios (B, T) in nats of logp to logp_old, 0 where the mask is 0 (row level: the row's value).
 
         Gradient: through logp only.
         """
@@ -58,7 +50,6 @@ class Ratio(Block):
         raise NotImplementedError
 
     def formula(self) -> str:
-        """See `Block`."""
         return f"r_it = exp({self.rule()})"
 
     def rule(self) -> str:
@@ -82,11 +73,9 @@ class TokenRatio(Ratio):
     level = "decision"
 
     def of(self, difference: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-        """See `Ratio`."""
         return difference
 
     def rule(self) -> str:
-        """See `Ratio`."""
         return "logp_it - logp_old_it"
 
 
@@ -100,13 +89,11 @@ class SequenceRatio(Ratio):
     kind = "sequence"
 
     def of(self, difference: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-        """See `Ratio`."""
         own = torch.where(mask > 0, logp - logp.detach(), 0.0)
         mean = masked_mean(difference, mask)[:, None]
         return (own + mean.detach()).clamp(max=SEQUENCE_LOG_RATIO_LIMIT)
 
     def rule(self) -> str:
-        """See `Ratio`."""
         return "logp_it - stopgrad(logp_it) + stopgrad(mean_t (logp_it - logp_old_it))"
 
 
@@ -121,11 +108,9 @@ class SequenceFullRatio(Ratio):
     row_gradient = True
 
     def of(self, difference: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-        """See `Ratio`."""
         return masked_mean(difference, mask)[:, None].expand_as(difference)
 
     def rule(self) -> str:
-        """See `Ratio`."""
         return "mean_t (logp_it - logp_old_it)"
 
 
@@ -140,18 +125,15 @@ class SequenceProductRatio(Ratio):
 
     @property
     def limited(self) -> bool:
-        """See `Ratio`."""
         return self.limit is not None
 
     def of(self, difference: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-        """See `Ratio`."""
         total = masked_sum(difference, mask)[:, None]
         if self.limit is not None:
             total = total.clamp(-self.limit, self.limit)
         return total.expand_as(difference)
 
     def rule(self) -> str:
-        """See `Ratio`."""
         return "sum_t (logp_it - logp_old_it)"
 
 

@@ -16,19 +16,10 @@ from mmrl.fields import bounded, choice, rare
 
 
 def group_deviations(x: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
-    """Distance of each row to the mean of its group, and the standard deviation of the group.
-
-    Args:
-        x: (B,).
-        group: (B,) int64, 0..N-1.
-        valid: (B,) bool, rows that take part.
-        ddof: Subtracted from the number of rows in the variance.
-
-    Returns:
-        (B,) x - mean, 0 on rows that do not take part, and (B,) the standard deviation, 0 where too few rows do.
+    """Distance (B,) of each valid row of x (B,) to the mean of its group, and the group's standard deviation (B,).
 
     Gradient: through both. Where all values of a group are equal, the distances keep their gradient and that of the
-        standard deviation is 0, unlike in `group_center` and `group_std`, which are for constants.
+    standard deviation is 0, unlike in `group_center` and `group_std`, which are for constants.
     """
     x = torch.where(valid, x, 0.0)
     number = group_count(group, valid)
@@ -82,14 +73,12 @@ class GroupRegression(Clip):
         return loss, {"policy/log_ratio_std": std.detach()[:, None].expand_as(loss)}
 
     def formula(self) -> str:
-        """See `Block`."""
         centred = "(log r_i - mean_group log r)"
         if self.scale is None:
             return f"(A_i - {centred} / (std_group log r + {self.eps:g}))^2"
         return f"(A_i - {self.scale:g} {centred})^2"
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
-        """See `Clip`."""
         if not ratio.row_gradient:
             yield (
                 f"clip 'group_regression' compares whole rows, but ratio is '{ratio.kind}'. Use ratio "

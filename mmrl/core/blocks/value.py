@@ -54,11 +54,9 @@ class ValueLoss(Block):
     """Whether the squared error is divided by 2 (verl, OpenRLHF) or not (VL-DAC)."""
 
     def __call__(self, values: Tensor, values_old: Tensor, returns: Tensor) -> Tensor:
-        """See `value_loss`."""
         return value_loss(values, values_old, returns, self.clip, halved=self.halved)
 
     def formula(self) -> str:
-        """See `Block`."""
         clip = f", V within V_old +-{self.clip:g} if that is worse" if self.clip else ""
         return f"{'0.5 ' if self.halved else ''}(V_it - (A + V_old)_it)^2{clip}"
 
@@ -71,7 +69,6 @@ class SeparateCritic(Block):
     needs = frozenset({"separate_critic"})
 
     def formula(self) -> str:
-        """See `Block`."""
         return "the critic is trained apart"
 
 

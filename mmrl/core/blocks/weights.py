@@ -33,15 +33,7 @@ class AdvantageScaling(Block):
     """Factor, after clipping (AWM: 0.2 after a clip of 5, so that advantages stay within +-1)."""
 
     def __call__(self, advantage: Tensor, rollouts: Rollouts) -> Tensor:
-        """Scaled advantages.
-
-        Args:
-            advantage: (B, T), 0 where nothing is trained.
-            rollouts: Its rows.
-
-        Returns:
-            (B, T), 0 where nothing is trained.
-        """
+        """Scaled advantages (B, T), 0 where nothing is trained."""
         advantage = WHITENINGS[self.whiten](advantage, rollouts, self.eps_to)
         if self.clip is not None:
             advantage = advantage.clamp(-self.clip, self.clip)
@@ -52,7 +44,6 @@ class AdvantageScaling(Block):
         return frozenset({"turns"}) if self.whiten == "turns" else frozenset()
 
     def formula(self) -> str:
-        """See `Block`."""
         return "".join(self._steps())
 
     def _steps(self) -> Iterator[str]:

@@ -58,12 +58,7 @@ def restart_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Largest memory in use so far.
-
-    Returns:
-        Megabytes (10^6 bytes): on a GPU those of tensors since `restart_peak_memory`, else the resident ones of this
-        process since it began; NaN where the system does not tell.
-    """
+    """Largest memory in 10^6 bytes: on a GPU of tensors since `restart_peak_memory`, else resident so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     status = Path("/proc/self/status")  # getrusage also counts the process that started this one

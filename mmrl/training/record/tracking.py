@@ -46,14 +46,7 @@ class TrackingConfig:
 
 
 class Tracker:
-    """Hands every metric to the JSON Lines files and to each further sink.
-
-    Args:
-        run_dir: The run folder.
-        sinks: Receivers besides the JSON Lines files.
-        strict: Refuse metrics without a definition.
-        definitions: Definitions beside those of the packages, for a user recipe's own metrics.
-    """
+    """Hands every metric to the JSON Lines files and to each further sink; `strict` refuses undefined metrics."""
 
     def __init__(
         self,
@@ -68,31 +61,13 @@ class Tracker:
         self._definitions = {**metric_definitions(), **(definitions or {})}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one finished step.
-
-        Args:
-            step: The step, counted from 1.
-            metrics: Value by name; a value that is not finite is written as null.
-
-        Raises:
-            ValueError: In strict mode, a metric without a definition.
-        """
+        """Record the metrics of one finished step, counted from 1; a value that is not finite is written as null."""
         self._check(metrics)
         for sink in self._sinks:
             sink.log(step, metrics)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
-        """Record one evaluation.
-
-        Args:
-            step: Steps trained so far; 0 is the untrained policy.
-            tag: "before", "during" or "after" training.
-            split: Name of the task set.
-            metrics: Value by name.
-
-        Raises:
-            ValueError: In strict mode, a metric without a definition.
-        """
+        """Record one evaluation of a split, tagged before, during or after training; step 0 is the untrained policy."""
         self._check(metrics)
         for sink in self._sinks:
             sink.evaluation(step, tag, split, metrics)
@@ -147,15 +122,7 @@ def metric_definitions() -> dict[str, str]:
 
 
 def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> str | None:
-    """Sentence that defines a metric.
-
-    Args:
-        name: Metric name; `reward/format` is found under `reward/<term>`.
-        definitions: Table to look in; by default those of all packages.
-
-    Returns:
-        The sentence, or None where the table has no entry.
-    """
+    """Sentence that defines a metric, None without one; `reward/format` is found under `reward/<term>`."""
     table = metric_definitions() if definitions is None else definitions
     if name in table:
         return table[name]
@@ -168,36 +135,14 @@ def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> 
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read `metrics.jsonl` of a run folder.
-
-    Args:
-        run_dir: The run folder.
-
-    Returns:
-        One record a step in rising order, the last one where a step was written twice; null is NaN.
-
-    Raises:
-        UserError: a value is not a number.
-    """
+    """Read `metrics.jsonl` of a run folder: one record a step in rising order, the last where one was written twice."""
     path = Path(run_dir) / "metrics.jsonl"
     records = {record["step"]: record for record in read_steps(path)}
     return [_numbers(records[step], path) for step in sorted(records)]
 
 
 def read_evaluations(run_dir: Path, split: str | None = None, tag: str | None = None) -> list[dict[str, Any]]:
-    """Read `evaluations.jsonl` of a run folder.
-
-    Args:
-        run_dir: The run folder.
-        split: Keep this split only.
-        tag: Keep this tag only.
-
-    Returns:
-        Records in rising order of steps, the last one where an evaluation was written twice; null is NaN.
-
-    Raises:
-        UserError: a tag or split is not a text, or another value not a number.
-    """
+    """Read `evaluations.jsonl` of a run folder in rising order of steps, all or those of a split and tag."""
     path = Path(run_dir) / "evaluations.jsonl"
     records = {}
     for record in read_steps(path):

@@ -35,11 +35,7 @@ def line_chart(series: Series, *, log_scale: bool = False, smooth: bool = True) 
 
 
 def interval_chart(series: Estimates) -> bytes:
-    """Evaluated shares over steps, in per cent with their intervals.
-
-    Args:
-        series: Label to (steps, values, low ends, high ends) as shares; NaN ends draw no interval.
-    """
+    """Chart of label to (steps, values, low ends, high ends) as shares, in per cent; NaN ends draw no interval."""
     figure, axes = _canvas()
     for (label, (steps, *shares)), colour in zip(series.items(), colour_cycle(), strict=False):
         values, low, high = (100 * np.asarray(share, dtype=float) for share in shares)
@@ -51,12 +47,7 @@ def interval_chart(series: Estimates) -> bytes:
 
 
 def panel_chart(series: Estimates, x_label: str = "step") -> bytes:
-    """Evaluated numbers of unlike scales: one panel each, over a shared horizontal axis.
-
-    Args:
-        series: Label to (positions, values, low ends, high ends); NaN ends draw no interval.
-        x_label: What the positions count.
-    """
+    """Chart of label to (positions, values, low ends, high ends): one panel each, over a shared horizontal axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.4, 0.5 + 1.15 * len(series)), layout="constrained")
@@ -83,11 +74,7 @@ def stacked_chart(series: Series) -> bytes:
 
 
 def moving_average(values: Sequence[float], window: int) -> np.ndarray:
-    """Centred mean over finite neighbours.
-
-    Returns:
-        (n,) means; NaN where no neighbour is finite.
-    """
+    """Centred mean (n,) over finite neighbours; NaN where there is none."""
     array = np.asarray(values, dtype=float)
     half = window // 2
     if half == 0:

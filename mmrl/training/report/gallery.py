@@ -121,15 +121,9 @@ def show_number(value: float | None, signed: bool = False) -> str:
 
 
 def picture(image: Image) -> dict[str, Any]:
-    """An image that a model drew, inlined, with the size to show it at.
+    """An image that a model drew, as a data URI, with its size in pixels of the page and whether it is `pixelated`.
 
-    Args:
-        image: Any size and mode.
-
-    Returns:
-        `source`, a data URI; `width` and `height` in pixels of the page; `pixelated`, whether it is so small that it
-        is scaled up by a whole number and its pixels are to stay sharp. Small images are stored as they are, large
-        ones are reduced.
+    Small images are stored as they are and scaled up with sharp pixels, large ones are reduced.
     """
     side = max(image.size)
     if side < PIXELATED_BELOW:

@@ -23,13 +23,7 @@ ALIGNMENT = 64
 
 
 class Board:
-    """The arrays of a layout; `create` makes the memory, `open` finds it in another process.
-
-    Args:
-        layout: name, dtype and shape of each array, in the order in which they lie.
-        descriptor: of the memory; it may be closed afterwards.
-        path: under which another process of this user opens it.
-    """
+    """Shared memory that holds the arrays of a layout; `create` makes it, `open` finds it in another process."""
 
     def __init__(self, layout: Sequence[Sequence[Any]], descriptor: int, path: str) -> None:
         self.layout: list[tuple[str, str, list[int]]] = [

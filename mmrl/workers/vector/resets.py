@@ -25,11 +25,7 @@ def row_seeds(seed: int | Sequence[int | None] | None, rows: int) -> list[int | 
 
 
 def rows_to_reset(options: Mapping[str, Any] | None, rows: int) -> tuple[NDArray[np.bool_], dict[str, Any] | None]:
-    """Take `reset_mask` out of the options of a reset.
-
-    Raises:
-        UserError: the mask has another shape or dtype, or chooses none.
-    """
+    """Take `reset_mask` out of the options of a reset."""
     if options is None or "reset_mask" not in options:
         return np.ones(rows, bool), None if options is None else dict(options)
     mask = options["reset_mask"]

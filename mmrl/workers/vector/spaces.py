@@ -23,18 +23,7 @@ class SpaceError(Exception):
 
 
 def describe(space: Any, what: str) -> dict[str, Any]:
-    """Say what a space is.
-
-    Args:
-        space: gymnasium's or gym's.
-        what: what has it, for the error.
-
-    Returns:
-        Its class, shape, dtype and bounds, or the descriptions of its parts; made of what `values.encode` takes.
-
-    Raises:
-        SpaceError: its values have no fixed size.
-    """
+    """Class, shape, dtype and bounds of a space, or descriptions of its parts, as `values.encode` takes them."""
     kind = next((base.__name__ for base in type(space).__mro__ if base.__name__ in (*PLAIN, "Dict", "Tuple")), "")
     if kind in ("Dict", "Tuple"):
         parts = space.spaces.items() if kind == "Dict" else enumerate(space.spaces)
@@ -60,11 +49,7 @@ def leaves(tree: Mapping[str, Any], name: str, rows: int) -> list[list[Any]]:
 
 
 def write(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, row: int, value: Any) -> None:
-    """Put one value into a row.
-
-    Raises:
-        SpaceError: it has another shape than the space.
-    """
+    """Put one value into a row; SpaceError where it has another shape than the space."""
     if "parts" in tree:
         for place, (key, part) in enumerate(tree["parts"]):
             write(part, arrays, f"{name}/{key}", row, value[key if tree["kind"] == "Dict" else place])
@@ -76,11 +61,7 @@ def write(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, 
 
 
 def write_batch(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, values: Any) -> None:
-    """Put values of all rows into the arrays.
-
-    Raises:
-        SpaceError: they have another shape, are not finite, or their dtype does not fit.
-    """
+    """Put values of all rows into the arrays; SpaceError where shape, dtype or finiteness do not fit."""
     if "parts" in tree:
         for place, (key, part) in enumerate(tree["parts"]):
             write_batch(part, arrays, f"{name}/{key}", values[key if tree["kind"] == "Dict" else place])
