@@ -23,7 +23,7 @@ class Aggregation(Block):
     """Reduces terms (B, T) to this batch's share of a mean over the whole optimiser step."""
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
-        """Scalar share of the mean of x (B, T) where mask (B, T) is 1; `turn` (B, T) int64 is the turn of each decision."""
+        """Scalar share of the mean of x (B, T) where mask (B, T) is 1; `turn` (B, T) int64 numbers the turns."""
         raise NotImplementedError
 
 
