@@ -180,7 +180,8 @@ def test_no_library_file_imports_a_toy(library):
 PLANTED = {
     "mmrl/a/one.py": "if TYPE_CHECKING:\n    from mmrl.b.two import Two\nclass One: ...\n",
     "mmrl/b/two.py": "from mmrl.a.one import One\nclass Two(One): ...\nclass Left(Two): ...\nclass Right(Two): ...\n",
-    "mmrl/b/three.py": "from mmrl.b.two import Left, Right\nfrom mmrl.toy import grid\nclass Both(Left, Right): ...\nclass Last(Both): ...\n",
+    "mmrl/b/three.py": "from mmrl.b.two import Left, Right\nfrom mmrl.toy import grid\n"
+    "class Both(Left, Right): ...\nclass Last(Both): ...\n",
     "mmrl/toy/grid.py": "x = 1\n" * 501,
 }
 

@@ -1,0 +1,57 @@
+"""Model folders that cannot be used."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.bad_input.conftest import truncate
+
+MODELS = {
+    "no such folder": (shutil.rmtree, "there is no model folder"),
+    "empty folder": (lambda folder: [path.unlink() for path in folder.iterdir()], "it has no config.json"),
+    "config truncated": (
+        lambda folder: truncate(folder / "config.json"),
+        "config.json cannot be read, it is not valid JSON",
+    ),
+    "other architecture": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
+        "is of architecture 'gpt2'; supported are: qwen2_5_vl, qwen3_vl",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+    "weights truncated": (lambda folder: truncate(folder / "model.safetensors"), "cannot be loaded: Safetensor"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "the processor of"),
+    "no processor": (lambda folder: (folder / "processor_config.json").unlink(), "the processor of"),
+    "no chat template": (lambda folder: (folder / "chat_template.jinja").unlink(), "add chat_template.jinja"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_model_folder_that_cannot_be_used(kind, lab, refused):
+    folder = lab.folder / "model"
+    shutil.copytree(lab.model, folder)
+    change, message = MODELS[kind]
+    change(folder)
+    line = refused("train", lab.config, f"model.path={folder}")
+    assert message in line
+    assert str(folder) in line
+    assert not lab.run.exists()
+
+
+def test_model_that_the_hub_does_not_give(lab, refused, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    line = refused("train", lab.config, "model.path=no-such-owner/no-such-model")
+    assert "no local folder 'no-such-owner/no-such-model', and it cannot be fetched from the hub" in line
+
+
+def test_responses_beyond_the_model_s_positions(lab, mmrl, refused):
+    line = refused("train", lab.config, "sampler.max_new_tokens=512")
+    assert "sampler.max_new_tokens is 512" in line
+    assert "512 positions" in line
+    code, lines = mmrl("train", lab.config, "sampler.max_new_tokens=505", "trainer.steps=1", "sampler.stop=[' ',a,e]")
+    assert code == 0
+    (line,) = lines
+    assert "leaves" in line
+    assert "fewer than sampler.max_new_tokens=505" in line
+    assert lab.metrics()[0]["response/beyond_positions"] == 2
