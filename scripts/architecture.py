@@ -1,6 +1,6 @@
 """Draw docs/architecture.svg from the imports: one box a package, one arrow to each package that it builds on.
 
-`python scripts/architecture.py` rewrites the picture, as `make docs` does. An import that a chain of other arrows already
+`python scripts/architecture.py` rewrites the picture, as `make docs` does. An import that a chain of other arrows
 implies has no arrow of its own.
 """
 
@@ -48,7 +48,8 @@ def draw() -> str:
     }
     height = GAP + len(ROWS) * (HEIGHT + GAP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
+        ' font-size="13">',
         "<title>Packages of the suite; imports run downwards</title>",
         '<defs><marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 L8 4 L0 8 z" fill="#5a7fa8"/></marker></defs>',
