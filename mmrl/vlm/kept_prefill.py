@@ -1,7 +1,4 @@
-"""The prompts' prefill that sampling leaves for the update, and for how long it may be used.
-
-`docs/how_it_works/kept_prefill.md` explains when which part of it serves.
-"""
+"""The prompts' prefill that sampling leaves for the update, and for how long it may be used."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class KeepPrefill(Enum):
 
 
 class KeptPrefill:
-    """The prefixes that sampling left, by prompt, until the weights change.
+    """The prefixes that sampling left, by prompt, until the weights change; see `docs/how_it_works/kept_prefill.md`.
 
     A prefix with history serves one pass with gradient and is then forgotten, because a graph can be run backwards
     once. `weights` returns something that changes with the weights; it is called only where prefixes may be used.

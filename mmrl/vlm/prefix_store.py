@@ -38,7 +38,8 @@ class PrefixStore:
     """The prefixes of a policy: those that sampling kept, and those that running micro-batches share.
 
     Inside `open`, the micro-batches of a group read one prefix. With gradient they read it as leaves: their backward
-    passes end there, and one backward pass through the prompts follows the last of them.
+    passes end there, and one backward pass through the prompts follows the last of them. The diagram is in
+    `docs/how_it_works/prefix_scope.md`.
     """
 
     def __init__(self, policy: Any) -> None:

@@ -1,8 +1,4 @@
-"""Rows that the model reads to score responses, with the tokens whose scores are wanted.
-
-A response is usually one row behind the prompt of its group. One that continues behind other prompts, because its
-history lost its oldest images, is several rows: each is read behind its own prompt and holds the tokens from there on.
-"""
+"""Rows that the model reads to score responses, with the tokens whose scores are wanted."""
 
 from __future__ import annotations
 
@@ -19,7 +15,12 @@ from mmrl.vlm.rotary import TEXT
 
 @dataclass
 class Reading:
-    """R rows of at most T tokens behind N prompts, and M tokens of them that are scored."""
+    """R rows of at most T tokens behind N prompts, and M tokens of them that are scored.
+
+    A response is usually one row behind the prompt of its group. One that continues behind other prompts, because its
+    history lost its oldest images, is several rows: each is read behind its own prompt and holds the tokens from there
+    on.
+    """
 
     prompts: list[Prompt]
     """N prompts."""

@@ -1,7 +1,4 @@
-"""Rotary positions of a prompt with images and videos (M-RoPE), as Qwen2.5-VL and Qwen3-VL count them.
-
-Source: Qwen2-VL, arXiv 2409.12191, section 2.1; huggingface/transformers `get_rope_index` of both models.
-"""
+"""Rotary positions of a prompt with images and videos (M-RoPE), as Qwen2.5-VL and Qwen3-VL count them."""
 
 from __future__ import annotations
 
@@ -32,6 +29,8 @@ def rotary_positions(
     of the tokens; Qwen3-VL, which has timestamps between frames, needs one grid a frame (`split_frames`). `frame_steps`
     are positions from one frame of a video to the next, 1 where a video has none; in Qwen2.5-VL the tokens a second
     times the seconds a frame. The tower merges `merge_size` patches on a side into one token.
+
+    Source: Qwen2-VL, arXiv 2409.12191, section 2.1; huggingface/transformers `get_rope_index` of both models.
     """
     grids = {IMAGE: iter([] if image_grids is None else image_grids.tolist())}
     grids[VIDEO] = iter([] if video_grids is None else video_grids.tolist())

@@ -1,9 +1,4 @@
-"""Packed rows of prompts and of responses, and the language model's attention over them.
-
-All prompts of a batch pass the language model end to end in one row, all responses in another, so no layer computes
-padding; only inside attention do they become padded tables. The attention layers get the layout as the argument
-`shared`.
-"""
+"""Packed rows of prompts and of responses, and the language model's attention over them."""
 
 from __future__ import annotations
 
@@ -21,7 +16,12 @@ ATTENTION_NAME = "mmrl_shared_prefix"
 
 
 def register_attention() -> str:
-    """Make the attention function known to transformers."""
+    """Make the attention function known to transformers.
+
+    All prompts of a batch pass the language model end to end in one row, all responses in another, so no layer computes
+    padding; only inside attention do they become padded tables. The attention layers get the layout as the argument
+    `shared`.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 

@@ -44,7 +44,7 @@ class SelfCriticConfig:
     """The critic's question, with {{ question }}, {{ first }} and {{ second }}, or a .jinja file; as in training."""
     shown: str = choice("response", ("response", "answer"))
     """Part of a candidate that the critic sees: the whole response, or its final answer."""
-    protocol: str = rare(choice("round_robin", tuple(PROTOCOLS)))
+    protocol: str = rare(choice("round_robin", lambda: tuple(PROTOCOLS)))
     """round_robin: every two different answers are compared; knockout: the winners of pairs meet again."""
     max_new_tokens: int | None = rare(bounded(None, at_least=1))
     """Longest judgement in tokens; empty: `sampler.max_new_tokens`."""
