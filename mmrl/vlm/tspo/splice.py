@@ -12,6 +12,7 @@ features are computed once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def build_spliced(
     if clip_frames < 1 or clips < 0 or not 1 <= repeats[0] <= repeats[1]:
         raise UserError(f"clip_frames={clip_frames}, clips={clips}, repeats={list(repeats)}: all must be positive")
     rng = np.random.default_rng([seed, 10])
-    folder, made = expanded(questions).parent, iter(range(10**9))
+    folder, made = expanded(questions).parent, itertools.count()
 
     def save(place: Path, stem: str) -> dict[str, Any]:
         cells = rows[next(made) % len(rows)].cells
@@ -80,8 +81,11 @@ def build_spliced(
             raise UserError(
                 f"{haystack} has no video other than {own}; it needs files with {', '.join(VIDEO_SUFFIXES)}"
             )
-        plan = _plan(rng, own, pool, clip_frames, clips, int(rng.integers(repeats[0], repeats[1] + 1)))
-        _write(place / f"{stem}.mp4", plan, own)
+        try:
+            plan = _plan(rng, own, pool, clip_frames, clips, int(rng.integers(repeats[0], repeats[1] + 1)))
+            write_mp4(place / f"{stem}.mp4", _frames(plan), 1.0)
+        except VideoError as error:
+            raise UserError(f"a video cannot be spliced around {own}: {error}") from error
         kept = {name: cells[name] for name in KEPT_COLUMNS if name in cells}
         return {
             **kept,
@@ -130,7 +134,7 @@ def _plan(
         _Clip(index, [numbers[i] for i in np.sort(rng.choice(len(numbers), length, replace=False))], True)
         for _ in range(repeats)
     ]
-    hay = []
+    hay: list[_Clip] = []
     for file in rng.choice(len(pool), clips) if clips else ():
         other = _index(pool[int(file)])
         hay.append(_Clip(other, [int(n) for n in np.linspace(0, other.total - 1, length, dtype=int)], False))
@@ -147,26 +151,17 @@ def _index(file: Path) -> VideoIndex:
 
 
 def _intervals(plan: Sequence[_Clip]) -> list[list[int]]:
-    found, start = [], 0
-    for clip in plan:
-        if clip.needle:
-            found.append([start, start + len(clip.numbers)])
-        start += len(clip.numbers)
-    return found
+    stops = list(itertools.accumulate(len(clip.numbers) for clip in plan))
+    return [[stop - len(clip.numbers), stop] for clip, stop in zip(plan, stops, strict=True) if clip.needle]
 
 
-def _write(path: Path, plan: Sequence[_Clip], own: Path) -> None:
-    first = next(clip for clip in plan if clip.needle)
-    try:
-        height, width, _ = next(decode_frames(first.index, first.numbers[:1])).shape
-        write_mp4(path, _frames(plan, (width, height)), 1.0)
-    except VideoError as error:
-        raise UserError(f"a video cannot be spliced around {own}: {error}") from error
-
-
-def _frames(plan: Sequence[_Clip], size: tuple[int, int]) -> Iterator[Frame]:
+def _frames(plan: Sequence[_Clip]) -> Iterator[Frame]:
+    """All frames, in the size of the needle's."""
     from PIL import Image
 
+    first = next(clip for clip in plan if clip.needle)
+    height, width, _ = next(decode_frames(first.index, first.numbers[:1])).shape
+    size = (width, height)
     for clip in plan:
         for frame in decode_frames(clip.index, clip.numbers):
             image = Image.fromarray(frame)
