@@ -26,7 +26,7 @@ RECIPES = (
     RecipeEntry(
         "reg_grpo",
         "mmrl.vlm.reg_grpo:RegGrpoRecipe:RegGrpoConfig",
-        "regression on group advantages; hints for hard questions, noise on the pictures of easy ones",
+        "regression on group advantages; hints for hard questions, noise on the images of easy ones",
         "DeepVideo-R1, arXiv 2506.07464",
     ),
     RecipeEntry(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mmrl.errors import UserError
 from mmrl.hub.video_reading import VideoError
-from mmrl.vlm.data import DataConfig, load_tasks
+from mmrl.vlm.data import DataConfig, LoadedTasks, load_tasks
 from mmrl.vlm.task import TaskError, VideoClip, VlmTask
 from mmrl.vlm.tspo.candidates import Candidates, needle_mask, open_candidates, read_needle
 
-LOGGER = logging.getLogger("mmrl")
 TYPES = ("specific", "general")
 OPTIONS = re.compile(r"\n\s*\(?A[).:]")
 """Start of the options of a multiple-choice question."""
@@ -60,22 +58,16 @@ class NeedleTask:
 def load_needle_tasks(config: DataConfig, fps: float, max_frames: int) -> tuple[list[NeedleTask], dict[str, int]]:
     """Read questions and list the candidate frames of their videos, without decoding them."""
     loaded = load_tasks(config)
-    skipped = dict(loaded.skipped)
+    usable = LoadedTasks([], on_bad_row=config.on_bad_row)
     tasks: list[NeedleTask] = []
-    first = ""
     for task in loaded.tasks:
         try:
             tasks.append(_make(task, fps, max_frames))
+            usable.tasks.append(task)
         except TaskError as error:
-            if config.on_bad_row == "error":
-                raise UserError(f"{error} (set data.on_bad_row=skip to leave such rows out)") from None
-            first = first or str(error)
-            skipped[error.kind] = skipped.get(error.kind, 0) + 1
-    if first:
-        LOGGER.warning("%s: skipped %d rows, e.g. %s", config.path, len(loaded.tasks) - len(tasks), first)
-    if not tasks:
-        raise UserError(f"{config.path}: no usable row is left; the first problem: {first}")
-    return tasks, skipped
+            usable.leave_out(error)
+    usable.check_left(config.path)
+    return tasks, dict(Counter(loaded.skipped) + Counter(usable.skipped))
 
 
 def question_without_options(text: str) -> str:
