@@ -47,60 +47,42 @@ class DataConfig:
 
     path: str = MISSING
     """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, or a hub id."""
-
     split: str = "train"
     """Split of a data set that has several; a file is one split, for any value."""
-
     subset: str | None = rare(None)
     """Configuration name of a hub data set that has several."""
-
     prompt_key: str | None = None
     """Column of the question; empty: the first of prompt, problem, question, instruction that exists."""
-
     answer_key: str | None = None
     """Column of the answer (dots reach into nested columns), passed to the rewards as `answer`; empty: the
     first of answer, solution, ground_truth that exists."""
-
     image_key: str | None = None
     """Column of the image or images; empty: images or image."""
-
     video_key: str | None = None
     """Column of the video or videos; empty: videos or video."""
-
     video: VideoOptions = field(default_factory=VideoOptions)
     """Frames of videos that the model is shown."""
-
     image_dir: str | None = rare(None)
     """Folder that relative image and video paths start from; empty: the folder of the data file."""
-
     system_prompt: str | None = None
     """Text of a system turn put before the questions that have none."""
-
     format_prompt: str | None = None
     """Jinja text, or path of a .jinja file, that wraps each question: {{ content }} is replaced by its text."""
-
     text_only: bool | None = rare(None)
     """Whether questions without image are fine; empty: yes where images are marked in the text or the row's
     image list is empty, no where the data set gives images by column only."""
-
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first so many good rows."""
-
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
-
     max_prompt_chars: int = rare(bounded(MAX_PROMPT_CHARS, at_least=1))
     """Longest question in characters, checked before it is tokenised."""
-
     max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
     """Longest line of a .jsonl file in 10^6 bytes."""
-
     max_image_pixels: int = rare(image_pixels_option())
     """Largest image or video frame in pixels, checked by its header before it is decoded."""
-
     on_bad_row: str = rare(choice("error", BAD_ROWS))
     """error: stop at the first bad row with an error that names it; skip: count and log bad rows, use the rest."""
 

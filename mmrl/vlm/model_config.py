@@ -21,21 +21,16 @@ class LoraSettings:
 
     enabled: bool = False
     """Train adapters and keep every weight of the model, the vision tower included, as it is."""
-
     rank: int = bounded(16, at_least=1)
     """Width of the adapters."""
-
     alpha: int = 32
     """The adapters' output is scaled by alpha / rank."""
-
     dropout: float = rare(bounded(0.0, at_least=0, below=1))
     """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
-
     targets: list[str] = rare(
         field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     )
     """Linear layers of the language model's decoder layers that get an adapter."""
-
     seed: int = rare(0)
     """Seed of the adapters' random half; the other half starts at zero, so the model is unchanged at first."""
 
@@ -46,10 +41,8 @@ class CriticSettings:
 
     hidden: list[int] = field(default_factory=list)
     """Widths of its hidden layers, with ReLU between them; none is one linear layer."""
-
     stop_gradient: bool = False
     """End the critic's gradient at the model's last state, so that its loss trains the head alone."""
-
     seed: int = 0
     """Seed of the hidden layers; the last layer starts at zero, so every value is 0 at first."""
 
@@ -60,31 +53,22 @@ class FrozenModelConfig:
 
     path: str = MISSING
     """Model folder, or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct."""
-
     dtype: str = choice("float32", DTYPES)
     """Precision of weights and activations: float32 or bfloat16; log-probabilities are float32 either way."""
-
     attention: str = rare(choice("sdpa", ATTENTION))
     """Attention kernels: sdpa, eager or flash_attention_2 (needs a GPU, bfloat16 and the flash-attn package)."""
-
     shared_prefix: bool = rare(True)
     """Compute each prompt once for all responses of its group, with the same gradients; needs attention sdpa."""
-
     patch_product: bool = rare(True)
     """Compute the vision tower's patch embedding as the matrix product that it is, not as a convolution."""
-
     min_pixels: int | None = bounded(None, at_least=1)
     """Smallest image area in pixels, smaller images are enlarged; empty: as the processor has it."""
-
     max_pixels: int | None = bounded(None, at_least=1)
     """Largest image area in pixels, larger images are reduced; empty: as the processor has it."""
-
     max_prompt_tokens: int | None = bounded(None, at_least=1)
     """Prompts with more tokens are skipped and counted; empty: what the model's positions allow."""
-
     build: str | None = None
     """Function `module:function` that makes the folder at `path` where there is none yet."""
-
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `build`, after the path."""
 
@@ -100,13 +84,10 @@ class ModelConfig(FrozenModelConfig):
 
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Adapters in place of full fine-tuning."""
-
     critic: CriticSettings = rare(field(default_factory=CriticSettings))
     """The value head, where the objective has a critic."""
-
     freeze_vision: bool = False
     """Keep the vision tower as it is; its features are then computed once for each prompt and step."""
-
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 

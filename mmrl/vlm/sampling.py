@@ -19,26 +19,19 @@ class SamplerConfig:
 
     max_new_tokens: int = bounded(64, at_least=1)
     """Longest response in tokens."""
-
     temperature: float = bounded(1.0, above=0)
     """Logits are divided by it, in sampling and in scoring."""
-
     top_p: float = bounded(1.0, above=0, at_most=1)
     """Draw only from the most likely tokens that together have this probability; below 1 the recorded
     log-probabilities stay those of the full distribution."""
-
     top_k: int = bounded(0, at_least=0)
     """Draw only from this many of the most likely tokens; 0 is all."""
-
     stop: list[str] = rare(field(default_factory=list))
     """A response ends with the token that completes one of these strings in its decoded text."""
-
     batch_rows: int = bounded(256, at_least=1)
     """Most responses that are decoded at a time; for memory only, the responses do not depend on it."""
-
     lean: bool = rare(True)
     """Decode with the project's own lean decoder where the model allows it; else through transformers."""
-
     keep_prefill: bool = rare(True)
     """Use what sampling computed of the prompts until the weights change; with one update on all rows, in it too."""
 

@@ -56,26 +56,19 @@ class VlmTask:
 
     id: str
     """Unique inside its data set: the `id` column, or the position of the row."""
-
     messages: list[dict[str, Any]]
     """Chat turns {"role", "content"}; content items are {"type": "text", "text"}, {"type": "image"} or
     {"type": "video"}, in the order in which the model reads them."""
-
     images: list[ImageSource] = field(default_factory=list)
     """One source for each image item, in the same order."""
-
     videos: list[str | VideoClip] = field(default_factory=list)
     """One file or clip for each video item, in the same order."""
-
     columns: dict[str, Any] = field(default_factory=dict)
     """All other columns of the row; the reward functions get them by name."""
-
     conversational: bool = False
     """Whether the data set has the question as chat turns, so that reward functions get chat turns too."""
-
     max_image_pixels: int = MAX_IMAGE_PIXELS
     """Images and frames of videos with more are not decoded."""
-
     image_wh: list[tuple[int, int]] = field(default_factory=list)
     """(width, height) that each image is resized to before the processor sees it, which must then leave it as it is;
     empty: the processor resizes."""

@@ -27,22 +27,16 @@ class VideoOptions:
 
     fps: float | None = bounded(None, above=0, finite=True)
     """Frames a second; empty: 2, as qwen-vl-utils."""
-
     nframes: int | None = rare(bounded(None, at_least=2))
     """Number of frames, rounded to an even one, in place of `fps`."""
-
     min_frames: int | None = rare(bounded(None, at_least=2))
     """Fewest frames that `fps` gives, if the video has as many; empty: 4."""
-
     max_frames: int | None = bounded(None, at_least=2)
     """Most frames that `fps` gives, and the longest list of frames; empty: 768."""
-
     min_pixels: int | None = rare(bounded(None, at_least=1))
     """Smallest frame in pixels, smaller ones are enlarged; empty: 128 tokens."""
-
     max_pixels: int | None = bounded(None, at_least=1)
     """Largest frame in pixels, larger ones are reduced; empty: 768 tokens, less where a video has many frames."""
-
     total_pixels: int | None = rare(bounded(None, at_least=1))
     """Pixels of all pairs of frames of a video; empty: 115,200 tokens."""
 
