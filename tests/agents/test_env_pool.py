@@ -247,7 +247,8 @@ def test_anything_else_from_a_process_is_malformed(fields):
 
 
 def test_a_worker_and_a_pool_load_nothing_heavy():
-    code = "import sys, mmrl.agents.env_service, mmrl.agents.env_pool, mmrl.agents.gym_env, mmrl.agents.films;"
+    code = "import sys, mmrl.agents.env_service, mmrl.agents.env_pool;"
+    code += "import mmrl.agents.gym_env, mmrl.agents.films;"
     code += "print({'torch', 'transformers', 'PIL', 'av', 'gymnasium', 'datasets'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"

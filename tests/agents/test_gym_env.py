@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text
 
-import mmrl.agents.worlds
 from mmrl.agents.actions import Action
 from mmrl.agents.env_config import EnvironmentConfig
 from mmrl.agents.env_pool import EnvPool
@@ -39,8 +38,7 @@ class Room(gymnasium.Env):
 
 
 def test_a_registered_environment_runs_in_processes():
-    assert "mmrl/GridWorld-v0" in mmrl.agents.worlds.ENVIRONMENT_IDS
-    kwargs = {"id": "mmrl.agents.worlds:mmrl/GridWorld-v0", "size": 3, "cell": 8, "min_distance": 2}
+    kwargs = {"id": "mmrl.agents.worlds.grid:mmrl/GridWorld-v0", "size": 3, "cell": 8, "min_distance": 2}
     config = EnvironmentConfig("gymnasium:make", kwargs, {"action_names": ["N", "S", "W", "E"]}, workers=2)
     local = gymnasium.make(**kwargs)
     with EnvPool(config) as pool:

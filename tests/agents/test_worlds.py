@@ -160,7 +160,7 @@ def test_recorded_experts_take_the_names_in_turn(tmp_path):
 
 def test_the_environment_keeps_gymnasiums_rules():
     check_env(GridWorld(walls=2, key=True), skip_render_check=True)
-    made = gymnasium.make("mmrl.agents.worlds:mmrl/GridWorld-v0", size=3, render_mode="rgb_array")
+    made = gymnasium.make("mmrl.agents.worlds.grid:mmrl/GridWorld-v0", size=3, render_mode="rgb_array")
     made.reset(seed=0)
     assert made.render().shape == (84, 84, 3)
 
@@ -190,7 +190,8 @@ def test_minigrid_that_is_missing_says_what_to_install(monkeypatch):
 
 def test_minigrid_is_seen_as_images_and_acted_on_by_name():
     pytest.importorskip("minigrid")
-    env = open_environment("mmrl.agents.worlds.minigrid:make", {"id": "MiniGrid-Empty-5x5-v0", "max_steps": 9}, {})
+    kwargs = {"id": "MiniGrid-Empty-5x5-v0", "max_steps": 9}
+    env = open_environment("mmrl.agents.worlds.minigrid:make", kwargs, {})
     assert list(env.actions) == ["left", "right", "forward", "pickup", "drop", "toggle", "done"]
     observation, _ = env.reset({}, 1)
     assert observation.text == "get to the green goal square"

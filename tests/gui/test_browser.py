@@ -173,7 +173,8 @@ def test_starting_inside_a_loop_says_what_to_do(browser):
 
 def test_a_browser_leaves_no_temporary_files(browser):
     with tempfile.TemporaryDirectory() as folder:  # short: Chromium's socket lies there, and its path is limited
-        code = "from mmrl.gui.browser import Browser; b = Browser(); b.open_context(64, 64); b.restart(); b.close()"
+        code = "from mmrl.gui.browser import Browser; b = Browser();"
+        code += "b.open_context(64, 64); b.restart(); b.close()"
         environment = {**os.environ, "TMPDIR": folder}
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
         left = [path.name for path in Path(folder).iterdir() if "hromium" in path.name or "mmrl" in path.name]

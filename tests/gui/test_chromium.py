@@ -2,8 +2,8 @@
 
 import pytest
 
+import mmrl.gui.chromium as chromium
 from mmrl.errors import UserError
-from mmrl.gui import chromium
 from mmrl.gui.doctor import check_browser
 
 

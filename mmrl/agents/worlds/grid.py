@@ -5,6 +5,8 @@ square, walls dark, the key as a yellow diamond, and once the agent has it a yel
 is one token of vision models that merge 2 x 2 patches of 14.
 
 With `winds` success may be luck: in tasks of some names a wind moves the agent towards the goal, whatever it does.
+
+Importing this module registers the grid: gymnasium.make("mmrl.agents.worlds.grid:mmrl/GridWorld-v0", size=5).
 """
 
 from __future__ import annotations
@@ -184,3 +186,6 @@ def _check(size: int, cell: int, walls: int, max_steps: int, winds: Mapping[str,
     for name, share in winds.items():
         if not 0 <= share <= 1:
             raise UserError(f"winds.{name} is {share}; expected a share of the moves between 0 and 1")
+
+
+gymnasium.register("mmrl/GridWorld-v0", entry_point="mmrl.agents.worlds.grid:GridWorld")
