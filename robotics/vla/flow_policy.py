@@ -30,7 +30,7 @@ from diffusion.steps import FlowSdeStep, OdeStep
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.vla.encoded import EncodedPolicy
 from robotics.vla.encoder import EncoderConfig, ObservationEncoder
-from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations
+from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
 from robotics.vla.vocabulary import Vocabulary
 
 REDUCTIONS = ("sum", "mean")
@@ -100,7 +100,7 @@ class FlowActionPolicy(EncodedPolicy):
         The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start,
         as flow policies are evaluated; its steps have no density, so the log-probabilities are NaN.
         """
-        _check_temperature(temperature)
+        check_temperature(temperature)
         size = (len(batch), self.chunk * self.action_size)
         with torch.no_grad():
             seen = self.encoder(batch).flatten(1)
@@ -118,7 +118,7 @@ class FlowActionPolicy(EncodedPolicy):
         expected = (len(batch), self.config.steps + 1, self.chunk * self.action_size)
         if tuple(decisions.shape) != expected:
             raise ValueError(f"decisions have the shape {tuple(decisions.shape)}; expected {expected}")
-        _check_temperature(temperature)
+        check_temperature(temperature)
         seen, chain = self.encoder(batch).flatten(1), decisions.float()
         logp, entropy = [], []
         # step by step as in sampling: other batch sizes round differently, and the ratio would not start at 1
@@ -219,8 +219,3 @@ def _waves(sigma: Tensor) -> Tensor:
     rate = torch.logspace(math.log10(math.pi / 2), math.log10(16 * math.pi), FREQUENCIES, device=sigma.device)
     angle = sigma[:, None] * rate
     return torch.cat([angle.sin(), angle.cos()], 1)
-
-
-def _check_temperature(temperature: float) -> None:
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy to act without noise.")

@@ -40,7 +40,7 @@ from mmrl.errors import ConfigError
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.vla.encoded import EncodedPolicy
 from robotics.vla.encoder import EncoderConfig, ObservationEncoder
-from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations
+from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
 from robotics.vla.vocabulary import Vocabulary
 
 STD_PER = ("action", "state")
@@ -188,8 +188,7 @@ class GaussianActionPolicy(EncodedPolicy):
 
         Gradient: into all trainable weights.
         """
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy to act without noise.")
+        check_temperature(temperature)
         seen = self.encoder(batch)
         with torch.autocast(seen.device.type, enabled=False):  # bfloat16 would round actions to steps of 1/256
             seen = seen.float()

@@ -5,9 +5,9 @@ denoising steps, E = K M numbers of a chain's point.
 
 The policy runs in a process of its own, in the interpreter of lerobot, which gives velocities and their gradients; the
 trained weights are parameters here, in float32, and are sent there when they changed. So the optimiser, clipping,
-averaging and checkpoints are the suite's, and a weight of the policy itself learns, not a correction around it. Trained
-are the weights that a velocity depends on once the observation has become keys and values: the action expert with its
-projections of actions and time (in pi0 also of the state). The vision-language model stays as it is.
+averaging and checkpoints are the suite's, and the policy itself learns, not a correction around it. Trained are the
+weights that a velocity depends on once the observation has become keys and values: the action expert with its
+projections of actions and time (in pi0 also of the state). The vision-language model is frozen.
 
 Sampling is that of `flow_policy`: a decision is one denoising step of Flow-GRPO's SDE, which has the marginals of the
 policy's own ODE. Greedy actions follow the ODE and are those of lerobot's `predict_action_chunk` for the same noise.
@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from diffusion.steps import FlowSdeStep, OdeStep, StepKernel
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.vla.lerobot_server import LeRobotServer, LeRobotServerConfig
-from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
+from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations, check_temperature
 from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
 
 REDUCTIONS = ("sum", "mean")
@@ -79,17 +79,16 @@ class LeRobotFlowPolicy(ActionPolicy):
         super().__init__()
         check_config(config)
         self.settings, self._server = config, LeRobotServer(config, "make_flow")
-        self.config, hello = self._server.inputs, self._server.hello
-        self.views, self.cameras, self.past = self._server.views, self._server.cameras, self._server.past
-        self.action_range = self._server.action_range
-        self.chunk, self.action_size, self.width = hello["chunk"], hello["action_size"], hello["width"]
-        self.decisions = config.steps or hello["steps"]
+        self.config = self._server.sizes
+        self._server.describe(self)
+        self.width = self._server.hello["width"]
+        self.decisions = config.steps or self._server.hello["steps"]
         initial = self._server.ask({"do": "initial"})
         self._names = tuple(initial)
         # A parameter's name must not have a dot.
         weights = {name: torch.from_numpy(values.copy()) for name, values in initial.items()}
         self.expert = nn.ParameterDict({_plain(name): nn.Parameter(value) for name, value in weights.items()})
-        self._held = _Held(self._server, weights)
+        self._remote = _RemoteWeights(self._server, weights)
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / self.decisions, noise_level=config.noise_level)
 
     def act(
@@ -100,13 +99,13 @@ class LeRobotFlowPolicy(ActionPolicy):
         The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start, as
         flow policies are evaluated; its steps have no density, so the log-probabilities are NaN.
         """
-        _check_temperature(temperature)
+        check_temperature(temperature)
         shape = (len(batch), self.decisions + 1, self.chunk, self.width)
         noise = torch.randn(shape, generator=generator, device=generator.device)
         table = _affine(OdeStep() if greedy else self._kernel, self._sigmas(), 0.0 if greedy else temperature)
         arrays = {"noise": noise.cpu().numpy(), "table": table.numpy()}
         with torch.no_grad():
-            found = self._held.ask("sample", self._weights(), batch, arrays)
+            found = self._remote.ask("sample", self._weights(), batch, arrays)
             chain, velocities = self._tensor(found["chain"]), self._tensor(found["velocities"])
             logp, _ = self._scores(chain, velocities, temperature)
             if greedy:
@@ -121,7 +120,7 @@ class LeRobotFlowPolicy(ActionPolicy):
         expected = (len(batch), self.decisions + 1, self.chunk * self.width)
         if tuple(decisions.shape) != expected:
             raise ValueError(f"decisions have the shape {tuple(decisions.shape)}; expected {expected}")
-        _check_temperature(temperature)
+        check_temperature(temperature)
         chain = decisions.to(self.device).float().unflatten(2, (self.chunk, self.width))
         times = self._sigmas()[:-1].expand(len(batch), -1)
         return self._scores(chain, self._velocities(batch, chain[:, :-1], times), temperature)
@@ -136,7 +135,7 @@ class LeRobotFlowPolicy(ActionPolicy):
         wanted = actions.detach().cpu().float().where(mask.cpu()[..., None] > 0, 0.0)
         if self.action_range is not None:
             wanted = self.action_range.to_data(wanted)
-        found = self._held.ask("normalised", self._weights(), batch, {"actions": wanted.numpy()})
+        found = self._remote.ask("normalised", self._weights(), batch, {"actions": wanted.numpy()})
         clean = self._tensor(found["actions"])
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean)
         uniform = torch.rand(len(batch), generator=generator, device=generator.device).to(clean)
@@ -149,7 +148,7 @@ class LeRobotFlowPolicy(ActionPolicy):
         return loss, {"bc/loss": float(loss.detach())}
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write the trained weights, and where the policy lies; that folder is not copied."""
+        """Write the trained weights and the path of the policy, whose folder is not copied."""
         write_config(Path(path), "lerobot_flow", self.settings, self.statistics)
         write_weights(self, Path(path))
 
@@ -158,7 +157,7 @@ class LeRobotFlowPolicy(ActionPolicy):
         target = (Path(path) / INSIDE).resolve()
         target.mkdir(parents=True, exist_ok=True)
         write_config(Path(path), "lerobot_flow", self.settings, self.statistics, inside=INSIDE)
-        self._held.ask("save", self._weights(), None, {}, folder=str(target))
+        self._remote.ask("save", self._weights(), None, {}, folder=str(target))
         write_weights(self, Path(path))
 
     def load_weights(self, path: Path | str) -> None:
@@ -168,7 +167,7 @@ class LeRobotFlowPolicy(ActionPolicy):
 
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
-        """Open what `save_pretrained` or `export` wrote; without export the policy has to lie where it was."""
+        """Open what `save_pretrained` or `export` wrote; without export the policy must still be in its folder."""
         entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
         inside = entries.pop("inside", None)
         if inside is not None:
@@ -192,7 +191,7 @@ class LeRobotFlowPolicy(ActionPolicy):
     def _velocities(self, batch: PolicyInputs, points: Tensor, times: Tensor) -> Tensor:
         """(B, S, K, M) and (B, S) -> (B, S, K, M), with the gradient for the trained weights."""
         arrays = {"points": points.detach().cpu().numpy(), "times": times.contiguous().cpu().numpy()}
-        found: Tensor = _ServedVelocity.apply(self._held, batch, arrays, *self._weights())
+        found: Tensor = _ServedVelocity.apply(self._remote, batch, arrays, *self._weights())
         return found
 
     def _scores(self, chain: Tensor, velocities: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -211,8 +210,8 @@ class LeRobotFlowPolicy(ActionPolicy):
         return torch.from_numpy(values.copy()).to(self.device)
 
 
-class _Held:
-    """Requests to a server that first gets the weights that they are about; copies of a policy share it."""
+class _RemoteWeights:
+    """Sends a server the weights that changed before each request; copies of a policy share it."""
 
     def __init__(self, server: LeRobotServer, weights: Mapping[str, Tensor]) -> None:
         self._server, self._number = server, 0
@@ -228,13 +227,14 @@ class _Held:
     ) -> Mapping[str, Any]:
         self._send(weights, everything=False)
         answer = self._server.ask({"do": task, "upload": self._number, **fields}, batch, arrays)
-        if not answer:  # the process was started again and has the weights of the folder
+        if not answer:  # the process was restarted and has the weights of the folder
             self._send(weights, everything=True)
             answer = self._server.ask({"do": task, "upload": self._number, **fields}, batch, arrays)
         return answer
 
     def _send(self, weights: Sequence[Tensor], everything: bool) -> None:
-        """Compare with what was sent; versions of tensors do not tell, since fused optimisers keep them."""
+        """Upload the weights that differ from those sent last."""
+        # the values are compared, since fused optimisers change weights without raising a tensor's `_version`
         changed = {}
         for (name, old), new in zip(self._sent.items(), weights, strict=True):
             value = new.detach().float().cpu()
@@ -253,19 +253,21 @@ class _ServedVelocity(torch.autograd.Function):
     """Velocities of the served policy; the backward pass computes them again, in the process of the policy."""
 
     @staticmethod
-    def forward(ctx: Any, held: _Held, batch: PolicyInputs, arrays: dict[str, Any], *weights: Tensor) -> Tensor:
-        ctx.call = (held, batch, arrays)
+    def forward(
+        ctx: Any, remote: _RemoteWeights, batch: PolicyInputs, arrays: dict[str, Any], *weights: Tensor
+    ) -> Tensor:
+        ctx.call = (remote, batch, arrays)
         ctx.save_for_backward(*weights)
-        found = held.ask("velocities", weights, batch, arrays)["velocities"]
+        found = remote.ask("velocities", weights, batch, arrays)["velocities"]
         return torch.from_numpy(found.copy()).to(weights[0].device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangents: Tensor) -> tuple[Any, ...]:
-        held, batch, arrays = ctx.call
+        remote, batch, arrays = ctx.call
         weights = ctx.saved_tensors
         arrays = arrays | {"cotangents": cotangents.float().cpu().numpy()}
-        found = held.ask("gradients", weights, batch, arrays)
+        found = remote.ask("gradients", weights, batch, arrays)
         gradients = [torch.from_numpy(values.copy()).to(weights[0].device) for values in found.values()]
         return (None, None, None, *gradients)
 
@@ -283,8 +285,3 @@ def _affine(kernel: StepKernel, sigmas: Tensor, temperature: float) -> Tensor:
 
 def _plain(name: str) -> str:
     return name.replace(".", "/")
-
-
-def _check_temperature(temperature: float) -> None:
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy to act without noise.")

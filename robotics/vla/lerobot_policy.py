@@ -1,18 +1,18 @@
 """Policies that the package lerobot trained (ACT, diffusion), evaluated and improved here.
 
-The policy stays frozen in a process of its own, in the interpreter of lerobot, and predicts chunks of actions. Around
-them lies a learned Gaussian: its mean is the chunk plus a small network's correction, which begins as zero, and each
+The policy stays frozen in a process of its own, in the interpreter of lerobot, and predicts chunks of actions. A
+learned Gaussian surrounds them: its mean is the chunk plus a small network's correction, which starts as zero, and each
 entry of an action has its own standard deviation. Reinforcement learning moves both; greedy actions of an untrained one
 are lerobot's own. Each control step is a decision, with the log-density of its D entries; the chunk is kept with the
 decisions, so that scoring needs no call of the frozen policy.
 
-The frozen policy's actions are in the units of its data. `action_low` and `action_high` say what of them is -1 and 1 of
-the simulator; the Gaussian lies around the converted ones, which are clipped to -1..1 as the simulators take them.
+The frozen policy's actions are in the units of its data. `action_low` and `action_high` say which of them are -1 and 1
+of the simulator; the Gaussian is centred on the converted ones, and its samples are clipped to -1..1.
 
 A policy that takes several observations in a row, as diffusion does by default, gets those of the last control steps,
-which are those that the queues of lerobot's `select_action` hold. Scoring needs no call of it, and so no past.
+which are the contents of the queues of lerobot's `select_action`. Scoring needs no call of it, and so no past.
 
-Source: Residual Policy Learning, arXiv 1812.06298 (frozen policy, correction that begins as zero); huggingface/lerobot
+Source: Residual Policy Learning, arXiv 1812.06298 (frozen policy, correction that starts as zero); huggingface/lerobot
     0.6.1, src/lerobot/scripts/lerobot_eval.py (processors).
 """
 
@@ -54,15 +54,13 @@ class LeRobotPolicy(ActionPolicy):
         super().__init__()
         check_config(config)
         self.settings, self._server = config, LeRobotServer(config, "make")
-        self.config, hello = self._server.inputs, self._server.hello
-        self.views, self.cameras, self.past = self._server.views, self._server.cameras, self._server.past
-        self.action_range = self._server.action_range
-        self.chunk, self.action_size = hello["chunk"], hello["action_size"]
+        self.config = self._server.sizes
+        self._server.describe(self)
         self.decisions = self.chunk
         size = self.chunk * self.action_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            first = nn.Linear((hello["state_size"] or 0) + size, config.hidden)
+            first = nn.Linear((self.config.state_size or 0) + size, config.hidden)
             last = nn.Linear(config.hidden, size)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -102,7 +100,7 @@ class LeRobotPolicy(ActionPolicy):
         return loss, {"bc/loss": float(loss.detach())}
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write the correction, and where the frozen policy lies; that folder is not copied."""
+        """Write the correction and the path of the frozen policy, whose folder is not copied."""
         write_config(Path(path), "lerobot", self.settings, self.statistics)
         write_weights(self, Path(path))
 
@@ -113,18 +111,14 @@ class LeRobotPolicy(ActionPolicy):
 
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
-        """Open what `save_pretrained` wrote; the frozen policy has to lie where it was."""
+        """Open what `save_pretrained` wrote; the frozen policy must still be in its folder."""
         entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
         policy = cls(make_config(LeRobotPolicyConfig, entries, f"{path}/policy.json"))
         policy.load_weights(path)
         return policy
 
     def predict(self, batch: PolicyInputs, seed: int) -> Tensor:
-        """Ask the frozen policy.
-
-        Returns:
-            (B, K, D) float32 actions in the units of its data, not clipped.
-        """
+        """(B, K, D) float32 actions of the frozen policy in the units of its data, not clipped."""
         actions = self._server.ask({"seed": seed}, batch)["actions"]
         return torch.from_numpy(actions.copy()).to(self.device)
 
@@ -139,7 +133,7 @@ class LeRobotPolicy(ActionPolicy):
 
     def _gaussian(self, batch: PolicyInputs, base: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         seen = [base.flatten(1)]
-        if self.config.encoder.state_size and batch.state is not None:
+        if self.config.state_size and batch.state is not None:
             seen.insert(0, batch.state.to(base))
         mean = base + self.correction(torch.cat(seen, -1)).unflatten(1, (self.chunk, self.action_size))
         return mean, (self.log_std.exp() * temperature).expand_as(mean)

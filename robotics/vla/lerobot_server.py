@@ -1,4 +1,4 @@
-"""The process of a LeRobot policy, as policies of this package ask it; its other end is `lerobot_service`."""
+"""The process of a LeRobot policy, seen from policies of this package; `lerobot_service` runs in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmrl.workers.failures import WorkerFailure
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.worker import Request
 from robotics.vla.action_range import ActionRange, check_bounds
-from robotics.vla.policy import PolicyInputs
+from robotics.vla.policy import ActionPolicy, PolicyInputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class LeRobotServerConfig:
     """Seconds for one batch of observations."""
 
     def validate(self) -> None:
-        """Refuse an empty folder and bounds that are none; raises ValueError."""
+        """Refuse an empty folder and bounds that do not bound; raises ValueError."""
         if not self.folder:
             raise ValueError("folder is empty; name the folder of a LeRobot policy, model.options.folder")
         if self.action_box and (self.action_low or self.action_high):
@@ -71,13 +71,6 @@ class ServedSizes:
     """Height and width; None without a camera."""
     state_size: int | None
     """Entries; None without a state."""
-
-
-@dataclass(frozen=True)
-class ServedInputs:
-    """What a served policy sees, under the name where `robotics.vla.loading.check_fit` looks."""
-
-    encoder: ServedSizes
 
 
 class LeRobotServer:
@@ -106,22 +99,37 @@ class LeRobotServer:
             raise self._error(hello)
         self.hello: dict[str, Any] = dict(hello.fields)
         size = self.hello["image_size"]
-        sizes = ServedSizes(None if size is None else (size[0], size[1]), self.hello["state_size"])
-        self.inputs = ServedInputs(sizes)
-        self.cameras: tuple[str, ...] = tuple(self.hello["cameras"])
-        """Image features of the policy, in the order of the simulator's cameras."""
-        self.views = max(len(self.cameras) - 1, 0)
-        """Cameras after the first."""
-        self.past = int(self.hello["history"]) - 1
-        """P, control steps before the present one whose observations the policy takes as well."""
+        self.sizes = ServedSizes(None if size is None else (size[0], size[1]), self.hello["state_size"])
         self._warned = False
         try:
-            found = ActionRange.of(config.action_low, config.action_high, self.hello["action_size"], str(self.folder))
+            self.action_range = ActionRange.of(
+                config.action_low, config.action_high, self.hello["action_size"], str(self.folder)
+            )
         except UserError:
             self.pool.close()
             raise
-        self.action_range = found
-        """What -1 and 1 of the simulator are in the policy's data; None where they are the same."""
+
+    def describe(self, policy: ActionPolicy) -> None:
+        """Give a policy the attributes that the served one decides."""
+        policy.chunk, policy.action_size = self.hello["chunk"], self.hello["action_size"]
+        policy.cameras = self.cameras
+        policy.views, policy.past = self.views, self.past
+        policy.action_range = self.action_range
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Image features of the policy, in the order of the simulator's cameras."""
+        return tuple(self.hello["cameras"])
+
+    @property
+    def views(self) -> int:
+        """Cameras after the first."""
+        return max(len(self.cameras) - 1, 0)
+
+    @property
+    def past(self) -> int:
+        """P, control steps before the present one whose observations the policy also takes."""
+        return int(self.hello["history"]) - 1
 
     def ask(
         self,
@@ -139,30 +147,31 @@ class LeRobotServer:
         return answer.arrays
 
     def _observation(self, batch: PolicyInputs) -> dict[str, np.ndarray]:
-        sizes, arrays = self.inputs.encoder, {}
-        for name, value, needed in (
-            ("images", batch.images, sizes.image_size),
-            ("views", batch.views, self.views),
-            ("state", batch.state, sizes.state_size),
+        arrays = {}
+        for name, needed in (
+            ("images", self.sizes.image_size),
+            ("views", self.views),
+            ("state", self.sizes.state_size),
         ):
+            value = getattr(batch, name)
             if needed and value is None:
                 cameras = f"; its cameras are {', '.join(self.cameras)}" if name == "views" else ""
                 raise UserError(f"{self.folder} needs {name}, which the observations lack{cameras}")
-            if needed and value is not None:
+            if needed:
                 arrays[name] = value.cpu().numpy()
-        arrays |= self._past(batch, list(arrays)) if self.past else {}
-        given = arrays["views"].shape[1] if "views" in arrays else 0
-        if given != self.views:
+        arrays |= self._past_observations(batch, list(arrays)) if self.past else {}
+        views = arrays["views"].shape[1] if "views" in arrays else 0
+        if views != self.views:
             raise UserError(
-                f"{self.folder} sees {', '.join(self.cameras)}; the observations have {given} views beside the image"
+                f"{self.folder} sees {', '.join(self.cameras)}; the observations have {views} views beside the image"
             )
         return arrays
 
-    def _past(self, batch: PolicyInputs, names: Sequence[str]) -> dict[str, np.ndarray]:
+    def _past_observations(self, batch: PolicyInputs, names: Sequence[str]) -> dict[str, np.ndarray]:
         """The observations before, where the batch has them; else the process repeats the present one."""
-        found = {f"past_{name}": getattr(batch, f"past_{name}") for name in names}
-        missing = [name for name, part in found.items() if part is None]
-        if len(missing) == len(found):
+        parts = {f"past_{name}": getattr(batch, f"past_{name}") for name in names}
+        lengths = {name: part.shape[1] for name, part in parts.items() if part is not None}
+        if not lengths:
             if not self._warned:
                 LOGGER.warning(
                     "%s takes %d observations in a row, but is given the present one alone, which is repeated, unlike "
@@ -173,14 +182,13 @@ class LeRobotServer:
                 )
             self._warned = True
             return {}
-        lengths = {name: part.shape[1] for name, part in found.items() if part is not None}
-        if missing or set(lengths.values()) != {self.past}:
-            told = ", ".join(f"{name} {lengths.get(name, 'missing')}" for name in found)
+        if set(lengths) != set(parts) or set(lengths.values()) != {self.past}:
+            found = ", ".join(f"{name} {lengths.get(name, 'missing')}" for name in parts)
             raise UserError(
                 f"{self.folder} takes the observations of {self.past} control steps before the present one; there are: "
-                f"{told}"
+                f"{found}"
             )
-        return {name: part.cpu().numpy() for name, part in found.items()}
+        return {name: part.cpu().numpy() for name, part in parts.items()}
 
     def _error(self, failure: WorkerFailure) -> UserError | RunError:
         if failure.for_user:

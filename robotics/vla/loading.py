@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,18 +22,17 @@ if TYPE_CHECKING:
 
 Served = TypeVar("Served", bound="LeRobotServerConfig")
 
-
-def _option_classes() -> dict[str, type[Any]]:
-    from robotics.vla.flow_policy import FlowPolicyConfig
-    from robotics.vla.gaussian_policy import GaussianPolicyConfig
-    from robotics.vla.lerobot_flow import LeRobotFlowConfig
-    from robotics.vla.lerobot_policy import LeRobotPolicyConfig
-    from robotics.vla.openvla_folder import OpenVlaConfig
-    from robotics.vla.small import SmallVlaConfig
-    from robotics.vla.vlm_policy import VlmActionConfig
-
-    own = {"small": SmallVlaConfig, "gaussian": GaussianPolicyConfig, "flow": FlowPolicyConfig, "vlm": VlmActionConfig}
-    return {**own, "lerobot": LeRobotPolicyConfig, "lerobot_flow": LeRobotFlowConfig, "openvla": OpenVlaConfig}
+OPTIONS = {
+    "small": "robotics.vla.small:SmallVlaConfig",
+    "gaussian": "robotics.vla.gaussian_policy:GaussianPolicyConfig",
+    "flow": "robotics.vla.flow_policy:FlowPolicyConfig",
+    "vlm": "robotics.vla.vlm_policy:VlmActionConfig",
+    "lerobot": "robotics.vla.lerobot_policy:LeRobotPolicyConfig",
+    "lerobot_flow": "robotics.vla.lerobot_flow:LeRobotFlowConfig",
+    "openvla": "robotics.vla.openvla_folder:OpenVlaConfig",
+}
+"""Dataclass of the options of each kind of policy."""
+ONE_CAMERA = ("small", "gaussian", "flow", "vlm")
 
 
 @dataclass
@@ -41,15 +41,17 @@ class ActionPolicyConfig:
 
     path: str = ""
     """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
-    kind: str = choice("small", lambda: POLICIES, or_function=True)
+    kind: str = choice("small", lambda: OPTIONS, or_function=True)
     """Kind of a new policy: small, gaussian, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction),
     lerobot_flow (LeRobot's SmolVLA or pi0, whose action expert learns), openvla (a folder of OpenVLA-OFT, with action
     tokens or an action head), or module:function that returns an ActionPolicy or a module with act and log_probs. With
-    a path it matters only for a user's function, which builds the module whose weights are loaded."""
+    a path only a user's function matters: it builds the module whose weights are loaded."""
     chunk: int = bounded(8, at_least=1)
-    """K, control steps that a new policy predicts at once, for openvla as it learned them; a saved policy and LeRobot's
-    keep their own."""
-    options: dict[str, Any] = by_kind(_option_classes, without=("action_size", "chunk"))
+    """K, control steps that a new policy predicts at once, for openvla as many as it learned; a saved policy and
+    LeRobot's keep their own."""
+    options: dict[str, Any] = by_kind(
+        lambda: {kind: _imported(spec) for kind, spec in OPTIONS.items()}, without=("action_size", "chunk")
+    )
     """Further options of a new policy's configuration, or arguments of the user's function. With a path only `vlm`:
     changes to the saved model's settings, such as dtype, attention or gradient_checkpointing."""
 
@@ -77,13 +79,12 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
         policy = _users_policy(config, sim)
         if config.path:
             policy.load_weights(Path(config.path))
-    elif config.path:
-        policy = _saved(config)
-    else:
-        if config.kind in ONE_CAMERA and views_of(sim):  # before a large model is loaded
-            raise _one_camera(f"a policy of model.kind {config.kind}", views_of(sim))
-        policy = POLICIES[config.kind](config, sim, sim.tasks().values(), seed)
-    return policy
+        return policy
+    if config.path:
+        return _saved(config)
+    if config.kind in ONE_CAMERA and views_of(sim):  # before a large model is loaded
+        raise _one_camera(f"a policy of model.kind {config.kind}", views_of(sim))
+    return POLICIES[config.kind](config, sim, seed)
 
 
 def _saved(config: ActionPolicyConfig) -> ActionPolicy:
@@ -96,58 +97,55 @@ def _saved(config: ActionPolicyConfig) -> ActionPolicy:
     entries = read_config(Path(config.path))
     if entries.get("kind") != "vlm":
         raise UserError(f"model.options.vlm is given, but {config.path} holds a policy of kind {entries.get('kind')!r}")
-    from mmrl.vlm.model_config import ModelConfig
     from robotics.vla.vlm_policy import VlmActionPolicy
 
-    return VlmActionPolicy.from_pretrained(config.path, _nested(ModelConfig, entries.get("model", {}), changes))
+    return VlmActionPolicy.from_pretrained(config.path, _model_config(entries.get("model", {}), changes))
 
 
-def _small(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
-    from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
+def _encoded(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
+    """A policy on the observation encoder: sizes from the simulator, then the user's options."""
+    from robotics.vla.encoder import EncoderConfig
+    from robotics.vla.policy import SAVED_POLICIES
 
-    return SmallVlaPolicy.build(SmallVlaConfig(**_sizes(SmallVlaConfig, config, sim)), texts, seed)
+    policy_class = _imported(SAVED_POLICIES[config.kind])
+    options = dict(config.options)
+    encoder = dict(options.pop("encoder", {}))
+    _check_known("model.options", options, policy_class.config_class)
+    _check_known("model.options.encoder", encoder, EncoderConfig)
+    sizes: dict[str, Any] = {"image_size": sim.image_size, "state_size": sim.state_size or None} | encoder
+    made = policy_class.config_class(
+        action_size=sim.action_size, chunk=config.chunk, **options, encoder=EncoderConfig(**sizes)
+    )
+    policy: ActionPolicy = policy_class.build(made, sim.tasks().values(), seed)
+    return policy
 
 
-def _gaussian(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
-    from robotics.vla.gaussian_policy import GaussianActionPolicy, GaussianPolicyConfig
-
-    return GaussianActionPolicy.build(GaussianPolicyConfig(**_sizes(GaussianPolicyConfig, config, sim)), texts, seed)
-
-
-def _flow(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
-    from robotics.vla.flow_policy import FlowActionPolicy, FlowPolicyConfig
-
-    return FlowActionPolicy.build(FlowPolicyConfig(**_sizes(FlowPolicyConfig, config, sim)), texts, seed)
-
-
-def _vlm(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
-    from mmrl.vlm.model_config import ModelConfig
+def _vlm(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
     from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
 
     options = dict(config.options)
     vlm = dict(options.pop("vlm", {}))
     _check_known("model.options", options, VlmActionConfig)
-    model = _nested(ModelConfig, vlm)
     head = {"action_size": sim.action_size, "chunk": config.chunk, "seed": seed, **options}
-    return VlmActionPolicy.from_model(model, VlmActionConfig(**head))
+    return VlmActionPolicy.from_model(_model_config(vlm), VlmActionConfig(**head))
 
 
-def _lerobot(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
+def _lerobot(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
     from robotics.vla.lerobot_policy import LeRobotPolicy, LeRobotPolicyConfig
 
-    _check_known("model.options", config.options, LeRobotPolicyConfig)
-    return LeRobotPolicy(_with_bounds(LeRobotPolicyConfig(**config.options), sim), seed)
+    return LeRobotPolicy(_served(LeRobotPolicyConfig, config, sim), seed)
 
 
-def _lerobot_flow(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
+def _lerobot_flow(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
     from robotics.vla.lerobot_flow import LeRobotFlowConfig, LeRobotFlowPolicy
 
-    _check_known("model.options", config.options, LeRobotFlowConfig)
-    return LeRobotFlowPolicy(_with_bounds(LeRobotFlowConfig(**config.options), sim))
+    return LeRobotFlowPolicy(_served(LeRobotFlowConfig, config, sim))
 
 
-def _with_bounds(options: Served, sim: RobotSim) -> Served:
-    """The checked options, with the bounds of the environment's own actions where `action_box` asks for them."""
+def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Served:
+    """Options of a served policy, with the bounds of the environment's own actions where `action_box` asks for them."""
+    _check_known("model.options", config.options, kind)
+    options = kind(**config.options)
     _check(options)
     if not options.action_box:
         return options
@@ -157,9 +155,10 @@ def _with_bounds(options: Served, sim: RobotSim) -> Served:
             "model.options.action_box is true, but the simulator does not tell the bounds of its own actions, as "
             "sim.kind gymnasium does; give model.options.action_low and action_high"
         )
-    found = dataclasses.replace(options, action_box=False, action_low=list(bounds[0]), action_high=list(bounds[1]))
-    _check(found)
-    return found
+    low, high = (list(bound) for bound in bounds)
+    options = dataclasses.replace(options, action_box=False, action_low=low, action_high=high)
+    _check(options)
+    return options
 
 
 def _check(options: LeRobotServerConfig) -> None:
@@ -169,7 +168,7 @@ def _check(options: LeRobotServerConfig) -> None:
         raise UserError(f"model.options: {error}") from error
 
 
-def _openvla(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
+def _openvla(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
     from robotics.vla.openvla_folder import OpenVlaConfig
     from robotics.vla.openvla_parts import has_action_head
     from robotics.vla.openvla_policy import OpenVlaPolicy
@@ -178,36 +177,6 @@ def _openvla(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], se
     _check_known("model.options", config.options, OpenVlaConfig)
     settings = OpenVlaConfig(chunk=config.chunk, **config.options)
     return (OpenVlaRegressionPolicy if has_action_head(settings.folder) else OpenVlaPolicy)(settings)
-
-
-def _nested(kind: type[Any], *entries: dict[str, Any]) -> Any:
-    """A configuration from plain entries, checked like a file's; later entries replace earlier ones."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), *entries))
-    except OmegaConfBaseException as error:
-        raise UserError(f"model.options.vlm: {' '.join(str(error).split())}") from error
-
-
-def _sizes(kind: type[Any], config: ActionPolicyConfig, sim: RobotSim) -> dict[str, Any]:
-    """Fields of a policy's configuration: those of the simulator, then the user's."""
-    from robotics.vla.encoder import EncoderConfig
-
-    options = dict(config.options)
-    encoder = dict(options.pop("encoder", {}))
-    _check_known("model.options", options, kind)
-    _check_known("model.options.encoder", encoder, EncoderConfig)
-    fitted: dict[str, Any] = {"image_size": sim.image_size, "state_size": sim.state_size or None} | encoder
-    return {"action_size": sim.action_size, "chunk": config.chunk, **options, "encoder": EncoderConfig(**fitted)}
-
-
-def _check_known(where: str, given: dict[str, Any], kind: type[Any]) -> None:
-    known = {entry.name for entry in dataclasses.fields(kind)} - {"action_size", "chunk"}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise UserError(f"{where} has {', '.join(unknown)}; allowed: {', '.join(sorted(known))}")
 
 
 def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:
@@ -221,6 +190,31 @@ def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:
     raise UserError(f"model.kind {config.kind} returned a {type(made).__name__}; expected an nn.Module")
 
 
+def _model_config(*entries: dict[str, Any]) -> Any:
+    """A `ModelConfig` from plain entries, checked like a file's; later entries replace earlier ones."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from mmrl.vlm.model_config import ModelConfig
+
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), *entries))
+    except OmegaConfBaseException as error:
+        raise UserError(f"model.options.vlm: {' '.join(str(error).split())}") from error
+
+
+def _check_known(where: str, given: dict[str, Any], kind: type[Any]) -> None:
+    known = {entry.name for entry in dataclasses.fields(kind)} - {"action_size", "chunk"}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise UserError(f"{where} has {', '.join(unknown)}; allowed: {', '.join(sorted(known))}")
+
+
+def _imported(spec: str) -> Any:
+    module, name = spec.split(":")
+    return getattr(import_module(module), name)
+
+
 def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
     """Check that a policy's inputs and actions are those of a simulator."""
     _check_cameras(policy, sim)
@@ -228,19 +222,18 @@ def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
         raise UserError(
             f"the policy's actions have {policy.action_size} entries, those of the simulator {sim.action_size}"
         )
-    encoder = getattr(getattr(policy, "config", None), "encoder", None)
-    if encoder is None:
-        return
+    config = getattr(policy, "config", None)
+    sizes = getattr(config, "encoder", config)
+    image_size, state_size = getattr(sizes, "image_size", None), getattr(sizes, "state_size", None)
     rendered = None if sim.image_size is None else tuple(sim.image_size)
-    expected = getattr(encoder, "image_size", None)
-    if expected is not None and tuple(expected) != rendered:
-        raise UserError(f"the policy expects images of {tuple(expected)} pixels, the simulator renders {rendered}")
-    if encoder.state_size is not None and encoder.state_size != sim.state_size:
-        raise UserError(f"the policy reads {encoder.state_size} state entries, the simulator has {sim.state_size}")
+    if image_size is not None and tuple(image_size) != rendered:
+        raise UserError(f"the policy expects images of {tuple(image_size)} pixels, the simulator renders {rendered}")
+    if state_size is not None and state_size != sim.state_size:
+        raise UserError(f"the policy reads {state_size} state entries, the simulator has {sim.state_size}")
 
 
 def _check_cameras(policy: ActionPolicy, sim: RobotSim) -> None:
-    """A policy that ignored a camera would only look as if it saw it."""
+    """Refuse a simulator with other cameras: a policy that ignored one would only seem to see it."""
     views = views_of(sim)
     if policy.views is None or policy.views == len(views):
         return
@@ -262,12 +255,10 @@ def _one_camera(what: str, views: tuple[str, ...]) -> UserError:
     )
 
 
-ONE_CAMERA = ("small", "gaussian", "flow", "vlm")
-
-POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, Iterable[str], int], ActionPolicy]] = {
-    "small": _small,
-    "gaussian": _gaussian,
-    "flow": _flow,
+POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, int], ActionPolicy]] = {
+    "small": _encoded,
+    "gaussian": _encoded,
+    "flow": _encoded,
     "vlm": _vlm,
     "lerobot": _lerobot,
     "lerobot_flow": _lerobot_flow,

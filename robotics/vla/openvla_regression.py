@@ -4,7 +4,7 @@ Shapes: B rows, K control steps, D entries of an action, T = K D positions, S st
 
 The head maps the states of the language model at the T positions of a chunk to K actions in one pass, where
 `openvla_policy` reads tokens; the state of the robot is one more embedding, behind the patches. Greedy actions are the
-head's output. It has no likelihood, so for reinforcement learning a Gaussian lies around it: the mean is the output,
+head's output. It has no likelihood, so for reinforcement learning it is the mean of a Gaussian,
 and each entry of an action has a standard deviation of its own, which is learned too. A control step is a decision,
 with the log-density of its D entries; the temperature multiplies the standard deviations.
 
@@ -58,17 +58,10 @@ LOG_STD_FILE = "log_std.pt"
 
 @dataclass(frozen=True)
 class ReadSizes:
-    """What a policy reads besides images of any size."""
+    """Sizes of a policy's inputs beside images of any size."""
 
     state_size: int | None
     """S; None without a state."""
-
-
-@dataclass(frozen=True)
-class ReadInputs:
-    """The same, under the name where `robotics.vla.loading.check_fit` looks."""
-
-    encoder: ReadSizes
 
 
 class OpenVlaRegressionPolicy(ActionPolicy):
@@ -100,7 +93,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
             self._states = self.folder.read_statistics("proprio")
             found = load_projector(projector, self._states.size, self.model.hidden_size)
             self.state_projector = found.to(self.folder.dtype)
-        self.config = ReadInputs(ReadSizes(None if projector is None else self._states.size))
+        self.config = ReadSizes(None if projector is None else self._states.size)
         self.log_std = nn.Parameter(torch.full((self.action_size,), math.log(config.std)))
 
     def act(
@@ -126,11 +119,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         return density.log_prob(decisions.to(mean)).sum(-1), density.entropy().sum(-1)
 
     def predict(self, batch: PolicyInputs) -> Tensor:
-        """Output of the head.
-
-        Returns:
-            (B, K, D) float32, normalised, the gripper as in the data.
-        """
+        """(B, K, D) float32 output of the head, normalised, the gripper as in the data."""
         pixels, prompts = self.folder.look(batch, self.device)
         tokens, causal = self.chunk * self.action_size, self.settings.attention == "causal"
         states = self.model.hidden(pixels, prompts, tokens, causal, self._state_embedding(batch))

@@ -344,6 +344,12 @@ def check_demonstrations(policy: ActionPolicy, batch: PolicyInputs, actions: Ten
         )
 
 
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature that is not above 0; raises ValueError."""
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy to act without noise.")
+
+
 SAVED_POLICIES = {
     "small": "robotics.vla.small:SmallVlaPolicy",
     "gaussian": "robotics.vla.gaussian_policy:GaussianActionPolicy",

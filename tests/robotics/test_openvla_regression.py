@@ -253,7 +253,7 @@ def test_a_head_without_a_projector_reads_no_state(folder, tmp_path):
     with torch.no_grad():
         blind = policy.predict(replace(batch(), state=None))
         assert torch.equal(policy.predict(batch()), blind)
-    assert policy.config.encoder.state_size is None
+    assert policy.config.state_size is None
     policy.save_pretrained(tmp_path / "saved")
     assert torch.equal(open_policy(tmp_path / "saved").act(batch(), seeded(), greedy=True).actions, blind)
 
