@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice, rare
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim, begin_episodes
+from robotics.vla.ensemble import TemporalEnsemble
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import INPUT_SHAPES, PolicyInputs
-from robotics.vla.swapped import FirstPictures
+from robotics.vla.swapped import FirstImages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from robotics.vla.ensemble import TemporalEnsemble
     from robotics.vla.statistics import ActionStatistics
 
 SCALES = ("none", "bounds_q99")
@@ -57,7 +57,7 @@ class Episodes:
 
 
 def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | None:
-    """Statistics that convert a policy's actions to the simulator's."""
+    """Statistics that convert a policy's actions to the simulator's; raises UserError if `scale` does not fit."""
     statistics: ActionStatistics | None = getattr(policy, "statistics", None)
     if settings.scale == "none":
         if statistics is not None:
@@ -106,7 +106,7 @@ def run_episodes(
     *,
     greedy: bool = False,
     record: bool = False,
-    pictures_of: Sequence[EpisodeSpec] = (),
+    images_of: Sequence[EpisodeSpec] = (),
 ) -> Episodes:
     """Run episodes to their ends, as many at once as the simulator has room for.
 
@@ -118,8 +118,8 @@ def run_episodes(
         generator: for the policy's sampling.
         greedy: take the most likely actions.
         record: render every control step.
-        pictures_of: B episodes whose first pictures the policy sees throughout, in place of its own, which are still
-            those that are recorded; its own when empty.
+        images_of: B episodes whose first images the policy sees throughout in place of its own, which are still the
+            recorded ones; its own when empty.
 
     Returns:
         The episodes in the order given. Rows whose environment failed are marked and have no result.
@@ -129,25 +129,16 @@ def run_episodes(
     """
     action_scale(policy, settings)
     size = sim.capacity or len(episodes)
-    recorders = [
-        _run_wave(
-            policy,
-            sim,
-            episodes[start : start + size],
-            settings,
-            generator,
-            greedy,
-            record,
-            pictures_of[start : start + size],
-        )
-        for start in range(0, len(episodes), size)
-    ]
-    example = next((chunks[0] for recorder in recorders for chunks in recorder.chunks if chunks), None)
-    parts = [recorder.close(example) for recorder in recorders]
+    waves = []
+    for start in range(0, len(episodes), size):
+        wave = slice(start, start + size)
+        waves.append(_run_wave(policy, sim, episodes[wave], settings, generator, greedy, record, images_of[wave]))
+    example = next((chunks[0] for recorder in waves for chunks in recorder.chunks if chunks), None)
+    parts = [recorder.close(example) for recorder in waves]
     width = max(part.logp.shape[1] for part in parts)
     return Episodes(
         payload=EpisodePayload.concat([part.payload for part in parts]),
-        logp=torch.cat([_padded(part.logp, width) for part in parts]),
+        logp=torch.cat([nn.functional.pad(part.logp, (0, 0, 0, width - part.logp.shape[1])) for part in parts]),
         actions=[actions for part in parts for actions in part.actions],
     )
 
@@ -155,11 +146,7 @@ def run_episodes(
 def replay_episode(
     sim: RobotSim, episode: EpisodeSpec, actions: NDArray[np.float32], chunk: int = 8
 ) -> tuple[NDArray[np.uint8], bool]:
-    """Replay recorded actions and render every control step.
-
-    Returns:
-        Frames (F, H, W, 3), none where the simulator renders none, and whether the task was solved.
-    """
+    """Replay recorded actions (steps, A): frames (F, H, W, 3), none where none are rendered, and success."""
     result = sim.reset([episode])
     frames: list[NDArray[np.uint8]] = [] if result.observation.images is None else [result.observation.images]
     success = False
@@ -182,74 +169,55 @@ def _run_wave(
     generator: torch.Generator,
     greedy: bool,
     record: bool,
-    pictures_of: Sequence[EpisodeSpec],
+    images_of: Sequence[EpisodeSpec],
 ) -> _Recorder:
     """Run as many episodes as the simulator has room for, chunk by chunk, until the last one ends.
 
-    The policy is asked for the live episodes only: `observation.of(sim.live)` drops those that ended in the round
-    before, and `recorder` adds the chunks of the live ones to their rows.
+    The policy acts for the live episodes only: `observation.of(sim.live)` drops those that ended in the last round, and
+    `recorder` adds the chunks of the live ones to their rows.
     """
-    device = next(_parameters(policy), torch.zeros(0)).device
-    shown = FirstPictures(sim, pictures_of) if pictures_of else None
-    begun = begin_episodes(sim, episodes, getattr(policy, "past", 0))
-    recorder = _Recorder(episodes, begun, device)
-    observation = begun.observation
-    blend = _make_blend(policy, settings, len(episodes)) if settings.ensemble and greedy else None
+    weights = policy.parameters() if isinstance(policy, nn.Module) else iter(())
+    device = next(weights, torch.zeros(0)).device
+    shown = FirstImages(sim, images_of) if images_of else None
+    started = begin_episodes(sim, episodes, getattr(policy, "past", 0))
+    recorder = _Recorder(episodes, started, device)
+    observation = started.observation
+    ensemble = None
+    if settings.ensemble and greedy:
+        ensemble = TemporalEnsemble(len(episodes), policy.chunk, policy.action_size, settings.ensemble)
     statistics = action_scale(policy, settings)
     while len(sim.live):
         observation = observation.of(sim.live)
-        full = _full_state(sim)
-        inputs = inputs_of(observation if shown is None else shown.instead(observation), episodes, device)
+        full_state = sim.full_state() if hasattr(sim, "full_state") else None
+        inputs = inputs_of(observation if shown is None else shown.replace_in(observation), episodes, device)
         choice = policy.act(inputs, generator, temperature=settings.temperature, greedy=greedy)
         actions = choice.actions.float().cpu().numpy()
-        actions = actions[:, : settings.n_action_steps or None] if blend is None else blend(actions, observation.rows)
+        if ensemble is None:
+            actions = actions[:, : settings.n_action_steps or None]
+        else:
+            actions = ensemble.step(actions, observation.rows)[:, None]
         actions = sim_actions(actions, statistics)
         result = sim.step_chunk(actions, record=sim.live.tolist() if record else ())
-        recorder.add(observation, choice, actions, result, full)
+        recorder.add(observation, choice, actions, result, full_state)
         observation = result.observation
     return recorder
-
-
-def _full_state(sim: RobotSim) -> NDArray[np.float32] | None:
-    """(L, F) full state of the live rows, whatever the policy observes; None where the simulator does not tell."""
-    return sim.full_state() if hasattr(sim, "full_state") else None
-
-
-def _make_blend(policy: Any, settings: ActingSettings, rows: int) -> Any:
-    from robotics.vla.ensemble import TemporalEnsemble
-
-    ensemble: TemporalEnsemble = TemporalEnsemble(
-        rows=rows, chunk=policy.chunk, action_size=policy.action_size, decay=settings.ensemble
-    )
-    return lambda actions, live: ensemble.step(actions, live)[:, None]
-
-
-def _parameters(policy: Any) -> Iterator[nn.Parameter]:
-    return policy.parameters() if isinstance(policy, nn.Module) else iter(())
-
-
-def _padded(logp: Tensor, width: int) -> Tensor:
-    return nn.functional.pad(logp, (0, 0, 0, width - logp.shape[1]))
 
 
 class _Recorder:
     """Collects the chunks of episodes that run at the same time, row by row."""
 
-    def __init__(self, episodes: Sequence[EpisodeSpec], begun: ChunkResult, device: torch.device) -> None:
-        self.episodes, self.device = list(episodes), device
-        self.chunks: list[list[dict[str, Any]]] = [[] for _ in episodes]
-        self.actions: list[list[NDArray[np.float32]]] = [[] for _ in episodes]
-        self.frames: list[list[NDArray[np.uint8]]] = [[] for _ in episodes]
-        self.last: list[tuple[NDArray[np.float32], NDArray[np.uint8] | None]] = [
-            _view(begun.observation, place) for place in range(len(episodes))
-        ]
-        self.poses = [[] if begun.object_poses is None else [begun.object_poses[row]] for row in range(len(episodes))]
-        self.first_images, self.first_views = begun.observation.images, begun.observation.views
+    def __init__(self, episodes: Sequence[EpisodeSpec], started: ChunkResult, device: torch.device) -> None:
+        rows = range(len(episodes))
+        self.episodes, self.started, self.device = list(episodes), started, device
+        self.chunks: list[list[dict[str, Any]]] = [[] for _ in rows]
+        self.actions: list[list[NDArray[np.float32]]] = [[] for _ in rows]
+        self.frames: list[list[NDArray[np.uint8]]] = [[] for _ in rows]
+        self.last = [_state_and_image(started.observation, row) for row in rows]
+        self.poses = [[] if started.object_poses is None else [started.object_poses[row]] for row in rows]
         self.success, self.terminated = np.zeros(len(episodes), bool), np.zeros(len(episodes), bool)
-        self.failed = begun.failed.copy()
+        self.failed = started.failed.copy()
         self.progress = np.zeros(len(episodes), np.float32)
-        self.reasons = [begun.reasons.get(row, "") for row in range(len(episodes))]
-        self.begun = begun
+        self.reasons = [started.reasons.get(row, "") for row in rows]
 
     def add(
         self,
@@ -257,81 +225,76 @@ class _Recorder:
         choice: Any,
         actions: NDArray[np.float32],
         result: ChunkResult,
-        full: NDArray[np.float32] | None,
+        full_state: NDArray[np.float32] | None,
     ) -> None:
-        """Add a chunk of the live rows, whose full states before it are `full`."""
-        for place, row in enumerate(result.rows.tolist()):
-            steps = int(result.steps[place])
-            state, image = _view(observation, place)
-            reward = result.rewards[place, steps - 1] if steps else np.nan
-            seen = {"state": state, "image": image, "steps": steps, "reward": np.float32(reward)}
-            seen |= {} if full is None else {"full": full[place]}
-            seen |= {} if observation.views is None else {"views": observation.views[place]}
-            self.chunks[row].append(seen | {"decisions": choice.decisions[place], "logp": choice.logp[place]})
-            self.actions[row].append(actions[place, :steps])
+        """Add a chunk of the L live rows; `full_state` (L, F) is that before the chunk."""
+        for index, row in enumerate(result.rows.tolist()):
+            steps = int(result.steps[index])
+            state, image = _state_and_image(observation, index)
+            reward = result.rewards[index, steps - 1] if steps else np.nan
+            chunk = {"state": state, "image": image, "steps": steps, "reward": np.float32(reward)}
+            chunk |= {} if full_state is None else {"full": full_state[index]}
+            chunk |= {} if observation.views is None else {"views": observation.views[index]}
+            self.chunks[row].append(chunk | {"decisions": choice.decisions[index], "logp": choice.logp[index]})
+            self.actions[row].append(actions[index, :steps])
             if row in result.frames:
                 self.frames[row].append(result.frames[row])
             if result.object_poses is not None:
-                self.poses[row].append(result.object_poses[place])
-            self.last[row] = _view(result.observation, place)
-            self.success[row] |= bool(result.success[place])
-            self.terminated[row] |= bool(result.terminated[place])
-            self.failed[row] |= bool(result.failed[place])
+                self.poses[row].append(result.object_poses[index])
+            self.last[row] = _state_and_image(result.observation, index)
+            self.success[row] |= bool(result.success[index])
+            self.terminated[row] |= bool(result.terminated[index])
+            self.failed[row] |= bool(result.failed[index])
             self.progress[row] = reward
             self.reasons[row] = result.reasons.get(row, self.reasons[row])
 
     def close(self, example: dict[str, Any] | None) -> Episodes:
         """Stack the chunks of all rows, padded to the longest episode."""
-        width = max(1, *(len(chunks) for chunks in self.chunks))
-        rows = len(self.episodes)
+        rows, first = range(len(self.episodes)), self.started.observation
         if example is None:  # no episode could start
             empty = torch.zeros(1)
             example = {"decisions": empty.long(), "logp": empty, "state": self.last[0][0]}
+        states, images = zip(*self.last, strict=True)
         payload = EpisodePayload(
             episodes=self.episodes,
-            states=self._stack("state", width, torch.from_numpy(example["state"])),
-            decisions=self._stack("decisions", width, example["decisions"]),
-            steps=self._stack("steps", width, torch.zeros((), dtype=torch.int64)),
+            states=self._stack("state", torch.from_numpy(example["state"])),
+            decisions=self._stack("decisions", example["decisions"]),
+            steps=self._stack("steps", torch.zeros((), dtype=torch.int64)),
             success=torch.from_numpy(self.success).to(self.device),
             terminated=torch.from_numpy(self.terminated).to(self.device),
             failed=torch.from_numpy(self.failed).to(self.device),
             progress=torch.from_numpy(self.progress).to(self.device),
-            last_state=torch.from_numpy(np.stack([state for state, _ in self.last])).to(self.device),
-            images=None if self.first_images is None else self._stack("image", width, _blank(self.first_images)),
-            views=None if self.first_views is None else self._stack("views", width, _blank(self.first_views)),
-            last_image=self._last_images(),
-            frames=[self._frames_of(row) for row in range(rows)] if any(self.frames) else [],
-            full_states=self._stack("full", width, torch.from_numpy(example["full"])) if "full" in example else None,
-            chunk_rewards=self._stack("reward", width, torch.zeros(())),
+            last_state=torch.from_numpy(np.stack(states)).to(self.device),
+            images=None if first.images is None else self._stack("image", _black(first.images)),
+            views=None if first.views is None else self._stack("views", _black(first.views)),
+            last_image=None if first.images is None else torch.from_numpy(np.stack(images)).to(self.device),
+            frames=[self._frames_of(row) for row in rows] if any(self.frames) else [],
+            full_states=self._stack("full", torch.from_numpy(example["full"])) if "full" in example else None,
+            chunk_rewards=self._stack("reward", torch.zeros(())),
             object_poses=[np.stack(poses) for poses in self.poses] if all(self.poses) else [],
             reasons=self.reasons,
-            drawn=[self.begun.drawn.get(row) for row in range(rows)] if self.begun.drawn else [],
+            drawn=[self.started.drawn.get(row) for row in rows] if self.started.drawn else [],
         )
         actions = [np.concatenate(part) if part else np.zeros((0, 0), np.float32) for part in self.actions]
-        return Episodes(payload, self._stack("logp", width, example["logp"]).float(), actions)
+        return Episodes(payload, self._stack("logp", example["logp"]).float(), actions)
 
-    def _stack(self, name: str, width: int, example: Tensor) -> Tensor:
+    def _stack(self, name: str, example: Tensor) -> Tensor:
+        width = max(1, *(len(chunks) for chunks in self.chunks))
         out = torch.zeros((len(self.chunks), width, *example.shape), dtype=example.dtype, device=self.device)
         for row, chunks in enumerate(self.chunks):
-            for place, chunk in enumerate(chunks):
-                value = chunk[name]
-                out[row, place] = value if isinstance(value, Tensor) else torch.as_tensor(value)
+            for number, chunk in enumerate(chunks):
+                out[row, number] = torch.as_tensor(chunk[name])
         return out
 
-    def _last_images(self) -> Tensor | None:
-        images = [image for _, image in self.last if image is not None]
-        return torch.from_numpy(np.stack(images)).to(self.device) if len(images) == len(self.last) else None
-
     def _frames_of(self, row: int) -> NDArray[np.uint8] | None:
-        if not self.frames[row] or self.first_images is None:
+        if not self.frames[row] or self.started.observation.images is None:
             return None
-        first = self.chunks[row][0]["image"]
-        return np.concatenate([first[None], *self.frames[row]])
+        return np.concatenate([self.chunks[row][0]["image"][None], *self.frames[row]])
 
 
-def _view(observation: RobotObservation, place: int) -> tuple[NDArray[np.float32], NDArray[np.uint8] | None]:
-    return observation.state[place], None if observation.images is None else observation.images[place]
+def _state_and_image(observation: RobotObservation, index: int) -> tuple[NDArray[np.float32], NDArray[np.uint8] | None]:
+    return observation.state[index], None if observation.images is None else observation.images[index]
 
 
-def _blank(images: NDArray[np.uint8]) -> Tensor:
+def _black(images: NDArray[np.uint8]) -> Tensor:
     return torch.zeros(images.shape[1:], dtype=torch.uint8)

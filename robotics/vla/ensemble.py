@@ -1,4 +1,4 @@
-"""From chunks of actions to the action of a control step: the first n of a chunk in order, or a mean over chunks.
+"""The action of a control step as a mean over overlapping chunks.
 
 Shapes: R rows, L of them at once, K control steps of a chunk, D entries of an action.
 """
@@ -9,63 +9,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mmrl.errors import UserError
-
-
-class ActionQueue:
-    """Returns the first n actions of a chunk one by one; then the row needs a new chunk.
-
-    queue = ActionQueue(rows=1, chunk=8, action_size=5, n_action_steps=4)
-    while running:
-        if queue.empty([0])[0]:
-            queue.push(policy_chunks, [0])
-        environment.step(queue.pop([0])[0])
-    """
-
-    def __init__(self, rows: int, chunk: int, action_size: int, n_action_steps: int = 0) -> None:
-        _check(rows, chunk, action_size)
-        if not 0 <= n_action_steps <= chunk:
-            raise UserError(f"n_action_steps is {n_action_steps}; must be at most the chunk of {chunk}, 0 = all of it")
-        self.n_action_steps = n_action_steps or chunk
-        self._chunks = np.zeros((rows, chunk, action_size), np.float32)
-        self._left = np.zeros(rows, np.int64)
-
-    def reset(self, rows: ArrayLike | None = None) -> None:
-        """Drop the actions left of some rows; None for all."""
-        self._left[slice(None) if rows is None else np.asarray(rows, np.int64)] = 0
-
-    def empty(self, rows: ArrayLike) -> NDArray[np.bool_]:
-        """(L,) whether each row needs a chunk."""
-        return self._left[np.asarray(rows, np.int64)] == 0
-
-    def push(self, chunks: ArrayLike, rows: ArrayLike) -> None:
-        """Give rows a new chunk; actions left of the old one are dropped.
-
-        Args:
-            chunks: (L, K, D).
-            rows: (L,) their numbers.
-
-        Raises:
-            ValueError: another shape.
-        """
-        numbers = np.asarray(rows, np.int64)
-        self._chunks[numbers] = _checked(chunks, (len(numbers), *self._chunks.shape[1:]))
-        self._left[numbers] = self.n_action_steps
-
-    def pop(self, rows: ArrayLike) -> NDArray[np.float32]:
-        """Take the next action of some rows.
-
-        Args:
-            rows: (L,) their numbers.
-
-        Returns:
-            (L, D).
-        """
-        numbers = np.asarray(rows, np.int64)
-        if self.empty(numbers).any():
-            raise ValueError(f"rows {numbers[self.empty(numbers)].tolist()} have no action left; push a chunk first")
-        taken: NDArray[np.float32] = self._chunks[numbers, self.n_action_steps - self._left[numbers]]
-        self._left[numbers] -= 1
-        return taken
 
 
 class TemporalEnsemble:
@@ -79,10 +22,11 @@ class TemporalEnsemble:
     """
 
     def __init__(self, rows: int, chunk: int, action_size: int, decay: float = 0.01) -> None:
-        _check(rows, chunk, action_size)
+        if min(rows, chunk, action_size) < 1:
+            raise UserError(f"rows={rows}, chunk={chunk} and action_size={action_size} must be at least 1")
         self._decay = decay
         self._chunks = np.zeros((rows, chunk, chunk, action_size), np.float32)
-        """Chunk of j control steps ago at place j."""
+        """[row, j] is the chunk of j control steps ago."""
         self._count = np.zeros(rows, np.int64)
 
     def reset(self, rows: ArrayLike | None = None) -> None:
@@ -90,38 +34,21 @@ class TemporalEnsemble:
         self._count[slice(None) if rows is None else np.asarray(rows, np.int64)] = 0
 
     def step(self, chunks: ArrayLike, rows: ArrayLike) -> NDArray[np.float32]:
-        """Add the chunks that were just predicted and return the actions of this control step.
-
-        Args:
-            chunks: (L, K, D).
-            rows: (L,) their numbers.
-
-        Returns:
-            (L, D).
+        """Add the newest chunks (L, K, D) of rows (L,) and return the actions (L, D) of this control step.
 
         Raises:
             ValueError: another shape.
         """
-        numbers = np.asarray(rows, np.int64)
+        index = np.asarray(rows, np.int64)
         size = self._chunks.shape[1]
-        new = _checked(chunks, (len(numbers), *self._chunks.shape[2:]))
-        self._chunks[numbers] = np.concatenate([new[:, None], self._chunks[numbers, :-1]], 1)
-        self._count[numbers] = np.minimum(self._count[numbers] + 1, size)
-        count = self._count[numbers][:, None]
+        new = np.asarray(chunks, np.float32)
+        if new.shape != (len(index), *self._chunks.shape[2:]):
+            raise ValueError(f"chunks have the shape {new.shape}; expected {(len(index), *self._chunks.shape[2:])}")
+        self._chunks[index] = np.concatenate([new[:, None], self._chunks[index, :-1]], 1)
+        self._count[index] = np.minimum(self._count[index] + 1, size)
+        count = self._count[index][:, None]
         age = np.arange(size)
         # the oldest of them has the age count - 1
         weight = np.where(age < count, np.exp(-self._decay * (count - 1 - age)), 0.0)
-        said = self._chunks[numbers][:, age, age]
-        return ((weight[..., None] * said).sum(1) / weight.sum(1)[:, None]).astype(np.float32)
-
-
-def _check(rows: int, chunk: int, action_size: int) -> None:
-    if min(rows, chunk, action_size) < 1:
-        raise UserError(f"rows={rows}, chunk={chunk} and action_size={action_size} must be at least 1")
-
-
-def _checked(chunks: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    found = np.asarray(chunks, np.float32)
-    if found.shape != shape:
-        raise ValueError(f"chunks have the shape {found.shape}; expected {shape}")
-    return found
+        predicted = self._chunks[index][:, age, age]
+        return ((weight[..., None] * predicted).sum(1) / weight.sum(1)[:, None]).astype(np.float32)

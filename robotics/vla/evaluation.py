@@ -113,7 +113,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             self.acting,
             make_generator(self.seed, "evaluate", self.split, first.index, first.repeat),
             greedy=self.greedy,
-            pictures_of=[self.others[trial.task] for trial in batch] if self.swapped else (),
+            images_of=[self.others[trial.task] for trial in batch] if self.swapped else (),
         )
         return [_row(trial, episodes, place) for place, trial in enumerate(batch)]
 

@@ -2,41 +2,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.vla.ensemble import ActionQueue, TemporalEnsemble
-
-
-def test_queue_hands_out_the_first_n_and_then_wants_a_chunk():
-    queue = ActionQueue(rows=1, chunk=3, action_size=2, n_action_steps=2)
-    assert queue.empty([0]).tolist() == [True]
-    queue.push([[[1, 2], [3, 4], [5, 6]]], [0])
-    assert queue.pop([0]).tolist() == [[1, 2]]
-    assert queue.empty([0]).tolist() == [False]
-    assert queue.pop([0]).tolist() == [[3, 4]]
-    assert queue.empty([0]).tolist() == [True]
-    with pytest.raises(ValueError, match=r"rows \[0\] have no action left"):
-        queue.pop([0])
-
-
-def test_rows_of_a_queue_are_apart_and_reset_alone():
-    queue = ActionQueue(rows=3, chunk=2, action_size=1)
-    queue.push([[[1], [2]], [[3], [4]]], [0, 2])
-    assert queue.pop([2]).tolist() == [[3]]
-    assert queue.pop([0, 2]).tolist() == [[1], [4]]
-    assert queue.empty([0, 1, 2]).tolist() == [False, True, True]
-    queue.reset([0])
-    assert queue.empty([0]).tolist() == [True]
-    queue.push([[[5], [6]]], [0])
-    queue.push([[[7], [8]]], [0])
-    assert queue.pop([0]).tolist() == [[7]]
-    queue.reset()
-    assert queue.empty([0, 1, 2]).all()
-
-
-def test_a_queue_owns_its_chunks():
-    queue, chunks = ActionQueue(rows=1, chunk=2, action_size=1), np.ones((1, 2, 1), np.float32)
-    queue.push(chunks, [0])
-    chunks[:] = 9
-    assert queue.pop([0]).tolist() == [[1]]
+from robotics.vla.ensemble import TemporalEnsemble
 
 
 def test_ensemble_by_hand():
@@ -94,11 +60,8 @@ def test_equal_predictions_stay_what_they_are():
         np.testing.assert_allclose(ensemble.step(np.full((1, 5, 2), 0.3), [0]), 0.3, rtol=1e-6)
 
 
-def test_what_makes_no_sense_is_refused():
-    with pytest.raises(UserError, match="at most the chunk of 2"):
-        ActionQueue(rows=1, chunk=2, action_size=1, n_action_steps=3)
+def test_wrong_sizes_are_refused():
     with pytest.raises(UserError, match="at least 1"):
         TemporalEnsemble(rows=0, chunk=2, action_size=1)
-    for kind, method in ((ActionQueue, "push"), (TemporalEnsemble, "step")):
-        with pytest.raises(ValueError, match=r"expected \(1, 2, 1\)"):
-            getattr(kind(rows=1, chunk=2, action_size=1), method)(np.zeros((1, 3, 1)), [0])
+    with pytest.raises(ValueError, match=r"expected \(1, 2, 1\)"):
+        TemporalEnsemble(rows=1, chunk=2, action_size=1).step(np.zeros((1, 3, 1)), [0])

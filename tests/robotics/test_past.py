@@ -22,7 +22,7 @@ from robotics.sim.subprocess_sim import SubprocessSim
 from robotics.vla.collect import ActingSettings, inputs_of, run_episodes
 from robotics.vla.policy import PolicyInputs
 from robotics.vla.small import SmallVlaPolicy
-from robotics.vla.swapped import FirstPictures
+from robotics.vla.swapped import FirstImages
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_play import tiny_policy
 
@@ -221,8 +221,8 @@ def test_rows_of_an_observation_and_of_inputs_keep_their_past():
 def test_pictures_of_another_episode_are_shown_in_the_past_too():
     seen = observation()
     with ball(3) as sim:
-        shown = FirstPictures(sim, balls(3)[::-1])
-    swapped = shown.instead(seen.of([0, 2]))
+        shown = FirstImages(sim, balls(3)[::-1])
+    swapped = shown.replace_in(seen.of([0, 2]))
     assert np.array_equal(swapped.past_images, np.repeat(swapped.images[:, None], 2, 1))
     assert np.array_equal(swapped.past_views, np.repeat(swapped.views[:, None], 2, 1))
     assert np.array_equal(swapped.past_state, seen.past_state[[0, 2]])

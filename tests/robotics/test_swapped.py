@@ -11,7 +11,7 @@ from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.collect import ActingSettings, run_episodes
 from robotics.vla.loading import ActionPolicyConfig
 from robotics.vla.module_adapter import ModuleAdapter
-from robotics.vla.swapped import FirstPictures, swap_layouts
+from robotics.vla.swapped import FirstImages, swap_layouts
 from robotics.vla.tasks import EpisodeSetConfig
 from tests.robotics.line_policies import GaussianWalker
 from tests.robotics.line_sim import LineSim
@@ -51,7 +51,7 @@ def test_every_episode_sees_the_first_pictures_of_another_layout_and_its_own_sta
     sim = LineSim(views=["side"], capacity=4)  # a second wave
     first = LineSim(views=["side"]).reset(episodes).observation
     shown = LineSim(views=["side"]).reset([others[episode] for episode in episodes]).observation
-    seen, found = watch(sim, episodes, pictures_of=[others[episode] for episode in episodes])
+    seen, found = watch(sim, episodes, images_of=[others[episode] for episode in episodes])
     own, _ = watch(LineSim(capacity=4), episodes)
     waves = [step for step, inputs in enumerate(seen) if (inputs["state"][:, 0] == 0).all()]
     assert len(waves) == 2
@@ -64,18 +64,18 @@ def test_every_episode_sees_the_first_pictures_of_another_layout_and_its_own_sta
 
 def test_views_are_those_of_the_other_layout_too():
     sim = LineSim(views=["side"])
-    pictures = FirstPictures(sim, specs((3, 4)))
+    pictures = FirstImages(sim, specs((3, 4)))
     shown = sim.reset(specs((3, 4))).observation
     begun = sim.reset(specs((0, 1))).observation
-    assert np.array_equal(pictures.instead(begun.of([1])).views, shown.views[1:])
-    assert np.array_equal(pictures.instead(begun.of([1])).state, begun.state[1:])
+    assert np.array_equal(pictures.replace_in(begun.of([1])).views, shown.views[1:])
+    assert np.array_equal(pictures.replace_in(begun.of([1])).state, begun.state[1:])
 
 
 def test_what_cannot_be_shown_is_refused():
     with pytest.raises(UserError, match="needs two initial states of each task; left has 1"):
         swap_layouts([*specs((0, 1)), *specs((7, 7), "left")])
-    with pytest.raises(RunError, match=r"whose pictures were to be shown did not start: .*layout=3.*would not start"):
-        FirstPictures(LineSim(never_starts=[3]), specs((2, 3)))
+    with pytest.raises(RunError, match=r"whose images were to be shown did not start: .*layout=3.*would not start"):
+        FirstImages(LineSim(never_starts=[3]), specs((2, 3)))
 
     class Blind(LineSim):
         def reset(self, episodes):
@@ -83,7 +83,7 @@ def test_what_cannot_be_shown_is_refused():
             return replace(result, observation=replace(result.observation, images=None))
 
     with pytest.raises(UserError, match=r"set sim\.image_size"):
-        FirstPictures(Blind(), specs((0, 1)))
+        FirstImages(Blind(), specs((0, 1)))
 
 
 @pytest.mark.parametrize("name", ["make_reader", "make_walker"])
