@@ -1,7 +1,7 @@
 """Actions as tokens: bins with their inverse, sampling, scoring and the cloning loss.
 
 Shapes: B rows, T tokens of a chunk, n bins, ... any leading dimensions. A token is named by its index 0..n-1 among the
-action tokens; `to_ids` says which ids of a language model's vocabulary of V entries these are, its last n.
+action tokens; in a language model's vocabulary these are n neighbouring ids.
 
 Log-probabilities are those of log_softmax(logits / temperature) in float32, the same expression in sampling and in
 training, so that an update starts at ratio 1.
@@ -52,39 +52,24 @@ class ActionTokenizer:
         if self.mode == "uniform":
             return (2 * np.arange(self.bins) + 1) / self.bins - 1
         edges = np.linspace(-1, 1, self.bins)
-        places = (self.bins - 1 - np.arange(self.bins)).clip(0, self.bins - 2)
-        return ((edges[:-1] + edges[1:]) / 2)[places]
+        falling = (self.bins - 1 - np.arange(self.bins)).clip(0, self.bins - 2)
+        return ((edges[:-1] + edges[1:]) / 2)[falling]
 
     def encode(self, actions: Values) -> Values:
-        """Find the bin of each number.
-
-        Args:
-            actions: any shape, float; values outside -1..1 are clipped.
-
-        Returns:
-            Indices of the same shape, int64.
-        """
-        # in float64 on both sides, so that arrays and tensors fall into the same bins
-        if isinstance(actions, Tensor):
-            wide = actions.double()
-            _refuse_nan(bool(wide.isnan().any()))
-            return self._encode_tensor(wide.clamp(-1, 1))
-        values = np.asarray(actions, np.float64)
-        _refuse_nan(bool(np.isnan(values).any()))
-        values = values.clip(-1, 1)
+        """Bins of actions (...) as int64 indices (...); values outside -1..1 are clipped."""
+        if not isinstance(actions, Tensor):
+            return self.encode(torch.from_numpy(np.array(actions, np.float64))).numpy()
+        values = actions.double()  # so that float32 and float64 actions fall into the same bins
+        if values.isnan().any():
+            raise ValueError("actions hold NaN, which has no token")
+        values = values.clamp(-1, 1)
         if self.mode == "uniform":
-            return np.floor((values + 1) / 2 * self.bins).clip(0, self.bins - 1).astype(np.int64)
-        return np.asarray(self.bins - np.digitize(values, np.linspace(-1, 1, self.bins)), np.int64)
+            return ((values + 1) / 2 * self.bins).floor().long().clamp(0, self.bins - 1)
+        edges = torch.from_numpy(np.linspace(-1, 1, self.bins)).to(values.device)
+        return self.bins - torch.bucketize(values.contiguous(), edges, right=True)
 
     def decode(self, indices: Values) -> Values:
-        """Return the centre of each bin.
-
-        Args:
-            indices: any shape, integers in 0..n-1.
-
-        Returns:
-            Actions of the same shape, float32.
-        """
+        """Centres of the bins of indices (...) in 0..n-1 as actions (...), float32."""
         if len(indices.reshape(-1)):
             low, high = int(indices.min()), int(indices.max())
             if low < 0 or high >= self.bins:
@@ -94,48 +79,28 @@ class ActionTokenizer:
             return torch.from_numpy(centres).to(indices.device)[indices]
         return centres[indices]
 
-    def to_ids(self, indices: Values, vocabulary: int) -> Values:
-        """Return the ids of indices in a vocabulary of `vocabulary` entries whose last n are the actions."""
-        return indices + (vocabulary - self.bins)
-
-    def from_ids(self, ids: Values, vocabulary: int) -> Values:
-        """Undo `to_ids`."""
-        return ids - (vocabulary - self.bins)
-
-    def _encode_tensor(self, values: Tensor) -> Tensor:
-        if self.mode == "uniform":
-            return ((values + 1) / 2 * self.bins).floor().long().clamp(0, self.bins - 1)
-        edges = torch.from_numpy(np.linspace(-1, 1, self.bins)).to(values.device)
-        return self.bins - torch.bucketize(values.contiguous(), edges, right=True)
-
 
 def draw_tokens(
     logits: Tensor, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token from each row of logits.
-
-    Returns:
-        Indices (...) int64 and their log-probabilities (...) float32.
+    """Sample a token (...) int64 of each distribution (..., n), with its log-probability (...) float32.
 
     Gradient: none.
     """
     with torch.no_grad():
         logp = _log_softmax(logits, temperature)
-        luck = torch.rand(logp.shape[:-1], generator=generator, device=generator.device, dtype=torch.float64)
+        uniform = torch.rand(logp.shape[:-1], generator=generator, device=generator.device, dtype=torch.float64)
         if greedy:
             tokens = logp.argmax(-1)
         else:
             mass = logp.double().exp().cumsum(-1)
-            aim = luck.to(mass.device)[..., None] * mass[..., -1:]
-            tokens = torch.searchsorted(mass, aim, right=True)[..., 0].clamp(max=mass.shape[-1] - 1)
+            target = uniform.to(mass.device)[..., None] * mass[..., -1:]
+            tokens = torch.searchsorted(mass, target, right=True)[..., 0].clamp(max=mass.shape[-1] - 1)
         return tokens, logp.gather(-1, tokens[..., None])[..., 0]
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of chosen tokens and entropies of the distributions.
-
-    Returns:
-        Log-probability and entropy (...), float32, nats.
+    """Log-probabilities of tokens (...) and entropies (...) of their distributions (..., n), float32, nats.
 
     Gradient: through the logits, from both outputs.
     """
@@ -147,16 +112,9 @@ def score_tokens(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tu
 
 
 def token_loss(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy of demonstrated tokens under a mask.
+    """Mean cross-entropy () float32 of logits (B, T, n) under a mask (B, T); 0 if the mask is empty.
 
-    Args:
-        logits: (B, T, n), any float dtype.
-        targets: (B, T) int64 indices, or (B, T, n) float, a target distribution over tokens.
-        mask: (B, T), 1 where the demonstration has a token.
-        smoothing: share of the target that is spread over all n tokens.
-
-    Returns:
-        () float32; 0 if the mask is empty.
+    Targets are (B, T) int64 indices or (B, T, n) distributions, of which `smoothing` is spread over all n tokens.
 
     Gradient: through the logits.
     """
@@ -172,8 +130,3 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy for the most likely action.")
     return (logits.float() / temperature).log_softmax(-1)
-
-
-def _refuse_nan(found: bool) -> None:
-    if found:
-        raise ValueError("actions hold NaN, which has no token")

@@ -1,8 +1,8 @@
 """A critic for robot policies: the expected return from the simulator's full state.
 
-Only training asks it, so it may see what no camera shows (the poses of all pieces) and need not see any image: it is an
-asymmetric critic. That makes it small and quick to learn, and the advantages of single chunks precise, while the policy
-keeps acting from images and the robot's own state.
+It is asymmetric: only training reads it, so it may see the poses of all pieces, which no camera shows, and needs no
+image. That makes it small and quick to learn, and the advantages of single chunks precise, while the policy acts from
+images and the robot's own state.
 
 Shapes: B episodes, C chunks, S entries of the full state, K task names.
 
@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.fields import bounded, rare
-from robotics.vla.action_range import ActionRange
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs
 from robotics.vla.saved import read_weights, write_weights
-from robotics.vla.statistics import STATE_LIMIT, ActionStatistics, StateStatistics
+from robotics.vla.statistics import STATE_LIMIT, StateStatistics
 
 CRITIC_FOLDER = "critic"
 
@@ -36,13 +35,13 @@ class CriticConfig:
     width: int = rare(bounded(256, at_least=1))
     """Width of its two hidden layers."""
     learning_rate_factor: float = rare(bounded(10.0, above=0))
-    """Its learning rate over that of the policy."""
+    """Factor on the policy's learning rate."""
     learning_rate: float | None = bounded(None, above=0)
-    """Its learning rate itself, whatever the policy's is; takes the place of `learning_rate_factor`. The schedule's
-    warm-up and decay apply to it in proportion."""
+    """Its own learning rate, in place of `learning_rate_factor`; the schedule's warm-up and decay apply to it in
+    proportion."""
 
     def factor(self, policy_rate: float) -> float:
-        """Its learning rate over a policy's of `policy_rate`."""
+        """Factor on a policy's learning rate of `policy_rate`."""
         return self.learning_rate_factor if self.learning_rate is None else self.learning_rate / policy_rate
 
 
@@ -80,22 +79,16 @@ class StateCritic(nn.Module):
 
 
 def critic_inputs(payload: EpisodePayload, group: Tensor, tasks: Sequence[str], horizon: int) -> Tensor:
-    """What the critic is told before each chunk.
+    """Inputs of the critic before each chunk: full state, share of the horizon so far, and one entry a task.
 
-    Args:
-        payload: B episodes of C chunks; without full states their observed ones are used.
-        group: (B,) int64, the initial state of each.
-        tasks: K names.
-        horizon: control steps of the longest episode.
-
-    Returns:
-        (B, C, S + 1 + K) float32: full state, share of the horizon that has gone by, and one entry a task.
+    B episodes of C chunks in groups (B,), K tasks and a horizon in control steps give (B, C, S + 1 + K) float32.
+    Without full states the observed ones are used.
     """
     states = payload.states if payload.full_states is None else payload.full_states
-    gone = (payload.steps.cumsum(1) - payload.steps).to(states.dtype)[..., None] / horizon
+    elapsed = (payload.steps.cumsum(1) - payload.steps).to(states.dtype)[..., None] / horizon
     number = torch.tensor([tasks.index(payload.episodes[index].task) for index in group.tolist()], device=states.device)
-    kind = nn.functional.one_hot(number, len(tasks)).to(states.dtype)
-    return torch.cat([states, gone, kind[:, None].expand(-1, states.shape[1], -1)], -1)
+    task = nn.functional.one_hot(number, len(tasks)).to(states.dtype)
+    return torch.cat([states, elapsed, task[:, None].expand(-1, states.shape[1], -1)], -1)
 
 
 class PolicyWithCritic(ActionPolicy):
@@ -111,25 +104,11 @@ class PolicyWithCritic(ActionPolicy):
         self.by_step = policy.by_step
         self.learning_rate_factors = {"critic": learning_rate_factor}
 
-    @property
-    def statistics(self) -> ActionStatistics | None:  # type: ignore[override]
-        """The policy's own."""
-        return self.policy.statistics
-
-    @property
-    def past(self) -> int:  # type: ignore[override]
-        """The policy's own."""
-        return self.policy.past
-
-    @property
-    def action_range(self) -> ActionRange | None:  # type: ignore[override]
-        """The policy's own."""
-        return self.policy.action_range
-
-    @property
-    def config(self) -> Any:
-        """The policy's own; None where it has none."""
-        return getattr(self.policy, "config", None)
+    # properties, since cloning and loading set them on the policy later
+    statistics = property(lambda self: self.policy.statistics)  # type: ignore[assignment]
+    past = property(lambda self: self.policy.past)  # type: ignore[assignment]
+    action_range = property(lambda self: self.policy.action_range)  # type: ignore[assignment]
+    config = property(lambda self: getattr(self.policy, "config", None))
 
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False

@@ -7,9 +7,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,12 +19,12 @@ from mmrl.fields import bounded, rare
 from mmrl.files import expanded
 from mmrl.training.record.fingerprint import content_digest
 from robotics.vla.policy import PolicyInputs
+from robotics.vla.statistics import ActionStatistics, StateStatistics
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.data import EpisodeData, LeRobotReader
-    from robotics.vla.statistics import ActionStatistics, StateStatistics
 
 LOGGER = logging.getLogger("mmrl")
 IMAGES_READ = 256
@@ -49,8 +48,8 @@ class DemonstrationConfig:
     views: list[str] = rare(field(default_factory=list))
     """Further cameras of the dataset, in the order in which the policy sees them."""
     cache: str = ""
-    """Folder for decoded images, which all processes of a machine then map from disk instead of holding their own copy
-    in memory; an image of 256 x 256 takes 197 kB. Empty = in memory."""
+    """Folder for decoded images, which all processes of a machine map from disk instead of each holding a copy in
+    memory; an image of 256 x 256 takes 197 kB. Empty = in memory."""
     max_episodes: int = rare(bounded(0, at_least=0))
     """Number of episodes, the first ones; 0 = all."""
     only_success: bool = rare(True)
@@ -110,18 +109,15 @@ class Demonstrations:
 
     def digest(self) -> str:
         """Digest of all states, actions and instructions, and of the first images of some episodes."""
-        shown = self.images or []
-        step = max(1, len(shown) // IMAGES_READ)
+        videos = self.images or []
+        step = max(1, len(videos) // IMAGES_READ)
         changing = [sorted(self.changing_instructions.items())] if self.changing_instructions else []
-        texts = [self.instructions, *changing]
-        seen = [images[:1] for images in shown[::step]]
-        seen += [images[:1] for views in self.views[::step] for images in views]
-        return content_digest([self.states, self.actions, *texts, seen])
+        first = [images[:1] for images in videos[::step]]
+        first += [images[:1] for views in self.views[::step] for images in views]
+        return content_digest([self.states, self.actions, self.instructions, *changing, first])
 
     def statistics(self, unscaled: Sequence[int] = ()) -> ActionStatistics:
         """Distribution of the actions."""
-        from robotics.vla.statistics import ActionStatistics
-
         size = self.actions[0].shape[1]
         wrong = [entry for entry in unscaled if not -size <= entry < size]
         if wrong:
@@ -142,8 +138,6 @@ class Demonstrations:
 
     def state_statistics(self) -> StateStatistics:
         """Distribution of the states."""
-        from robotics.vla.statistics import StateStatistics
-
         return StateStatistics.from_arrays(np.concatenate(self.states))
 
     def observations(self, moments: Sequence[Moment], past: int = 0) -> PolicyInputs:
@@ -152,9 +146,9 @@ class Demonstrations:
         if not past:
             return present
         steps = range(past, 0, -1)
-        before = [Moment(moment.episode, max(0, moment.step - back)) for moment in moments for back in steps]
-        seen = {name: getattr(self._present(before), name) for name in ("images", "state", "views")}
-        parts = {f"past_{name}": part.unflatten(0, (-1, past)) for name, part in seen.items() if part is not None}
+        before = self._present([Moment(now.episode, max(0, now.step - back)) for now in moments for back in steps])
+        parts = {f"past_{name}": getattr(before, name) for name in ("images", "state", "views")}
+        parts = {name: part.unflatten(0, (-1, past)) for name, part in parts.items() if part is not None}
         return dataclasses.replace(present, **parts)
 
     def _present(self, moments: Sequence[Moment]) -> PolicyInputs:
@@ -166,19 +160,15 @@ class Demonstrations:
             seen = [[images[moment.step] for images in self.views[moment.episode]] for moment in moments]
             views = torch.from_numpy(np.stack(seen))
         states = np.stack([self.states[moment.episode][moment.step] for moment in moments])
-        instructions = tuple(self._instruction(moment) for moment in moments)
+        changing = self.changing_instructions
+        instructions = tuple(
+            changing[now.episode][now.step] if now.episode in changing else self.instructions[now.episode]
+            for now in moments
+        )
         return PolicyInputs(images, torch.from_numpy(states), instructions, views)
 
-    def _instruction(self, moment: Moment) -> str:
-        changing = self.changing_instructions.get(moment.episode)
-        return changing[moment.step] if changing else self.instructions[moment.episode]
-
     def chunks(self, moments: Sequence[Moment], length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Actions from some moments on.
-
-        Returns:
-            Actions (B, K, A), the last one repeated after the end of the episode, and a mask (B, K), 1 before the end.
-        """
+        """Actions (B, K, A) from each moment on, the last one repeated past the end, and a mask (B, K), 1 before it."""
         actions, mask = [], []
         for moment in moments:
             done = self.actions[moment.episode][moment.step : moment.step + length]
@@ -192,7 +182,7 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
     """Read demonstrations; a missing folder is built first if there is a builder.
 
     Args:
-        config: where they are.
+        config: folder, cameras and selection of episodes.
 
     Returns:
         All usable episodes; images in memory, or mapped from the files of `config.cache`.
@@ -220,11 +210,13 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
             found.changing_instructions[len(found.instructions)] = list(episode.frame_tasks)
         found.instructions.append(episode.task)
         if found.images is not None:
-            seen = {name: _images(episode, reader, config, name) for name in (config.camera, *config.views)}
-            _check_sizes(seen, config)
-            found.images.append(seen[config.camera])
+            videos = {name: _images(episode, reader, config, name) for name in (config.camera, *config.views)}
+            if len({images.shape for images in videos.values()}) > 1:
+                sizes = ", ".join(f"{name} {images.shape[1]} x {images.shape[2]}" for name, images in videos.items())
+                raise UserError(f"demonstrations.views: the cameras of {config.path} differ in size: {sizes}")
+            found.images.append(videos[config.camera])
             if config.views:
-                found.views.append([seen[name] for name in config.views])
+                found.views.append([videos[name] for name in config.views])
     if not found.actions:
         raise UserError(f"{config.path} has no usable episode; {found.skipped} were left out")
     if found.skipped:
@@ -239,7 +231,10 @@ def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationCo
         raise UserError(f"demonstrations.{option} '{camera}', but {config.path} has {known}")
     if not config.cache:
         return episode.images[camera]
-    path = _cache_folder(reader, camera, config) / f"episode-{episode.number:06d}.npy"
+    # the digest of the dataset's contents, so that another dataset at the same path has another folder
+    about = json.dumps([str(reader.folder.absolute()), camera, reader.info], sort_keys=True)
+    folder = expanded(config.cache) / f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
+    path = folder / f"episode-{episode.number:06d}.npy"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may write at once; each puts a whole file there.
@@ -251,15 +246,3 @@ def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationCo
             draft.unlink(missing_ok=True)
     images: NDArray[np.uint8] = np.load(path, mmap_mode="r")
     return images
-
-
-def _check_sizes(seen: Mapping[str, NDArray[np.uint8]], config: DemonstrationConfig) -> None:
-    if len({images.shape for images in seen.values()}) > 1:
-        sizes = [f"{name} {images.shape[1]} x {images.shape[2]}" for name, images in seen.items()]
-        raise UserError(f"demonstrations.views: the cameras of {config.path} differ in size: {', '.join(sizes)}")
-
-
-def _cache_folder(reader: LeRobotReader, camera: str, config: DemonstrationConfig) -> Path:
-    """Cache folder of this very dataset; another one at the same path has another folder."""
-    about = json.dumps([str(reader.folder.absolute()), camera, reader.info], sort_keys=True)
-    return expanded(config.cache) / f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"

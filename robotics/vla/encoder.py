@@ -2,10 +2,10 @@
 
 Shapes: B rows, W width, Q queries, N observation tokens, P pixels of a feature map, L words of an instruction.
 
-The image stem suits little data: its features are scaled and shifted by the instruction (FiLM), and beside 4 x 4 patch
-tokens it returns keypoints, the positions at which learned features are strongest, because a gripper needs to know
-where objects are. A row does not depend on the rest of the batch, and there is no dropout: the same weights compute the
-same numbers in sampling and in training.
+The image stem suits little data: its features are scaled and shifted by the instruction (FiLM), and in addition to
+4 x 4 patch tokens it returns keypoints, the positions at which learned features are strongest, because a gripper needs
+to know where objects are. A row does not depend on the rest of the batch, and there is no dropout: the same weights
+compute the same numbers in sampling and in training.
 
 Source: FiLM, arXiv 1709.07871, as in BC-Z, arXiv 2202.02005; keypoints (spatial softmax): arXiv 1504.00702.
 """
@@ -52,11 +52,11 @@ class EncoderConfig:
     keypoints: int = rare(bounded(32, at_least=0))
     """Number of keypoints; 0 = none."""
     octaves: int = bounded(0, at_least=0)
-    """Frequencies at which the places of the keypoints are also given as sines and cosines, for policies that have to
-    say where things are to a centimetre; 0 = the places alone."""
+    """Frequencies of sines and cosines of the keypoints' positions, added for policies that have to locate things to a
+    centimetre; 0 = the positions alone."""
     condition_queries: bool = False
-    """Add the instruction, the state and the keypoints to the queries, beside letting the queries attend to them, which
-    the blocks have to learn first."""
+    """Also add the instruction, the state and the keypoints to the queries, which otherwise only attend to them, as the
+    blocks have to learn first."""
     words: int = rare(32)
     """Largest number of words of an instruction."""
 
@@ -113,10 +113,7 @@ class ObservationEncoder(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, batch: PolicyInputs) -> Tensor:
-        """Encode B rows.
-
-        Returns:
-            (B, Q, W), normalised.
+        """Encode B rows: (B, Q, W), normalised.
 
         Gradient: into all weights.
         """

@@ -1,8 +1,8 @@
 """Success of a robot policy over fixed initial states, with everything that makes the number reproducible.
 
 Each finished episode is one line of `episodes/<split>-<protocol>-<fingerprint>.jsonl` in the run's folder. The
-fingerprint is that of weights, settings and initial states, so an evaluation that was cut off continues where it
-stopped, and one of other weights is never mixed in. Episodes whose environment failed are run again.
+fingerprint is that of weights, settings and initial states, so an interrupted evaluation continues where it stopped,
+and never mixes in episodes of other weights. Episodes whose environment failed are run again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from robotics.vla.replays import ReplayVideos, episode_of
 from robotics.vla.tasks import episode_id
 
 PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
-"""How actions are chosen, and whether the policy sees its own episode."""
+"""How actions are chosen; `_swapped` shows the policy the first images of another episode."""
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -47,22 +48,21 @@ class RobotEvaluationConfig(EvaluationConfig):
     samples: int = 0
     """Further episodes of each initial state with sampled actions; 0 = none."""
     swapped: bool = rare(False)
-    """Also the same with the first pictures of another initial state throughout, as success/greedy_swapped and
-    success/sampled_swapped: success that stays is not owed to looking."""
+    """Also evaluate with the first images of another initial state throughout, as success/greedy_swapped and
+    success/sampled_swapped: success that stays does not come from looking."""
     videos: int = bounded(2, at_least=0)
-    """First failures and first successes of the headline split that are kept as mp4, that many of each; 0 = none. There
-    are none either where the simulator renders no images and `video_size` is 0."""
+    """Number of first failures, and of first successes, of the headline split that are written as mp4; 0 = none. There
+    are also none where the simulator renders no images and `video_size` is 0."""
     fps: int = bounded(10, at_least=1)
     """Frames per second of the videos, one frame a control step."""
     video_size: int = rare(bounded(0, at_least=0))
-    """Height of the videos in pixels, rendered by a simulator opened for them; 0 = the policy's own images. Of the
-    tabletop they are films for people then, 4:3, with a caption that tells how the episode ends; policies see other
-    images."""
+    """Height of the videos in pixels, rendered by a simulator opened for them; 0 = the policy's own images. Those of
+    the tabletop are then made for people, 4:3, with a caption of the outcome; policies see other images."""
 
 
 @dataclass
 class EpisodeMeasure(Measure[EpisodeSpec]):
-    """Success over initial states, with greedy or with sampled actions, of policies that see or see other pictures.
+    """Success over initial states by one protocol.
 
     The metrics are success/<protocol> with its interval (Wilson for greedy, bootstrap over initial states for sampled),
     the same for each task, the mean control steps of the successes and the number of failed environments.
@@ -74,14 +74,14 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
     """One of `PROTOCOLS`."""
     evaluation: RobotEvaluationConfig
     acting: ActingSettings
-    """Of the run; sampled episodes have the evaluation's temperature and no ensemble."""
+    """Acting settings; sampled episodes use `evaluation.temperature` and no ensemble."""
     seed: int
     split: str
     run_dir: Path
     conditions: Mapping[str, Any]
-    """What the rows depend on besides the above, such as the numerical precision and digests of the user's code."""
+    """Further conditions of the rows, such as the numerical precision and digests of the user's code."""
     others: Mapping[EpisodeSpec, EpisodeSpec] = field(default_factory=dict)
-    """By episode, whose pictures the swapped protocols show."""
+    """By episode, the one whose images the swapped protocols show."""
     videos: ReplayVideos | None = None
     """Replays the first failures and successes; None makes no videos."""
     shows_progress: bool = False
@@ -115,39 +115,37 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             greedy=self.greedy,
             images_of=[self.others[trial.task] for trial in batch] if self.swapped else (),
         )
-        return [_row(trial, episodes, place) for place, trial in enumerate(batch)]
+        return [_row(trial, episodes, row) for row, trial in enumerate(batch)]
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[EpisodeSpec]) -> dict[str, float]:
         """Success overall and of each task, and the counts."""
-        sound = [row for row in rows if not row["failed"]]
+        finished = [row for row in rows if not row["failed"]]
         name = f"success/{self.protocol}"
-        metrics = self._success(sound, name)
+        metrics = self._success(finished, name)
         for task in dict.fromkeys(row["task"] for row in rows):
-            metrics |= self._success([row for row in sound if row["task"] == task], f"{name}/{metric_label(task)}")
-        steps = [row["steps"] for row in sound if row["success"]]
+            metrics |= self._success([row for row in finished if row["task"] == task], f"{name}/{metric_label(task)}")
+        steps = [row["steps"] for row in finished if row["success"]]
         metrics[f"episode/steps_to_success/{self.protocol}"] = float(np.mean(steps)) if steps else float("nan")
-        return metrics | {f"episode/failed/{self.protocol}": float(len(rows) - len(sound))}
+        return metrics | {f"episode/failed/{self.protocol}": float(len(rows) - len(finished))}
 
     def record(self, row: Row) -> SampleRecord:
         """An episode with its first, middle and last frame."""
         from PIL import Image
 
         frames = row.get("frames")
-        images = []
-        if frames is not None:
-            images = [Image.fromarray(frames[place]) for place in sorted({0, len(frames) // 2, len(frames) - 1})]
+        shown = [] if frames is None else sorted({0, len(frames) // 2, len(frames) - 1})
         return SampleRecord(
             id=episode_id(episode_of(row)),
             prompt=row["instruction"],
             response=f"{row['steps']} control steps",
-            outputs=images,
+            outputs=[Image.fromarray(frames[index]) for index in shown],
             reward=float(row["success"]),
             finish=row["reason"] or row["ending"],
             correct=row["success"],
         )
 
     def outcome(self, row: Row) -> Outcome | None:
-        """Whether an episode succeeded; nothing where its environment broke down."""
+        """Whether an episode succeeded; None where its environment failed."""
         if row["failed"]:
             return None
         spec = episode_of(row)
@@ -155,14 +153,39 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
 
     def saved_rows(self, tasks: Sequence[EpisodeSpec], processes: int) -> ResumableRows:
         """The episodes file of these weights, settings and initial states."""
-        conditions = self._all_conditions(tasks, processes)
+        policy, acting = self.policy, self.acting
+        scale, bounds = action_scale(policy, acting), policy.action_range
+        conditions = {
+            "protocol": self.protocol,
+            "repeats": self.repeats,
+            "initial_states": short_digest(json.dumps([asdict(task) for task in tasks]).encode()),
+            "seed": self.seed,
+            "batch": self.batch_size,
+            "processes": processes,
+            "chunk": policy.chunk,
+            "n_action_steps": acting.n_action_steps or policy.chunk,
+            "temperature": acting.temperature,
+            "ensemble": acting.ensemble,
+            "scale": acting.scale if scale is None else scale.as_dict(),
+            "weights": _weights_digest(policy),
+            **({"past": policy.past if keeps_past(self.sim) else 0} if policy.past else {}),
+            **({} if bounds is None else {"action_range": bounds.as_dict()}),
+            **self.conditions,
+            "device": next(policy.parameters(), torch.zeros(0)).device.type,
+            "torch": torch.__version__,
+            "simulator": dict(self.sim.describe()),
+        }
         return ResumableRows(self.run_dir / "episodes", f"{self.split}-{self.protocol}", conditions, {"frames"})
 
     def finish(self, rows: Sequence[Row], saved: ResumableRows | None) -> None:
         """Write the videos and log the table of successes."""
         if self.videos is not None:
             self.videos.write(rows)
-        about = "" if saved is None else _in_one_line(saved.conditions)
+        shown: dict[str, Any] = {}
+        if saved is not None:
+            names = ("seed", "chunk", "n_action_steps", "weights")
+            shown = {**{name: saved.conditions[name] for name in names}, **saved.conditions["simulator"]}
+        about = ", ".join(f"{name} {value}" for name, value in shown.items() if not isinstance(value, dict))
         LOGGER.info("%s, %s (%s):\n%s", self.split, self.protocol, about, success_table(rows))
 
     def _success(self, rows: Sequence[Row], name: str) -> dict[str, float]:
@@ -172,29 +195,6 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
         rng = None if self.greedy else np.random.default_rng(self.seed)
         return with_interval(name, list(by_state.values()), rng)
 
-    def _all_conditions(self, tasks: Sequence[EpisodeSpec], processes: int) -> dict[str, Any]:
-        acting = self.acting
-        scale = action_scale(self.policy, acting)
-        return {
-            "protocol": self.protocol,
-            "repeats": self.repeats,
-            "initial_states": short_digest(json.dumps([asdict(task) for task in tasks]).encode()),
-            "seed": self.seed,
-            "batch": self.batch_size,
-            "processes": processes,
-            "chunk": self.policy.chunk,
-            "n_action_steps": acting.n_action_steps or self.policy.chunk,
-            "temperature": acting.temperature,
-            "ensemble": acting.ensemble,
-            "scale": acting.scale if scale is None else scale.as_dict(),
-            "weights": _weights_digest(self.policy),
-            **_policy_conditions(self.policy, self.sim),
-            **self.conditions,
-            "device": next(self.policy.parameters(), torch.zeros(0)).device.type,
-            "torch": torch.__version__,
-            "simulator": dict(self.sim.describe()),
-        }
-
 
 def success_table(rows: Sequence[dict[str, Any]]) -> str:
     """Successes of each task and overall, with Wilson intervals and how the failures ended."""
@@ -203,28 +203,22 @@ def success_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [f"{'task':<{width}}  success  95 % interval    failures"]
     for name in [*names, None]:
         own = [row for row in rows if name in (None, row["task"])]
-        sound = [row for row in own if not row["failed"]]
-        done = sum(row["success"] for row in sound)
-        low, high = wilson_interval(done, len(sound))
-        share = done / len(sound) if sound else float("nan")
-        ends = ", ".join(f"{count} {reason}" for reason, count in _endings(own).items())
+        finished = [row for row in own if not row["failed"]]
+        done = sum(row["success"] for row in finished)
+        low, high = wilson_interval(done, len(finished))
+        share = done / len(finished) if finished else float("nan")
+        reasons = Counter(row["reason"] or row["ending"] for row in own if not row["success"] or row["failed"])
+        ends = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
         label = "all tasks" if name is None else name
-        lines.append(f"{label:<{width}}  {done:>3}/{len(sound):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {ends}")
+        lines.append(f"{label:<{width}}  {done:>3}/{len(finished):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {ends}")
     return "\n".join(lines)
 
 
-def _policy_conditions(policy: ActionPolicy, sim: RobotSim) -> dict[str, Any]:
-    """What a policy's actions depend on besides its weights, where there is something."""
-    bounds = policy.action_range
-    past = {"past": policy.past if keeps_past(sim) else 0} if policy.past else {}
-    return past if bounds is None else {**past, "action_range": bounds.as_dict()}
-
-
-def _row(trial: Trial[EpisodeSpec], episodes: Episodes, place: int) -> Row:
+def _row(trial: Trial[EpisodeSpec], episodes: Episodes, row: int) -> Row:
     payload, task = episodes.payload, trial.task
-    failed, success = bool(payload.failed[place]), bool(payload.success[place])
-    reason = payload.reasons[place] if payload.reasons else ""
-    drawn = payload.drawn[place] if payload.drawn else None
+    failed, success = bool(payload.failed[row]), bool(payload.success[row])
+    drawn = payload.drawn[row] if payload.drawn else None
+    ending = "terminated" if bool(payload.terminated[row]) else "horizon"
     return {
         **({} if task.draw == 0 else {"draw": task.draw}),
         **({"randomization": dict(drawn)} if drawn else {}),
@@ -236,23 +230,13 @@ def _row(trial: Trial[EpisodeSpec], episodes: Episodes, place: int) -> Row:
         "layout": task.layout,
         "success": success,
         "failed": failed,
-        "ending": _ending(failed, success, bool(payload.terminated[place])),
-        "reason": reason,
-        "steps": int(payload.lengths[place]),
+        "ending": "failed" if failed else "success" if success else ending,
+        "reason": payload.reasons[row] if payload.reasons else "",
+        "steps": int(payload.lengths[row]),
         # the shortest text that reads back as the same float32, so that a replay ends the same way
-        "actions": [[float(str(entry)) for entry in action] for action in episodes.actions[place]],
-        "frames": payload.frames_of(place),
+        "actions": [[float(str(entry)) for entry in action] for action in episodes.actions[row]],
+        "frames": payload.frames_of(row),
     }
-
-
-def _ending(failed: bool, success: bool, terminated: bool) -> str:
-    return "failed" if failed else "success" if success else "terminated" if terminated else "horizon"
-
-
-def _in_one_line(conditions: Mapping[str, Any]) -> str:
-    names = ("seed", "chunk", "n_action_steps", "weights")
-    shown = {**{name: conditions[name] for name in names}, **conditions["simulator"]}
-    return ", ".join(f"{name} {value}" for name, value in shown.items() if not isinstance(value, dict))
 
 
 def _weights_digest(policy: nn.Module) -> str:
@@ -262,8 +246,3 @@ def _weights_digest(policy: nn.Module) -> str:
         if isinstance(value, torch.Tensor):
             digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _endings(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    ends = [row["reason"] or row["ending"] for row in rows if not row["success"] or row["failed"]]
-    return {reason: ends.count(reason) for reason in dict.fromkeys(ends)}

@@ -13,6 +13,7 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, check_config, choice
+from mmrl.files import expanded
 from robotics.sim.episodes import RobotSim, views_of
 from robotics.vla.module_adapter import ModuleAdapter
 from robotics.vla.policy import ActionPolicy, open_policy
@@ -170,13 +171,14 @@ def _check(options: LeRobotServerConfig) -> None:
 
 def _openvla(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
     from robotics.vla.openvla_folder import OpenVlaConfig
-    from robotics.vla.openvla_parts import has_action_head
+    from robotics.vla.openvla_parts import HEAD, find_part
     from robotics.vla.openvla_policy import OpenVlaPolicy
     from robotics.vla.openvla_regression import OpenVlaRegressionPolicy
 
     _check_known("model.options", config.options, OpenVlaConfig)
     settings = OpenVlaConfig(chunk=config.chunk, **config.options)
-    return (OpenVlaRegressionPolicy if has_action_head(settings.folder) else OpenVlaPolicy)(settings)
+    has_head = find_part(expanded(settings.folder), HEAD) is not None
+    return (OpenVlaRegressionPolicy if has_head else OpenVlaPolicy)(settings)
 
 
 def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:

@@ -1,4 +1,4 @@
-"""OpenVLA-OFT folders: what lies in them, and how images, instructions and actions go in and out of their model.
+"""OpenVLA-OFT folders: their files, and the inputs and outputs of their model.
 
 Shapes: B rows, K control steps, D entries of an action, S state entries, P prompt tokens, H x W pixels.
 
@@ -92,7 +92,7 @@ class OpenVlaFolder:
         self.bins, self._vision = int(entries.get("n_action_bins", 256)), entries["image_sizes"]
         self._key, self._known = _statistics(self.path, entries, config.unnorm_key)
         self.statistics = self.read_statistics("action")
-        """Of the actions; with `min_max` the bounds stand in the place of the quantiles."""
+        """Statistics of the actions; with `min_max` the bounds replace the quantiles."""
         self._images, self._texts = _ImageScale(self.path), _tokenizer(self.path)
 
     def read_statistics(self, part: str) -> ActionStatistics:
@@ -118,12 +118,7 @@ class OpenVlaFolder:
         return model
 
     def look(self, batch: PolicyInputs, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Images and instructions as the model takes them.
-
-        Returns:
-            pixels: (B, 3 n m, H, W) in the dtype of the weights, m images as each of the n backbones takes them.
-            prompts: B texts (P,) int64.
-        """
+        """Pixels (B, 3 n m, H, W) of m images for each of the n backbones, and B prompts (P,) int64, for the model."""
         if batch.images is None:
             raise UserError(f"{self.path} needs images, which the observations lack")
         images = [batch.images, *(() if batch.views is None else batch.views.unbind(1))]
@@ -172,7 +167,8 @@ class _ImageScale:
         size = int(sizes[0])
         rows = images.cpu()
         if rows.shape[1:3] != (size, size):
-            rows = torch.stack([_resized(row.numpy(), size) for row in rows])
+            images_pil = [Image.fromarray(row.numpy()).resize((size, size), Image.Resampling.LANCZOS) for row in rows]
+            rows = torch.stack([torch.from_numpy(np.array(image)) for image in images_pil])
         if crop:
             rows = _centre(rows)
         shares = rows.permute(0, 3, 1, 2).float() / 255
@@ -180,10 +176,6 @@ class _ImageScale:
             (shares - mean[:, None, None]) / std[:, None, None] for mean, std in zip(self.means, self.stds, strict=True)
         ]
         return torch.cat(parts, 1)
-
-
-def _resized(pixels: np.ndarray[Any, Any], size: int) -> Tensor:
-    return torch.from_numpy(np.array(Image.fromarray(pixels).resize((size, size), Image.Resampling.LANCZOS)))
 
 
 def _centre(images: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What OpenVLA-OFT keeps beside a model: the action head of L1 regression and the projector of the state.
+"""The files that OpenVLA-OFT adds to a model: the action head of L1 regression and the projector of the state.
 
 Shapes: B rows, K control steps, D entries of an action, S state entries, C hidden units of the language model, W of the
 head.
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.files import expanded, replaced
+from mmrl.files import replaced
 
 Part = TypeVar("Part", bound=nn.Module)
 
 HEAD, PROJECTOR = "action_head", "proprio_projector"
-"""Beginnings of the names of the files."""
+"""Prefixes of the names of the files."""
 BLOCKS = 2
 """Residual blocks of an action head."""
 PARALLEL = "module."
-"""What data-parallel training puts before the name of a weight; OpenVLA-OFT writes its files so, and reads both."""
+"""Prefix of the names of weights from data-parallel training, which OpenVLA-OFT writes; it reads both."""
 DIFFUSION = "noise_predictor."
-"""What the names of a diffusion head's weights begin with."""
+"""Prefix of the names of a diffusion head's weights."""
 
 
 class ActionHead(nn.Module):
@@ -65,16 +65,11 @@ class StateProjector(nn.Module):
 
 
 def find_part(folder: Path, name: str) -> Path | None:
-    """Find the file of a part that OpenVLA-OFT keeps beside the model."""
+    """The file of a part of the model, None without one; raises UserError if there are several."""
     found = sorted(folder.glob(f"{name}--*_checkpoint.pt"))
     if len(found) > 1:
         raise UserError(f"{folder} has several of {name}: {', '.join(file.name for file in found)}; keep one")
     return found[0] if found else None
-
-
-def has_action_head(folder: Path | str) -> bool:
-    """Whether a folder of OpenVLA-OFT has an action head; raises UserError if it has several."""
-    return find_part(expanded(folder), HEAD) is not None
 
 
 def load_head(file: Path, size: int, hidden: int) -> ActionHead:
@@ -143,7 +138,7 @@ def write_tensors(weights: dict[str, Tensor], file: Path) -> None:
 
 
 class _Residual(nn.Module):
-    """A linear layer, blocks around which their input is carried, and a linear layer, each after a LayerNorm."""
+    """A linear layer, residual blocks and a linear layer, each after a LayerNorm."""
 
     def __init__(self, size: int, width: int, out: int) -> None:
         super().__init__()

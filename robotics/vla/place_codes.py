@@ -1,4 +1,4 @@
-"""Places as numbers that a small network can tell apart: sines and cosines of doubling frequencies.
+"""Positions as numbers that a small network can tell apart: sines and cosines of doubling frequencies.
 
 Source: NeRF's positional encoding, arXiv 2003.08934, eq. 4.
 """
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 
-def octave_code(places: Tensor, octaves: int = 4) -> Tensor:
-    """Places (..., n) in -1..1 with sines and cosines of pi 2^k times them, k below `octaves`: (..., n (1 + 2 k))."""
-    angles = places[..., None] * (math.pi * 2.0 ** torch.arange(octaves, device=places.device))
-    return torch.cat([places[..., None], angles.sin(), angles.cos()], -1).flatten(-2)
+def octave_code(positions: Tensor, octaves: int = 4) -> Tensor:
+    """(..., n (1 + 2 octaves)): positions (..., n) in -1..1 and sines and cosines of 2^k pi times them, k < octaves."""
+    angles = positions[..., None] * (math.pi * 2.0 ** torch.arange(octaves, device=positions.device))
+    return torch.cat([positions[..., None], angles.sin(), angles.cos()], -1).flatten(-2)
 
 
 def octave_size(numbers: int, octaves: int = 4) -> int:

@@ -36,12 +36,7 @@ FUSED = 2
 
 
 class Prismatic(nn.Module):
-    """Vision backbones, projector and language model.
-
-    Args:
-        entries: of the folder's config.json.
-        dtype: of the weights; logits are float32 either way.
-    """
+    """Vision backbones, projector and language model, from the entries of the folder's config.json."""
 
     def __init__(self, entries: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -61,18 +56,7 @@ class Prismatic(nn.Module):
         """V without the rows that pad the table; the last of these ids are the actions."""
 
     def logits(self, pixels: Tensor, prompts: Sequence[Tensor], tokens: int, bins: int, causal: bool = False) -> Tensor:
-        """Score the action ids at every token of a chunk.
-
-        Args:
-            pixels: (B, 3 n m, H, W), m images after each other, each as the n backbones take it, stacked by channel.
-            prompts: B texts (P,) int64, <s> first.
-            tokens: T.
-            bins: number of ids, the last ones of the vocabulary.
-            causal: attend to earlier positions only.
-
-        Returns:
-            (B, T, bins) float32.
-        """
+        """(B, T, bins) float32 logits of the last `bins` ids of the vocabulary; other arguments as for `hidden`."""
         found = self.hidden(pixels, prompts, tokens, causal)
         head = self.language_model.lm_head.weight[self.vocabulary - bins : self.vocabulary]
         return functional.linear(found, head).float()
@@ -88,8 +72,8 @@ class Prismatic(nn.Module):
         """States of the last layer, normalised, at the positions that predict the tokens of a chunk.
 
         Args:
-            pixels: as for `logits`.
-            prompts: as for `logits`.
+            pixels: (B, 3 n m, H, W), m images after each other, each as the n backbones take it, stacked by channel.
+            prompts: B texts (P,) int64, <s> first.
             tokens: T.
             causal: attend to earlier positions only.
             after_patches: (B, n, C) embeddings behind the patches of each row; none when None.
@@ -103,8 +87,8 @@ class Prismatic(nn.Module):
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         rows = [torch.cat([prompt, prompt.new_ones(tokens), prompt.new_tensor([STOP_ID])]) for prompt in prompts]
         ids = pad_sequence(rows, batch_first=True).to(device)
-        place = torch.arange(ids.shape[1], device=device)
-        is_action = (place >= lengths[:, None]) & (place < lengths[:, None] + tokens)
+        position = torch.arange(ids.shape[1], device=device)
+        is_action = (position >= lengths[:, None]) & (position < lengths[:, None] + tokens)
         embeddings = self.language_model.get_input_embeddings()(ids).masked_fill(is_action[..., None], 0)
         whole = torch.cat([embeddings[:, :1], patches.to(embeddings), embeddings[:, 1:]], 1)
         ends = lengths + patches.shape[1] + tokens + 1
@@ -114,7 +98,7 @@ class Prismatic(nn.Module):
             inputs_embeds=whole, attention_mask=mask, position_ids=positions, use_cache=False
         ).last_hidden_state
         first = lengths + patches.shape[1] - 1
-        return states[torch.arange(len(states), device=device)[:, None], first[:, None] + place[:tokens]]
+        return states[torch.arange(len(states), device=device)[:, None], first[:, None] + position[:tokens]]
 
 
 class _Vision(nn.Module):
@@ -134,11 +118,12 @@ class _Vision(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(B, 3 n m, H, W) -> (B, m N, width), the patches of m images after each other."""
-        return torch.cat([self._one(image) for image in pixels.split(3 * self.count, 1)], 1)
-
-    def _one(self, pixels: Tensor) -> Tensor:
-        parts = [self.featurizer, self.fused_featurizer] if self.count == FUSED else [self.featurizer]
-        return torch.cat([_patches(part, each) for part, each in zip(parts, pixels.split(3, 1), strict=True)], -1)
+        backbones = [self.featurizer, self.fused_featurizer] if self.count == FUSED else [self.featurizer]
+        images = []
+        for image in pixels.split(3 * self.count, 1):
+            pairs = zip(backbones, image.split(3, 1), strict=True)
+            images.append(torch.cat([_patches(backbone, channels) for backbone, channels in pairs], -1))
+        return torch.cat(images, 1)
 
 
 class _Projector(nn.Module):
@@ -177,8 +162,10 @@ def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismati
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the weights in {folder} are of another model: {reason}") from error
     if found.missing_keys or found.unexpected_keys:
-        lacking, more = ", ".join(found.missing_keys[:3]) or "none", ", ".join(found.unexpected_keys[:3]) or "none"
-        raise UserError(f"the weights in {folder} are of another model: missing {lacking}; unknown {more}")
+        missing, unknown = ", ".join(found.missing_keys[:3]), ", ".join(found.unexpected_keys[:3])
+        raise UserError(
+            f"the weights in {folder} are of another model: missing {missing or 'none'}; unknown {unknown or 'none'}"
+        )
     return model.eval()
 
 
@@ -229,10 +216,10 @@ def _empty_llama(config: Any) -> Any:
 
 def _mask(ends: Tensor, width: int, causal: bool, dtype: torch.dtype) -> Tensor:
     """(B, 1, L, L), 0 where a position may be attended to and the lowest number elsewhere."""
-    place = torch.arange(width, device=ends.device)
-    allowed = (place < ends[:, None])[:, None, None].expand(-1, 1, width, -1)
+    position = torch.arange(width, device=ends.device)
+    allowed = (position < ends[:, None])[:, None, None].expand(-1, 1, width, -1)
     if causal:
-        allowed = allowed & (place <= place[:, None])
+        allowed = allowed & (position <= position[:, None])
     return torch.zeros(allowed.shape, dtype=dtype, device=ends.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 

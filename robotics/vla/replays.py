@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,11 @@ from robotics.vla.tasks import episode_id
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from robotics.sim.presentation import Outcome
-
 LOGGER = logging.getLogger("mmrl")
 
 
 def episode_of(row: Mapping[str, Any]) -> EpisodeSpec:
-    """The episode that a row of an evaluation is about."""
+    """The episode of an evaluation's row."""
     return EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"], row.get("draw", 0))
 
 
@@ -38,7 +36,7 @@ class ReplayVideos:
     sim: RobotSim
     """The run's simulator."""
     config: SimConfig
-    """What `sim` was opened with."""
+    """Settings that `sim` was opened with."""
     folder: Path
     label: str
     """Beginning of the names, such as step-000010-held_out."""
@@ -52,29 +50,17 @@ class ReplayVideos:
     """Control steps that the simulator is given at once."""
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Replay episodes and write their frames."""
-        chosen = self._choose(rows)
+        """Replay the first failures and successes and write their frames."""
+        tried = [row for row in rows if not row["failed"] and row["actions"]]
+        chosen = [
+            row for success in (True, False) for row in [r for r in tried if r["success"] is success][: self.count]
+        ]
         if not chosen or (self.sim.image_size is None and not self.size):
             return
-        with self._open() as sim:
+        with ExitStack() as stack:
+            sim = stack.enter_context(closing(open_film_sim(self.config, self.size))) if self.size else self.sim
             for row in chosen:
                 self._write_one(sim, row)
-
-    def _choose(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        tried = [row for row in rows if not row["failed"] and row["actions"]]
-        return [row for success in (True, False) for row in [r for r in tried if r["success"] is success][: self.count]]
-
-    @contextmanager
-    def _open(self) -> Iterator[RobotSim]:
-        """The run's own simulator, or one like it with other images."""
-        if not self.size:
-            yield self.sim
-            return
-        sim = open_film_sim(self.config, self.size)
-        try:
-            yield sim
-        finally:
-            sim.close()
 
     def _write_one(self, sim: RobotSim, row: dict[str, Any]) -> None:
         from mmrl.hub.video import write_mp4
@@ -93,14 +79,18 @@ class ReplayVideos:
         ending = "success" if row["success"] else "failure"
         name = f"{self.label}-{ending}-{row['task'].replace('/', '.')}-{row['layout']}.mp4"
         about = sim.describe()
-        shown = _film(frames, row, about["control_hz"], self.fps) if about.get("look") == "film" else frames
-        write_mp4(self.folder / name, shown, self.fps)
+        if about.get("look") == "film":
+            write_mp4(self.folder / name, _captioned(frames, row, about["control_hz"], self.fps), self.fps)
+        else:
+            write_mp4(self.folder / name, frames, self.fps)
 
 
-def _film(frames: NDArray[np.uint8], row: dict[str, Any], control_hz: float, fps: int) -> Iterator[NDArray[np.uint8]]:
-    """Frames with captions; the last one, which says how the episode ended, stays for a second."""
+def _captioned(
+    frames: NDArray[np.uint8], row: dict[str, Any], control_hz: float, fps: int
+) -> Iterator[NDArray[np.uint8]]:
+    """Frames with captions; the last one, with the outcome of the episode, stays for a second."""
     for step, frame in enumerate(frames):
-        ended = step == len(frames) - 1
-        outcome: Outcome = "" if not ended else "success" if row["success"] else "failure"
-        captioned = write_caption(frame, Caption(row["instruction"], step / control_hz, outcome))
-        yield from [captioned] * (fps if ended else 1)
+        is_last = step == len(frames) - 1
+        outcome = "" if not is_last else "success" if row["success"] else "failure"
+        captioned = write_caption(frame, Caption(row["instruction"], step / control_hz, outcome))  # type: ignore[arg-type]
+        yield from [captioned] * (fps if is_last else 1)

@@ -1,4 +1,4 @@
-"""Policies as folders: policy.json says what it is, beside weights and the statistics of its data."""
+"""Policies as folders: policy.json with kind and configuration, weights and the statistics of the data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_config(path: Path, kind: str, config: Any, statistics: ActionStatistic
 
 
 def write_statistics(path: Path, statistics: ActionStatistics | None) -> None:
-    """Write the statistics of a policy's data into its folder, which is there; without any, none are left in it."""
+    """Write the statistics of a policy's data into its existing folder, or remove those in it."""
     if statistics is None:
         (path / STATISTICS_FILE).unlink(missing_ok=True)
     else:
@@ -52,7 +52,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def make_config(kind: type[Config], entries: dict[str, Any], place: str) -> Config:
-    """Build a dataclass from entries; raises UserError where one is unknown, missing or cannot be."""
+    """Build a dataclass from entries; raises UserError where one is unknown, missing or out of bounds."""
     if not isinstance(entries, dict):
         raise UserError(f"{place} is {entries!r:.80}; expected an object")
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]

@@ -61,12 +61,7 @@ class ActionStatistics:
 
     @classmethod
     def from_arrays(cls, actions: ArrayLike, mask: Sequence[bool] | None = None) -> Self:
-        """Compute them from actions.
-
-        Args:
-            actions: (N, D) actions of a whole dataset.
-            mask: (D,) False for entries that are not scaled; None scales all.
-        """
+        """Compute them from the actions (N, D) of a dataset; `mask` (D,) is False for entries that are not scaled."""
         values = _table(actions, "actions")
         low, high = np.quantile(values, [0.01, 0.99], axis=0)
         kept = np.ones(values.shape[1], bool) if mask is None else np.asarray(mask, bool)
@@ -76,16 +71,19 @@ class ActionStatistics:
     def from_lerobot(
         cls, stats: Mapping[str, Mapping[str, Any]], key: str = "action", mask: Sequence[bool] | None = None
     ) -> Self:
-        """Read them from the contents of a LeRobotDataset's meta/stats.json.
-
-        Args:
-            stats: features with their min, max, mean, std, q01 and q99.
-            key: feature that is the action.
-            mask: (D,) False for entries that are not scaled; None scales all.
+        """Read them from the contents of a LeRobotDataset's meta/stats.json; `mask` as in `from_arrays`.
 
         Source: LeRobotDataset v3.0, meta/stats.json.
         """
-        found = _lerobot_feature(stats, key, LEROBOT_NAMES)
+        if key not in stats:
+            raise UserError(f"the dataset's statistics have no feature {key!r}; there are: {', '.join(sorted(stats))}")
+        missing = [name for name in LEROBOT_NAMES if name not in stats[key]]
+        if missing:
+            raise UserError(
+                f"the statistics of {key!r} have no {', '.join(missing)}; they have {', '.join(sorted(stats[key]))}. "
+                "Data sets without quantiles can be used with from_arrays"
+            )
+        found = {name: np.asarray(stats[key][name], np.float64).reshape(-1) for name in LEROBOT_NAMES}
         kept = np.ones(len(found["q01"]), bool) if mask is None else np.asarray(mask, bool)
         return cls(mask=kept, **{own: found[name] for name, own in LEROBOT_NAMES.items()})
 
@@ -119,7 +117,9 @@ class ActionStatistics:
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """Read what `save` wrote; raises UserError if the file is missing or has other entries."""
-        entries = _read_json(Path(path))
+        if not is_file(path):
+            raise UserError(f"there is no statistics file {path}")
+        entries = read_json_object(path)
         if set(entries) != {*COLUMNS, "mask"}:
             raise UserError(f"{path} has the entries {sorted(entries)}; needed are {sorted((*COLUMNS, 'mask'))}")
         try:
@@ -137,8 +137,8 @@ class ActionStatistics:
             raise ValueError(f"actions have the shape {tuple(like.shape)}; the statistics have {self.size} entries")
         width = self.q99 - self.q01
         constant = self.minimum == self.maximum
-        low, scale = _placed(self.q01, like), _placed(width + RANGE_EPS, like)
-        return low, scale, _placed(self.mask, like), _placed(constant, like)
+        low, scale = _like(self.q01, like), _like(width + RANGE_EPS, like)
+        return low, scale, _like(self.mask, like), _like(constant, like)
 
 
 @dataclass(frozen=True)
@@ -160,20 +160,6 @@ class StateStatistics:
         """Compute them from (N, S) states; raises UserError if there are none or some are not finite."""
         values = _table(states, "states")
         return cls(values.mean(0), values.std(0))
-
-    @classmethod
-    def from_lerobot(cls, stats: Mapping[str, Mapping[str, Any]], key: str = "observation.state") -> Self:
-        """Read them from the contents of meta/stats.json; raises UserError if they are missing."""
-        found = _lerobot_feature(stats, key, ("mean", "std"))
-        return cls(found["mean"], found["std"])
-
-    def normalise(self, states: Values) -> Values:
-        """Standardise states and clip them to 10 standard deviations."""
-        if states.shape[-1] != self.size:
-            raise ValueError(f"states have the shape {tuple(states.shape)}; the statistics have {self.size} entries")
-        std = np.where(self.std > SMALLEST_STD, self.std, 1.0)
-        scaled: Values = (states - _placed(self.mean, states)) / _placed(std, states)
-        return scaled.clip(-STATE_LIMIT, STATE_LIMIT)
 
 
 def libero_gripper(actions: Values) -> Values:
@@ -197,33 +183,11 @@ def _table(values: ArrayLike, what: str) -> NDArray[np.float64]:
     return table
 
 
-def _lerobot_feature(
-    stats: Mapping[str, Mapping[str, Any]], key: str, names: Sequence[str] | Mapping[str, str]
-) -> dict[str, NDArray[np.float64]]:
-    if key not in stats:
-        raise UserError(f"the dataset's statistics have no feature {key!r}; there are: {', '.join(sorted(stats))}")
-    missing = [name for name in names if name not in stats[key]]
-    if missing:
-        raise UserError(
-            f"the statistics of {key!r} have no {', '.join(missing)}; they have {', '.join(sorted(stats[key]))}. "
-            "Data sets without quantiles can be used with from_arrays"
-        )
-    return {name: np.asarray(stats[key][name], np.float64).reshape(-1) for name in names}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not is_file(path):
-        raise UserError(f"there is no statistics file {path}")
-    return read_json_object(path)
-
-
-def _placed(values: NDArray[Any], like: Values) -> Any:
-    """The values as the kind, device and dtype of another; bools stay bools."""
-    wanted = values if values.dtype == bool else values.astype(np.float64)
+def _like(values: NDArray[Any], like: Values) -> Any:
+    """The values as an array or tensor like another, on its device and in its dtype; bools stay bools."""
     if isinstance(like, Tensor):
-        dtype = torch.bool if values.dtype == bool else like.dtype
-        return torch.as_tensor(wanted).to(like.device, dtype)
-    return wanted if values.dtype == bool else wanted.astype(like.dtype)
+        return torch.as_tensor(values).to(like.device, torch.bool if values.dtype == bool else like.dtype)
+    return values if values.dtype == bool else values.astype(like.dtype)
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Any:

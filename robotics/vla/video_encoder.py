@@ -1,17 +1,17 @@
 """A small self-supervised video encoder whose latents measure progress along a trajectory.
 
-Each frame has a latent, and the latents of two moments of a trajectory are trained to be as far apart as the moments
-are in time, as a share of the trajectory: ||z_i - z_j|| = scale * |t_i - t_j|. The layout, which is constant in an
-episode, motion without direction and noise do not help with that, so the latents keep little of them; they keep what
-the robot changes. A distance in latent space is then a share of the way, which is what a distance to successful
-trajectories should measure. Latents do not collapse, because equal latents are wrong wherever time passes; no
-negatives, target network or regularisers are needed, and training takes one to two minutes on two cores.
+Each frame has a latent, and the latents of two frames of a trajectory are trained to be as far apart as the frames are
+in time, as a share of the trajectory: ||z_i - z_j|| = scale * |t_i - t_j|. The layout, which is constant in an episode,
+motion without direction and noise do not help with that, so the latents mostly keep the changes that the robot makes. A
+distance in latent space is then a share of the trajectory, as a distance to successful trajectories should be. Latents
+do not collapse, because equal latents are wrong wherever time passes; no negatives, target network or regularisers are
+needed, and training takes one to two minutes on two cores.
 
 Other objectives were tried for 200 steps each, untuned, on synthetic clips with distractors. Masked prediction of
 latents with a target network and VICReg's terms ranked failures by progress no better than random weights (it only
-asks latents to vary, and distractors vary); cycle consistency and contrasts between neighbours in time did less well
-than this. Distances in frames instead of shares of the trajectory came out near chance where failures stand still until
-the end, since these then last longest.
+requires that latents vary, and distractors vary); cycle consistency and contrasts between neighbours in time did worse.
+Distances in frames instead of shares of the trajectory were near chance where failures stand still until the end, since
+these last longest.
 
 Latents are computed frame by frame: an encoder that mixes frames could read the time off their number. Order enters
 through the pooling.
@@ -66,7 +66,7 @@ class VideoEncoderConfig:
     frame_channels: int = bounded(16, at_least=1)
     """Channels of the last map of a frame, each a value at every 8th pixel."""
     size: int = bounded(64, at_least=1)
-    """Entries of a moment's latent."""
+    """Entries of a frame's latent."""
     clip_frames: int = bounded(16, at_least=2)
     """Frames of a trajectory, evenly spaced, from which it is embedded."""
 
@@ -94,14 +94,7 @@ class VideoTraining:
 
 
 class VideoEncoder(nn.Module):
-    """Latents of the moments of trajectories, by convolutions over each frame.
-
-    Args:
-        config: sizes.
-
-    Raises:
-        UserError: the sizes do not fit together.
-    """
+    """Latents of the frames of trajectories, by convolutions over each frame."""
 
     def __init__(self, config: VideoEncoderConfig) -> None:
         super().__init__()
@@ -119,7 +112,7 @@ class VideoEncoder(nn.Module):
         )
 
     def forward(self, clips: Tensor) -> Tensor:
-        """Embed each moment of clips.
+        """Embed each frame of clips.
 
         Args:
             clips: (B, T, H, W, 3) uint8, or float32 in 0..1.
@@ -159,42 +152,26 @@ class VideoEncoder(nn.Module):
         return look_up_pooling(pooling)(torch.zeros(1, 1, self.config.size)).shape[1]
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write weights and sizes.
-
-        Args:
-            folder: created if it is missing.
-        """
+        """Write weights and sizes; the folder is created if it is missing."""
         from safetensors.torch import save_file
 
-        place = Path(folder)
         weights = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
-        with replaced(place / WEIGHTS_FILE) as draft:
+        with replaced(Path(folder) / WEIGHTS_FILE) as draft:
             save_file(weights, draft)
         described = {"model_type": KIND, **asdict(self.config)}
-        write_atomically(place / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
+        write_atomically(Path(folder) / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """Read what `save_pretrained` wrote.
-
-        Args:
-            folder: with its two files.
-
-        Returns:
-            The encoder in evaluation mode on the CPU.
-
-        Raises:
-            UserError: a file is missing or damaged, or belongs to another model.
-        """
+        """Read a folder of `save_pretrained`, in evaluation mode on the CPU; raises UserError if it does not fit."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        place = Path(folder)
-        encoder = cls(_read_config(place / CONFIG_FILE))
+        encoder = cls(_read_config(Path(folder) / CONFIG_FILE))
         try:
-            encoder.load_state_dict(load_file(place / WEIGHTS_FILE))
+            encoder.load_state_dict(load_file(Path(folder) / WEIGHTS_FILE))
         except (OSError, SafetensorError, RuntimeError) as error:
-            raise UserError(f"the weights of the video encoder in {place} cannot be read: {error}") from error
+            raise UserError(f"the weights of the video encoder in {Path(folder)} cannot be read: {error}") from error
         return encoder.eval()
 
 
@@ -230,7 +207,7 @@ def train_video_encoder(
     optimiser = torch.optim.AdamW(encoder.parameters(), lr=how.learning_rate, weight_decay=how.weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate_at(step, how.steps))
     for step in range(1, how.steps + 1):
-        clips, times = _draw_moments(videos, how, generator)
+        clips, times = _draw_frames(videos, how, generator)
         wanted = how.scale * (times[:, :, None] - times[:, None]).abs()
         loss = functional.mse_loss(_pair_distances(encoder(clips)), wanted)
         optimiser.zero_grad(set_to_none=True)
@@ -251,8 +228,8 @@ def build_video_encoder(path: str, *, data: str, camera: str = "front", max_epis
     if camera not in reader.cameras:
         raise UserError(f"{data} has no camera '{camera}'; there are: {', '.join(reader.cameras)}")
     count = min(max_episodes or reader.num_episodes, reader.num_episodes)
-    films = [reader.images(number, camera) for number in range(count)]
-    encoder = train_video_encoder([film for film in films if len(film) > 1], training=VideoTraining(**training))
+    videos = [reader.images(number, camera) for number in range(count)]
+    encoder = train_video_encoder([video for video in videos if len(video) > 1], training=VideoTraining(**training))
     encoder.save_pretrained(path)
     return Path(path)
 
@@ -272,14 +249,14 @@ def _rate_at(step: int, steps: int) -> float:
     return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-def _draw_moments(videos: list[Tensor], how: VideoTraining, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(batch, moments, H, W, 3) noisy frames in 0..1, and their (batch, moments) times in 0..1."""
+def _draw_frames(videos: list[Tensor], how: VideoTraining, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Noisy frames (batch, moments, H, W, 3) in 0..1, and their times (batch, moments) in 0..1."""
     chosen = torch.randint(len(videos), (how.batch,), generator=generator).tolist()
     lasts = torch.tensor([len(videos[number]) - 1 for number in chosen])[:, None]
-    places = (torch.rand(how.batch, how.moments, generator=generator) * lasts).round().long()
-    frames = torch.stack([videos[number][row] for number, row in zip(chosen, places, strict=True)])
+    index = (torch.rand(how.batch, how.moments, generator=generator) * lasts).round().long()
+    frames = torch.stack([videos[number][row] for number, row in zip(chosen, index, strict=True)])
     noise = how.pixel_noise * torch.randn(frames.shape, generator=generator)
-    return frames.float() / 255 + noise, places / lasts
+    return frames.float() / 255 + noise, index / lasts
 
 
 def _prepare_videos(frames: Sequence[NDArray[np.uint8]], config: VideoEncoderConfig) -> list[Tensor]:
@@ -297,15 +274,7 @@ def _prepare_videos(frames: Sequence[NDArray[np.uint8]], config: VideoEncoderCon
 
 
 def fit_frames(frames: NDArray[np.uint8], config: VideoEncoderConfig) -> Tensor:
-    """Resize frames to an encoder's size.
-
-    Args:
-        frames: (F, H, W, 3) uint8.
-        config: the encoder's sizes.
-
-    Returns:
-        (F, height, width, 3) uint8; unchanged if the size is right.
-    """
+    """Resize frames (F, H, W, 3) uint8 to an encoder's height and width; unchanged if the size is right."""
     images = torch.from_numpy(np.ascontiguousarray(frames))
     wanted = (config.height, config.width)
     if images.shape[1:3] == wanted:
@@ -335,16 +304,16 @@ def look_up_pooling(name: str) -> Callable[[Tensor], Tensor]:
     return POOLINGS[name]
 
 
-def _mean(latents: Tensor) -> Tensor:
-    return latents.mean(1)
-
-
 def _end(latents: Tensor) -> Tensor:
     return latents[:, -math.ceil(latents.shape[1] / END_SHARE) :].mean(1)
 
 
 def _mean_and_end(latents: Tensor) -> Tensor:
-    return torch.cat([_mean(latents), _end(latents)], dim=-1)
+    return torch.cat([latents.mean(1), _end(latents)], dim=-1)
 
 
-POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {"mean": _mean, "end": _end, "mean_and_end": _mean_and_end}
+POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda latents: latents.mean(1),
+    "end": _end,
+    "mean_and_end": _mean_and_end,
+}

@@ -107,19 +107,22 @@ class VlmActionPolicy(TokenPolicy):
 
         vlm = self.vlm
         prompts = self._prompts(batch)
-        given = self.extra(batch, vlm.device)
-        rows, count = given.shape[:2]
+        extra = self.extra(batch, vlm.device)
+        rows, count = extra.shape[:2]
         index = torch.arange(rows, device=vlm.device)
         table = tabulate(prompts, vlm.pad_id, vlm.device)
         fed = torch.full((rows, count), vlm.pad_id, device=vlm.device)
         packed = pack_rows(table, index, fed, torch.full_like(index, count), vlm.pad_id)
         embeddings, options = vlm.embed(packed, gather_features(vlm.network.model, prompts, vlm.features))
-        places = table.lengths[:, None] + torch.arange(count, device=vlm.device)
-        embeddings = embeddings.index_put((index[:, None], places), given.to(embeddings.dtype))
+        positions = table.lengths[:, None] + torch.arange(count, device=vlm.device)
+        embeddings = embeddings.index_put((index[:, None], positions), extra.to(embeddings.dtype))
         output = vlm.network.model.language_model(
             inputs_embeds=embeddings, position_ids=packed.positions, use_cache=False, **options
         )
-        return self._head(output.last_hidden_state[index[:, None], places[:, -self.decisions :]])
+        states = output.last_hidden_state[index[:, None], positions[:, -self.decisions :]]
+        weight = vlm.network.lm_head.weight[self.action_ids]
+        with torch.autocast(device_type=states.device.type, enabled=False):
+            return functional.linear(states, weight.to(states.dtype)).float()
 
     def scale_states(self, statistics: StateStatistics) -> None:
         """See `ActionPolicy.scale_states`."""
@@ -127,7 +130,7 @@ class VlmActionPolicy(TokenPolicy):
             self.extra.scale.set(statistics)
 
     def save_pretrained(self, path: Path | str) -> None:
-        """See `ActionPolicy.save_pretrained`; the model lies in the folder vlm, as an ordinary one or as adapters."""
+        """See `ActionPolicy.save_pretrained`; the model or its adapters are in the folder vlm."""
         self._write_head(Path(path), self.vlm.config)
         self.vlm.save_pretrained(Path(path) / VLM_FOLDER)
 
@@ -150,33 +153,19 @@ class VlmActionPolicy(TokenPolicy):
 
     @classmethod
     def from_model(cls, model: ModelConfig, config: VlmActionConfig) -> Self:
-        """Put an action head on a vision-language model.
-
-        Args:
-            model: model and settings, LoRA included. Rows do not share prompts, so `shared_prefix` is off.
-            config: sizes and settings.
-
-        Returns:
-            The policy, on the CPU.
-
-        Raises:
-            UserError: the model cannot be used.
-        """
+        """Put an action head on a vision-language model, on the CPU; `shared_prefix` is off, since rows share none."""
         from mmrl.vlm.models import load_policy
 
         return cls(load_policy(dataclasses.replace(model, shared_prefix=False)), config)
 
     @classmethod
     def from_pretrained(cls, path: Path | str, model: ModelConfig | None = None) -> Self:
-        """Load what `save_pretrained` wrote.
+        """Load what `save_pretrained` wrote, on the CPU.
 
         Args:
             path: folder.
             model: precision, LoRA and other settings of the model, path excluded; None = those that it was saved with,
                 so that adapters stay adapters.
-
-        Returns:
-            The policy, on the CPU.
 
         Raises:
             UserError: the folder is not one, or is damaged.
@@ -201,32 +190,11 @@ class VlmActionPolicy(TokenPolicy):
         images = [None] * len(batch) if batch.images is None else list(batch.images.cpu().numpy())
         prompts = []
         for text, pixels in zip(batch.instructions, images, strict=True):
-            places = [] if pixels is None else [{"type": "image"}]
+            image = [] if pixels is None else [{"type": "image"}]
             question = self.config.prompt.format(instruction=text.lower())
-            turn = {"role": "user", "content": [*places, {"type": "text", "text": question}]}
+            turn = {"role": "user", "content": [*image, {"type": "text", "text": question}]}
             prompts.append(self.vlm.encode(VlmTask(text, [turn]), [] if pixels is None else [Image.fromarray(pixels)]))
         return prompts
-
-    def _head(self, states: Tensor) -> Tensor:
-        """(B, T, H) -> (B, T, n) by the action rows of the language model's head."""
-        weight = self.vlm.network.lm_head.weight[self.action_ids]
-        with torch.autocast(device_type=states.device.type, enabled=False):
-            return functional.linear(states, weight.to(states.dtype)).float()
-
-
-def load_vlm_policy(
-    *,
-    model: Mapping[str, Any],
-    action_size: int,
-    chunk: int = 8,
-    state_size: int | None = None,
-    read_state: bool = True,
-    **head: Any,
-) -> VlmActionPolicy:
-    """Put an action head on a vision-language model, from the entries of a configuration file."""
-    fields = {"action_size": action_size, "chunk": chunk, "state_size": state_size if read_state else None, **head}
-    config = make_config(VlmActionConfig, fields, "model.options")
-    return VlmActionPolicy.from_model(_model_config(model, "model.options.model"), config)
 
 
 def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
@@ -243,7 +211,7 @@ def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
 class _Extra(nn.Module):
     """Weights that are added to the model: projector of the state and embeddings of the placeholders."""
 
-    nothing: Tensor
+    zeros: Tensor
     project: nn.Linear | None
 
     def __init__(self, config: VlmActionConfig, hidden: int, tokens: int) -> None:
@@ -254,11 +222,11 @@ class _Extra(nn.Module):
             embeddings = torch.randn(tokens, hidden) * 0.02 if config.placeholders == "learned" else None
         self.scale = StateScale(config.state_size) if config.state_size else None
         self.learned = None if embeddings is None else nn.Parameter(embeddings)
-        self.register_buffer("nothing", torch.zeros(tokens, hidden), persistent=False)
+        self.register_buffer("zeros", torch.zeros(tokens, hidden), persistent=False)
 
     def forward(self, batch: PolicyInputs, device: torch.device) -> Tensor:
         """(B, T, H), or (B, 1 + T, H) with the state's token in front."""
-        tokens = self.nothing if self.learned is None else self.learned
+        tokens = self.zeros if self.learned is None else self.learned
         tokens = tokens.expand(len(batch), -1, -1)
         if self.project is None or self.scale is None:
             return tokens
@@ -271,8 +239,8 @@ class _Extra(nn.Module):
 
 
 def _first_id(vlm: VlmPolicy, config: VlmActionConfig) -> int:
-    """First id of the actions; a tokenizer's vocab_size does not count the control tokens after its text tokens."""
-    texts = int(vlm.processor.tokenizer.vocab_size)
+    """First id of the actions."""
+    texts = int(vlm.processor.tokenizer.vocab_size)  # does not count the control tokens after the text tokens
     rows = int(vlm.network.lm_head.weight.shape[0])
     first = texts - config.bins if config.first_id is None else config.first_id
     if first < 0 or first + config.bins > rows:

@@ -20,13 +20,13 @@ PADDING, UNKNOWN = 0, 1
 
 
 class Vocabulary:
-    """A list of words; each word's number is its place, after padding 0 and unknown 1."""
+    """A list of words; a word's number is its index plus 2, after padding 0 and unknown 1."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
         self.unknown: Counter[str] = Counter()
         """Occurrences of words that are not in the list."""
-        self._number = {word: place for place, word in enumerate(self.words, start=UNKNOWN + 1)}
+        self._number = {word: number for number, word in enumerate(self.words, start=UNKNOWN + 1)}
 
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> Self:
@@ -38,11 +38,7 @@ class Vocabulary:
         return len(self.words) + UNKNOWN + 1
 
     def encode(self, texts: Sequence[str], length: int) -> Tensor:
-        """Return the words of texts, lower-cased and without punctuation.
-
-        Returns:
-            (N, length) int64, padded on the right with 0. A text without words is one unknown word.
-        """
+        """(N, length) int64 words of N texts, padded on the right with 0; a text without words is one unknown word."""
         numbers = torch.full((len(texts), length), PADDING)
         for row, text in enumerate(texts):
             words = WORD.findall(text.lower())

@@ -116,9 +116,10 @@ def make_policy(folder, kind):
         return SmallVlaPolicy.build(
             SmallVlaConfig(action_size=2, chunk=2, encoder=encoder), ["go right", "go left"], seed=0
         )
+    from mmrl.vlm.model_config import LoraSettings, ModelConfig
     from mmrl.vlm.tiny import build_tiny_vlm
-    from robotics.vla.vlm_policy import load_vlm_policy
+    from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
 
     base = build_tiny_vlm(folder / "base", corpus=["go right", "go left"], initializer_range=0.15, max_positions=256)
-    model = {"path": str(base), "lora": {"enabled": True, "rank": 2, "alpha": 4}}
-    return load_vlm_policy(model=model, action_size=2, chunk=2, state_size=3, bins=32)
+    model = ModelConfig(path=str(base), lora=LoraSettings(enabled=True, rank=2, alpha=4))
+    return VlmActionPolicy.from_model(model, VlmActionConfig(action_size=2, chunk=2, state_size=3, bins=32))

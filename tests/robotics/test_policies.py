@@ -19,7 +19,7 @@ from robotics.vla.module_adapter import ModuleAdapter
 from robotics.vla.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
 from robotics.vla.statistics import ActionStatistics, StateStatistics
-from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy, load_vlm_policy
+from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
 
 B, K, D, S = 3, 4, 2, 5
 TEXTS = ("touch the red cube", "put the blue cube gently on the green plate", "touch the green cube")
@@ -637,18 +637,6 @@ def test_lora_trains_adapters_and_what_was_added(make, tmp_path):
     merged = VlmActionPolicy.from_pretrained(tmp_path, ModelConfig())
     assert not any("lora_" in name for name, _ in merged.named_parameters())
     torch.testing.assert_close(draw(merged).logp, draw(policy).logp, atol=1e-4, rtol=1e-4)
-
-
-def test_a_model_is_built_from_plain_settings(tiny_folder):
-    model = {"path": str(tiny_folder), "lora": {"enabled": True, "rank": 2}}
-    policy = load_vlm_policy(model=model, action_size=D, chunk=K, state_size=S, bins=32)
-    assert policy.vlm.has_adapter
-    assert policy.config == VlmActionConfig(D, K, bins=32, state_size=S)
-    assert load_vlm_policy(model=model, action_size=D, state_size=S, read_state=False).config.state_size is None
-    with pytest.raises(UserError, match=r"model\.options\.model\.lora has the unknown entries \['rang'\]"):
-        load_vlm_policy(model=model | {"lora": {"rang": 1}}, action_size=D)
-    with pytest.raises(UserError, match=r"model\.options has the unknown entries \['bin'\]"):
-        load_vlm_policy(model=model, action_size=D, bin=3)
 
 
 @pytest.mark.parametrize(
