@@ -113,19 +113,19 @@ class PolicyWithCritic(ActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`."""
+        """Choose a chunk of actions for each row."""
         return self.policy.act(batch, generator, temperature=temperature, greedy=greedy)
 
     def log_probs(
         self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
-        """See `ActionPolicy.log_probs`."""
+        """Score decisions."""
         return self.policy.log_probs(batch, decisions, temperature)
 
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`."""
+        """Loss of behaviour cloning."""
         return self.policy.bc_loss(batch, actions, mask, generator)
 
     def values(self, inputs: Tensor) -> Tensor:
@@ -140,11 +140,11 @@ class PolicyWithCritic(ActionPolicy):
         return self.values(*arguments) if method == "values" else super().forward(method, *arguments, **options)
 
     def executed_mask(self, steps: Tensor) -> Tensor:
-        """See `ActionPolicy.executed_mask`."""
+        """Mask of the decisions of executed actions."""
         return self.policy.executed_mask(steps)
 
     def scale_states(self, statistics: StateStatistics) -> None:
-        """See `ActionPolicy.scale_states`."""
+        """Use the statistics of a dataset's states."""
         self.policy.scale_states(statistics)
 
     def save_pretrained(self, path: Path | str) -> None:
@@ -157,6 +157,6 @@ class PolicyWithCritic(ActionPolicy):
         self.policy.export(path)
 
     def load_weights(self, path: Path | str) -> None:
-        """See `ActionPolicy.load_weights`; raises UserError if there is no critic or another one."""
+        """Restore what `save_pretrained` wrote; raises UserError if there is no critic or another one."""
         self.policy.load_weights(path)
         read_weights(self.critic, Path(path) / CRITIC_FOLDER)

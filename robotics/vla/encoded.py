@@ -17,7 +17,10 @@ VOCABULARY_FILE = "vocabulary.json"
 
 
 class EncodedPolicy(ActionPolicy):
-    """A policy made of a configuration and a vocabulary, with an `ObservationEncoder` among its parts."""
+    """A policy with an `ObservationEncoder`, made as `cls(config, vocabulary, seed)`.
+
+    The seed is that of the weights; the global generator is not used. A number out of range raises UserError.
+    """
 
     kind: ClassVar[str]
     """Row of `robotics.vla.policy.SAVED_POLICIES`."""
@@ -33,18 +36,18 @@ class EncodedPolicy(ActionPolicy):
         return cls(config, Vocabulary.from_texts(instructions), seed)  # type: ignore[call-arg]
 
     def scale_states(self, statistics: StateStatistics) -> None:
-        """See `ActionPolicy.scale_states`."""
+        """Use the statistics of a dataset's states."""
         self.encoder.scale_states(statistics)
 
     def save_pretrained(self, path: Path | str) -> None:
-        """See `ActionPolicy.save_pretrained`."""
+        """Write the policy to a folder."""
         folder = Path(path)
         write_config(folder, self.kind, self.config, self.statistics)
         self.vocabulary.save(folder / VOCABULARY_FILE)
         write_weights(self, folder)
 
     def load_weights(self, path: Path | str) -> None:
-        """See `ActionPolicy.load_weights`."""
+        """Restore what `save_pretrained` wrote."""
         self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
         read_weights(self, Path(path))
         self.statistics = read_statistics(Path(path))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,13 +31,11 @@ from mmrl.training.record.statistics import wilson_interval
 from robotics.sim.episodes import EpisodeSpec, RobotSim, keeps_past
 from robotics.vla.collect import ActingSettings, Episodes, action_scale, run_episodes
 from robotics.vla.policy import ActionPolicy
-from robotics.vla.replays import ReplayVideos, episode_of
+from robotics.vla.replays import LOGGER, ReplayVideos, episode_of
 from robotics.vla.tasks import episode_id
 
 PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
 """How actions are chosen; `_swapped` shows the policy the first images of another episode."""
-
-LOGGER = logging.getLogger("mmrl")
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""`reward: flow`: an episode is worth how far its object came along a predicted 3D flow, whatever arm moved it.
+"""`reward: flow`: reward an episode by how far its object came along a predicted 3D flow, whatever arm moved it.
 
-Points of the object in the first picture are asked of a world model, or of the simulator, where they should go. While
-the episode runs, the same points are tracked (never points of the gripper), and after each chunk of actions
+A world model, or the simulator, predicts where points of the object in the first image should go. While the episode
+runs, the same points are tracked (never points of the gripper), and after each chunk of actions
 
     r_k = (tau_k - tau_{k-1}) / T - beta d(tau_k),    tau_k = argmin d(tau) over tau >= tau_{k-1},
     d(tau) = median over i of |x_i - flow_i(tau)|,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("mmrl")
 DISTANCES = ("mean", "sum")
 VIEW_PX = 64
-"""Side of the first pictures where the policy sees none; those of world models by default."""
+"""Side of the first images where the policy sees none, the default of world models."""
 
 
 @dataclass
@@ -64,9 +64,9 @@ class FlowRewardConfig:
     """module:function that is called as function(episode) and returns the first `Observation` of an EpisodeSpec, with
     depth and the mask of the object; empty = the simulator's own (tabletop only)."""
     tracker: str = rare("")
-    """module:function that is called as function(frames, observation, points) with pictures (F, H, W, 3), before each
-    chunk and at the end, the first observation and query points (N, N, 3), and returns where the points are: (F, N * N,
-    3) metres in the world frame, NaN where a point is not seen; empty = the simulator's own poses."""
+    """module:function that is called as function(frames, observation, points) with the images (F, H, W, 3) before each
+    chunk and at the end, the first observation and query points (N, N, 3), and returns the points' positions (F, N * N,
+    3) in metres in the world frame, NaN where a point is not seen; empty = the simulator's own poses."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,17 @@ class FlowFollowing:
         self.failures: Counter[str] = Counter()
         """Initial states without a flow (predictions) and episodes without a track (tracks) so far."""
         self._flows: dict[EpisodeSpec, FlowClip | None] = {}
-        self._model = _open_model(config.model) if config.model else None
+        self._model: Any = None
+        if config.model:
+            from robotics.flow3d.model.world_model import FlowWorldModel
+
+            self._model = FlowWorldModel.from_pretrained(config.model).eval()
         self._tracker = _loaded(config.tracker, "flow.tracker")
         if self._tracker is not None and not sim.image_size:
-            raise UserError("flow.tracker needs the pictures of episodes, but sim.image_size is 0")
+            raise UserError("flow.tracker needs the images of episodes, but sim.image_size is 0")
         self._own: TabletopViews | None = _open_views(sim, tasks) if not config.view or not config.model else None
         view = _loaded(config.view, "flow.view")
-        self._view: Callable[[EpisodeSpec], Observation] = view or self._own_view
+        self._view: Callable[[EpisodeSpec], Observation] = view or self._own.observe  # type: ignore[union-attr]
 
     def score(self, payload: EpisodePayload, groups: Sequence[int]) -> FlowScores:
         """Reward B episodes."""
@@ -137,12 +141,8 @@ class FlowFollowing:
         flow = self._model.predict(seen, points, 1, stream_seed(self.seed, "flow", episode_id(episode)) % 2**62)[0]
         clip = FlowClip(seen, points, flow)
         if not np.isfinite(clip.flow_world_m).all() or not np.isfinite(clip.points_world_m).all():
-            raise UserError("flow or query points are not finite; the object needs depth in the first picture")
+            raise UserError("flow or query points are not finite; the object needs depth in the first image")
         return clip
-
-    def _own_view(self, episode: EpisodeSpec) -> Observation:
-        assert self._own is not None
-        return self._own.observe(episode)
 
     def _tracked(self, payload: EpisodePayload, row: int, clip: FlowClip) -> NDArray[np.float64] | None:
         """(F, n, 3) points of the object in the world frame; None where they were lost."""
@@ -191,17 +191,11 @@ def _loaded(spec: str, what: str) -> Callable[..., Any] | None:
     return load_function(spec, what=what) if spec else None
 
 
-def _open_model(path: str) -> Any:
-    from robotics.flow3d.model.world_model import FlowWorldModel
-
-    return FlowWorldModel.from_pretrained(path).eval()
-
-
 def _open_views(sim: SimConfig, tasks: Sequence[str]) -> TabletopViews:
-    """The tabletop's own first pictures; raises UserError for other simulators."""
+    """The tabletop's own first images; raises UserError for other simulators."""
     if sim.kind != "tabletop":
         raise UserError(
-            f"reward is flow with sim.kind {sim.kind}, whose first pictures have no depth; name flow.model and "
+            f"reward is flow with sim.kind {sim.kind}, whose first images have no depth; name flow.model and "
             "flow.view, or use sim.kind=tabletop"
         )
     from robotics.flow3d.tabletop_views import TabletopViews, check_moves_object

@@ -64,16 +64,7 @@ class FlowPolicyConfig:
 
 
 class FlowActionPolicy(EncodedPolicy):
-    """Image, instruction and state to a chunk of actions by denoising.
-
-    Args:
-        config: sizes and settings.
-        vocabulary: words of the instructions.
-        seed: of the weights; the global generator is not used.
-
-    Raises:
-        UserError: a number is out of range.
-    """
+    """Image, instruction and state to a chunk of actions by denoising."""
 
     kind = "flow"
     config_class = FlowPolicyConfig
@@ -91,11 +82,13 @@ class FlowActionPolicy(EncodedPolicy):
             self.velocity = _Velocity(config)
         self.register_buffer("sigmas", torch.linspace(1, 0, config.steps + 1), persistent=False)
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / config.steps, noise_level=config.noise_level)
+        # numbers over which a log-density is summed; the kernel gives the mean
+        self._count = config.chunk * config.action_size if config.logp_reduction == "sum" else 1
 
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`.
+        """Choose a chunk of actions for each row.
 
         The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start,
         as flow policies are evaluated; its steps have no density, so the log-probabilities are NaN.
@@ -107,14 +100,15 @@ class FlowActionPolicy(EncodedPolicy):
             chain = [self._noise(size, generator)]
             logp = []
             for number in range(self.config.steps):
-                following, score = self._draw(seen, chain[-1], number, generator, 0.0 if greedy else temperature)
-                chain.append(following)
-                logp.append(score)
+                mean, std = self._transition(seen, chain[-1], number, ode=greedy)
+                std = std * (0.0 if greedy else temperature)
+                chain.append(mean + std[:, None] * self._noise(size, generator))
+                logp.append(self._score(chain[-1], mean, std))
         actions = chain[-1].clamp(-1, 1).unflatten(1, (self.chunk, self.action_size))
         return ActionChoice(actions, torch.stack(chain, 1), torch.stack(logp, 1))
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """See `ActionPolicy.log_probs`; decisions are (B, S + 1, E), entropies do not depend on the weights."""
+        """Score decisions; decisions are (B, S + 1, E), entropies do not depend on the weights."""
         expected = (len(batch), self.config.steps + 1, self.chunk * self.action_size)
         if tuple(decisions.shape) != expected:
             raise ValueError(f"decisions have the shape {tuple(decisions.shape)}; expected {expected}")
@@ -131,7 +125,7 @@ class FlowActionPolicy(EncodedPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; squared error of the prediction at a random time and noise for each row.
+        """Loss of behaviour cloning; squared error of the prediction at a random time and noise for each row.
 
         Raises:
             ValueError: no generator.
@@ -150,26 +144,12 @@ class FlowActionPolicy(EncodedPolicy):
         loss = ((found - wanted).square() * weight).sum() / weight.sum().clamp(min=1)
         return loss, {"bc/loss": float(loss.detach())}
 
-    @property
-    def _count(self) -> int:
-        """Entries over which a log-probability is summed; 1 for a mean."""
-        return self.chunk * self.action_size if self.config.logp_reduction == "sum" else 1
-
     def _transition(self, seen: Tensor, latents: Tensor, number: int, ode: bool = False) -> tuple[Tensor, Tensor]:
         now, later = self.sigmas[number], self.sigmas[number + 1]
         velocity = self.velocity(seen, latents, now.expand(len(latents)))
         if self.config.parameterisation == "x0":
             velocity = (latents - velocity) / now
         return (OdeStep() if ode else self._kernel).transition(velocity, latents, now, later)
-
-    def _draw(
-        self, seen: Tensor, latents: Tensor, number: int, generator: torch.Generator, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Latents after a step and their log-probability (B,); temperature 0 follows the ODE."""
-        mean, std = self._transition(seen, latents, number, ode=temperature == 0)
-        noise = self._noise(tuple(latents.shape), generator)
-        following = mean + (std * temperature)[:, None] * noise
-        return following, self._score(following, mean, std * temperature)
 
     def _score(self, following: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         return self._kernel.log_prob(following, mean, std) * self._count

@@ -83,16 +83,8 @@ class GaussianPolicyConfig:
 class GaussianActionPolicy(EncodedPolicy):
     """Image, instruction and state to a Gaussian over a chunk of K * D actions; a decision is a control step.
 
-        config = GaussianPolicyConfig(action_size=5, chunk=4, encoder=EncoderConfig(state_size=10))
-        policy = GaussianActionPolicy.build(config, ["push the red cube"])
-
-    Args:
-        config: sizes and settings.
-        vocabulary: words of the instructions.
-        seed: of the weights; the global generator is not used.
-
-    Raises:
-        UserError: a number is out of range.
+    config = GaussianPolicyConfig(action_size=5, chunk=4, encoder=EncoderConfig(state_size=10))
+    policy = GaussianActionPolicy.build(config, ["push the red cube"])
     """
 
     kind = "gaussian"
@@ -121,7 +113,7 @@ class GaussianActionPolicy(EncodedPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`.
+        """Choose a chunk of actions for each row.
 
         The temperature multiplies the standard deviation. Greedy actions are the means, and their log-probabilities
         those at the temperature. Decisions are (B, K, D) float32, the actions before they are clipped to -1..1.
@@ -136,7 +128,7 @@ class GaussianActionPolicy(EncodedPolicy):
         return ActionChoice(drawn.clamp(-1, 1), drawn, logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """See `ActionPolicy.log_probs`; decisions are (B, K, D) actions as drawn, and entropies may be negative.
+        """Score decisions; decisions are (B, K, D) actions as drawn, and entropies may be negative.
 
         Raises:
             ValueError: decisions of another shape, or a temperature that is not above 0.
@@ -150,7 +142,7 @@ class GaussianActionPolicy(EncodedPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; nothing is drawn.
+        """Loss of behaviour cloning; nothing is drawn.
 
         With `cloning: likelihood` the loss is minus the log-density of a demonstrated action, in nats, which may be
         negative; with `cloning: error` the mean squared error of an entry. Both are means over the control steps.
@@ -174,17 +166,9 @@ class GaussianActionPolicy(EncodedPolicy):
         return loss, {name: float(value.detach()) for name, value in metrics.items()}
 
     def gaussian(self, batch: PolicyInputs, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """The distribution of the actions before they are clipped.
+        """Mean and log standard deviation, (B, K, D) float32, of the actions before they are clipped.
 
-        Args:
-            batch: B rows.
-            temperature: multiplies the standard deviation.
-
-        Returns:
-            Mean and logarithm of the standard deviation, both (B, K, D) float32.
-
-        Raises:
-            ValueError: a temperature that is not above 0.
+        The temperature multiplies the standard deviation; ValueError where it is not above 0.
 
         Gradient: into all trainable weights.
         """

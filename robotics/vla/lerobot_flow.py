@@ -36,9 +36,9 @@ from torch.autograd.function import once_differentiable
 
 from diffusion.steps import FlowSdeStep, OdeStep, StepKernel
 from mmrl.fields import bounded, check_config, choice, rare
-from robotics.vla.lerobot_server import LeRobotServer, LeRobotServerConfig
-from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations, check_temperature
-from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
+from robotics.vla.lerobot_server import LeRobotServer, LeRobotServerConfig, ServedActionPolicy
+from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
+from robotics.vla.saved import write_config, write_weights
 
 REDUCTIONS = ("sum", "mean")
 SCORED = ("chain", "actions")
@@ -63,7 +63,7 @@ class LeRobotFlowConfig(LeRobotServerConfig):
     drops the noise of the padding from the gradient, and what the padding does to later steps."""
 
 
-class LeRobotFlowPolicy(ActionPolicy):
+class LeRobotFlowPolicy(ServedActionPolicy):
     """A SmolVLA or pi0 policy of LeRobot whose action expert learns.
 
     policy = LeRobotFlowPolicy(LeRobotFlowConfig("my-smolvla", python="lerobot-env/bin/python"))
@@ -73,14 +73,12 @@ class LeRobotFlowPolicy(ActionPolicy):
     policy.export("trained")  # trained/lerobot is a folder that lerobot loads
     """
 
+    kind = "lerobot_flow"
+    config_class = LeRobotFlowConfig
     by_step = False
 
     def __init__(self, config: LeRobotFlowConfig) -> None:
-        super().__init__()
-        check_config(config)
-        self.settings, self._server = config, LeRobotServer(config, "make_flow")
-        self.config = self._server.sizes
-        self._server.describe(self)
+        super().__init__(config, "make_flow")
         self.width = self._server.hello["width"]
         self.decisions = config.steps or self._server.hello["steps"]
         initial = self._server.ask({"do": "initial"})
@@ -94,7 +92,7 @@ class LeRobotFlowPolicy(ActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`.
+        """Choose a chunk of actions for each row.
 
         The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start, as
         flow policies are evaluated; its steps have no density, so the log-probabilities are NaN.
@@ -116,7 +114,7 @@ class LeRobotFlowPolicy(ActionPolicy):
         return ActionChoice(actions.clamp(-1, 1), chain.flatten(2), logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """See `ActionPolicy.log_probs`; decisions are (B, S + 1, E), entropies do not depend on the weights."""
+        """Score decisions; decisions are (B, S + 1, E), entropies do not depend on the weights."""
         expected = (len(batch), self.decisions + 1, self.chunk * self.width)
         if tuple(decisions.shape) != expected:
             raise ValueError(f"decisions have the shape {tuple(decisions.shape)}; expected {expected}")
@@ -128,7 +126,7 @@ class LeRobotFlowPolicy(ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; the flow-matching loss with lerobot's times, over the D entries of an action."""
+        """Loss of behaviour cloning; the flow-matching loss with lerobot's times, over the D entries of an action."""
         check_demonstrations(self, batch, actions, mask)
         if generator is None:
             raise ValueError("flow matching samples times and noise; pass bc_loss a generator")
@@ -147,38 +145,13 @@ class LeRobotFlowPolicy(ActionPolicy):
         loss = (error * weight).sum() / weight.sum().clamp(min=1)
         return loss, {"bc/loss": float(loss.detach())}
 
-    def save_pretrained(self, path: Path | str) -> None:
-        """Write the trained weights and the path of the policy, whose folder is not copied."""
-        write_config(Path(path), "lerobot_flow", self.settings, self.statistics)
-        write_weights(self, Path(path))
-
     def export(self, path: Path | str) -> None:
         """Write a folder that needs no other one; the folder lerobot in it is a policy of LeRobot's own."""
         target = (Path(path) / INSIDE).resolve()
         target.mkdir(parents=True, exist_ok=True)
-        write_config(Path(path), "lerobot_flow", self.settings, self.statistics, inside=INSIDE)
+        write_config(Path(path), self.kind, self.settings, self.statistics, inside=INSIDE)
         self._remote.ask("save", self._weights(), None, {}, folder=str(target))
         write_weights(self, Path(path))
-
-    def load_weights(self, path: Path | str) -> None:
-        """See `ActionPolicy.load_weights`."""
-        read_weights(self, Path(path))
-        self.statistics = read_statistics(Path(path))
-
-    @classmethod
-    def from_pretrained(cls, path: Path | str) -> Self:
-        """Open what `save_pretrained` or `export` wrote; without export the policy must still be in its folder."""
-        entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
-        inside = entries.pop("inside", None)
-        if inside is not None:
-            entries["folder"] = str(Path(path) / inside)
-        policy = cls(make_config(LeRobotFlowConfig, entries, f"{path}/policy.json"))
-        policy.load_weights(path)
-        return policy
-
-    def close(self) -> None:
-        """End the process of the policy; another call of the policy starts a new one."""
-        self._server.pool.close()
 
     def _weights(self) -> list[Tensor]:
         return [self.expert[_plain(name)] for name in self._names]

@@ -20,17 +20,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 
 from mmrl.fields import bounded, check_config, rare
-from robotics.vla.lerobot_server import LeRobotServer, LeRobotServerConfig
-from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
-from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
+from robotics.vla.lerobot_server import LeRobotServerConfig, ServedActionPolicy
+from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations
 
 
 @dataclass
@@ -43,19 +40,18 @@ class LeRobotPolicyConfig(LeRobotServerConfig):
     """Width of the network that corrects the actions."""
 
 
-class LeRobotPolicy(ActionPolicy):
+class LeRobotPolicy(ServedActionPolicy):
     """A frozen LeRobot policy and a learned Gaussian around its chunks.
 
     policy = LeRobotPolicy(LeRobotPolicyConfig("my-act", python="lerobot-env/bin/python"))
     choice = policy.act(batch, torch.Generator().manual_seed(0), greedy=True)
     """
 
+    kind = "lerobot"
+    config_class = LeRobotPolicyConfig
+
     def __init__(self, config: LeRobotPolicyConfig, seed: int = 0) -> None:
-        super().__init__()
-        check_config(config)
-        self.settings, self._server = config, LeRobotServer(config, "make")
-        self.config = self._server.sizes
-        self._server.describe(self)
+        super().__init__(config, "make")
         self.decisions = self.chunk
         size = self.chunk * self.action_size
         with torch.random.fork_rng(devices=[]):
@@ -70,7 +66,7 @@ class LeRobotPolicy(ActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`; log-probabilities are of the actions before they are clipped."""
+        """Choose a chunk of actions for each row; log-probabilities are of the actions before they are clipped."""
         with torch.no_grad():
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
             base = self._base(batch, seed)
@@ -81,7 +77,7 @@ class LeRobotPolicy(ActionPolicy):
         return ActionChoice(drawn.clamp(-1, 1), torch.cat([drawn, base], -1), logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """See `ActionPolicy.log_probs`; decisions are (B, K, 2 D): the actions drawn, and the frozen policy's."""
+        """Score decisions; decisions are (B, K, 2 D): the actions drawn, and the frozen policy's."""
         drawn, base = decisions.to(self.device).float().split(self.action_size, -1)
         mean, std = self._gaussian(batch, base, temperature)
         density = Normal(mean, std, validate_args=False)
@@ -90,7 +86,7 @@ class LeRobotPolicy(ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; minus the log-density of the demonstrated actions, by control step."""
+        """Loss of behaviour cloning; minus the log-density of the demonstrated actions, by control step."""
         check_demonstrations(self, batch, actions, mask)
         seed = 0 if generator is None else int(torch.randint(2**31, (), generator=generator, device=generator.device))
         base = self._base(batch, seed)
@@ -99,32 +95,10 @@ class LeRobotPolicy(ActionPolicy):
         loss = -(logp * weight).sum() / weight.sum().clamp(min=1)
         return loss, {"bc/loss": float(loss.detach())}
 
-    def save_pretrained(self, path: Path | str) -> None:
-        """Write the correction and the path of the frozen policy, whose folder is not copied."""
-        write_config(Path(path), "lerobot", self.settings, self.statistics)
-        write_weights(self, Path(path))
-
-    def load_weights(self, path: Path | str) -> None:
-        """See `ActionPolicy.load_weights`."""
-        read_weights(self, Path(path))
-        self.statistics = read_statistics(Path(path))
-
-    @classmethod
-    def from_pretrained(cls, path: Path | str) -> Self:
-        """Open what `save_pretrained` wrote; the frozen policy must still be in its folder."""
-        entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
-        policy = cls(make_config(LeRobotPolicyConfig, entries, f"{path}/policy.json"))
-        policy.load_weights(path)
-        return policy
-
     def predict(self, batch: PolicyInputs, seed: int) -> Tensor:
         """(B, K, D) float32 actions of the frozen policy in the units of its data, not clipped."""
         actions = self._server.ask({"seed": seed}, batch)["actions"]
         return torch.from_numpy(actions.copy()).to(self.device)
-
-    def close(self) -> None:
-        """End the process of the frozen policy; another call of the policy starts a new one."""
-        self._server.pool.close()
 
     def _base(self, batch: PolicyInputs, seed: int) -> Tensor:
         """(B, K, D) actions of the frozen policy on the simulator's scale."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mmrl.errors import RunError, UserError
-from mmrl.fields import bounded, rare
+from mmrl.fields import bounded, check_config, rare
 from mmrl.files import expanded
 from mmrl.workers.engine import WorkerSpec
 from mmrl.workers.failures import WorkerFailure
@@ -16,6 +16,7 @@ from mmrl.workers.pool import WorkerPool
 from mmrl.workers.worker import Request
 from robotics.vla.action_range import ActionRange, check_bounds
 from robotics.vla.policy import ActionPolicy, PolicyInputs
+from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,6 +101,11 @@ class LeRobotServer:
         self.hello: dict[str, Any] = dict(hello.fields)
         size = self.hello["image_size"]
         self.sizes = ServedSizes(None if size is None else (size[0], size[1]), self.hello["state_size"])
+        self.cameras: tuple[str, ...] = tuple(self.hello["cameras"])
+        """Image features of the policy, in the order of the simulator's cameras."""
+        self.views = max(len(self.cameras) - 1, 0)
+        self.past = int(self.hello["history"]) - 1
+        """P, control steps before the present one whose observations the policy also takes."""
         self._warned = False
         try:
             self.action_range = ActionRange.of(
@@ -108,28 +114,6 @@ class LeRobotServer:
         except UserError:
             self.pool.close()
             raise
-
-    def describe(self, policy: ActionPolicy) -> None:
-        """Give a policy the attributes that the served one decides."""
-        policy.chunk, policy.action_size = self.hello["chunk"], self.hello["action_size"]
-        policy.cameras = self.cameras
-        policy.views, policy.past = self.views, self.past
-        policy.action_range = self.action_range
-
-    @property
-    def cameras(self) -> tuple[str, ...]:
-        """Image features of the policy, in the order of the simulator's cameras."""
-        return tuple(self.hello["cameras"])
-
-    @property
-    def views(self) -> int:
-        """Cameras after the first."""
-        return max(len(self.cameras) - 1, 0)
-
-    @property
-    def past(self) -> int:
-        """P, control steps before the present one whose observations the policy also takes."""
-        return int(self.hello["history"]) - 1
 
     def ask(
         self,
@@ -200,3 +184,45 @@ class LeRobotServer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+
+class ServedActionPolicy(ActionPolicy):
+    """Base of policies around a LeRobot policy in a process of its own; a saved one keeps its path, not its folder."""
+
+    kind: ClassVar[str]
+    """Key of `robotics.vla.policy.SAVED_POLICIES`."""
+    config_class: ClassVar[type[Any]]
+
+    def __init__(self, config: Any, service: str) -> None:
+        super().__init__()
+        check_config(config)
+        self.settings, self._server = config, LeRobotServer(config, service)
+        self.config = self._server.sizes
+        self.cameras, self.views, self.past = self._server.cameras, self._server.views, self._server.past
+        self.action_range = self._server.action_range
+        self.chunk, self.action_size = self._server.hello["chunk"], self._server.hello["action_size"]
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write the trained weights and the path of the LeRobot policy, whose folder is not copied."""
+        write_config(Path(path), self.kind, self.settings, self.statistics)
+        write_weights(self, Path(path))
+
+    def load_weights(self, path: Path | str) -> None:
+        """Restore the trained weights and the statistics."""
+        read_weights(self, Path(path))
+        self.statistics = read_statistics(Path(path))
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str) -> Self:
+        """Open what `save_pretrained` or `export` wrote; only an exported folder holds the LeRobot policy itself."""
+        entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
+        inside = entries.pop("inside", None)
+        if inside is not None:
+            entries["folder"] = str(Path(path) / inside)
+        policy = cls(make_config(cls.config_class, entries, f"{path}/policy.json"))  # type: ignore[call-arg]
+        policy.load_weights(path)
+        return policy
+
+    def close(self) -> None:
+        """End the process of the LeRobot policy; another call of the policy starts a new one."""
+        self._server.pool.close()

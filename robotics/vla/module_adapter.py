@@ -62,23 +62,35 @@ class ModuleAdapter(ActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`; actions outside -1..1 are clipped after their log-probability is taken."""
-        method = self._method("act")
+        """Choose a chunk for each row; actions outside -1..1 are clipped after their log-probability is taken."""
+        method: Any = self.module.act
+        name = f"{type(self.module).__name__}.act"
         with torch.no_grad():
-            answer = method(_as_dict(batch), generator, **_accepted(method, temperature, greedy, f"{self._name}.act"))
-        actions, logp = _pair(answer, f"{self._name}.act")
-        sampled = self._checked_actions(actions, len(batch))
+            answer = method(_as_dict(batch), generator, **_accepted(method, temperature, greedy, name))
+        if not isinstance(answer, tuple) or len(answer) != 2 or not all(isinstance(part, Tensor) for part in answer):
+            found = f"{len(answer)} things" if isinstance(answer, tuple) else type(answer).__name__
+            raise UserError(f"{name} returned {found}; expected two tensors, (actions, logp)")
+        actions, logp = answer
+        if tuple(actions.shape) != self._shape(len(batch)):
+            raise UserError(
+                f"{name} returned actions of the shape {tuple(actions.shape)}; expected {self._shape(len(batch))}, "
+                f"with chunk={self.chunk} and action_size={self.action_size}"
+            )
+        if not bool(torch.isfinite(actions).all()):
+            raise UserError(f"{name} returned actions that are not finite")
+        sampled = actions.detach().float().reshape(len(batch), self.chunk, self.action_size)
         return ActionChoice(
             actions=sampled.clamp(-1, 1),
             decisions=sampled.reshape(len(batch), self.decisions, -1),
-            logp=self._checked_scores(logp, len(batch), f"{self._name}.act", "logp"),
+            logp=self._checked_scores(logp, len(batch), name, "logp"),
         )
 
     def log_probs(
         self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
-        """See `ActionPolicy.log_probs`."""
-        method, name = self._method("log_probs"), f"{self._name}.log_probs"
+        """Score decisions."""
+        method: Any = self.module.log_probs
+        name = f"{type(self.module).__name__}.log_probs"
         actions = decisions.reshape(self._shape(len(batch)))
         answer = method(_as_dict(batch), actions, **_accepted(method, temperature, False, name))
         logp, entropy = answer if isinstance(answer, tuple) else (answer, None)
@@ -88,7 +100,7 @@ class ModuleAdapter(ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; with one log-probability a chunk, incomplete chunks do not count."""
+        """Loss of behaviour cloning; with one log-probability a chunk, incomplete chunks do not count."""
         check_demonstrations(self, batch, actions, mask)
         own = getattr(self.module, "bc_loss", None)
         if callable(own):
@@ -118,24 +130,6 @@ class ModuleAdapter(ActionPolicy):
         else:
             read_weights(self.module, Path(path))
         self.statistics = read_statistics(Path(path))
-
-    @property
-    def _name(self) -> str:
-        return type(self.module).__name__
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        method: Callable[..., Any] = getattr(self.module, name)
-        return method
-
-    def _checked_actions(self, actions: Tensor, rows: int) -> Tensor:
-        if tuple(actions.shape) != self._shape(rows):
-            raise UserError(
-                f"{self._name}.act returned actions of the shape {tuple(actions.shape)}; expected {self._shape(rows)}, "
-                f"with chunk={self.chunk} and action_size={self.action_size}"
-            )
-        if not bool(torch.isfinite(actions).all()):
-            raise UserError(f"{self._name}.act returned actions that are not finite")
-        return actions.detach().float().reshape(rows, self.chunk, self.action_size)
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         """Shape of the module's actions."""
@@ -168,10 +162,3 @@ def _accepted(method: Callable[..., Any], temperature: float, greedy: bool, name
     if unknown:
         raise UserError(f"{unknown[0]} is {wanted[unknown[0]]}, but {name} takes no argument {unknown[0]!r}")
     return wanted
-
-
-def _pair(answer: Any, name: str) -> tuple[Tensor, Tensor]:
-    if not isinstance(answer, tuple) or len(answer) != 2 or not all(isinstance(part, Tensor) for part in answer):
-        found = f"{len(answer)} things" if isinstance(answer, tuple) else type(answer).__name__
-        raise UserError(f"{name} returned {found}; expected two tensors, (actions, logp)")
-    return answer

@@ -55,12 +55,12 @@ class OpenVlaPolicy(TokenPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`; actions are normalised, as `statistics` says."""
+        """Choose a chunk of actions for each row; actions are normalised, as `statistics` says."""
         choice = super().act(batch, generator, temperature, greedy)
         return ActionChoice(self.folder.to_sim(choice.actions), choice.decisions, choice.logp)
 
     def logits(self, batch: PolicyInputs) -> Tensor:
-        """See `TokenPolicy.logits`; (B, T, n) float32."""
+        """Logits of every token; (B, T, n) float32."""
         pixels, prompts = self.folder.look(batch, self.device)
         causal = self.settings.attention == "causal"
         return self.model.logits(pixels, prompts, self.decisions, self.tokenizer.bins, causal)
@@ -68,7 +68,7 @@ class OpenVlaPolicy(TokenPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; actions in the units of `act`."""
+        """Loss of behaviour cloning; actions in the units of `act`."""
         return super().bc_loss(batch, self.folder.from_sim(actions), mask, generator)
 
     def save_pretrained(self, path: Path | str) -> None:
@@ -77,7 +77,7 @@ class OpenVlaPolicy(TokenPolicy):
         write_config(Path(path), "openvla", self.settings, self.statistics)
 
     def load_weights(self, path: Path | str) -> None:
-        """See `ActionPolicy.load_weights`."""
+        """Restore what `save_pretrained` wrote."""
         self.model.load_state_dict(load_prismatic(Path(path), self.folder.dtype).state_dict())
         self.statistics = read_statistics(Path(path))
 

@@ -99,7 +99,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`; actions are normalised, as `statistics` says, and clipped only where it is None."""
+        """Choose a chunk for each row; actions are normalised by `statistics`, or clipped where there are none."""
         with torch.no_grad():
             mean, std = self._gaussian(batch, temperature)
             noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean)
@@ -109,7 +109,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         return ActionChoice(self.folder.to_sim(actions), drawn, logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """See `ActionPolicy.log_probs`; decisions are (B, K, D), the normalised actions before the gripper is turned.
+        """Score decisions; decisions are (B, K, D), the normalised actions before the gripper is turned.
 
         Gradient: into the head, the projectors, the language model and the standard deviations; with `train: all` into
         the vision backbones too.
@@ -129,7 +129,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; the mean L1 distance of the head's output, actions in the units of `act`.
+        """Loss of behaviour cloning; the mean L1 distance of the head's output, actions in the units of `act`.
 
         Gradient: into all trainable weights but the standard deviations.
         """
@@ -150,7 +150,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         write_config(target, "openvla_regression", self.settings, self.statistics)
 
     def load_weights(self, path: Path | str) -> None:
-        """See `ActionPolicy.load_weights`."""
+        """Restore what `save_pretrained` wrote."""
         folder = Path(path)
         for name, part in self._parts().items():
             file = find_part(folder, name)

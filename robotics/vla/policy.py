@@ -53,8 +53,8 @@ class PolicyInputs:
     views: Tensor | None = None
     """(B, V, H, W, 3) uint8 RGB of further cameras, in the order of `sim.views`; None without them."""
     past_images: Tensor | None = None
-    """(B, P, H, W, 3) uint8 RGB of the P control steps before, the oldest first, for policies with a `past`; where the
-    episode is younger, its first observation. None without."""
+    """(B, P, H, W, 3) uint8 RGB of the P control steps before, the oldest first, for policies with a `past`; before the
+    start of an episode its first observation. None without a past."""
     past_state: Tensor | None = None
     """(B, P, S) float32 of the same control steps; None without a past."""
     past_views: Tensor | None = None
@@ -81,14 +81,7 @@ class PolicyInputs:
         return self._changed(lambda value: value.to(device))
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
-        """Keep some rows.
-
-        Args:
-            rows: (b,) int64 numbers, or (B,) bool.
-
-        Returns:
-            The rows in the order given.
-        """
+        """Keep the rows of (b,) int64 indices, in their order, or of a (B,) bool mask."""
         index = torch.as_tensor(rows)
         index = torch.nonzero(index).flatten() if index.dtype == torch.bool else index.long()
         texts = tuple(self.instructions[row] for row in index.tolist())
@@ -107,8 +100,8 @@ class PolicyInputs:
 
     def _changed(self, change: Callable[[Tensor], Tensor], **others: Any) -> Self:
         """Change every tensor."""
-        given = {name: getattr(self, name) for name in INPUT_SHAPES}
-        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in given.items()}
+        tensors = {name: getattr(self, name) for name in INPUT_SHAPES}
+        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in tensors.items()}
         return dataclasses.replace(self, **changed, **others)
 
 
@@ -142,14 +135,14 @@ class ActionPolicy(nn.Module, ABC):
     views: int | None = 0
     """V, further cameras that it sees beside `images`; None for any number."""
     past: int = 0
-    """P, control steps before the present one whose observations `act` and `bc_loss` also take. `log_probs` is given
-    none, since rollouts do not keep them: a policy with a past has what it needs of them in its decisions."""
+    """P, control steps before the present one whose observations `act` and `bc_loss` also take. `log_probs` gets none,
+    since rollouts do not keep them: a policy with a past stores what it needs of them in its decisions."""
     cameras: tuple[str, ...] = ()
-    """Its own names of its cameras, `images` first; empty where it has none."""
+    """Its names of its cameras, `images` first; empty where it has none."""
     action_range: ActionRange | None = None
-    """What -1 and 1 of the simulator are in the units of data that the policy has of its own; applied inside of it."""
+    """Values of the policy's own units that are -1 and 1 of the simulator; applied inside the policy."""
     statistics: ActionStatistics | None = None
-    """Statistics that normalised the actions that it was cloned from; saved with the policy, applied outside of it."""
+    """Statistics that normalised the actions that it was cloned from; saved with the policy, applied outside it."""
 
     @abstractmethod
     def act(
@@ -276,20 +269,20 @@ class TokenPolicy(ActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`; log-probabilities of greedy tokens are those at the temperature."""
+        """Choose a chunk of actions for each row; log-probabilities of greedy tokens are those at the temperature."""
         with torch.no_grad():
             tokens, logp = draw_tokens(self.logits(batch), generator, temperature, greedy)
         actions = self.tokenizer.decode(tokens).unflatten(1, (self.chunk, self.action_size))
         return ActionChoice(actions, tokens, logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """See `ActionPolicy.log_probs`; decisions are (B, T) int64 tokens."""
+        """Score decisions; decisions are (B, T) int64 tokens."""
         return score_tokens(self.logits(batch), decisions, temperature)
 
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; the cross-entropy."""
+        """Loss of behaviour cloning; the cross-entropy."""
         check_demonstrations(self, batch, actions, mask)
         logits = self.logits(batch)
         wanted = actions.to(logits.device).flatten(1)

@@ -49,16 +49,7 @@ class SmallVlaConfig:
 
 
 class SmallVlaPolicy(EncodedPolicy, TokenPolicy):
-    """Image, instruction and state to K * D action tokens.
-
-    Args:
-        config: sizes and settings.
-        vocabulary: words of the instructions.
-        seed: of the weights; the global generator is not used.
-
-    Raises:
-        UserError: a number is out of range.
-    """
+    """Image, instruction and state to K * D action tokens."""
 
     kind = "small"
     config_class = SmallVlaConfig
@@ -76,6 +67,6 @@ class SmallVlaPolicy(EncodedPolicy, TokenPolicy):
             self.head = nn.Linear(config.encoder.width, each * config.bins)
 
     def logits(self, batch: PolicyInputs) -> Tensor:
-        """See `TokenPolicy.logits`."""
+        """Logits of every token."""
         found: Tensor = self.head(self.encoder(batch))
         return found.reshape(len(batch), self.decisions, self.config.bins)

@@ -90,8 +90,8 @@ def build_demonstrations(
                         number = writer.add_episode(states, actions, images, spec.instruction, seen.success)
                         if seen.drawn:
                             _note_draws(partial, {"episode_index": number, "layout": spec.layout, "drawn": seen.drawn})
-    lost = ", ".join(f"{count} {ending}" for ending, count in ends.items() if ending != "success")
-    LOGGER.info("%d of %d demonstrations succeeded%s", ends["success"], ends.total(), lost and f"; {lost}")
+    failures = ", ".join(f"{count} {ending}" for ending, count in ends.items() if ending != "success")
+    LOGGER.info("%d of %d demonstrations succeeded%s", ends["success"], ends.total(), failures and f"; {failures}")
     if not ends["success"]:
         raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")
     partial.rename(path)

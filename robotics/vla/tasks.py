@@ -31,19 +31,11 @@ class EpisodeSetConfig:
 def list_episodes(
     config: EpisodeSetConfig, known: Mapping[str, str], splits: Mapping[str, int | None], randomized: bool = True
 ) -> list[EpisodeSpec]:
-    """Episodes of a set, one of each task in turn, so that the first ones cover all tasks.
+    """Layouts x tasks episodes of a set, one of each task in turn, so that the first ones cover all tasks.
 
-    Args:
-        config: the set.
-        known: the simulator's tasks and their instructions.
-        splits: its splits and how many layouts they have; None for any number.
-        randomized: whether the simulator's domain randomisation applies where the set does not say.
-
-    Returns:
-        layouts x tasks episodes.
-
-    Raises:
-        UserError: the simulator does not have a task, split or layout.
+    `known` has the simulator's instructions by task, `splits` its numbers of layouts (None for any number);
+    `randomized` is whether domain randomisation applies where the set leaves it open. UserError where the simulator
+    lacks a task, split or layout.
     """
     unknown = [name for name in config.tasks if name not in known]
     if unknown:
