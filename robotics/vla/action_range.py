@@ -18,10 +18,10 @@ from mmrl.errors import UserError
 
 @dataclass(frozen=True)
 class ActionRange:
-    """What -1 and 1 of the simulator are in the units of a policy's data, for each of D entries of an action.
+    """Values of a policy's data that are -1 and 1 of the simulator, for each of D entries of an action.
 
-    Unlike `ActionStatistics`, which normalise what a policy is cloned from and are applied outside of it, this is about
-    a policy that already has units of its own, and it converts them where they come and go.
+    Unlike `ActionStatistics`, which normalise demonstrations and are applied outside the policy, this converts the
+    actions of a policy that already has its own units, inside it.
     """
 
     low: tuple[float, ...]

@@ -30,7 +30,7 @@ class ActionTokenizer:
 
     * openvla: n edges from -1 to 1, so n - 1 bins, and ids that fall as actions rise, V - digitize(a). Only an action
       of exactly 1 reaches the lowest id, which decodes to the same centre as the next.
-    * uniform: n bins of equal width, indices that rise with the action, every index with a centre of its own.
+    * uniform: n bins of equal width, indices that rise with the action, and every index has its own centre.
 
     Source: openvla/openvla prismatic/vla/action_tokenizer.py (openvla).
     """

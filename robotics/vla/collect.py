@@ -84,7 +84,7 @@ def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | No
 
 
 def sim_actions(actions: NDArray[np.float32], statistics: ActionStatistics | None) -> NDArray[np.float32]:
-    """Convert a policy's actions (..., D) to the simulator's in -1..1, with what `action_scale` returned."""
+    """Convert a policy's actions (..., D) to the simulator's in -1..1, by the statistics of `action_scale`."""
     return actions if statistics is None else statistics.unnormalise(actions).clip(-1, 1)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmrl.fields import bounded, rare
 from robotics.vla.payload import EpisodePayload
-from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs
+from robotics.vla.policy import ActionChoice, ActionPolicy
 from robotics.vla.saved import read_weights, write_weights
 from robotics.vla.statistics import STATE_LIMIT, StateStatistics
 
@@ -94,7 +94,7 @@ def critic_inputs(payload: EpisodePayload, group: Tensor, tasks: Sequence[str], 
 class PolicyWithCritic(ActionPolicy):
     """A policy and a critic that are trained and saved together; acting needs the policy alone.
 
-    A folder written by `save_pretrained` is the policy's own, which `open_policy` loads, with the critic beside it.
+    `save_pretrained` writes the policy's own folder, which `open_policy` loads, and the critic into it.
     """
 
     def __init__(self, policy: ActionPolicy, critic: StateCritic, learning_rate_factor: float = 1.0) -> None:
@@ -110,23 +110,17 @@ class PolicyWithCritic(ActionPolicy):
     action_range = property(lambda self: self.policy.action_range)  # type: ignore[assignment]
     config = property(lambda self: getattr(self.policy, "config", None))
 
-    def act(
-        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
-    ) -> ActionChoice:
+    def act(self, *arguments: Any, **options: Any) -> ActionChoice:
         """Choose a chunk of actions for each row."""
-        return self.policy.act(batch, generator, temperature=temperature, greedy=greedy)
+        return self.policy.act(*arguments, **options)
 
-    def log_probs(
-        self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor | None]:
+    def log_probs(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Score decisions."""
-        return self.policy.log_probs(batch, decisions, temperature)
+        return self.policy.log_probs(*arguments, **options)
 
-    def bc_loss(
-        self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, dict[str, float]]:
+    def bc_loss(self, *arguments: Any, **options: Any) -> tuple[Tensor, dict[str, float]]:
         """Loss of behaviour cloning."""
-        return self.policy.bc_loss(batch, actions, mask, generator)
+        return self.policy.bc_loss(*arguments, **options)
 
     def values(self, inputs: Tensor) -> Tensor:
         """Values (...) of inputs of `critic_inputs`.

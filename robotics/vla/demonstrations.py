@@ -1,4 +1,4 @@
-"""Demonstrations as moments: observations and the actions that followed."""
+"""Demonstrations, cut into moments: an observation and the actions that followed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("mmrl")
 IMAGES_READ = 256
-"""Episodes whose first image counts for the digest of the demonstrations."""
+"""Episodes whose first image enters the digest of the demonstrations."""
 TOLERANCE = 1e-3
 """Tolerance for actions outside -1..1."""
 
@@ -89,7 +89,7 @@ class Demonstrations:
     images: list[NDArray[np.uint8]] | None
     """(T, H, W, 3) of each episode; None without a camera."""
     instructions: list[str]
-    """Of each episode, at its first step."""
+    """Instruction of each episode at its first step."""
     skipped: int = 0
     """Episodes that were left out: failures, or without a required entry."""
     changing_instructions: dict[int, list[str]] = field(default_factory=dict)

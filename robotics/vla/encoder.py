@@ -30,7 +30,7 @@ PATCHES = 4
 KEYPOINT_SHARPNESS = 5.0
 """Standard deviation over positions of the keypoint scores at initialisation."""
 GROUPS = 8
-"""Of the group norms."""
+"""Groups of the group norms."""
 
 
 @dataclass

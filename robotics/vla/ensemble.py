@@ -30,7 +30,7 @@ class TemporalEnsemble:
         self._count = np.zeros(rows, np.int64)
 
     def reset(self, rows: ArrayLike | None = None) -> None:
-        """Drop the chunks of some rows, whose episodes begin; None for all."""
+        """Drop the chunks of rows whose episodes restart; None for all."""
         self._count[slice(None) if rows is None else np.asarray(rows, np.int64)] = 0
 
     def step(self, chunks: ArrayLike, rows: ArrayLike) -> NDArray[np.float32]:

@@ -118,7 +118,7 @@ class FlowFollowing:
         if episode not in self._flows:
             try:
                 self._flows[episode] = self._predicted(episode)
-            except Exception as error:  # functions of the user and models of all kinds; other episodes go on
+            except Exception as error:  # functions of the user and models of all kinds must not stop other episodes
                 self._flows[episode] = None
                 self._failed("predictions", f"no flow for {episode_id(episode)}", error)
         return self._flows[episode]
@@ -150,13 +150,13 @@ class FlowFollowing:
             poses = payload.object_poses[row] if payload.object_poses else None
             if poses is None:
                 raise UserError(
-                    "reward is flow, but this simulator does not tell where the object is; name flow.tracker"
+                    "reward is flow, but this simulator does not report the object's pose; name flow.tracker"
                 )
             return apply_pose(poses @ inverse_pose(poses[0]), clip.points_world_m)
         try:
             points = np.asarray(self._tracker(payload.frames_of(row), clip.observation, clip.points), np.float64)
             return _checked(points, len(clip.points_world_m))
-        except Exception as error:  # a function of the user; other episodes go on
+        except Exception as error:  # a function of the user must not stop other episodes
             self._failed("tracks", "flow.tracker", error)
             return None
 

@@ -12,8 +12,8 @@ Source: pi_0, arXiv 2410.24164 (flow matching over action chunks); Flow-GRPO, ar
     2505.22094, and pi_RL, arXiv 2510.25889 (denoising steps as decisions of reinforcement learning).
 
 Differences: the velocity is a small residual network on the outputs of the observation encoder instead of an action
-expert inside a transformer, so a denoising step costs little beside encoding the observation; the noise has a fixed
-size (Flow-GRPO's) and is not learned as in ReinFlow; times of the cloning loss are uniform.
+expert inside a transformer, so a denoising step costs little compared with encoding the observation; the noise has a
+fixed size (Flow-GRPO's) and is not learned as in ReinFlow; times of the cloning loss are uniform.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FlowPolicyConfig:
     steps: int = rare(bounded(5, at_least=2))
     """S, denoising steps."""
     parameterisation: str = choice("velocity", PARAMETERISATIONS)
-    """What the network predicts: the velocity, or the actions themselves, which a small network learns far faster."""
+    """velocity: the network predicts the velocity; x0: the actions, which a small network learns far faster."""
     noise_level: float = rare(bounded(0.5, above=0))
     """Size of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
     logp_reduction: str = rare(choice("sum", REDUCTIONS))

@@ -7,10 +7,10 @@ A decision is one control step, a_k ~ N(mu_k, diag(sigma^2)), with the density o
 
     log p(a_k) = - sum over D of ((a - mu)^2 / (2 sigma^2) + log sigma + log(2 pi) / 2).
 
-It is the density of the action as drawn. What is executed is clipped to -1..1 afterwards, and `ActionChoice.decisions`
-keeps the action before that, as CleanRL does: a clipped one has no density at -1 and 1. The mean itself has no bound.
-The gripper's entry is a Gaussian like the others, though only its sign counts in the tabletop tasks: it closes with the
-probability Phi(mu / sigma).
+It is the density of the sampled action. The executed action is clipped to -1..1 afterwards, and
+`ActionChoice.decisions` keeps the action before clipping, as CleanRL does: a clipped one has no density at -1 and 1. The
+mean itself has no bound. The gripper's entry is a Gaussian like the others, though only its sign counts in the tabletop
+tasks: it closes with the probability Phi(mu / sigma).
 
 sigma is learned between two bounds that it only approaches, so that a gradient can lead back from them:
 
@@ -46,7 +46,7 @@ from robotics.vla.vocabulary import Vocabulary
 STD_PER = ("action", "state")
 CLONING = ("likelihood", "error")
 FIRST_GAIN = 0.01
-"""Of the mean's layer: the first actions are near 0, whatever is seen."""
+"""Gain of the mean's layer: the first actions are near 0 for every observation."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class GaussianPolicyConfig:
     """Standard deviation of every entry of an action at first, on the scale -1..1."""
     std_per: str = rare(choice("action", STD_PER))
     """action: one for each entry of an action, whatever is seen; AdamW moves its logarithm by about the learning rate
-    a step. state: predicted for each entry and control step from what is seen; it learns far faster."""
+    a step. state: predicted from the observation for each entry and control step; it learns far faster."""
     min_std: float = rare(bounded(0.05, above=0))
     """Floor of the standard deviation. Under it a small change of the mean changes log-probabilities by much, and a
     policy that was cloned for long hardly explores."""

@@ -51,25 +51,25 @@ FORMS: dict[str, ProgressSettings] = {
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is simulated."""
+    """Simulated episodes."""
 
     episodes: int = bounded(256, at_least=1)
     """Episodes of the policy."""
     deals: int = bounded(10, at_least=1)
     """Random splits of them into batches."""
     seed: int = 0
-    """Of the episodes and the deals."""
+    """Seed of the episodes and the splits."""
 
 
 class CheckedEpisode(NamedTuple):
-    """What is compared of an episode."""
+    """The compared parts of an episode."""
 
     frames: NDArray[np.uint8] | None
     """(F, H, W, 3)."""
     states: NDArray[np.float32]
     """(P, S) of the robot."""
     places: NDArray[np.float32] | None
-    """(P, 3) of the object; None where the simulator does not tell."""
+    """(P, 3) of the object; None where the simulator does not report it."""
     task: str
     state_label: str
     """Name of the initial state."""
@@ -78,11 +78,11 @@ class CheckedEpisode(NamedTuple):
     """The simulator's reward at the end."""
 
     def path(self, latent: TrajectoryLatent) -> NDArray[np.float32]:
-        """What a latent takes as states; raises UserError where the simulator does not tell."""
+        """States that a latent reads; raises UserError where the simulator does not report them."""
         if latent.looks_at == "robot":
             return self.states
         if self.places is None:
-            raise UserError("this simulator does not tell where the object is; leave that latent out")
+            raise UserError("this simulator does not report the object's pose; leave that latent out")
         return self.places
 
 

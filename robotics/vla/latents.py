@@ -2,7 +2,7 @@
 
     vjepa2   mean over all tokens of a V-JEPA 2 encoder, as in SRPO's released code
     video    the small video encoder of `robotics.vla.video_encoder`, trained on this suite's own images
-    pixels   ablation: small images, their mean over time beside the last one
+    pixels   ablation: small images, their mean over time and the last one
     state    ablation: the state at fixed shares of the episode and at its end
     object   ceiling: the object's final position, from the simulator
 
@@ -67,7 +67,7 @@ class VideoSettings:
     path: str = ""
     """Folder that `VideoEncoder.save_pretrained` wrote."""
     pooling: str = rare("mean_and_end")
-    """mean over time, end, or both side by side; a mean alone tells only where the robot spent its time."""
+    """mean over time, end, or both, concatenated; a mean alone tells only where the robot spent its time."""
     batch_size: int = rare(bounded(16, at_least=1))
     """Trajectories at once."""
     device: str = "cpu"

@@ -15,8 +15,8 @@ policy's own ODE. Greedy actions follow the ODE and are those of lerobot's `pred
 Source: SmolVLA, arXiv 2506.01844; pi_0, arXiv 2410.24164; Flow-GRPO, arXiv 2505.05470, and pi_RL, arXiv 2510.25889
     (denoising steps as decisions).
 
-`action_low` and `action_high` say which values of the policy's data are -1 and 1 of the simulator. They convert what
-becomes actions and what is demonstrated; the chain and its density are those of the head.
+`action_low` and `action_high` say which values of the policy's data are -1 and 1 of the simulator. They convert
+executed and demonstrated actions; the chain and its density are those of the head.
 
 Differences from pi_RL: all of the chain's numbers are scored unless `scored` is `actions`, because entries that are
 padding, and control steps that are not executed, move the others in the next step; no step is left without noise.
@@ -60,7 +60,7 @@ class LeRobotFlowConfig(LeRobotServerConfig):
     """sum: log-density of a step; mean: divided by the count of its numbers, as for images."""
     scored: str = rare(choice("chain", SCORED))
     """chain: all K M numbers of a step, its exact density; actions: the K D that become actions, as in pi_RL, which
-    drops the noise of the padding from the gradient, and what the padding does to later steps."""
+    drops the noise of the padding, and its effect on later steps, from the gradient."""
 
 
 class LeRobotFlowPolicy(ServedActionPolicy):
@@ -146,7 +146,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         return loss, {"bc/loss": float(loss.detach())}
 
     def export(self, path: Path | str) -> None:
-        """Write a folder that needs no other one; the folder lerobot in it is a policy of LeRobot's own."""
+        """Write a folder that needs no other one; lerobot itself loads the folder `lerobot` in it."""
         target = (Path(path) / INSIDE).resolve()
         target.mkdir(parents=True, exist_ok=True)
         write_config(Path(path), self.kind, self.settings, self.statistics, inside=INSIDE)
@@ -157,7 +157,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         return [self.expert[_plain(name)] for name in self._names]
 
     def _sigmas(self) -> Tensor:
-        """Times as lerobot computes them; its encoding of the time tells neighbouring float32 numbers apart."""
+        """(S + 1,) times computed as in lerobot, whose time encoding differs between neighbouring float32 numbers."""
         step = -1.0 / self.decisions
         return torch.tensor([*(1.0 + number * step for number in range(self.decisions)), 0.0], device=self.device)
 

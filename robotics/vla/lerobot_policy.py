@@ -6,7 +6,7 @@ entry of an action has its own standard deviation. Reinforcement learning moves 
 are lerobot's own. Each control step is a decision, with the log-density of its D entries; the chunk is kept with the
 decisions, so that scoring needs no call of the frozen policy.
 
-The frozen policy's actions are in the units of its data. `action_low` and `action_high` say which of them are -1 and 1
+The frozen policy's actions are in the units of its data. `action_low` and `action_high` are -1 and 1
 of the simulator; the Gaussian is centred on the converted ones, and its samples are clipped to -1..1.
 
 A policy that takes several observations in a row, as diffusion does by default, gets those of the last control steps,

@@ -153,7 +153,7 @@ def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Se
     bounds = getattr(sim, "action_bounds", None)
     if bounds is None:
         raise UserError(
-            "model.options.action_box is true, but the simulator does not tell the bounds of its own actions, as "
+            "model.options.action_box is true, but the simulator does not report the bounds of its own actions, as "
             "sim.kind gymnasium does; give model.options.action_low and action_high"
         )
     low, high = (list(bound) for bound in bounds)

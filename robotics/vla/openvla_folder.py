@@ -54,12 +54,12 @@ class OpenVlaConfig:
     unnorm_key: str | None = rare(None)
     """Name of the dataset whose statistics turn tokens into actions; None where the folder has only one."""
     bounds: str = rare(choice("q99", tuple(BOUNDS)))
-    """What -1 and 1 stand for, in actions and in the state: q99, the quantiles 1 % and 99 % of the data (LIBERO,
+    """Bounds of actions and state that become -1 and 1: q99, the quantiles 1 % and 99 % of the data (LIBERO,
     Bridge), or min_max (ALOHA)."""
     gripper: str = rare(choice("as_data", GRIPPERS))
     """libero: the last entry, 0 closed to 1 open in the data, becomes -1 to open or 1 to close, by `libero_gripper`."""
     num_images_in_input: int = rare(bounded(1, at_least=1))
-    """Cameras that the model learned to see: 1 for `sim.camera`, 2 for a view beside it, such as the wrist's."""
+    """Cameras that the model learned to see: 1 for `sim.camera`, 2 for it and one view, such as the wrist's."""
     center_crop: bool = rare(True)
     """Keep the inner 90 % of an image, for models that learned from random crops, as the published ones."""
     attention: str = rare(choice("bidirectional", ATTENTION))
@@ -67,7 +67,7 @@ class OpenVlaConfig:
     dtype: str = choice("float32", tuple(DTYPES))
     """Precision of the weights and activations; log-probabilities are float32 either way."""
     train: str = rare(choice("language_model", TRAINED))
-    """What learns: the language model, the projectors and the action head, or all, the vision backbones too."""
+    """language_model: the language model, the projectors and the action head learn; all: the vision backbones too."""
     gradient_checkpointing: bool = rare(False)
     """Compute the language model's activations again in the backward pass, to save memory."""
     label_smoothing: float = rare(bounded(0.0, at_least=0, below=1))
@@ -133,7 +133,7 @@ class OpenVlaFolder:
         return pixels, [self._prompt(text).to(device) for text in batch.instructions]
 
     def to_sim(self, actions: Tensor) -> Tensor:
-        """Turn the gripper of predicted actions (..., D) as `gripper` says."""
+        """Convert the gripper of predicted actions (..., D) by `gripper`."""
         return actions if self.settings.gripper == "as_data" else libero_gripper(actions)
 
     def from_sim(self, actions: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class OpenVlaFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return DTYPES[self.settings.dtype]
 
     def _prompt(self, text: str) -> Tensor:

@@ -55,7 +55,7 @@ class OpenVlaPolicy(TokenPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """Choose a chunk of actions for each row; actions are normalised, as `statistics` says."""
+        """Choose a chunk of actions for each row; actions are normalised by `statistics`."""
         choice = super().act(batch, generator, temperature, greedy)
         return ActionChoice(self.folder.to_sim(choice.actions), choice.decisions, choice.logp)
 
@@ -72,7 +72,7 @@ class OpenVlaPolicy(TokenPolicy):
         return super().bc_loss(batch, self.folder.from_sim(actions), mask, generator)
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write a folder that OpenVLA's code loads again, with a policy.json of this package beside it."""
+        """Write a folder that OpenVLA's code loads again, with a policy.json of this package in it."""
         save_prismatic(self.model, self.folder.path, Path(path))
         write_config(Path(path), "openvla", self.settings, self.statistics)
 

@@ -5,7 +5,7 @@ Shapes: B rows, K control steps, D entries of an action, T = K D positions, S st
 The head maps the states of the language model at the T positions of a chunk to K actions in one pass, where
 `openvla_policy` reads tokens; the state of the robot is one more embedding, behind the patches. Greedy actions are the
 head's output. It has no likelihood, so for reinforcement learning it is the mean of a Gaussian,
-and each entry of an action has a standard deviation of its own, which is learned too. A control step is a decision,
+and each entry of an action has its own learned standard deviation. A control step is a decision,
 with the log-density of its D entries; the temperature multiplies the standard deviations.
 
 Cloning minimises the L1 distance of the head's output to the demonstrated actions, as OpenVLA-OFT was trained; the
@@ -58,7 +58,7 @@ LOG_STD_FILE = "log_std.pt"
 
 @dataclass(frozen=True)
 class ReadSizes:
-    """Sizes of a policy's inputs beside images of any size."""
+    """Sizes of a policy's inputs other than images, which may have any size."""
 
     state_size: int | None
     """S; None without a state."""
@@ -109,7 +109,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         return ActionChoice(self.folder.to_sim(actions), drawn, logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Score decisions; decisions are (B, K, D), the normalised actions before the gripper is turned.
+        """Score decisions; decisions are (B, K, D), the normalised actions before the gripper is converted.
 
         Gradient: into the head, the projectors, the language model and the standard deviations; with `train: all` into
         the vision backbones too.
@@ -169,7 +169,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         return policy
 
     def _restore(self, folder: Path) -> None:
-        """What this package writes beside the files of OpenVLA-OFT."""
+        """Read the files that this package adds to those of OpenVLA-OFT."""
         found = read_part(folder / LOG_STD_FILE).get("log_std")
         if found is None or found.shape != self.log_std.shape:
             raise UserError(f"{folder / LOG_STD_FILE} holds no log_std of {self.action_size} entries")

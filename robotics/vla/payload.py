@@ -22,14 +22,14 @@ from robotics.sim.episodes import EpisodeSpec
 
 @dataclass
 class EpisodePayload(Payload):
-    """Initial states of N groups, and what B episodes observed and did."""
+    """Initial states of N groups, observations and actions of B episodes."""
 
     episodes: list[EpisodeSpec] = per_group()
     """The initial state and instruction of each group."""
     states: Tensor = per_decision()
     """(B, C, S) float32, observed before each chunk."""
     decisions: Tensor = per_decision()
-    """(B, C, ...), what the policy chose, in the policy's own terms."""
+    """(B, C, ...), the policy's decisions, in its own form."""
     steps: Tensor = per_decision()
     """(B, C) int64, executed control steps of each chunk."""
     success: Tensor = per_row()
@@ -52,15 +52,15 @@ class EpisodePayload(Payload):
     """(F, H, W, 3) frame of every control step of each row; None or empty where only chunk ends were rendered."""
     object_poses: list[NDArray[np.float64] | None] = per_row(blank=None, default_factory=list)
     """(F, 4, 4) T_world_object before each chunk and at the end, of the piece that the task acts on; None or empty
-    where the simulator does not tell."""
+    where the simulator does not report it."""
     full_states: Tensor | None = per_decision(default=None)
-    """(B, C, F) float32, full state of the simulator before each chunk, for a critic; None where it does not tell."""
+    """(B, C, F) float32, full state of the simulator before each chunk, for a critic; None where it reports none."""
     chunk_rewards: Tensor | None = per_decision(default=None)
     """(B, C) float32, the environment's own reward at the end of each chunk."""
     reasons: list[str] = per_row(blank="", default_factory=list)
     """Why each row ended as it did, where the environment reports it."""
     drawn: list[Mapping[str, Any] | None] = per_row(blank=None, default_factory=list)
-    """What the simulator's domain randomisation drew for each row; None or empty where nothing was."""
+    """Draw of the simulator's domain randomisation for each row; None or empty without one."""
 
     @property
     def lengths(self) -> Tensor:

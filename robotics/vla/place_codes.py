@@ -1,4 +1,4 @@
-"""Positions as numbers that a small network can tell apart: sines and cosines of doubling frequencies.
+"""Positions as numbers that a small network can distinguish: sines and cosines of doubling frequencies.
 
 Source: NeRF's positional encoding, arXiv 2003.08934, eq. 4.
 """

@@ -133,10 +133,10 @@ class ActionPolicy(nn.Module, ABC):
     by_step: bool = True
     """Whether the decisions follow the control steps, the same number for each; else each is about the whole chunk."""
     views: int | None = 0
-    """V, further cameras that it sees beside `images`; None for any number."""
+    """V, cameras that it sees in addition to `images`; None for any number."""
     past: int = 0
     """P, control steps before the present one whose observations `act` and `bc_loss` also take. `log_probs` gets none,
-    since rollouts do not keep them: a policy with a past stores what it needs of them in its decisions."""
+    since rollouts do not keep them: a policy with a past stores the parts it needs in its decisions."""
     cameras: tuple[str, ...] = ()
     """Its names of its cameras, `images` first; empty where it has none."""
     action_range: ActionRange | None = None

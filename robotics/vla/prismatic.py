@@ -204,7 +204,7 @@ def _patches(part: Any, pixels: Tensor) -> Tensor:
 
 
 def _empty_llama(config: Any) -> Any:
-    """Llama whose weights are still to be loaded; drawing those of 7 billion takes minutes."""
+    """Llama without weights, which are loaded later; initialising 7 billion takes minutes."""
     from transformers import LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -224,7 +224,7 @@ def _mask(ends: Tensor, width: int, causal: bool, dtype: torch.dtype) -> Tensor:
 
 
 def _inner(name: str) -> str:
-    """Name of a weight in timm; that of LayerScale is another one in the files."""
+    """Name of a weight in timm; LayerScale's has another name in the files."""
     return name.replace(".scale_factor", ".gamma") if name.startswith("vision_backbone") else name
 
 

@@ -5,19 +5,19 @@ clustered, a failure's distance to the nearest cluster's centre is normalised an
 `alpha` < 1; a success has reward 1. Where there is no success to compare with, failures have reward 0.
 
 Paper: SRPO, arXiv 2511.15605. The preset "published" is the released code, sii-research/siiRL
-siirl/utils/reward_score/embodied.py. What the others and single options change:
+siirl/utils/reward_score/embodied.py. The other presets and single options:
 
 - `eps_mode="per_sqrt_dim"`: two standardised successes are about sqrt(2 E) apart, so the released radius of 0.5 never
   finds a cluster in E = 64 entries or more; here it grows with the root of the number of entries that vary.
 - `invalid="nan"`: a trajectory that could not be embedded has no reward, where the code gives 0, even to a success.
-- `references="initial_state"`: successes from other layouts of a task lie elsewhere in the latent space, and so does
+- `references="initial_state"`: successes from other layouts of a task are elsewhere in the latent space, and so is
   their mean, whatever the failure achieved.
 - `task_fallback` gives an initial state of which no success is known the successes of its task.
 - `memory` adds successes of earlier batches as references; the code has only those of the batch.
 - `norm="initial"` measures progress from the episode's own first frame, so an episode in which nothing happened earns
   nothing; minmax and zscore always share out the whole range among the failures, however little they differ.
 - `norm="zscore"` is the paper's form, of the distance's deviation from its mean; `squared` its squared distance.
-  "absolute" also tells whether all failures are far away or all are close, which minmax and zscore cannot.
+  "absolute" also shows whether all failures are far away or all are close, unlike minmax and zscore.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ProgressOutcome:
     """Mean number of clusters of these labels; one without a cluster counts 0, and its only centre is the mean of all
     its references. 0 without such labels."""
     noise_fraction: float
-    """Share of these labels' references that lie in no cluster; 0 without such labels."""
+    """Share of these labels' references in no cluster; 0 without such labels."""
     tasks_without_reference: int
     """Labels of the batch whose failures have reward 0 because there is no success to compare with."""
     tasks_with_fallback: int
@@ -199,8 +199,8 @@ def shuffled_failures(
 ) -> NDArray[np.float32]:
     """Shuffle the rewards (B,) of each group's failures among them, the control of a progress reward.
 
-    The rewards of each group stay the same, and with them the size of its advantages, but tell nothing about the
-    episodes. Successes (B,) and rows without a reward (NaN) keep theirs.
+    The rewards of each group stay the same, and with them the size of its advantages, but carry no information about
+    the episodes. Successes (B,) and rows without a reward (NaN) keep theirs.
     """
     shuffled, labels = np.array(reward, np.float32), np.asarray(group)
     open_rows = ~np.asarray(success, np.bool_) & np.isfinite(shuffled)

@@ -14,7 +14,7 @@ NORM_NAMES = ("minmax", "zscore", "absolute", "initial")
 
 @dataclass(frozen=True)
 class ProgressForm:
-    """What a preset decides; the fields are those of `ProgressSettings`."""
+    """Values of a preset; the fields are those of `ProgressSettings`."""
 
     references: str
     memory: int
@@ -25,14 +25,14 @@ class ProgressForm:
 
 @dataclass
 class ProgressSettings:
-    """How distances become rewards; what is null comes from the preset."""
+    """How distances become rewards; null takes the preset's value."""
 
     preset: str = choice("task", lambda: PRESETS)
     """published: the released code, bit for bit; task: the same with a radius of clustering that finds clusters;
     initial_state: references of the same initial state, remembered, and progress since the episode's first frame, for
     initial states that come back."""
     references: str | None = rare(choice(None, REFERENCES))
-    """Whose successes a failure is compared with: those of its task or of its initial state; null = the preset's."""
+    """A failure is compared with the successes of its task or of its initial state; null = the preset's."""
     task_fallback: bool = rare(False)
     """Whether failures of an initial state of which no success is known are compared with the successes of its task,
     those of other initial states; for `references: initial_state`."""
@@ -44,7 +44,7 @@ class ProgressSettings:
     own spread, or initial against the distance of the episode's own first frame; null = the preset's (initial_state
     initial, else minmax)."""
     alpha: float = bounded(0.6, above=0, below=1)
-    """Largest reward of a failure; below 1, so that what only looks like a success is worth less than one."""
+    """Largest reward of a failure; below 1, so that a near success is worth less than a success."""
     steepness: float = rare(bounded(10.0, above=0, finite=True))
     """Slope of the sigmoid over the normalised distance; norms minmax and absolute."""
     offset: float = rare(bounded(0.5, finite=True))
@@ -72,7 +72,7 @@ class ProgressSettings:
 
     @property
     def form(self) -> ProgressForm:
-        """The preset with what differs from it."""
+        """The preset with the fields that are set here."""
         preset = PRESETS[self.preset]
         names = [entry.name for entry in fields(ProgressForm)]
         own = {name: getattr(self, name) for name in names}

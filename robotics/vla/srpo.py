@@ -170,7 +170,7 @@ class SrpoRecipe(RobotRecipe):
         known = [place for place in places if place is not None]
         if len(known) < len(places):
             raise UserError(
-                f"latent.kind is '{self.config.latent.kind}', but this simulator does not tell where the object is; "
+                f"latent.kind is '{self.config.latent.kind}', but this simulator does not report the object's pose; "
                 "use another latent"
             )
         return videos, known, sound

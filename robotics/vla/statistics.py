@@ -1,7 +1,7 @@
 """Statistics of actions and states, which normalise them to -1..1 or to unit variance.
 
 Shapes: D entries of an action or state, ... any leading dimensions. Functions take numpy arrays or tensors and
-return what they are given.
+return the same type.
 """
 
 from __future__ import annotations

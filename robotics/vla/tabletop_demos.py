@@ -60,10 +60,10 @@ def build_demonstrations(
         first_layout: number of the first layout.
         keep_failures: also write episodes without success, marked as such; not those whose simulation failed.
         seed: of the noise.
-        randomization: fields of `RandomizationConfig`; each layout has a draw of its own. The experts see the exact
-            state, the demonstrations hold what a policy would observe. What was drawn for each episode is a line of
+        randomization: fields of `RandomizationConfig`; each layout has its own draw. The experts see the exact
+            state, the demonstrations hold a policy's observations. The draw of each episode is a line of
             `meta/randomization.jsonl`.
-        views: further cameras, which the dataset has beside the camera.
+        views: further cameras of the dataset.
     """
     from robotics.data import EpisodeWriter, robot_features
     from robotics.sim.batch import BatchSettings, TabletopBatch
@@ -149,9 +149,9 @@ def run_experts(
     experts = {task: Expert(task) for task in {episode.task for episode in episodes}}
     rng = np.random.default_rng(seed)
     found = [Demonstration() for _ in episodes]
-    begun = sim.reset(episodes)
-    observation = begun.observation
-    for row, drawn in begun.drawn.items():
+    started = sim.reset(episodes)
+    observation = started.observation
+    for row, drawn in started.drawn.items():
         found[row].drawn = drawn
     while len(sim.live):
         rows, states = sim.live.copy(), sim.full_state()

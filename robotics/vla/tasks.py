@@ -65,5 +65,5 @@ def task_of_id(name: str) -> str:
 
 
 def own_draw(episode: EpisodeSpec, member: int) -> EpisodeSpec:
-    """The same initial state with the domain randomisation's draw of one member of its group."""
+    """The initial state with the domain randomisation's draw of one member of its group."""
     return episode if episode.draw is None else replace(episode, draw=member)

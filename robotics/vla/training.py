@@ -1,4 +1,4 @@
-"""Training from Python, with a policy and a simulator of one's own if wanted."""
+"""Training from Python, optionally with your own policy and simulator."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class VideoTraining:
     learning_rate: float = bounded(1e-3, at_least=0, finite=True)
     """Peak learning rate, after a warm-up of a tenth of the steps; then a cosine to 0."""
     weight_decay: float = bounded(0.01, at_least=0, finite=True)
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     pixel_noise: float = bounded(0.05, at_least=0, finite=True)
     """Standard deviation of the noise added to the frames, pixels being in 0..1."""
     seed: int = 0

@@ -11,7 +11,7 @@ given the observation.
 Source: OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft prismatic/extern/hf/modeling_prismatic.py; the language-model
     head as likelihood: PRIME-RL/SimpleVLA-RL, sii-research/siiRL.
 
-Differences from that code: a placeholder predicts its own token, there the one after it (the last prompt token
+Differences from that code: a placeholder predicts its own token, there the next one (the last prompt token
 predicts the first); the prompt is the model's chat template; the n ids are the last ones of text tokens, because in
 Qwen's vocabulary control tokens and unused rows follow; images are not cropped to 0.9 of their area.
 """

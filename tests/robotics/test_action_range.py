@@ -159,7 +159,7 @@ def test_the_bounds_of_the_environment_are_taken_only_where_it_tells_them():
     row = GymRow(Ball(), horizon=5, image_key="top")
     assert [bound.tolist() for bound in row.action_bounds] == [LOW, HIGH]
     config = ActionPolicyConfig(kind="lerobot", options={"folder": "anything", "action_box": True})
-    with pytest.raises(UserError, match="action_box is true, but the simulator does not tell the bounds"):
+    with pytest.raises(UserError, match="action_box is true, but the simulator does not report the bounds"):
         load_action_policy(config, LineSim(), 0)
     sim = LineSim()
     sim.action_bounds = [[LEAST], [MOST]]

@@ -138,7 +138,7 @@ def test_a_flow_is_predicted_once_for_each_initial_state_and_failures_are_counte
 def test_a_simulator_that_does_not_tell_needs_a_tracker(near_views):
     payload = paths([(0.1, 0.0)])
     payload.object_poses = []
-    with pytest.raises(UserError, match=r"does not tell where the object is; name flow\.tracker"):
+    with pytest.raises(UserError, match=r"does not report the object's pose; name flow\.tracker"):
         following(OneWay()).score(payload, [0])
 
 

@@ -55,7 +55,7 @@ def test_what_cannot_be_checked_is_refused(tmp_path):
     recipe = SrpoRecipe(srpo(tmp_path))
     with pytest.raises(UserError, match="there is no latent smell; there are: vjepa2, video"):
         list(check_latents(recipe, ["smell"], CheckOptions()))
-    with pytest.raises(UserError, match="does not tell where the object is"):
+    with pytest.raises(UserError, match="does not report the object's pose"):
         list(check_latents(recipe, ["object"], CheckOptions(episodes=4)))
     with pytest.raises(UserError, match="an initial state has 20 episodes and a step takes 30; run more episodes"):
         score("task", episodes(), samples=30)
