@@ -8,9 +8,9 @@ A decision is one control step, a_k ~ N(mu_k, diag(sigma^2)), with the density o
     log p(a_k) = - sum over D of ((a - mu)^2 / (2 sigma^2) + log sigma + log(2 pi) / 2).
 
 It is the density of the sampled action. The executed action is clipped to -1..1 afterwards, and
-`ActionChoice.decisions` keeps the action before clipping, as CleanRL does: a clipped one has no density at -1 and 1. The
-mean itself has no bound. The gripper's entry is a Gaussian like the others, though only its sign counts in the tabletop
-tasks: it closes with the probability Phi(mu / sigma).
+`ActionChoice.decisions` keeps the action before clipping, as CleanRL does: a clipped one has no density at -1 and 1.
+The mean itself has no bound. The gripper's entry is a Gaussian like the others, though only its sign counts in the
+tabletop tasks: it closes with the probability Phi(mu / sigma).
 
 sigma is learned between two bounds that it only approaches, so that a gradient can lead back from them:
 
