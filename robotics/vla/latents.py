@@ -235,17 +235,7 @@ def make_latent(config: LatentConfig) -> TrajectoryLatent:
 
 
 def state_statistics(states: Sequence[NDArray[np.float32]]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of the states of trajectories, for `StateSettings`.
-
-    Args:
-        states: (F_i, S) of each trajectory.
-
-    Returns:
-        (S,) means and (S,) standard deviations over all states.
-
-    Raises:
-        UserError: no trajectory.
-    """
+    """Means (S,) and standard deviations (S,) of the states (F_i, S) of trajectories; raises UserError without any."""
     if not len(states):
         raise UserError("state_statistics needs at least one trajectory")
     joined = np.concatenate([np.asarray(path, np.float64) for path in states])

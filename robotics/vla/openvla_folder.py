@@ -29,6 +29,7 @@ from mmrl.fields import bounded, check_config, choice, rare
 from mmrl.files import expanded, read_json_object
 from robotics.vla.policy import PolicyInputs
 from robotics.vla.prismatic import Prismatic, load_prismatic
+from robotics.vla.saved import make_config, read_config
 from robotics.vla.statistics import ActionStatistics, libero_gripper
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -79,6 +80,12 @@ class OpenVlaConfig:
         """Refuse an empty folder; raises ValueError."""
         if not self.folder:
             raise ValueError("folder is empty; name the folder of an OpenVLA-OFT model, model.options.folder")
+
+
+def read_saved_config(path: Path | str) -> OpenVlaConfig:
+    """Configuration of a policy that `save_pretrained` wrote, with the folder it is in now."""
+    entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
+    return make_config(OpenVlaConfig, {**entries, "folder": str(path)}, f"{path}/policy.json")
 
 
 class OpenVlaFolder:

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from robotics.vla.action_tokens import ActionTokenizer
-from robotics.vla.openvla_folder import OpenVlaConfig, OpenVlaFolder
+from robotics.vla.openvla_folder import OpenVlaConfig, OpenVlaFolder, read_saved_config
 from robotics.vla.openvla_parts import HEAD, PROJECTOR, find_part
 from robotics.vla.policy import ActionChoice, PolicyInputs, TokenPolicy
 from robotics.vla.prismatic import load_prismatic, save_prismatic
-from robotics.vla.saved import make_config, read_config, read_statistics, write_config
+from robotics.vla.saved import read_statistics, write_config
 
 
 class OpenVlaPolicy(TokenPolicy):
@@ -84,7 +84,6 @@ class OpenVlaPolicy(TokenPolicy):
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
         """Open what `save_pretrained` wrote."""
-        entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
-        policy = cls(make_config(OpenVlaConfig, {**entries, "folder": str(path)}, f"{path}/policy.json"))
+        policy = cls(read_saved_config(path))
         policy.statistics = read_statistics(Path(path))
         return policy

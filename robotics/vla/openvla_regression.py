@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from mmrl.errors import UserError
-from robotics.vla.openvla_folder import OpenVlaConfig, OpenVlaFolder
+from robotics.vla.openvla_folder import OpenVlaConfig, OpenVlaFolder, read_saved_config
 from robotics.vla.openvla_parts import (
     HEAD,
     PROJECTOR,
@@ -50,7 +50,7 @@ from robotics.vla.openvla_parts import (
 )
 from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
 from robotics.vla.prismatic import load_prismatic, save_prismatic
-from robotics.vla.saved import make_config, read_config, read_statistics, write_config
+from robotics.vla.saved import read_statistics, write_config
 
 LOG_STD_FILE = "log_std.pt"
 """Read by this package alone. A safetensors file would be taken for one of the model's."""
@@ -163,8 +163,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
         """Open what `save_pretrained` wrote."""
-        entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
-        policy = cls(make_config(OpenVlaConfig, {**entries, "folder": str(path)}, f"{path}/policy.json"))
+        policy = cls(read_saved_config(path))
         policy._restore(Path(path))
         return policy
 

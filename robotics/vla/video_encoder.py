@@ -36,8 +36,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, check_fields
+from mmrl.fields import bounded, check_fields
 from mmrl.files import read_json_object, replaced, write_atomically
+from robotics.vla.saved import make_config
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -145,11 +146,11 @@ class VideoEncoder(nn.Module):
         Raises:
             UserError: no such pooling.
         """
-        return look_up_pooling(pooling)(self(clips))
+        return _pool(self(clips), pooling)
 
     def latent_size(self, pooling: str) -> int:
-        """Entries of what `trajectory` returns for a pooling; raises UserError for another name."""
-        return look_up_pooling(pooling)(torch.zeros(1, 1, self.config.size)).shape[1]
+        """Entries of a pooled latent; raises UserError for an unknown pooling."""
+        return _pool(torch.zeros(1, 1, self.config.size), pooling).shape[1]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write weights and sizes; the folder is created if it is missing."""
@@ -284,24 +285,18 @@ def fit_frames(frames: NDArray[np.uint8], config: VideoEncoderConfig) -> Tensor:
     return resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
+def _pool(latents: Tensor, pooling: str) -> Tensor:
+    if pooling not in POOLINGS:
+        raise UserError(f"pooling is {pooling!r}; there are: {', '.join(POOLINGS)}")
+    return POOLINGS[pooling](latents)
+
+
 def _read_config(file: Path) -> VideoEncoderConfig:
     saved = read_json_object(file)
     kind = saved.pop("model_type", None)
     if kind != KIND:
         raise UserError(f"{file} describes a {kind or 'model without model_type'}; expected {KIND}")
-    try:
-        made = VideoEncoderConfig(**saved)
-        check_config(made)
-        return made
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{file} does not fit this version of the video encoder: {error}") from error
-
-
-def look_up_pooling(name: str) -> Callable[[Tensor], Tensor]:
-    """A row of `POOLINGS`; raises UserError where there is none of that name."""
-    if name not in POOLINGS:
-        raise UserError(f"pooling is {name!r}; there are: {', '.join(POOLINGS)}")
-    return POOLINGS[name]
+    return make_config(VideoEncoderConfig, saved, str(file))
 
 
 def _end(latents: Tensor) -> Tensor:

@@ -201,9 +201,7 @@ def test_the_true_position_as_a_latent(tmp_path):
 
 def test_a_simulator_that_does_not_tell_positions_is_named(tmp_path):
     recipe = SrpoRecipe(srpo(tmp_path, latent=LatentConfig(kind="object")))
-    with pytest.raises(
-        UserError, match=r"latent\.kind is 'object', but this simulator does not report"
-    ):
+    with pytest.raises(UserError, match=r"latent\.kind is 'object', but this simulator does not report"):
         collected(recipe)
 
 
