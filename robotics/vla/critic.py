@@ -111,15 +111,12 @@ class PolicyWithCritic(ActionPolicy):
     config = property(lambda self: getattr(self.policy, "config", None))
 
     def act(self, *arguments: Any, **options: Any) -> ActionChoice:
-        """Choose a chunk of actions for each row."""
         return self.policy.act(*arguments, **options)
 
     def log_probs(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Score decisions."""
         return self.policy.log_probs(*arguments, **options)
 
     def bc_loss(self, *arguments: Any, **options: Any) -> tuple[Tensor, dict[str, float]]:
-        """Loss of behaviour cloning."""
         return self.policy.bc_loss(*arguments, **options)
 
     def values(self, inputs: Tensor) -> Tensor:
@@ -134,11 +131,9 @@ class PolicyWithCritic(ActionPolicy):
         return self.values(*arguments) if method == "values" else super().forward(method, *arguments, **options)
 
     def executed_mask(self, steps: Tensor) -> Tensor:
-        """Mask of the decisions of executed actions."""
         return self.policy.executed_mask(steps)
 
     def scale_states(self, statistics: StateStatistics) -> None:
-        """Use the statistics of a dataset's states."""
         self.policy.scale_states(statistics)
 
     def save_pretrained(self, path: Path | str) -> None:

@@ -36,18 +36,15 @@ class EncodedPolicy(ActionPolicy):
         return cls(config, Vocabulary.from_texts(instructions), seed)  # type: ignore[call-arg]
 
     def scale_states(self, statistics: StateStatistics) -> None:
-        """Use the statistics of a dataset's states."""
         self.encoder.scale_states(statistics)
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write the policy to a folder."""
         folder = Path(path)
         write_config(folder, self.kind, self.config, self.statistics)
         self.vocabulary.save(folder / VOCABULARY_FILE)
         write_weights(self, folder)
 
     def load_weights(self, path: Path | str) -> None:
-        """Restore what `save_pretrained` wrote."""
         self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
         read_weights(self, Path(path))
         self.statistics = read_statistics(Path(path))

@@ -170,7 +170,6 @@ class StateLatent(TrajectoryLatent):
         return {} if self.settings.mean else {"mean": self._mean.tolist(), "std": self._std.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`."""
         if state:
             self._set_scale(state["mean"], state["std"])
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from diffusion.steps import FlowSdeStep, OdeStep, StepKernel
-from mmrl.fields import bounded, check_config, choice, rare
+from mmrl.fields import bounded, choice, rare
 from robotics.vla.lerobot_server import LeRobotServer, LeRobotServerConfig, ServedActionPolicy
 from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
 from robotics.vla.saved import write_config, write_weights

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 
-from mmrl.fields import bounded, check_config, rare
+from mmrl.fields import bounded, rare
 from robotics.vla.lerobot_server import LeRobotServerConfig, ServedActionPolicy
 from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations
 

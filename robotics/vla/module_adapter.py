@@ -88,7 +88,6 @@ class ModuleAdapter(ActionPolicy):
     def log_probs(
         self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
-        """Score decisions."""
         method: Any = self.module.log_probs
         name = f"{type(self.module).__name__}.log_probs"
         actions = decisions.reshape(self._shape(len(batch)))

@@ -60,7 +60,6 @@ class OpenVlaPolicy(TokenPolicy):
         return ActionChoice(self.folder.to_sim(choice.actions), choice.decisions, choice.logp)
 
     def logits(self, batch: PolicyInputs) -> Tensor:
-        """Logits of every token; (B, T, n) float32."""
         pixels, prompts = self.folder.look(batch, self.device)
         causal = self.settings.attention == "causal"
         return self.model.logits(pixels, prompts, self.decisions, self.tokenizer.bins, causal)
@@ -77,7 +76,6 @@ class OpenVlaPolicy(TokenPolicy):
         write_config(Path(path), "openvla", self.settings, self.statistics)
 
     def load_weights(self, path: Path | str) -> None:
-        """Restore what `save_pretrained` wrote."""
         self.model.load_state_dict(load_prismatic(Path(path), self.folder.dtype).state_dict())
         self.statistics = read_statistics(Path(path))
 

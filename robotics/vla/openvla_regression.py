@@ -150,7 +150,6 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         write_config(target, "openvla_regression", self.settings, self.statistics)
 
     def load_weights(self, path: Path | str) -> None:
-        """Restore what `save_pretrained` wrote."""
         folder = Path(path)
         for name, part in self._parts().items():
             file = find_part(folder, name)

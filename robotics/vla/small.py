@@ -67,6 +67,5 @@ class SmallVlaPolicy(EncodedPolicy, TokenPolicy):
             self.head = nn.Linear(config.encoder.width, each * config.bins)
 
     def logits(self, batch: PolicyInputs) -> Tensor:
-        """Logits of every token."""
         found: Tensor = self.head(self.encoder(batch))
         return found.reshape(len(batch), self.decisions, self.config.bins)

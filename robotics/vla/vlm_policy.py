@@ -101,7 +101,6 @@ class VlmActionPolicy(TokenPolicy):
         self.extra = _Extra(config, int(vlm.network.config.text_config.hidden_size), self.decisions)
 
     def logits(self, batch: PolicyInputs) -> Tensor:
-        """Logits of every token; (B, T, n) float32."""
         from mmrl.vlm.packing import pack_rows, tabulate
         from mmrl.vlm.vision import gather_features
 
@@ -125,7 +124,6 @@ class VlmActionPolicy(TokenPolicy):
             return functional.linear(states, weight.to(states.dtype)).float()
 
     def scale_states(self, statistics: StateStatistics) -> None:
-        """Use the statistics of a dataset's states."""
         if self.extra.scale is not None:
             self.extra.scale.set(statistics)
 
@@ -135,9 +133,6 @@ class VlmActionPolicy(TokenPolicy):
         self.vlm.save_pretrained(Path(path) / VLM_FOLDER)
 
     def export(self, path: Path | str) -> None:
-        """Write a folder that needs no other one."""
-        from mmrl.vlm.storage import save_merged
-
         model = self.vlm.config
         merged = dataclasses.replace(model, lora=dataclasses.replace(model.lora, enabled=False), path="", build=None)
         self._write_head(Path(path), merged)
@@ -148,7 +143,6 @@ class VlmActionPolicy(TokenPolicy):
         write_weights(self.extra, folder)
 
     def load_weights(self, path: Path | str) -> None:
-        """Restore what `save_pretrained` wrote."""
         read_weights(self.extra, Path(path))
         self.vlm.load_weights(Path(path) / VLM_FOLDER)
         self.statistics = read_statistics(Path(path))
