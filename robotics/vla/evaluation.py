@@ -129,7 +129,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
         """An episode with its first, middle and last frame."""
         from PIL import Image
 
-        frames = row.get("frames")
+        frames: Any = row.get("frames")
         shown = [] if frames is None else sorted({0, len(frames) // 2, len(frames) - 1})
         return SampleRecord(
             id=episode_id(episode_of(row)),

@@ -119,7 +119,7 @@ class ActionStatistics:
         """Read what `save` wrote; raises UserError if the file is missing or has other entries."""
         if not is_file(path):
             raise UserError(f"there is no statistics file {path}")
-        entries = read_json_object(path)
+        entries = read_json_object(Path(path))
         if set(entries) != {*COLUMNS, "mask"}:
             raise UserError(f"{path} has the entries {sorted(entries)}; needed are {sorted((*COLUMNS, 'mask'))}")
         try:
