@@ -1,4 +1,4 @@
-"""Asking a vision-language model about pictures: the suite's own, or one behind an OpenAI-compatible endpoint."""
+"""Questions to a vision-language model: one in this process, or one behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -9,43 +9,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import ImageArray
 
+if TYPE_CHECKING:
     from mmrl.vlm.policy import VlmPolicy
 
 FENCE = re.compile(r"^```(?:json)?\s*\n(.*)\n```$", re.DOTALL)
 
 
-class NoAnswer(RuntimeError):  # noqa: N818 - named after what happened
-    """The model gave no answer: it refused, took too long, is down, or cannot take the question."""
+class NoAnswer(RuntimeError):  # noqa: N818
+    """The model gave no answer: it refused, timed out, is down, or cannot read the question."""
 
 
-class Asker(Protocol):
-    """Whoever answers questions about pictures."""
+class VlmClient(Protocol):
+    """Answers questions about images."""
 
-    def ask(self, system: str, text: str, pictures: Sequence[NDArray[np.uint8]]) -> str:
-        """Ask one question.
-
-        Args:
-            system: what the model is there for.
-            text: the question, after the pictures.
-            pictures: (H, W, 3) each.
-        """
+    def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
+        """The answer to a question about images (H, W, 3); raises NoAnswer."""
 
 
 @dataclass(frozen=True)
-class OwnModel:
+class LocalModel:
     """A Qwen2.5-VL or Qwen3-VL in this process."""
 
     policy: VlmPolicy
-    """Such as `mmrl.vlm.models.load_policy` gives it."""
+    """For example from `mmrl.vlm.models.load_policy`."""
     max_new_tokens: int = 160
     """Longest answer."""
 
-    def ask(self, system: str, text: str, pictures: Sequence[NDArray[np.uint8]]) -> str:
-        """The likeliest answer; see `Asker`."""
+    def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
+        """The greedy answer; see `VlmClient`."""
         from PIL import Image
 
         from mmrl.errors import UserError
@@ -53,42 +46,42 @@ class OwnModel:
         from mmrl.vlm.sampling import SamplerConfig
         from mmrl.vlm.task import TaskError, VlmTask
 
-        content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+        content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": content}]
-        task = VlmTask("plan", messages, [Image.fromarray(picture) for picture in pictures])
+        task = VlmTask("plan", messages, [Image.fromarray(image) for image in images])
         try:
             prompt = self.policy.encode(task)
             config = SamplerConfig(max_new_tokens=self.max_new_tokens)
             answers = sample(self.policy, [prompt], 1, config, None)
         except (TaskError, UserError) as error:
-            raise NoAnswer(f"the model cannot be asked: {error}") from error
+            raise NoAnswer(f"the model cannot read the question: {error}") from error
         return answers.texts[0]
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """A model behind an OpenAI-compatible chat endpoint; an address that is not http or https raises UserError."""
+class ChatEndpoint:
+    """A model behind an OpenAI-compatible chat endpoint; a `url` that is not http or https raises UserError."""
 
     url: str
-    """Address of the server up to /v1."""
+    """Server address up to /v1."""
     model: str
     """Name of the model there."""
     timeout_s: float = 60.0
-    """Seconds for the whole exchange."""
+    """Limit for the whole request."""
     max_tokens: int = 300
     """Longest answer."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Variable of the environment that holds the key; nothing is sent where it is not set."""
+    """Environment variable with the key; optional."""
     owner: str = "endpoint"
-    """First word of the error about the address."""
+    """First word of error messages about the address."""
 
     def __post_init__(self) -> None:
         from mmrl.hub.chat_endpoint import check_url
 
         check_url(self.url, self.owner)
 
-    def ask(self, system: str, text: str, pictures: Sequence[NDArray[np.uint8]]) -> str:
-        """The endpoint's answer; see `Asker`."""
+    def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
+        """The endpoint's answer; see `VlmClient`."""
         from mmrl.hub.chat_endpoint import ModelRefused, ask_chat
 
         try:
@@ -96,7 +89,7 @@ class Endpoint:
                 self.url,
                 self.model,
                 text,
-                list(pictures),
+                list(images),
                 system=system,
                 max_tokens=self.max_tokens,
                 timeout_s=self.timeout_s,
@@ -111,7 +104,7 @@ class Endpoint:
 
 
 def read_json(answer: str) -> object:
-    """JSON that a model wrote; a Markdown fence around it is forgiven, other words raise ValueError."""
+    """JSON of a model's answer, with or without a Markdown fence; other text raises ValueError."""
     text = answer.strip()
     fenced = FENCE.match(text)
     try:

@@ -1,4 +1,4 @@
-"""One clip of 3D flow: where the points of an object are seen to go, in which picture, from which camera.
+"""A clip of 3D flow, and its encoding as tensors for a network.
 
 Shapes: T future frames, an N x N grid of query points with rows first (v, then u), H x W pixels. Flow is absolute: u
 and v in pixels, z in metres, and a visibility of 0 to 1. Frame 0 is the observation and not part of the flow.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.flow3d.geometry import apply_pose, lift
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, ImageArray, apply_pose, lift
 
 U, V, Z, VISIBLE = range(4)
 """Channels of a flow."""
@@ -24,19 +21,19 @@ U, V, Z, VISIBLE = range(4)
 
 @dataclass(frozen=True)
 class Observation:
-    """What the planner sees before anything moves."""
+    """Input of the planner: image, depth, camera and instruction."""
 
-    rgb: NDArray[np.uint8]
+    rgb: ImageArray
     """(H, W, 3)."""
-    depth_m: NDArray[np.float32]
+    depth_m: DepthArray
     """(H, W) along the camera's axis; 0, NaN and infinite values are holes."""
-    K: NDArray[np.float64]
+    K: FloatArray
     """(3, 3) intrinsics in pixels."""
-    T_world_cam: NDArray[np.float64]
+    T_world_cam: FloatArray
     """(4, 4) pose of the camera (OpenCV axes) in the frame of the robot's base."""
     instruction: str
-    """What is to be done."""
-    mask: NDArray[np.bool_] | None = None
+    """The task."""
+    mask: BoolArray | None = None
     """(H, W) pixels of the object, where it is known."""
 
     def __post_init__(self) -> None:
@@ -62,20 +59,20 @@ class Observation:
 
 @dataclass(frozen=True)
 class FlowClip:
-    """A first picture and how the points of the object go from there."""
+    """A first frame, query points on the object, and their flow."""
 
     observation: Observation
     """The first frame."""
-    points: NDArray[np.float64]
+    points: FloatArray
     """(N, N, 3) query points of the first frame: u, v, z."""
-    flow: NDArray[np.float64]
+    flow: FloatArray
     """(T, N, N, 4): u, v, z, visibility."""
     source: str = ""
-    """Where it is from: a data set, or the simulator with arm and task."""
+    """Origin: a data set, or the simulator with arm and task."""
     quality: dict[str, float] = field(default_factory=dict)
     """Statistics of the extraction."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """Anything else that JSON can hold."""
+    """Further JSON data."""
 
     def __post_init__(self) -> None:
         side = self.points.shape[0] if self.points.ndim else 0
@@ -85,30 +82,30 @@ class FlowClip:
             )
 
     @property
-    def points_cam_m(self) -> NDArray[np.float64]:
+    def points_cam_m(self) -> FloatArray:
         """(N * N, 3) query points in the camera frame."""
         return lift(self.points, self.observation.K).reshape(-1, 3)
 
     @property
-    def flow_cam_m(self) -> NDArray[np.float64]:
+    def flow_cam_m(self) -> FloatArray:
         """(T, N * N, 3) future points in the camera frame."""
         return lift(self.flow[..., :VISIBLE], self.observation.K).reshape(len(self.flow), -1, 3)
 
     @property
-    def points_world_m(self) -> NDArray[np.float64]:
+    def points_world_m(self) -> FloatArray:
         """(N * N, 3) query points in the world frame."""
         return apply_pose(self.observation.T_world_cam, self.points_cam_m)
 
     @property
-    def flow_world_m(self) -> NDArray[np.float64]:
+    def flow_world_m(self) -> FloatArray:
         """(T, N * N, 3) future points in the world frame."""
         return apply_pose(self.observation.T_world_cam, self.flow_cam_m)
 
     @property
-    def visible(self) -> NDArray[np.float64]:
+    def visible(self) -> FloatArray:
         """(T, N * N) visibility."""
         return self.flow[..., VISIBLE].reshape(len(self.flow), -1)
 
-    def with_flow(self, flow: NDArray[np.float64]) -> FlowClip:
+    def with_flow(self, flow: FloatArray) -> FlowClip:
         """The same clip with another flow, such as a predicted one."""
         return dataclasses.replace(self, flow=flow)

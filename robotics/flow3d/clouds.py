@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
+from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, apply_pose, inverse_pose, lift, project
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.clip import Observation
 
 DILATE_PX = 2
@@ -24,22 +22,18 @@ HIDDEN_M = (0.01, 0.1)
 class SceneCloud:
     """Coloured points of an observation."""
 
-    object_m: NDArray[np.float64]
+    object_m: FloatArray
     """(n, 3) of the object, in the world frame."""
-    object_rgb: NDArray[np.uint8]
+    object_rgb: ImageArray
     """(n, 3)."""
-    rest_m: NDArray[np.float64]
+    rest_m: FloatArray
     """(m, 3) of everything else."""
-    rest_rgb: NDArray[np.uint8]
+    rest_rgb: ImageArray
     """(m, 3)."""
 
 
-def world_points(observation: Observation) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Where each pixel lies.
-
-    Returns:
-        (H, W, 3) points in the world frame, and (H, W) whether the depth is known; the other points mean nothing.
-    """
+def world_points(observation: Observation) -> tuple[FloatArray, BoolArray]:
+    """(H, W, 3) points of the pixels in the world frame, and (H, W) whether their depth is known."""
     width, height = observation.size_px
     known = np.isfinite(observation.depth_m) & (observation.depth_m > 0)
     v, u = np.meshgrid(np.arange(height) + 0.5, np.arange(width) + 0.5, indexing="ij")
@@ -48,23 +42,14 @@ def world_points(observation: Observation) -> tuple[NDArray[np.float64], NDArray
     return points.reshape(height, width, 3), known
 
 
-def object_points(observation: Observation, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+def object_points(observation: Observation, mask: BoolArray) -> FloatArray:
     """(n, 3) points in the world frame of those pixels of a mask (H, W) that have a depth."""
     points, known = world_points(observation)
     return points[mask & known]
 
 
-def scene_cloud(observation: Observation, mask: NDArray[np.bool_], dilate_px: int = DILATE_PX) -> SceneCloud:
-    """Split an observation into the object and the rest.
-
-    Args:
-        observation: picture, depth and camera.
-        mask: (H, W) pixels of the object.
-        dilate_px: width of the border around the mask that is left out.
-
-    Returns:
-        The points; pixels without depth are left out.
-    """
+def scene_cloud(observation: Observation, mask: BoolArray, dilate_px: int = DILATE_PX) -> SceneCloud:
+    """Split the pixels with depth into the object, a mask (H, W), and the rest."""
     from scipy.ndimage import binary_dilation
 
     points, known = world_points(observation)
@@ -74,19 +59,10 @@ def scene_cloud(observation: Observation, mask: NDArray[np.bool_], dilate_px: in
     return SceneCloud(points[inside], observation.rgb[inside], points[outside], observation.rgb[outside])
 
 
-def find_object(
-    observation: Observation, points_world_m: NDArray[np.float64], reach_m: float = 0.02
-) -> NDArray[np.bool_]:
-    """Pixels of the object where only some points on it are known: those that are connected to them in space.
+def find_object(observation: Observation, points_world_m: FloatArray, reach_m: float = 0.02) -> BoolArray:
+    """(H, W) pixels of the object, of which only points (n, 3) are known: those within `reach_m` of a point.
 
-    Args:
-        observation: depth and camera; its own mask is returned where it has one.
-        points_world_m: (n, 3) points on the object.
-        reach_m: distance from a known point within which a pixel belongs to the object. Pixels as low as the lowest
-            of the points belong to what the object stands on.
-
-    Returns:
-        (H, W).
+    Pixels below the lowest of the points belong to the support.
     """
     if observation.mask is not None:
         return observation.mask
@@ -95,25 +71,17 @@ def find_object(
     pixels, known = world_points(observation)
     distance, _ = cKDTree(points_world_m).query(pixels.reshape(-1, 3))
     near = distance.reshape(known.shape) <= reach_m
-    found: NDArray[np.bool_] = known & near & (pixels[..., 2] >= points_world_m[:, 2].min() - 1e-9)
+    found: BoolArray = known & near & (pixels[..., 2] >= points_world_m[:, 2].min() - 1e-9)
     return found
 
 
-def hidden_places(
-    observation: Observation, mask: NDArray[np.bool_], places_m: NDArray[np.float64]
-) -> NDArray[np.bool_]:
-    """Which places lie close behind the surface of the scene.
+def hidden_points(observation: Observation, mask: BoolArray, points_m: FloatArray) -> BoolArray:
+    """(n,) whether points (n, 3) in the world frame are hidden 1 to 10 cm behind the scene's surface.
 
-    Args:
-        observation: depth and camera.
-        mask: (H, W) pixels of the object, which hides nothing here: fingers reach around it.
-        places_m: (n, 3) in the world frame.
-
-    Returns:
-        (n,), true from 1 cm to 10 cm behind a pixel of the scene: what lies deeper may be free again, and what lies
-        nearer may be at the surface.
+    Deeper points may be free again, and nearer ones at the surface. The object's pixels, `mask` (H, W), hide nothing,
+    since fingers reach around it.
     """
-    uvz = project(apply_pose(inverse_pose(observation.T_world_cam), places_m), observation.K)
+    uvz = project(apply_pose(inverse_pose(observation.T_world_cam), points_m), observation.K)
     width, height = observation.size_px
     ahead = np.where((uvz[:, 2] > 0)[:, None], uvz[:, :2], -1.0)
     inside = ((ahead >= 0) & (ahead < [width, height])).all(-1)
@@ -121,20 +89,12 @@ def hidden_places(
     seen = observation.depth_m[rows, columns]
     scene = inside & ~mask[rows, columns] & np.isfinite(seen) & (seen > 0)
     behind = uvz[:, 2] - np.where(scene, seen, np.inf)
-    hidden: NDArray[np.bool_] = (behind > HIDDEN_M[0]) & (behind < HIDDEN_M[1])
+    hidden: BoolArray = (behind > HIDDEN_M[0]) & (behind < HIDDEN_M[1])
     return hidden
 
 
-def normals_towards(
-    points_m: NDArray[np.float64], viewpoint_m: NDArray[np.float64], neighbours: int = 12
-) -> NDArray[np.float64]:
-    """Outward normals of a surface: the direction in which its neighbourhood is thinnest, on the side of the viewer.
-
-    Args:
-        points_m: (n, 3), n at least 3.
-        viewpoint_m: (3,) from where they are seen.
-        neighbours: points of a neighbourhood.
-    """
+def normals_towards(points_m: FloatArray, viewpoint_m: FloatArray, neighbours: int = 12) -> FloatArray:
+    """Normals of points (n >= 3, 3), from the least spread of their neighbours, towards a viewpoint (3,)."""
     from scipy.spatial import cKDTree
 
     _, near = cKDTree(points_m).query(points_m, k=min(neighbours, len(points_m)))

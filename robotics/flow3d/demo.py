@@ -1,4 +1,4 @@
-"""The demonstration of 3D flow: flow without robot actions, a world model, and an arm that no data show."""
+"""Demo of 3D flow: flow without robot actions, a world model, and an arm that no data show."""
 
 from __future__ import annotations
 
@@ -18,18 +18,7 @@ FAMILIES = {"place": "place on a pad", "pour": "pour", "insert": "insert", "draw
 
 
 def run(output_dir: Path) -> list[str]:
-    """Draw clips, train a world model, and let an arm that no clip shows act on it; finished parts are kept.
-
-    Args:
-        output_dir: folder for clips, world model, films and report.
-
-    Returns:
-        Lines to print: errors of the flow, success of the arm by kind of task, and where films and report lie.
-
-    Raises:
-        UserError: not called from the root of a checkout, or no renderer.
-        RunError: a part failed.
-    """
+    """Render clips, train a world model, and act with an arm that no clip shows; finished parts are kept."""
     if not CONFIGS.is_dir():
         raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
     started = time.perf_counter()
@@ -40,18 +29,18 @@ def run(output_dir: Path) -> list[str]:
     found = _finished(folder) or evaluate(entry, config)
     (split, episodes), *_ = config.eval_data.items()
     minutes = (time.perf_counter() - started) / 60
-    films = sorted((folder / "videos").glob("*.mp4"))
+    videos = sorted((folder / "videos").glob("*.mp4"))
     return [
         *_flow_lines(read_result(model)["last_evaluation"]["held_out"]),
         *_success_lines(found, split, episodes),
         f"time of this call: {minutes:.1f} minutes",
-        f"films: {folder / 'videos'} ({len(films)} files)",
+        f"videos: {folder / 'videos'} ({len(videos)} files)",
         f"reports: {model / 'report.html'} and {folder / 'report.html'}",
     ]
 
 
 def _finished(folder: Path) -> dict[str, float]:
-    """Metrics of an evaluation that is there with its report; none otherwise."""
+    """Metrics of a finished evaluation; empty otherwise."""
     rows = folder / "evaluations.jsonl"
     if not (folder / "report.html").is_file() or not rows.is_file():
         return {}
@@ -79,7 +68,7 @@ def _success_lines(found: dict[str, float], split: str, episodes: FlowEpisodesCo
             lines.append(f"  {words:<15} {_share(found, f'{split}/success/closed_loop/family={family}')} of {count}")
     lines.append(f"  {'all':<15} {_share(found, f'{split}/success/closed_loop')} of {len(planned)}")
     broken = int(found[f"{split}/episode/failed/closed_loop"])
-    return lines + ([f"  {broken} episodes broke down and are not counted"] if broken else [])
+    return lines + ([f"  {broken} episodes failed with an error and are not counted"] if broken else [])
 
 
 def _share(found: dict[str, float], name: str) -> str:

@@ -1,48 +1,34 @@
-"""A dense reward for following a predicted flow; it looks at the object alone, so it is the same for every robot."""
+"""A dense reward for following a predicted flow. It depends on the object alone, so it is the same for every robot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.errors import UserError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import FloatArray
 
 BETA_PER_M = 5.0
-"""Penalty for each metre between the object and the nearest frame of the flow."""
+"""Penalty per metre between the object and the nearest frame of the flow."""
 
 
-def flow_distances(
-    points_m: NDArray[np.float64], frames_m: NDArray[np.float64], visible: NDArray[np.float64] | None = None
-) -> NDArray[np.float64]:
-    """Median distance of tracked points from each frame of a flow.
-
-    Args:
-        points_m: (n, 3) points of the object now.
-        frames_m: (T + 1, n, 3) the first positions and the flow.
-        visible: (n,) whether a point is seen now; all when None. All count where none is.
-
-    Returns:
-        (T + 1,).
-    """
+def flow_distances(points_m: FloatArray, frames_m: FloatArray, visible: FloatArray | None = None) -> FloatArray:
+    """(T + 1,) median distances of points (n, 3) from the frames (T + 1, n, 3) of a flow, over visible points."""
     if frames_m.ndim != 3 or frames_m.shape[1:] != points_m.shape:
         raise UserError(f"points {points_m.shape} and frames {frames_m.shape} must be (n, 3) and (T + 1, n, 3)")
     seen = np.ones(len(points_m), np.bool_) if visible is None else np.asarray(visible) > 0.5
     seen = seen if seen.any() else np.ones_like(seen)
-    median: NDArray[np.float64] = np.median(np.linalg.norm(points_m - frames_m, axis=-1)[:, seen], axis=-1)
+    median: FloatArray = np.median(np.linalg.norm(points_m - frames_m, axis=-1)[:, seen], axis=-1)
     return median
 
 
 def flow_progress_reward(
-    points_m: NDArray[np.float64],
-    frames_m: NDArray[np.float64],
+    points_m: FloatArray,
+    frames_m: FloatArray,
     reached: int = 0,
     *,
-    visible: NDArray[np.float64] | None = None,
+    visible: FloatArray | None = None,
     success: bool = False,
     beta_per_m: float = BETA_PER_M,
 ) -> tuple[float, int]:
@@ -67,18 +53,16 @@ def flow_progress_reward(
 
 @dataclass
 class FlowProgress:
-    """The reward over an episode, which remembers how far the object has come."""
+    """The reward over an episode, with the frame reached so far."""
 
-    frames_m: NDArray[np.float64]
+    frames_m: FloatArray
     """(T + 1, n, 3) the first positions and the flow."""
     beta_per_m: float = BETA_PER_M
     """Penalty for each metre off."""
     reached: int = field(default=0, init=False)
     """Frame of the flow that has been reached."""
 
-    def step(
-        self, points_m: NDArray[np.float64], visible: NDArray[np.float64] | None = None, success: bool = False
-    ) -> float:
+    def step(self, points_m: FloatArray, visible: FloatArray | None = None, success: bool = False) -> float:
         """Reward of the next step; see `flow_progress_reward`."""
         reward, self.reached = flow_progress_reward(
             points_m, self.frames_m, self.reached, visible=visible, success=success, beta_per_m=self.beta_per_m

@@ -1,33 +1,33 @@
 """Cameras, points and rigid motions, in NumPy and batched over leading dimensions.
 
-Pixels are (u right, v down) and the middle of the first one is at (0.5, 0.5). The camera frame is OpenCV's: x right,
+Pixels are (u right, v down) and the center of the first one is at (0.5, 0.5). The camera frame is OpenCV's: x right,
 y down, z forward. Lengths are metres. A rigid motion is a 4 x 4 matrix; `T_a_b` takes points of frame b to frame a.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+IndexArray = NDArray[np.intp]
+ImageArray = NDArray[np.uint8]
+"""(..., H, W, 3) colours, or (H, W) grey."""
+DepthArray = NDArray[np.float32]
+"""(..., H, W) metres along the camera's axis."""
 EDGE_M = 0.02
 """Neighbouring depths that differ by more belong to two surfaces."""
 
 
 def intrinsics(
     size_px: tuple[int, int], *, fov_x_rad: float | None = None, fov_y_rad: float | None = None
-) -> NDArray[np.float64]:
-    """Matrix of a pinhole camera with square pixels whose axis goes through the middle of the image.
-
-    Returns:
-        (3, 3) K in pixels.
-    """
+) -> FloatArray:
+    """(3, 3) K in pixels of a pinhole camera with square pixels whose axis goes through the image's center."""
     given = [(angle, side) for angle, side in ((fov_x_rad, size_px[0]), (fov_y_rad, size_px[1])) if angle is not None]
     if len(given) != 1 or not 0 < given[0][0] < math.pi:
         raise UserError(f"fov_x_rad is {fov_x_rad}, fov_y_rad is {fov_y_rad}; give one of them, between 0 and pi")
@@ -36,23 +36,15 @@ def intrinsics(
     return np.array([[focal, 0.0, size_px[0] / 2], [0.0, focal, size_px[1] / 2], [0.0, 0.0, 1.0]])
 
 
-def project(points_cam_m: NDArray[np.float64], K: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Where points appear in the image.
-
-    Args:
-        points_cam_m: (..., 3) in the camera frame.
-        K: (3, 3) intrinsics.
-
-    Returns:
-        (..., 3) u and v in pixels, and z in metres. Points that do not lie in front of the camera have NaN pixels.
-    """
+def project(points_cam_m: FloatArray, K: FloatArray) -> FloatArray:
+    """Points (..., 3) in the camera frame as u, v in pixels and z in metres; pixels are NaN behind the camera."""
     depth = points_cam_m[..., 2:]
     safe = np.where(depth > 0, depth, np.nan)
     pixels = points_cam_m[..., :2] / safe * np.array([K[0, 0], K[1, 1]]) + K[:2, 2]
     return np.concatenate([pixels, depth], -1)
 
 
-def lift(uvz: NDArray[np.float64], K: NDArray[np.float64]) -> NDArray[np.float64]:
+def lift(uvz: FloatArray, K: FloatArray) -> FloatArray:
     """The inverse of `project`.
 
     Args:
@@ -67,16 +59,10 @@ def lift(uvz: NDArray[np.float64], K: NDArray[np.float64]) -> NDArray[np.float64
     return np.concatenate([across, depth], -1)
 
 
-def depth_at(depth_m: NDArray[np.float32], uv_px: NDArray[np.float64], edge_m: float = EDGE_M) -> NDArray[np.float64]:
-    """Depth between pixels, bilinear within a surface and that of the nearest pixel next to an edge.
+def depth_at(depth_m: DepthArray, uv_px: FloatArray, edge_m: float = EDGE_M) -> FloatArray:
+    """Depth (...) at pixels (..., 2): bilinear within a surface, of the nearest pixel at edges above `edge_m`.
 
-    Args:
-        depth_m: (H, W); 0, NaN and infinite values are holes.
-        uv_px: (..., 2).
-        edge_m: depths of the four pixels around a point that differ by more are not mixed.
-
-    Returns:
-        (...) depths; NaN in holes and outside the image.
+    0, NaN and infinite values of `depth_m` (H, W) are holes. NaN in holes and outside the image.
     """
     height, width = depth_m.shape
     known = np.where(np.isfinite(depth_m) & (depth_m > 0), depth_m, np.nan).astype(np.float64)
@@ -95,7 +81,7 @@ def depth_at(depth_m: NDArray[np.float32], uv_px: NDArray[np.float64], edge_m: f
     return np.where(inside, np.where(spread <= edge_m, mixed, nearest), np.nan)
 
 
-def make_pose(rotation: NDArray[np.float64], translation_m: NDArray[np.float64]) -> NDArray[np.float64]:
+def make_pose(rotation: FloatArray, translation_m: FloatArray) -> FloatArray:
     """(..., 4, 4) of a rotation (..., 3, 3) and a translation (..., 3)."""
     leading = np.broadcast_shapes(rotation.shape[:-2], translation_m.shape[:-1])
     T = np.zeros((*leading, 4, 4))
@@ -103,31 +89,26 @@ def make_pose(rotation: NDArray[np.float64], translation_m: NDArray[np.float64])
     return T
 
 
-def apply_pose(T: NDArray[np.float64], points_m: NDArray[np.float64]) -> NDArray[np.float64]:
+def apply_pose(T: FloatArray, points_m: FloatArray) -> FloatArray:
     """Points (..., n, 3) moved by poses (..., 4, 4)."""
     return points_m @ np.swapaxes(T[..., :3, :3], -1, -2) + T[..., None, :3, 3]
 
 
-def inverse_pose(T: NDArray[np.float64]) -> NDArray[np.float64]:
+def inverse_pose(T: FloatArray) -> FloatArray:
     """Inverse of rigid motions (..., 4, 4)."""
     back = np.swapaxes(T[..., :3, :3], -1, -2)
     return make_pose(back, -(back @ T[..., :3, 3:])[..., 0])
 
 
-def angle_rad(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Angle of the rotation between two orientations.
-
-    Args:
-        first: (..., 3, 3) or (..., 4, 4).
-        second: the same.
-    """
+def angle_rad(first: FloatArray, second: FloatArray) -> FloatArray:
+    """Angle (...) between two orientations (..., 3, 3) or poses (..., 4, 4)."""
     between = np.swapaxes(first[..., :3, :3], -1, -2) @ second[..., :3, :3]
     chord = np.linalg.norm(between - np.eye(3), axis=(-2, -1)) / (2 * math.sqrt(2))
     return 2 * np.arcsin(np.clip(chord, 0.0, 1.0))
 
 
-def farthest_points(points_m: NDArray[np.float64], count: int, first: int = 0) -> NDArray[np.intp]:
-    """Points that are spread out: each is the farthest from those chosen before."""
+def farthest_points(points_m: FloatArray, count: int, first: int = 0) -> IndexArray:
+    """Indices of points (n, 3) that are spread out: each is the farthest from those before."""
     count = min(count, len(points_m))
     chosen = np.zeros(count, dtype=np.intp)
     distance = np.full(len(points_m), np.inf)

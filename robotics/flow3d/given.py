@@ -1,4 +1,4 @@
-"""Flow that comes from elsewhere: another model's, a tracker's, or the simulator's truth."""
+"""The protocol of flow models, and flow given by the user: of another model, a tracker or a simulator."""
 
 from __future__ import annotations
 
@@ -10,41 +10,27 @@ import numpy as np
 
 from mmrl.errors import UserError
 from robotics.flow3d.clip import FlowClip
-from robotics.flow3d.geometry import project
+from robotics.flow3d.geometry import FloatArray, project
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.clip import Observation
 
 
 class FlowModel(Protocol):
-    """Whatever predicts flow, such as `robotics.flow3d.model.FlowWorldModel`."""
+    """Predicts flow, as `robotics.flow3d.model.FlowWorldModel` does."""
 
-    def predict(
-        self, observation: Observation, points: NDArray[np.float64], samples: int = 1, seed: int = 0
-    ) -> NDArray[np.float64]:
-        """Guess how an object will move.
-
-        Args:
-            observation: picture and instruction.
-            points: (N, N, 3) query points on the object: u, v, z.
-            samples: K.
-            seed: of the guesses.
-
-        Returns:
-            (K, T, N, N, 4).
-        """
+    def predict(self, observation: Observation, points: FloatArray, samples: int = 1, seed: int = 0) -> FloatArray:
+        """(K, T, N, N, 4) samples of the flow of query points (N, N, 3) u, v, z on the object."""
 
 
 @dataclass(frozen=True)
-class GivenFlow:
-    """One flow, whatever is asked."""
+class FixedFlow:
+    """One fixed flow."""
 
-    flow: NDArray[np.float64]
+    flow: FloatArray
     """(T, N, N, 4)."""
-    points: NDArray[np.float64] | None = None
-    """(N, N, 3) query points that it belongs to; None where it belongs to the planner's own."""
+    points: FloatArray | None = None
+    """(N, N, 3) its query points; None for the planner's own."""
 
     def __post_init__(self) -> None:
         if self.flow.ndim != 4 or self.flow.shape[1] != self.flow.shape[2] or self.flow.shape[3] != 4:
@@ -53,20 +39,15 @@ class GivenFlow:
                 "clip_of_points makes one of points in space"
             )
 
-    def predict(
-        self, observation: Observation, points: NDArray[np.float64], samples: int = 1, seed: int = 0
-    ) -> NDArray[np.float64]:
-        """The flow, as often as asked; see `FlowModel`."""
+    def predict(self, observation: Observation, points: FloatArray, samples: int = 1, seed: int = 0) -> FloatArray:
+        """The flow, repeated; see `FlowModel`."""
         return np.repeat(self.flow[None], samples, axis=0)
 
 
 def clip_of_points(
-    observation: Observation,
-    points_cam_m: NDArray[np.float64],
-    flow_cam_m: NDArray[np.float64],
-    visible: NDArray[np.float64] | None = None,
+    observation: Observation, points_cam_m: FloatArray, flow_cam_m: FloatArray, visible: FloatArray | None = None
 ) -> FlowClip:
-    """A clip of points in space, as other models write flow.
+    """A clip from points in space, the usual output of other models.
 
     Args:
         observation: the first frame.
@@ -75,7 +56,7 @@ def clip_of_points(
         visible: (T, n) in 0..1; all visible when None.
 
     Returns:
-        The clip. Where n is no square, the last point fills the grid up with visibility 0, so that it does not count.
+        The clip. Where n is not a square, the last point fills the grid with visibility 0.
 
     Raises:
         UserError: the shapes do not fit, or a point does not lie in front of the camera.

@@ -1,4 +1,4 @@
-"""From a predicted motion to ways for the arm: propose grasps, keep those at the right part, plan, adjust."""
+"""Finds plans of the arm for a predicted motion: propose grasps, keep those at the right part, plan, refine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from robotics.flow3d.act.clearance import ArmClearance
 from robotics.flow3d.act.grasps import PROPOSERS, Grasp, GraspProposer, ObjectSurface
 from robotics.flow3d.act.refined import refined_plans
 from robotics.flow3d.clip import FlowClip
-from robotics.flow3d.clouds import hidden_places, normals_towards, scene_cloud
-from robotics.flow3d.geometry import apply_pose
+from robotics.flow3d.clouds import hidden_points, normals_towards, scene_cloud
+from robotics.flow3d.geometry import BoolArray, FloatArray, apply_pose
 from robotics.flow3d.plan_result import Failure, PlanFailed, PlanRound, PlanTry
-from robotics.flow3d.prediction import said
+from robotics.flow3d.prediction import one_line
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.act.ik import ArmIk
     from robotics.flow3d.act.parts import PartFinder
     from robotics.flow3d.clip import Observation
@@ -30,15 +28,15 @@ if TYPE_CHECKING:
     from robotics.flow3d.robot import FlowArm
 
 SCENE_POINTS = 1500
-"""Points of the scene that the hand is kept clear of; more cost time."""
+"""Points of the scene that are checked for collisions; more take longer."""
 OVER_SUPPORT_M = 0.01
-"""Points of the scene nearer to the support than this are the support."""
+"""Points of the scene up to this height above the support belong to it."""
 PART_REACH_M = 0.05
-"""Distance of a grasp from the part that is to be taken, at most."""
+"""Largest distance of a grasp from the chosen part."""
 
 
 class GraspSearch:
-    """Finds ways to carry a motion out with one arm."""
+    """Searches plans for one arm."""
 
     def __init__(
         self,
@@ -52,20 +50,18 @@ class GraspSearch:
         self.proposers = [[_find_proposer(each) for each in some] for some in proposers]
         self.clearance = ArmClearance(arm) if config.check_collisions else None
 
-    def fill(
-        self, round_: PlanRound, each: PlanTry, mask: NDArray[np.bool_], joint_rad: NDArray[np.float64], held: bool
-    ) -> None:
-        """Write the ways to do a try to `plans`; where there is none, why."""
+    def fill(self, round_: PlanRound, each: PlanTry) -> None:
+        """Set the plans of a try, or its failure."""
         assert each.motion is not None
-        if held:
-            plan = held_path(each.motion.T_t_0_world, self.ik, joint_rad, self.config.reach)
+        if round_.held:
+            plan = held_path(each.motion.T_t_0_world, self.ik, round_.joint_rad, self.config.reach)
             each.plans = [] if plan is None else [plan]
             if plan is None:
                 each.failure, each.detail = Failure.UNREACHABLE, "with the object in the hand"
             return
-        obstacles = self._obstacles(round_.observation, mask)
-        checks = ReachChecks(self.ik, joint_rad, self.clearance, obstacles, self.config.reach)
-        part_m = self._part(round_, mask)
+        obstacles = self._obstacles(round_.observation, round_.mask)
+        checks = ReachChecks(self.ik, round_.joint_rad, self.clearance, obstacles, self.config.reach)
+        part_m = self._part(round_)
         each.plans, refused = [], Counter[str]()
         for proposers in self.proposers:
             grasps = self._propose(proposers, round_.observation, each.motion.points_world_m, part_m)
@@ -86,7 +82,7 @@ class GraspSearch:
     def _refined(
         self, plans: list[GraspPlan], grasps: list[Grasp], round_: PlanRound, each: PlanTry, checks: ReachChecks
     ) -> list[GraspPlan]:
-        """Plans with adjusted motions first; where the closed form has none, grasps that at least can be reached."""
+        """Plans with refined motions first; without any plans, start from grasps that can be reached at least."""
         assert each.motion is not None
         count, config = self.config.refined_grasps, self.config
         starts = plans or choose_grasps(grasps, np.zeros((0, 4, 4)), checks)[0]
@@ -102,43 +98,43 @@ class GraspSearch:
         )
         return refined + plans[count:]
 
-    def _part(self, round_: PlanRound, mask: NDArray[np.bool_]) -> NDArray[np.float64] | None:
-        """Point on the part to take, asked for once a round."""
+    def _part(self, round_: PlanRound) -> FloatArray | None:
+        """(3,) point on the part to grasp, found once a round; None for any part."""
         if self.part is None:
             return None
         if round_.part_m is None:
             try:
-                place = np.asarray(self.part(round_.observation, mask), dtype=np.float64)
-                if place.shape != (3,) or not np.isfinite(place).all():
-                    raise ValueError(f"{place!r} is not a point (3,)")
-            except Exception as error:  # a model or a function of the user; the loop must end cleanly
-                raise PlanFailed(Failure.NO_PART, said(error)) from error
-            round_.part_m = place
+                point = np.asarray(self.part(round_.observation, round_.mask), dtype=np.float64)
+                if point.shape != (3,) or not np.isfinite(point).all():
+                    raise ValueError(f"{point!r} is not a point (3,)")
+            except Exception as error:  # a model or user code; the loop must end cleanly
+                raise PlanFailed(Failure.NO_PART, one_line(error)) from error
+            round_.part_m = point
         return round_.part_m
 
     def _propose(
         self,
         proposers: Sequence[GraspProposer],
         observation: Observation,
-        points_m: NDArray[np.float64],
-        part_m: NDArray[np.float64] | None,
+        points_m: FloatArray,
+        part_m: FloatArray | None,
     ) -> list[Grasp]:
         surface = ObjectSurface(points_m, normals_towards(points_m, observation.T_world_cam[:3, 3]))
         found: list[Grasp] = []
         for propose in proposers:
             try:
                 found += propose(surface, self.arm.max_opening_m)
-            except Exception as error:  # a function of the user; the loop must end cleanly
-                raise PlanFailed(Failure.NO_GRASP, f"a grasp proposer failed: {said(error)}") from error
+            except Exception as error:  # user code; the loop must end cleanly
+                raise PlanFailed(Failure.NO_GRASP, f"a grasp proposer failed: {one_line(error)}") from error
         if part_m is None:
             return found
         return [each for each in found if np.linalg.norm(each.T_world_grip[:3, 3] - part_m) <= PART_REACH_M]
 
-    def _obstacles(self, observation: Observation, mask: NDArray[np.bool_]) -> Obstacles:
+    def _obstacles(self, observation: Observation, mask: BoolArray) -> Obstacles:
         cloud, support = scene_cloud(observation, mask), self.config.support_z_m
         rest = cloud.rest_m if support is None else cloud.rest_m[cloud.rest_m[:, 2] > support + OVER_SUPPORT_M]
         rest = rest[:: max(1, len(rest) // SCENE_POINTS)]
-        return Obstacles(support, cloud.object_m, rest, partial(hidden_places, observation, mask))
+        return Obstacles(support, cloud.object_m, rest, partial(hidden_points, observation, mask))
 
 
 def _find_proposer(proposer: str | GraspProposer) -> GraspProposer:

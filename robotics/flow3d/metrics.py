@@ -1,35 +1,21 @@
-"""How far a predicted flow is from the true one."""
+"""Errors of predicted flow."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.flow3d.geometry import angle_rad
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import FloatArray
 
 NEAR_M = 0.05
-"""Distance within which a point counts as right."""
+"""Distance within which a point counts as correct."""
 
 
-def flow_metrics(
-    predicted_m: NDArray[np.float64], true_m: NDArray[np.float64], visible: NDArray[np.float64] | None = None
-) -> dict[str, float]:
-    """Errors of one flow.
+def flow_metrics(predicted_m: FloatArray, true_m: FloatArray, visible: FloatArray | None = None) -> dict[str, float]:
+    """Errors of one flow (T, n, 3): ade_m and fde_m, the mean distance over all frames and in the last one.
 
-    Args:
-        predicted_m: (T, n, 3).
-        true_m: (T, n, 3).
-        visible: (T, n); points above 0.5 are visible. All are when None.
-
-    Returns:
-        ade_m and fde_m, mean distance over all frames and in the last one; the same over visible points as
-        ade_visible_m and fde_visible_m, NaN where there are none; acc_5cm, the share of points of all frames within
-        5 cm.
+    Also over visible points, those above 0.5 in `visible` (T, n), as ade_visible_m and fde_visible_m, NaN without any,
+    and acc_5cm, the share of points of all frames within 5 cm.
 
     Source: ADE and FDE as in michaelyuancb/general_flow.
     """
@@ -46,15 +32,5 @@ def flow_metrics(
     }
 
 
-def best_of(metrics: list[dict[str, float]], key: str = "ade_m") -> dict[str, float]:
-    """The metrics of the best of K guesses, which is the one with the least error in `key`."""
-    return min(metrics, key=lambda each: each[key])
-
-
-def rotation_errors_rad(fitted: NDArray[np.float64], true: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(T,) angles between fitted and true motions (T, 4, 4)."""
-    return angle_rad(fitted, true)
-
-
-def _mean(values: NDArray[np.float64]) -> float:
+def _mean(values: FloatArray) -> float:
     return float(values.mean()) if len(values) else float("nan")

@@ -1,4 +1,4 @@
-"""What a planner tried, what was said of it, what the arm did, and why it ended."""
+"""The record of a run: predictions, verdicts, joint paths, and why it ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.files import replaced
+from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.act.choice import GraspPlan
     from robotics.flow3d.act.motion import ObjectMotion
     from robotics.flow3d.check.verdict import Verdict
@@ -22,50 +21,34 @@ if TYPE_CHECKING:
 
 
 class Failure(StrEnum):
-    """Why a plan or its execution ended early."""
+    """Why a plan or its execution ended early; docs/flow3d.md describes each."""
 
     NO_OBSERVATION = "no_observation"
-    """The camera gave nothing."""
     NO_MOVING_OBJECT = "no_moving_object"
-    """No pixels of an object, or a flow that moves nothing."""
     TOO_FEW_POINTS = "too_few_points"
-    """Too few points of the object are visible, now or in the flow."""
     MISSING_DEPTH = "missing_depth"
-    """The object has no depth."""
     DEGENERATE_GEOMETRY = "degenerate_geometry"
-    """The flow is not finite, or its points do not determine a rotation."""
     MODEL_FAILED = "model_failed"
-    """The model raised an error, or its flow has another shape."""
     VERIFIER_REJECTS = "verifier_rejects"
-    """No plan was accepted, and `when_rejected` is stop."""
     VERIFIER_DOWN = "verifier_down"
-    """The verifier gave no judgement, and `when_unverified` is stop."""
     NO_PART = "no_part"
-    """It could not be told which part of the object to take."""
     NO_GRASP = "no_grasp"
-    """Nothing was proposed."""
     UNREACHABLE = "unreachable"
-    """No grasp with which the arm can do the whole motion."""
     GRASP_MISSED = "grasp_missed"
-    """The fingers closed on nothing."""
     OBJECT_DROPPED = "object_dropped"
-    """The object is not in the hand any more."""
     OBJECT_DRIFTED = "object_drifted"
-    """The object is elsewhere than predicted, and there are no plans left."""
     ARM_STALLED = "arm_stalled"
-    """The arm did not arrive at the end of its path."""
     ROBOT_FAILED = "robot_failed"
-    """The robot raised an error."""
 
 
-class PlanFailed(Exception):  # noqa: N818 - it is a result, and never leaves the planner
+class PlanFailed(Exception):  # noqa: N818 - a result that never leaves the planner
     """Ends planning or execution."""
 
     def __init__(self, failure: Failure, detail: str) -> None:
         super().__init__(failure, detail)
         self.failure, self.detail = failure, detail
         self.round: PlanRound | None = None
-        """What was planned until then."""
+        """The round planned so far."""
 
 
 @dataclass
@@ -73,63 +56,68 @@ class PlanTry:
     """One predicted flow."""
 
     seed: int
-    """Of the prediction."""
-    flow: NDArray[np.float64]
+    """Seed of the prediction."""
+    flow: FloatArray
     """(T, N, N, 4)."""
     motion: ObjectMotion | None = None
     """The fitted motion; None where the flow is unusable."""
-    after: NDArray[np.uint8] | None = None
+    after: ImageArray | None = None
     """(H, W, 3) the predicted outcome."""
     verdict: Verdict | None = None
-    """None where it was not asked for."""
+    """None where there was no verifier."""
     failure: Failure | None = None
-    """Why it cannot be carried out."""
+    """Why it cannot be executed."""
     detail: str = ""
-    """The same in a sentence."""
+    """Explanation of the failure."""
     plans: list[GraspPlan] | None = None
-    """Ways to do it, that with the least joint path first; None where they were not searched for."""
+    """Plans of the arm, the least joint path first; None before the search."""
 
 
 @dataclass
 class PlanRound:
-    """One time of looking and planning."""
+    """One observation and the planning from it."""
 
     observation: Observation
-    """What was seen."""
-    points: NDArray[np.float64]
+    points: FloatArray
     """(N, N, 3) query points."""
+    mask: BoolArray
+    """(H, W) pixels of the object with depth."""
+    joint_rad: FloatArray = field(default_factory=lambda: np.zeros(0))
+    """(J,) angles of the arm when it looked."""
+    held: bool = False
+    """Whether the object was in the hand, so that no grasp is needed."""
     tries: list[PlanTry] = field(default_factory=list)
     """Predictions in their order."""
     chosen: PlanTry | None = None
-    """The one that was carried out."""
-    part_m: NDArray[np.float64] | None = None
-    """(3,) point on the part to take, in the world frame; None for any part."""
+    """The executed prediction."""
+    part_m: FloatArray | None = None
+    """(3,) point on the part to grasp, in the world frame; None for any part."""
     plan: GraspPlan | None = None
-    """How; that of the last grasp that was tried."""
+    """Plan of the last grasp that was tried."""
 
 
 @dataclass
 class PlanResult:
-    """The whole story of one run."""
+    """Everything that happened in one run."""
 
     instruction: str
-    """What was to be done."""
+    """The task."""
     rounds: list[PlanRound] = field(default_factory=list)
-    """The first plan and each new one."""
+    """The first plan and each replan."""
     failure: Failure | None = None
-    """Why it ended early; None where it did not."""
+    """Why the run ended early, if it did."""
     detail: str = ""
-    """The same in a sentence."""
-    joint_paths: list[NDArray[np.float64]] = field(default_factory=list)
-    """(M, J) each: every path that was sent to the arm."""
+    """Explanation of the failure."""
+    joint_paths: list[FloatArray] = field(default_factory=list)
+    """(M, J) each: every path sent to the arm."""
     drifts_m: list[float] = field(default_factory=list)
-    """Distance of the object from its prediction at each new look; NaN where it could not be seen."""
+    """Distance of the object from its prediction at each later observation; NaN where it was not visible."""
     released: bool = False
     """Whether the fingers were opened at the end."""
 
     @property
     def executed(self) -> bool:
-        """Whether the plan was carried out to its end; whether the task is done is for others to judge."""
+        """Whether the plan was executed to its end, whether or not the task is done."""
         return self.failure is None
 
     @property
@@ -138,7 +126,7 @@ class PlanResult:
         return [each for round_ in self.rounds for each in round_.tries]
 
     def summary(self) -> dict[str, Any]:
-        """What happened, as JSON holds it."""
+        """The run as JSON."""
         return {
             "instruction": self.instruction,
             "executed": self.executed,
@@ -150,7 +138,7 @@ class PlanResult:
         }
 
     def save(self, folder: Path | str) -> Path:
-        """Write plan.json, the pictures as PNG, and plan.npz with flows, poses and joint paths."""
+        """Write plan.json, the images as PNG, and plan.npz with flows, poses and joint paths."""
         with replaced(Path(folder)) as draft:
             draft.mkdir()
             self._write(draft)

@@ -1,4 +1,4 @@
-"""Predicting with any model: query points on the object, a flow, and the motion that it describes."""
+"""Predicts with any flow model: query points on the object, a flow, and the motion that it describes."""
 
 from __future__ import annotations
 
@@ -12,55 +12,41 @@ from robotics.flow3d.act.motion import object_motion
 from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.clouds import find_object, object_points
 from robotics.flow3d.encoding import grid_in_mask
-from robotics.flow3d.geometry import depth_at
-from robotics.flow3d.given import FlowModel, GivenFlow
+from robotics.flow3d.geometry import BoolArray, FloatArray, depth_at
+from robotics.flow3d.given import FixedFlow, FlowModel
 from robotics.flow3d.plan_result import Failure, PlanFailed, PlanRound, PlanTry
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.planner_config import PlannerConfig
 
 VISIBLE_SHARE = 0.5
-"""Visibility above which a point counts as seen."""
+"""Visibility above which a point counts as visible."""
 
 
 class Predictor:
-    """A model with what it needs to know of a picture.
-
-    Args:
-        flow: a model, a clip or an array of flow.
-        config: settings of the planner.
-        locate: finds the pixels of the object where an observation does not bring them.
-    """
+    """A flow model with its inputs from an observation; `locate` masks the object where the observation does not."""
 
     def __init__(
         self,
-        flow: FlowModel | FlowClip | NDArray[np.float64],
+        flow: FlowModel | FlowClip | FloatArray,
         config: PlannerConfig,
-        locate: Callable[[Observation], NDArray[np.bool_]] | None = None,
+        locate: Callable[[Observation], BoolArray] | None = None,
     ) -> None:
         self.model, self.config, self.locate = _as_model(flow), config, locate
 
     @property
-    def is_given(self) -> bool:
-        """Whether there is one flow, so that asking again gives nothing new."""
-        return isinstance(self.model, GivenFlow)
+    def is_fixed(self) -> bool:
+        """Whether the flow is fixed, so that it cannot be predicted again."""
+        return isinstance(self.model, FixedFlow)
 
-    def predict(self, round_: PlanRound, mask: NDArray[np.bool_], seed: int) -> PlanTry:
-        """A flow and the motion that it describes, or why it is unusable.
-
-        Args:
-            round_: observation and query points.
-            mask: (H, W) pixels of the object with depth.
-            seed: of the prediction.
-        """
+    def predict(self, round_: PlanRound, seed: int) -> PlanTry:
+        """A flow and the motion that it describes, or why it is unusable."""
         observation, points, config = round_.observation, round_.points, self.config
         try:
             flow = np.asarray(self.model.predict(observation, points, 1, seed)[0], dtype=np.float64)
             clip = FlowClip(observation, points, flow)
-        except Exception as error:  # a model of any kind; the loop must end cleanly
-            return _unusable(seed, np.zeros((0, *points.shape[:2], 4)), Failure.MODEL_FAILED, said(error))
+        except Exception as error:  # any model; the loop must end cleanly
+            return _unusable(seed, np.zeros((0, *points.shape[:2], 4)), Failure.MODEL_FAILED, one_line(error))
         if not np.isfinite(flow).all() or not (flow[..., 2] > 0).all():
             return _unusable(seed, flow, Failure.DEGENERATE_GEOMETRY, "the flow is not finite, or behind the camera")
         seen = (clip.visible > VISIBLE_SHARE).sum(-1)
@@ -68,7 +54,7 @@ class Predictor:
             return _unusable(seed, flow, Failure.TOO_FEW_POINTS, f"{int(np.median(seen))} visible points a frame")
         motion = object_motion(
             clip,
-            object_points(observation, mask),
+            object_points(observation, round_.mask),
             estimator=config.estimator,
             scale_m=config.flow_scale_m,
             from_first_predicted=config.from_first_predicted,
@@ -76,19 +62,20 @@ class Predictor:
             support_z_m=config.support_z_m,
         )
         if motion.fit.degenerate.any():
-            detail = "the points that fit lie on a line, so that no rotation can be told"
+            detail = "the points that fit are on a line, so they determine no rotation"
             return _unusable(seed, flow, Failure.DEGENERATE_GEOMETRY, detail)
-        way = float(np.linalg.norm(motion.moved_world_m - motion.points_world_m, axis=-1).max())
-        if way < config.least_way_m:
-            return _unusable(seed, flow, Failure.NO_MOVING_OBJECT, f"the flow moves the object by {1000 * way:.1f} mm")
+        moved = float(np.linalg.norm(motion.moved_world_m - motion.points_world_m, axis=-1).max())
+        if moved < config.least_way_m:
+            detail = f"the flow moves the object by {1000 * moved:.1f} mm"
+            return _unusable(seed, flow, Failure.NO_MOVING_OBJECT, detail)
         return PlanTry(seed, flow, motion)
 
-    def mask(self, observation: Observation) -> NDArray[np.bool_]:
+    def mask(self, observation: Observation) -> BoolArray:
         """(H, W) pixels of the object with depth; raises PlanFailed where there are too few."""
         mask = self.mask_or_none(observation)
         if mask is None or not mask.any():
-            said = "the observation has no mask, and there is no `locate`" if mask is None else "the mask is empty"
-            raise PlanFailed(Failure.NO_MOVING_OBJECT, said)
+            detail = "the observation has no mask, and there is no `locate`" if mask is None else "the mask is empty"
+            raise PlanFailed(Failure.NO_MOVING_OBJECT, detail)
         known = mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
         if known.sum() < self.config.min_points:
             few = mask.sum() < self.config.min_points
@@ -99,47 +86,47 @@ class Predictor:
             )
         return known
 
-    def mask_or_none(self, observation: Observation) -> NDArray[np.bool_] | None:
-        """(H, W) pixels of the object; None where nothing tells them."""
+    def mask_or_none(self, observation: Observation) -> BoolArray | None:
+        """(H, W) pixels of the object; None where they are unknown."""
         if observation.mask is not None:
             return observation.mask
-        if isinstance(self.model, GivenFlow) and self.model.points is not None:
+        if isinstance(self.model, FixedFlow) and self.model.points is not None:
             clip = FlowClip(observation, self.model.points, self.model.flow)
             return find_object(observation, clip.points_world_m)
         if self.locate is None:
             return None
         try:
             return np.asarray(self.locate(observation), dtype=np.bool_)
-        except Exception as error:  # a function of the user; the loop must end cleanly
-            raise PlanFailed(Failure.NO_MOVING_OBJECT, f"locate failed: {said(error)}") from error
+        except Exception as error:  # user code; the loop must end cleanly
+            raise PlanFailed(Failure.NO_MOVING_OBJECT, f"locate failed: {one_line(error)}") from error
 
-    def query_points(self, observation: Observation, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    def query_points(self, observation: Observation, mask: BoolArray) -> FloatArray:
         """(N, N, 3) query points on the object."""
-        if isinstance(self.model, GivenFlow) and self.model.points is not None:
+        if isinstance(self.model, FixedFlow) and self.model.points is not None:
             return self.model.points
         encoding = getattr(self.model, "encoding", None)
         if encoding is not None:
             side = int(encoding.grid)
         else:
-            side = self.model.flow.shape[1] if isinstance(self.model, GivenFlow) else self.config.grid
+            side = self.model.flow.shape[1] if isinstance(self.model, FixedFlow) else self.config.grid
         uv = grid_in_mask(mask, side)
         return np.concatenate([uv, depth_at(observation.depth_m, uv)[..., None]], -1)
 
 
-def _as_model(flow: FlowModel | FlowClip | NDArray[np.float64]) -> FlowModel:
+def _as_model(flow: FlowModel | FlowClip | FloatArray) -> FlowModel:
     if isinstance(flow, FlowClip):
-        return GivenFlow(flow.flow, flow.points)
+        return FixedFlow(flow.flow, flow.points)
     if isinstance(flow, np.ndarray):
-        return GivenFlow(flow)
+        return FixedFlow(flow)
     if not callable(getattr(flow, "predict", None)):
         raise UserError(f"flow is a {type(flow).__name__}; must be a model with predict(), a FlowClip or an array")
     return flow
 
 
-def _unusable(seed: int, flow: NDArray[np.float64], failure: Failure, detail: str) -> PlanTry:
+def _unusable(seed: int, flow: FloatArray, failure: Failure, detail: str) -> PlanTry:
     return PlanTry(seed, flow, failure=failure, detail=detail)
 
 
-def said(error: Exception) -> str:
-    """An error in one line."""
+def one_line(error: Exception) -> str:
+    """An error as text."""
     return f"{type(error).__name__}: {error}"

@@ -1,44 +1,38 @@
-"""The rigid motion that takes some points to others, also where part of them is wrong.
+"""Robust fit of a rigid motion to point correspondences.
 
-Flow of a whole object is one rigid motion a frame. The least-squares motion has a closed form (Kabsch); points on the
-background, or that a model got wrong, pull it away, so the default weighs points by how well they fit.
+The flow of an object is one rigid motion a frame. The least-squares motion has a closed form (Kabsch), which points on
+the background or with wrong flow distort, so by default points are weighted by how well they fit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from robotics.flow3d.geometry import apply_pose, make_pose
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import BoolArray, FloatArray, apply_pose, make_pose
 
 FLAT = 1e-5
-"""Points lie on a line where their second singular value is below this share of the first, or of a metre."""
+"""Points are on a line where their second singular value is below this share of the first, or of a metre."""
 LOW_WEIGHT = 0.3
-"""Below this median weight the least-squares start was no good."""
+"""Below this median weight the least-squares start is replaced by RANSAC."""
 
 
 @dataclass(frozen=True)
 class RigidFit:
     """Motions fitted to a flow."""
 
-    T_t_0: NDArray[np.float64]
+    T_t_0: FloatArray
     """(T, 4, 4) from the first positions to those of each frame."""
-    weights: NDArray[np.float64]
-    """(T, n) in 0..1: how much a point counted."""
-    rmse_m: NDArray[np.float64]
+    weights: FloatArray
+    """(T, n) weights of the points, 0 to 1."""
+    rmse_m: FloatArray
     """(T,) weighted root mean square distance between moved and given points."""
-    degenerate: NDArray[np.bool_]
-    """(T,) whether the points that counted were too few or lay on a line, so that only a translation was fitted."""
+    degenerate: BoolArray
+    """(T,) whether too few points had a weight or they were on a line, so that only a translation was fitted."""
 
 
-def kabsch(
-    source_m: NDArray[np.float64], target_m: NDArray[np.float64], weights: NDArray[np.float64] | None = None
-) -> NDArray[np.float64]:
+def kabsch(source_m: FloatArray, target_m: FloatArray, weights: FloatArray | None = None) -> FloatArray:
     """Rigid motion with the least weighted sum of squared distances, batched over leading dimensions.
 
     Source:
@@ -60,26 +54,18 @@ def kabsch(
 
 
 def robust_kabsch(
-    source_m: NDArray[np.float64],
-    target_m: NDArray[np.float64],
-    weights: NDArray[np.float64] | None = None,
+    source_m: FloatArray,
+    target_m: FloatArray,
+    weights: FloatArray | None = None,
     *,
     scale_m: float = 0.01,
     iterations: int = 5,
     rng: np.random.Generator | None = None,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Rigid motions that points far off hardly change: least squares with Cauchy weights, again and again.
+) -> tuple[FloatArray, FloatArray]:
+    """Rigid motion (4, 4) from points (n, 3) to (n, 3), and their weights (n,); or (T, 4, 4) and (T, n) for T targets.
 
-    Args:
-        source_m: (n, 3).
-        target_m: (n, 3), or (T, n, 3) for T motions.
-        weights: (n,) or (T, n) at least 0, such as visibility; None for equal ones.
-        scale_m: distance at which a point counts half; 0.01 for measured flow, 0.03 for that of a model.
-        iterations: of weighing and fitting.
-        rng: for the random start that is tried where half of the points do not fit; None for seed 0.
-
-    Returns:
-        (4, 4) and the weights (n,) that the points had last, or (T, 4, 4) and (T, n).
+    Least squares with Cauchy weights, iterated, so that outliers have little influence. Where half of the points do not
+    fit, a RANSAC start drawn from `rng` is tried too. `weights` (n,) or (T, n) multiply the Cauchy weights.
 
     Source:
         Iteratively reweighted least squares, w = 1 / (1 + (e / s)^2).
@@ -101,19 +87,15 @@ def robust_kabsch(
 
 
 def ransac_kabsch(
-    source_m: NDArray[np.float64],
-    target_m: NDArray[np.float64],
-    weights: NDArray[np.float64] | None = None,
+    source_m: FloatArray,
+    target_m: FloatArray,
+    weights: FloatArray | None = None,
     *,
     tolerance_m: float = 0.015,
     iterations: int = 100,
     rng: np.random.Generator | None = None,
-) -> NDArray[np.float64]:
-    """Rigid motion of three points that most of the others agree with, fitted to those.
-
-    Returns:
-        (4, 4); that of `kabsch` where fewer than three points count.
-    """
+) -> FloatArray:
+    """(4, 4) rigid motion of the three points that most others agree with, refitted to these; `kabsch` below three."""
     given = np.ones(len(source_m)) if weights is None else weights
     usable = np.flatnonzero(given > 0)
     if len(usable) < 3:
@@ -125,22 +107,16 @@ def ransac_kabsch(
 
 
 def fit_motions(
-    source_m: NDArray[np.float64],
-    flow_m: NDArray[np.float64],
-    visible: NDArray[np.float64] | None = None,
+    source_m: FloatArray,
+    flow_m: FloatArray,
+    visible: FloatArray | None = None,
     *,
     robust: bool = True,
     scale_m: float = 0.01,
 ) -> RigidFit:
-    """Motion of an object in each frame of a flow.
+    """Motion of an object's points (n, 3) in each frame of a flow (T, n, 3), weighted by visibility (T, n).
 
-    Args:
-        source_m: (n, 3) observed points.
-        flow_m: (T, n, 3) where they are in each frame.
-        visible: (T, n) weights at least 0, such as visibility; None for equal ones. A frame in which fewer than three
-            points have a weight takes all of them.
-        robust: weigh points by how well they fit; False for least squares.
-        scale_m: see `robust_kabsch`.
+    A frame with fewer than three visible points uses all of them.
     """
     own = np.ones(flow_m.shape[:2]) if visible is None else np.asarray(visible, dtype=np.float64)
     own = np.where((own > 0).sum(-1, keepdims=True) >= 3, own, 1.0)
@@ -157,14 +133,9 @@ def fit_motions(
 
 
 def _reweighted(
-    source_m: NDArray[np.float64],
-    target_m: NDArray[np.float64],
-    given: NDArray[np.float64],
-    T: NDArray[np.float64],
-    scale_m: float,
-    iterations: int,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Motions (..., 4, 4) from a first guess T, and the weights (..., n) that the points had beside the given ones."""
+    source_m: FloatArray, target_m: FloatArray, given: FloatArray, T: FloatArray, scale_m: float, iterations: int
+) -> tuple[FloatArray, FloatArray]:
+    """Motions (..., 4, 4) from a start T, and the Cauchy weights (..., n) of the points."""
     cauchy = np.ones(target_m.shape[:-1])
     for _ in range(iterations):
         cauchy = 1 / (1 + (_distances(T, source_m, target_m) / scale_m) ** 2)
@@ -172,22 +143,20 @@ def _reweighted(
     return T, cauchy
 
 
-def _distances(
-    T: NDArray[np.float64], source_m: NDArray[np.float64], target_m: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    distance: NDArray[np.float64] = np.linalg.norm(apply_pose(T, source_m) - target_m, axis=-1)
+def _distances(T: FloatArray, source_m: FloatArray, target_m: FloatArray) -> FloatArray:
+    distance: FloatArray = np.linalg.norm(apply_pose(T, source_m) - target_m, axis=-1)
     return distance
 
 
-def lies_on_a_line(points_m: NDArray[np.float64]) -> bool:
-    """Whether points (n, 3) are too few or lie so that they do not determine a rotation."""
+def lies_on_a_line(points_m: FloatArray) -> bool:
+    """Whether points (n, 3) do not determine a rotation."""
     return len(points_m) < 3 or bool(_on_a_line((points_m - points_m.mean(0)) / np.sqrt(len(points_m))))
 
 
-def _on_a_line(centred: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _on_a_line(centred: FloatArray) -> BoolArray:
     """Whether centred points (..., n, 3), each times the root of its share, do not determine a rotation: (...)."""
     if centred.shape[-2] < 3:
         return np.ones(centred.shape[:-2], dtype=np.bool_)
     sizes = np.linalg.svd(centred, compute_uv=False)
-    found: NDArray[np.bool_] = sizes[..., 1] <= FLAT * np.maximum(sizes[..., 0], 1.0)
+    found: BoolArray = sizes[..., 1] <= FLAT * np.maximum(sizes[..., 0], 1.0)
     return found

@@ -1,30 +1,30 @@
-"""What the planner needs of a robot: an environment of the suite, a user's own simulator, or a real arm."""
+"""The planner's robot interface: an environment of the suite, a user's simulator, or a real arm."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from robotics.flow3d.geometry import FloatArray
+
 if TYPE_CHECKING:
     import mujoco
-    import numpy as np
-    from numpy.typing import NDArray
 
     from robotics.flow3d.clip import Observation
 
 
 class FlowArm(Protocol):
-    """An arm on its own; its base stands at the origin of the world frame.
+    """An arm without its surroundings; its base is at the origin of the world frame.
 
-    The frame of the grip site has z along the fingers, towards the object, and y along the line on which they close.
+    The frame of the grip site has z along the fingers, towards the object, and y along the closing direction.
     """
 
     @property
     def name(self) -> str:
-        """What it is called in reports."""
+        """Name in reports."""
 
     @property
     def joints(self) -> tuple[str, ...]:
-        """Joints from the base to the hand: hinges, or slides with metres in place of radians."""
+        """Joints from base to hand: hinges, or slides in metres instead of radians."""
 
     @property
     def home_rad(self) -> tuple[float, ...]:
@@ -43,24 +43,20 @@ class FlowArm(Protocol):
 
 
 class FlowRobot(Protocol):
-    """An arm in front of something to do."""
+    """An arm in a scene."""
 
     @property
     def arm(self) -> FlowArm:
-        """Its kinematics."""
+        """The arm."""
 
     def observe(self) -> Observation:
-        """Picture, depth, camera and instruction now."""
+        """Current image, depth, camera and instruction."""
 
-    def joint_rad(self) -> NDArray[np.float64]:
-        """(J,) angles now."""
+    def joint_rad(self) -> FloatArray:
+        """(J,) current angles."""
 
-    def move(self, joint_rad: NDArray[np.float64]) -> bool:
-        """Follow a path with the fingers as they are.
-
-        Args:
-            joint_rad: (M, J) angles, one after the other.
-        """
+    def move(self, joint_rad: FloatArray) -> bool:
+        """Follow angles (M, J) with the fingers unchanged; returns whether the last ones were reached."""
 
     def close_gripper(self) -> bool:
         """Close the fingers; returns whether they hold something."""

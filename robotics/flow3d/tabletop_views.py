@@ -1,24 +1,24 @@
-"""Tabletop episodes as the world model sees them: the first picture with depth and mask, and the object's ideal flow.
+"""Tabletop episodes as inputs of the world model: the first image with depth and mask, and the object's ideal flow.
 
     views = TabletopViews("panda")
     observation = views.observe(EpisodeSpec("push", "push the red cube into the blue zone", 7))
 
-They are the pictures of `TabletopBatch` with the same layouts, with the arm where an episode begins. The ideal flow is
-that of the object on the straight way that solves the task, as a demonstration by a hand out of view would show it.
+Images and layouts are those of `TabletopBatch` at the start of an episode. The ideal flow is that of the object on the
+straight path that solves the task, without any arm or hand in view.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from mmrl.errors import RunError, UserError
 from robotics.flow3d.clip import FlowClip, Observation
-from robotics.flow3d.geometry import intrinsics, inverse_pose, make_pose
+from robotics.flow3d.geometry import DepthArray, FloatArray, intrinsics, inverse_pose, make_pose
 from robotics.flow3d.rigid_flow import moved_points, points_in_mask, points_visible
 from robotics.flow3d.scenes.motions import along, moved, over
 from robotics.sim.arms import find_arm
@@ -30,22 +30,15 @@ from robotics.sim.tasks import TASKS, TabletopScene, find_task, layout_seed
 
 if TYPE_CHECKING:
     import mujoco
-    from numpy.typing import NDArray
 
-LIFT_M = 0.07
-PULL_M = 0.11
-LEAST_PIXELS = 9
-"""Pixels of the object in the first picture without which there is nothing to ask for."""
+LIFT_M, PULL_M = 0.07, 0.11
+MIN_PIXELS = 9
+"""Least visible pixels of the object."""
+MOVING_TASKS = ("push", "pick_place", "stack", "drawer")
 
 
 class TabletopViews:
-    """Draws the beginnings of tabletop episodes; scenes and renderers are built once a task.
-
-    Args:
-        arm: key in `ARMS`.
-        image_size: side of the pictures in pixels.
-        camera: front or wrist.
-    """
+    """Renders the starts of tabletop episodes at `image_size` pixels; scenes are built once a task."""
 
     def __init__(self, arm: str = "panda", image_size: int = 64, camera: str = "front") -> None:
         self.arm = find_arm(arm)
@@ -53,12 +46,12 @@ class TabletopViews:
         self._stages: dict[str, _Stage] = {}
 
     def observe(self, episode: EpisodeSpec) -> Observation:
-        """The first picture of an episode, with true depth and the mask of the piece that is acted on."""
-        return self._begun(episode).observe(episode)
+        """The first image of an episode, with true depth and the mask of the object."""
+        return self._at_start(episode).observe(episode)
 
     def clip(self, episode: EpisodeSpec, num_frames: int = 8, grid: int = 4) -> FlowClip:
         """The ideal flow of an episode."""
-        return self._begun(episode).clip(episode, num_frames, grid)
+        return self._at_start(episode).clip(episode, num_frames, grid)
 
     def close(self) -> None:
         """Free the renderers."""
@@ -71,12 +64,12 @@ class TabletopViews:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begun(self, episode: EpisodeSpec) -> _Stage:
+    def _at_start(self, episode: EpisodeSpec) -> _Stage:
         check_moves_object([episode.task])
         if episode.task not in self._stages:
             scene = TabletopScene(find_task(episode.task), self.arm)
             self._stages[episode.task] = _Stage(scene, self._settings)
-        return self._stages[episode.task].begun(episode)
+        return self._stages[episode.task].at_start(episode)
 
 
 class _Stage:
@@ -91,7 +84,7 @@ class _Stage:
         body = int(scene.model.site(PIECES[scene.task.roles.first].handle).bodyid[0])
         self._geoms = np.flatnonzero(scene.model.geom_bodyid == body)
 
-    def begun(self, episode: EpisodeSpec) -> _Stage:
+    def at_start(self, episode: EpisodeSpec) -> _Stage:
         scene = self._scene.for_split(episode.split)
         self._lib.mj_resetData(scene.model, self.data)
         scene.reset(scene.model, self.data, np.random.default_rng(layout_seed(episode.split, episode.layout)))
@@ -101,8 +94,8 @@ class _Stage:
     def observe(self, episode: EpisodeSpec) -> Observation:
         shown = self.renderer.segmentation(self.data)
         drawn = (shown[..., 1] == int(self._lib.mjtObj.mjOBJ_GEOM)) & np.isin(shown[..., 0], self._geoms)
-        if drawn.sum() < LEAST_PIXELS:
-            raise RunError(f"the object is hidden in the first picture of {episode.task}/{episode.layout}")
+        if drawn.sum() < MIN_PIXELS:
+            raise RunError(f"the object is hidden in the first image of {episode.task}/{episode.layout}")
         camera = self._scene.model.camera(self._settings.camera)
         # MuJoCo's cameras look along -z with y up.
         rotation = self.data.cam_xmat[camera.id].reshape(3, 3) * np.array([1.0, -1.0, -1.0])
@@ -122,22 +115,22 @@ class _Stage:
         points = points_in_mask(seen.mask, seen.depth_m, grid)
         start = self._pose()
         reading = self._scene.sensors.read(self.data.sensordata)
-        way = along(IDEAL_MOTIONS[task.name](start, reading), num_frames + 1)[1:]
+        path = along(_key_poses(task.name, start, reading), num_frames + 1)[1:]
 
-        def depth_of(number: int) -> NDArray[np.float32]:
-            self._put(start, way[number])
+        def depth_of(number: int) -> DepthArray:
+            self._put(start, path[number])
             return self.renderer.depth(self.data)
 
-        uvz = moved_points(points, way @ inverse_pose(start), seen.K, seen.T_world_cam)
+        uvz = moved_points(points, path @ inverse_pose(start), seen.K, seen.T_world_cam)
         flow = np.concatenate([uvz, points_visible(uvz, depth_of)], -1)
         meta = {"task": task.name, "split": episode.split, "layout": episode.layout, "arm": self._scene.arm.name}
         return FlowClip(seen, points, flow, source=f"tabletop/{self._scene.arm.name}/{task.name}", meta=meta)
 
-    def _pose(self) -> NDArray[np.float64]:
+    def _pose(self) -> FloatArray:
         return object_poses(self._scene, self.data.qpos[None], self.data.sensordata[None])[0]
 
-    def _put(self, start: NDArray[np.float64], pose: NDArray[np.float64]) -> None:
-        """Put the piece somewhere; the drawer takes what its slide allows of it."""
+    def _put(self, start: FloatArray, pose: FloatArray) -> None:
+        """Place the object at a pose; the drawer only slides."""
         name, model = self._scene.task.roles.first, self._scene.model
         if PIECES[name].kind == "cube":
             address = int(model.jnt_qposadr[int(model.body(PIECES[name].body).jntadr[0])])
@@ -145,17 +138,17 @@ class _Stage:
             self._lib.mju_mat2Quat(quaternion, np.ascontiguousarray(pose[:3, :3]).reshape(9))
             self.data.qpos[address : address + 7] = [*pose[:3, 3], *quaternion]
         else:
-            way = float(np.linalg.norm(pose[:3, 3] - start[:3, 3]))
-            self.data.qpos[int(model.joint("drawer").qposadr[0])] = way
+            pulled = float(np.linalg.norm(pose[:3, 3] - start[:3, 3]))
+            self.data.qpos[int(model.joint("drawer").qposadr[0])] = pulled
         update_poses(model, self.data)
 
 
 def check_moves_object(tasks: Sequence[str]) -> None:
-    """Refuse tasks in which nothing is moved, so that there is no flow; raises UserError."""
+    """Raise UserError for tasks that move no object and so have no flow."""
     for name in tasks:
-        if name not in IDEAL_MOTIONS:
+        if name not in MOVING_TASKS:
             find_task(name)
-            raise UserError(f"the task {name} moves no object, so it has no flow; there are {', '.join(IDEAL_MOTIONS)}")
+            raise UserError(f"the task {name} moves no object, so it has no flow; there are {', '.join(MOVING_TASKS)}")
 
 
 def tabletop_clips(
@@ -168,18 +161,7 @@ def tabletop_clips(
     num_frames: int = 8,
     grid: int = 4,
 ) -> list[FlowClip]:
-    """Ideal flow of tabletop episodes, to train a world model on: a `function` of `ClipSetConfig`.
-
-    Args:
-        tasks: taken in turn.
-        layouts: of each task.
-        first: number of the first one.
-        split: train or held_out.
-        arm: key in `ARMS`; it stands in the picture.
-        image_size: side of the pictures in pixels.
-        num_frames: T.
-        grid: N.
-    """
+    """Ideal flow of tabletop episodes, to train a world model: a `function` of `ClipSetConfig`."""
     check_moves_object(tasks)
     numbers = range(first, first + layouts)
     episodes = [EpisodeSpec(name, TASKS[name].instruction, number, split) for number in numbers for name in tasks]
@@ -191,31 +173,13 @@ def tabletop_clips(
     return found
 
 
-def _pushed(start: NDArray[np.float64], found: SceneReading) -> list[NDArray[np.float64]]:
-    way = found.goal - start[:3, 3]
-    return [start, moved(start, (way[0], way[1], 0.0))]
-
-
-def _carried(start: NDArray[np.float64], onto_m: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    return over(start, moved(start, onto_m - start[:3, 3]), LIFT_M)
-
-
-def _placed(start: NDArray[np.float64], found: SceneReading) -> list[NDArray[np.float64]]:
-    return _carried(start, found.goal + np.array([0.0, 0.0, CUBE_HALF_M]))
-
-
-def _stacked(start: NDArray[np.float64], found: SceneReading) -> list[NDArray[np.float64]]:
-    return _carried(start, found.second + np.array([0.0, 0.0, 2 * CUBE_HALF_M]))
-
-
-def _opened(start: NDArray[np.float64], found: SceneReading) -> list[NDArray[np.float64]]:
-    return [start, moved(start, -PULL_M * start[:3, 0])]
-
-
-IDEAL_MOTIONS: Mapping[str, Callable[[NDArray[np.float64], SceneReading], list[NDArray[np.float64]]]] = {
-    "push": _pushed,
-    "pick_place": _placed,
-    "stack": _stacked,
-    "drawer": _opened,
-}
-"""Key poses (4, 4) of the piece that is acted on, by task."""
+def _key_poses(task: str, start: FloatArray, found: SceneReading) -> list[FloatArray]:
+    """Key poses (4, 4) of the object along the straight path that solves the task."""
+    if task == "drawer":
+        return [start, moved(start, -PULL_M * start[:3, 0])]
+    if task == "push":
+        shift = found.goal - start[:3, 3]
+        return [start, moved(start, (shift[0], shift[1], 0.0))]
+    stacked = task == "stack"
+    target = (found.second if stacked else found.goal) + np.array([0.0, 0.0, CUBE_HALF_M * (2 if stacked else 1)])
+    return over(start, moved(start, target - start[:3, 3]), LIFT_M)

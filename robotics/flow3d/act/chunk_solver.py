@@ -1,10 +1,12 @@
-"""The paper's optimisation of the gripper's poses over a chunk, around the closed form.
+"""The paper's optimisation of the gripper's poses over a chunk, with ReKep's terms, around the closed form.
 
-Where the flow is one rigid motion, the closed form is its optimum and nothing needs solving. What is added here are
-other wishes: to keep clear of obstacles, and to stay where the arm reaches with ease. Variables are small turns and
-shifts about the closed form, not Euler angles in the world: those wrap for a gripper that points down, and the solver
-then ends far off. For the same reason smoothness is the difference from the closed form's own step; ReKep's length of
-the step itself, weighed against squared distances of keypoints, would stop every rotation.
+Where the flow is one rigid motion, the closed form is its optimum; the optimisation adds clearance from obstacles and
+reachability. Its variables are small rotations and shifts about the closed form rather than Euler angles in the world,
+which wrap for a gripper that points down and lead the solver astray. Likewise smoothness is the difference from the
+closed form's own step: ReKep's length of the step itself, against squared distances of keypoints, would stop every
+rotation.
+
+Source: huangwl18/ReKep utils.py, subgoal_solver.py, path_solver.py and configs/config.yaml; arXiv 2506.06199.
 """
 
 from __future__ import annotations
@@ -17,17 +19,15 @@ import numpy as np
 
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.flow3d.act.motion import turn_by
-from robotics.flow3d.act.rekep import collision_cost, flow_keypoint_cost, pose_consistency, unnormalize_vars
-from robotics.flow3d.geometry import apply_pose, farthest_points, inverse_pose, make_pose
+from robotics.flow3d.act.rekep import collision_cost, flow_keypoint_cost, pose_consistency
+from robotics.flow3d.geometry import FloatArray, apply_pose, farthest_points, inverse_pose, make_pose
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.act.ik import ArmIk
 
 SOLVERS = ("slsqp", "dual_annealing")
 RADIAN_M = 1.5
-"""Metres that one radian of a step is worth."""
+"""Weight in metres of one radian of a step."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ChunkSettings:
     """Weights and bounds; the numbers are ReKep's unless said otherwise."""
 
     keypoints: int = rare(bounded(16, at_least=3))
-    """Points of the object that are to follow the flow; our choice, the paper gives none."""
+    """Points of the object that follow the flow; our choice, the paper gives no number."""
     keypoint_weight: float = rare(bounded(200.0, at_least=0))
     """Of the mean distance of keypoints, to the power p, in metres."""
     p: int = rare(choice(2, (1, 2)))
@@ -45,9 +45,9 @@ class ChunkSettings:
     collision_weight: float = rare(bounded(0.8, at_least=0))
     """Of the depth within the margin, summed over points."""
     collision_points: int = rare(bounded(60, at_least=1))
-    """Points of the object that keep clear."""
+    """Points of the object checked for collisions."""
     collision_margin_m: float = rare(bounded(0.02, at_least=0))
-    """Distance from obstacles; ReKep's 0.10 lifts everything off the table that it should be set down on."""
+    """Distance from obstacles; ReKep's 0.10 keeps objects from being set down."""
     reach_weight: float = rare(bounded(20.0, at_least=0))
     """Of the share of steps that inverse kinematics needs, and of its error in metres."""
     rest_weight: float = rare(bounded(0.2, at_least=0))
@@ -57,7 +57,7 @@ class ChunkSettings:
     turn_rad: float = rare(bounded(0.5, above=0))
     """Largest turn from it about an axis."""
     first_solver: str = rare(choice("slsqp", SOLVERS))
-    """For the first pose of a chunk; ReKep takes dual_annealing, which starts anywhere, and SLSQP afterwards."""
+    """Solver of a chunk's first pose; ReKep uses the global dual_annealing there and SLSQP afterwards."""
     evaluations: int = rare(bounded(2000, at_least=1))
     """Most evaluations of dual annealing."""
     iterations: int = rare(bounded(60, at_least=1))
@@ -66,7 +66,7 @@ class ChunkSettings:
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """What one pose costs, by term and weighted."""
+    """Weighted cost of one pose, by term."""
 
     keypoints: float
     smoothness: float
@@ -75,39 +75,30 @@ class ChunkCost:
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """Sum of the terms."""
         return self.keypoints + self.smoothness + self.collision + self.reach
 
 
 def refine_chunk(
-    T_t_0_world: NDArray[np.float64],
-    object_m: NDArray[np.float64],
-    flow_m: NDArray[np.float64],
-    flow_points_m: NDArray[np.float64],
-    T_world_grip: NDArray[np.float64],
+    T_t_0_world: FloatArray,
+    object_m: FloatArray,
+    flow_m: FloatArray,
+    flow_points_m: FloatArray,
+    T_world_grip: FloatArray,
     *,
-    inside_m: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None,
+    inside_m: Callable[[FloatArray], FloatArray] | None = None,
     ik: ArmIk | None = None,
-    start_rad: NDArray[np.float64] | None = None,
+    start_rad: FloatArray | None = None,
     settings: ChunkSettings | None = None,
     seed: int = 0,
-) -> tuple[NDArray[np.float64], list[ChunkCost]]:
-    """Adjust the motion of a held object over a chunk of frames, one after the other.
+) -> tuple[FloatArray, list[ChunkCost]]:
+    """Adjust the motion of a held object over a chunk, frame by frame.
 
-    Args:
-        T_t_0_world: (M, 4, 4) closed form of the motion.
-        object_m: (n, 3) points of the object before it moves.
-        flow_m: (M, k, 3) where the flow has its points, in the world frame.
-        flow_points_m: (k, 3) those points before they move.
-        T_world_grip: (4, 4) pose at which the object is grasped.
-        inside_m: signed distance of places (j, 3), positive inside obstacles; None for no obstacles.
-        ik: kinematics, for the reachability of each pose; None to leave it out.
-        start_rad: (J,) angles before the chunk; the home posture when None.
-        settings: weights and bounds.
-        seed: of dual annealing.
-
-    Returns:
-        (M, 4, 4) motions that cost at most as much as the closed form, and the cost of each.
+    `T_t_0_world` (M, 4, 4) is the closed form, `object_m` (n, 3) the object before it moves, `flow_points_m` (k, 3) the
+    flow's points before they move and `flow_m` (M, k, 3) in each frame, all in the world frame. `T_world_grip` (4, 4)
+    is the grasp. `inside_m` gives signed distances of positions (j, 3), positive inside obstacles. With `ik`,
+    reachability counts, from `start_rad` (J,) on, by default the home posture. Returns (M, 4, 4) motions that cost at
+    most as much as the closed form, and their costs.
     """
     settings = settings or ChunkSettings()
     check_config(settings, "chunk")
@@ -135,27 +126,28 @@ class _Problem:
     """The cost of one pose."""
 
     settings: ChunkSettings
-    closed: NDArray[np.float64]
-    keypoints_m: NDArray[np.float64]
-    predicted_m: NDArray[np.float64]
-    bulk_m: NDArray[np.float64]
-    T_world_grip: NDArray[np.float64]
-    expected: NDArray[np.float64]
-    """(4, 4) where the grip would be if it kept its difference from the closed form."""
-    inside_m: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None
+    closed: FloatArray
+    keypoints_m: FloatArray
+    predicted_m: FloatArray
+    bulk_m: FloatArray
+    T_world_grip: FloatArray
+    expected: FloatArray
+    """(4, 4) the grip with the same offset from the closed form as in the frame before."""
+    inside_m: Callable[[FloatArray], FloatArray] | None
     ik: ArmIk | None
-    joint_rad: NDArray[np.float64] | None
+    joint_rad: FloatArray | None
 
-    def moved(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Motion (4, 4) of the object at shares (6,) of the largest shift and turn about the keypoints' middle."""
+    def moved(self, shares: FloatArray) -> FloatArray:
+        """Motion (4, 4) of the object at shares (6,) of the largest shift and rotation about the keypoints' center."""
         shift, turn = self.settings.shift_m, self.settings.turn_rad
-        increment = unnormalize_vars(shares, np.repeat([[-shift, shift], [-turn, turn]], 3, axis=0))
+        bounds = np.repeat([[-shift, shift], [-turn, turn]], 3, axis=0)
+        increment = (shares + 1) / 2 * (bounds[:, 1] - bounds[:, 0]) + bounds[:, 0]
         middle = apply_pose(self.closed, self.keypoints_m.mean(0)[None])[0]
         rotation = turn_by(increment[3:])
         return make_pose(rotation, middle - rotation @ middle + increment[:3]) @ self.closed
 
-    def cost(self, shares: NDArray[np.float64]) -> ChunkCost:
-        """What that motion costs."""
+    def cost(self, shares: FloatArray) -> ChunkCost:
+        """Cost of that motion."""
         settings, pose = self.settings, self.moved(shares)
         grip = pose @ self.T_world_grip
         follow = flow_keypoint_cost(apply_pose(pose, self.keypoints_m), self.predicted_m, settings.p)
@@ -167,30 +159,23 @@ class _Problem:
         if self.ik is not None and self.joint_rad is not None:
             reach = _reach_cost(grip, self.ik, self.joint_rad, settings)
         return ChunkCost(
-            settings.keypoint_weight * follow,
-            settings.smoothness_weight * step,
-            settings.collision_weight * hit,
-            reach,
+            settings.keypoint_weight * follow, settings.smoothness_weight * step, settings.collision_weight * hit, reach
         )
 
-    def __call__(self, shares: NDArray[np.float64]) -> float:
+    def __call__(self, shares: FloatArray) -> float:
         return self.cost(shares).total
 
 
-def _reach_cost(
-    T_world_grip: NDArray[np.float64], ik: ArmIk, joint_rad: NDArray[np.float64], settings: ChunkSettings
-) -> float:
+def _reach_cost(T_world_grip: FloatArray, ik: ArmIk, joint_rad: FloatArray, settings: ChunkSettings) -> float:
     found = ik.solve(T_world_grip, joint_rad)
     away = float(np.linalg.norm(found.joint_rad - ik.home_rad)) if found.reached else 3.0
-    # The error as well: steps are whole numbers, and without it an unreachable pose would not know where to go.
+    # The error is needed too: step counts are integers, so they give an unreachable pose no direction.
     missing = max(0.0, found.position_error_m - ik.settings.position_tolerance_m)
     effort = found.iterations / ik.settings.iterations + missing
     return settings.reach_weight * effort + settings.rest_weight * min(away, 3.0)
 
 
-def _minimise(
-    total: Callable[[NDArray[np.float64]], float], settings: ChunkSettings, *, first: bool, seed: int
-) -> NDArray[np.float64]:
+def _minimise(total: Callable[[FloatArray], float], settings: ChunkSettings, *, first: bool, seed: int) -> FloatArray:
     """Shares of the bounds with the least cost; the closed form itself where nothing is better."""
     from scipy.optimize import dual_annealing, minimize
 

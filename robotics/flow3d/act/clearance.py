@@ -1,6 +1,6 @@
-"""Whether arm and hand keep clear of the table, of the object and of the rest of the scene.
+"""Clearance of arm and hand from the table, the object and the rest of the scene.
 
-Shapes are the boxes around the geoms of the arm's model, fingers open, so what passes here is on the safe side.
+Shapes are boxes around the geoms of the arm's model with open fingers, which errs on the safe side.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from robotics.flow3d.geometry import apply_pose, inverse_pose, make_pose
+from robotics.flow3d.geometry import FloatArray, IndexArray, apply_pose, inverse_pose, make_pose
 
 if TYPE_CHECKING:
     import mujoco
-    from numpy.typing import NDArray
 
     from robotics.flow3d.robot import FlowArm
 
 SKIPPED_LINKS = 2
-"""Links at the base that cannot come down to the table."""
+"""Links at the base that cannot reach the table."""
 
 
 class ArmClearance:
@@ -41,8 +40,8 @@ class ArmClearance:
         self._boxes[:, :3, 3] += np.einsum("gij,gj->gi", self._boxes[:, :3, :3], model.geom_aabb[hand, :3])
         self._halves = model.geom_aabb[hand, 3:].copy()
 
-    def lowest_m(self, joint_rad: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Height of the lowest corner of the arm, without its base, in each row of angles (M, J)."""
+    def lowest_m(self, joint_rad: FloatArray) -> FloatArray:
+        """(M,) height of the lowest corner of the arm, without its base, at angles (M, J)."""
         import mujoco
 
         geoms = self._low_geoms
@@ -56,41 +55,30 @@ class ArmClearance:
             lowest[row] = height.min()
         return lowest
 
-    def places_m(self, T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(n, 3) corners, edges and middles of the hand's boxes at a pose (4, 4) of the grip."""
+    def hand_points_m(self, T_world_grip: FloatArray) -> FloatArray:
+        """(n, 3) corners, edges and centers of the hand's boxes at a pose (4, 4) of the grip."""
         grid = np.stack(np.meshgrid(*[(-1.0, 0.0, 1.0)] * 3), -1).reshape(-1, 3)
         return apply_pose(T_world_grip @ self._boxes, grid * self._halves[:, None]).reshape(-1, 3)
 
-    def inside(
-        self, T_world_grip: NDArray[np.float64], points_m: NDArray[np.float64], margin_m: float = 0.0
-    ) -> NDArray[np.intp]:
-        """How many points lie inside the hand.
-
-        Args:
-            T_world_grip: (M, 4, 4) poses of the grip.
-            points_m: (n, 3) in the world frame.
-            margin_m: added to every side of the boxes; negative ones forgive points at their surface.
-
-        Returns:
-            (M,) counts; a point inside two boxes counts once.
-        """
+    def inside(self, T_world_grip: FloatArray, points_m: FloatArray, margin_m: float = 0.0) -> IndexArray:
+        """(M,) number of points (n, 3) inside the hand at poses (M, 4, 4) of the grip."""
         to_boxes = inverse_pose(T_world_grip[:, None] @ self._boxes[None])
         local = np.einsum("mgij,nj->mgni", to_boxes[..., :3, :3], points_m) + to_boxes[..., None, :3, 3]
         within = (np.abs(local) <= np.maximum(self._halves + margin_m, 0.0)[None, :, None]).all(-1)
         return within.any(1).sum(-1)
 
 
-def _open_posture(model: mujoco.MjModel, arm_joints: list[int]) -> NDArray[np.float64]:
-    """All joints at zero, and those that are not of the arm at the upper end of their range."""
-    posture: NDArray[np.float64] = model.qpos0.copy()
+def _open_posture(model: mujoco.MjModel, arm_joints: list[int]) -> FloatArray:
+    """The default posture with the fingers' joints at the upper end of their range."""
+    posture: FloatArray = model.qpos0.copy()
     for joint in np.flatnonzero(model.jnt_limited):
         if int(model.jnt_qposadr[joint]) not in arm_joints:
             posture[model.jnt_qposadr[joint]] = model.jnt_range[joint, 1]
     return posture
 
 
-def _geoms_below(model: mujoco.MjModel, ancestor: int) -> NDArray[np.intp]:
-    """Geoms of a body and of all bodies that hang on it."""
+def _geoms_below(model: mujoco.MjModel, ancestor: int) -> IndexArray:
+    """Geoms of a body and of its descendants."""
     members = {ancestor}
     for body in range(ancestor + 1, model.nbody):  # parents come before their children
         if int(model.body_parentid[body]) in members:
@@ -98,5 +86,5 @@ def _geoms_below(model: mujoco.MjModel, ancestor: int) -> NDArray[np.intp]:
     return np.flatnonzero(np.isin(model.geom_bodyid, list(members)))
 
 
-def _frame(rotation: NDArray[np.float64], place_m: NDArray[np.float64]) -> NDArray[np.float64]:
-    return make_pose(rotation.reshape(*place_m.shape[:-1], 3, 3), place_m)
+def _frame(rotation: FloatArray, position_m: FloatArray) -> FloatArray:
+    return make_pose(rotation.reshape(*position_m.shape[:-1], 3, 3), position_m)

@@ -1,8 +1,7 @@
-"""Ways to read a rigid motion from a flow: in space, or from its two coordinates in the picture alone.
+"""Estimators of the rigid motion that a flow describes.
 
-A flow in two dimensions says where points go in the picture, not how deep they are then. `pnp` finds the pose under
-which the points of the first picture, whose depth is known, are seen there; `frozen_depth` takes each point to stay as
-deep as it was. Both ignore the depth that a flow of three dimensions predicts, and show what it is worth.
+`irls` and `kabsch` fit points in space. The others ignore the predicted depth, to show what it is worth: `pnp` finds
+the pose under which the points of the first image appear at the predicted pixels, `frozen_depth` keeps their depth.
 """
 
 from __future__ import annotations
@@ -12,18 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from robotics.flow3d.clip import VISIBLE, Z
-from robotics.flow3d.geometry import apply_pose, lift, make_pose, project
+from robotics.flow3d.geometry import FloatArray, apply_pose, lift, make_pose, project
 from robotics.flow3d.rigid_fit import RigidFit, fit_motions, lies_on_a_line
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.clip import FlowClip
 
 IN_SPACE = ("irls", "kabsch")
 ESTIMATORS = (*IN_SPACE, "pnp", "frozen_depth")
-LEAST_POINTS = 4
-"""Points that determine a pose by what is seen of them."""
+MIN_PNP_POINTS = 4
+"""Least points for PnP."""
 
 
 def fit_flow(
@@ -51,7 +48,7 @@ def _by_pnp(clip: FlowClip) -> RigidFit:
     T, used, rmse = np.tile(np.eye(4), (len(uv), 1, 1)), np.zeros((len(uv), count)), np.zeros(len(uv))
     degenerate = np.zeros(len(uv), dtype=np.bool_)
     for frame, seen in enumerate(clip.visible):
-        chosen = seen > 0 if (seen > 0).sum() >= LEAST_POINTS else np.ones(count, dtype=np.bool_)
+        chosen = seen > 0 if (seen > 0).sum() >= MIN_PNP_POINTS else np.ones(count, dtype=np.bool_)
         found = None if lies_on_a_line(start[chosen]) else _pose_of_view(start[chosen], uv[frame, chosen], clip)
         used[frame], degenerate[frame] = chosen, found is None
         if found is not None:
@@ -59,10 +56,8 @@ def _by_pnp(clip: FlowClip) -> RigidFit:
     return RigidFit(T, used, rmse, degenerate)
 
 
-def _pose_of_view(
-    points_m: NDArray[np.float64], uv: NDArray[np.float64], clip: FlowClip
-) -> tuple[NDArray[np.float64], float] | None:
-    """(4, 4) motion of points that are then seen at (n, 2) pixels, and the error that this leaves, in metres across."""
+def _pose_of_view(points_m: FloatArray, uv: FloatArray, clip: FlowClip) -> tuple[FloatArray, float] | None:
+    """(4, 4) motion after which points (n, 3) appear at pixels (n, 2), and its error in metres; None if not found."""
     import cv2 as library
 
     cv2: Any = library

@@ -1,6 +1,6 @@
-"""Proposals of where to grasp an object: at its middle, on opposite surfaces, at its parts, or by a user's function.
+"""Grasp proposals: around an object's center, on opposite surfaces, or at its parts.
 
-The frame of a grip has z along the fingers, towards the object, and y along the line on which they close.
+The frame of a grip has z along the fingers, towards the object, and y along the closing direction.
 """
 
 from __future__ import annotations
@@ -8,36 +8,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from robotics.flow3d.geometry import farthest_points, make_pose
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import FloatArray, farthest_points, make_pose
 
 FINGER_M = 0.025
-"""How deep fingertips reach over the top of an object."""
+"""How far fingertips reach below the top of an object."""
 FLOOR_M = 0.015
-"""Height of a grip above the lowest point of the object, at least."""
+"""Least height of a grip above the lowest point of the object."""
 SLAB_M = 0.012
-"""Half of the width of a finger."""
+"""Half the width of a finger."""
 PLAY_M = 0.004
-"""Space that a finger needs on its side."""
+"""Clearance of each finger."""
 PART_M = 0.03
 """Points within this distance belong to a part of an object."""
 GAP_M = 0.015
-"""Space between surfaces into which a finger goes."""
+"""Gap between surfaces that fits a finger."""
 
 
 @dataclass(frozen=True)
 class ObjectSurface:
-    """What is seen of an object."""
+    """The visible surface of an object."""
 
-    points_m: NDArray[np.float64]
+    points_m: FloatArray
     """(n, 3) in the world frame, z up."""
-    normals: NDArray[np.float64]
+    normals: FloatArray
     """(n, 3) outward unit vectors."""
 
 
@@ -45,24 +42,24 @@ class ObjectSurface:
 class Grasp:
     """A pose at which a gripper can close on an object."""
 
-    T_world_grip: NDArray[np.float64]
+    T_world_grip: FloatArray
     """(4, 4)."""
     score: float
-    """0 to 1, how good its proposer holds it to be."""
+    """Quality, 0 to 1."""
     width_m: float
-    """Way between the fingers when they touch."""
+    """Distance between the fingers at contact."""
     source: str
     """The proposer."""
 
     @property
     def turned(self) -> Grasp:
-        """The same grasp with the fingers exchanged, which an arm may reach more easily."""
+        """The same grasp with the fingers swapped, which an arm may reach more easily."""
         turn = make_pose(np.diag([-1.0, -1.0, 1.0]), np.zeros(3))
         return replace(self, T_world_grip=self.T_world_grip @ turn)
 
 
 GraspProposer: TypeAlias = Callable[[ObjectSurface, float], list[Grasp]]
-"""From the surface and the greatest opening in metres to grasps."""
+"""(surface, largest opening in metres) -> grasps."""
 
 
 def primitive_grasps(
@@ -73,7 +70,7 @@ def primitive_grasps(
     sides: int = 10,
     elevations_rad: tuple[float, ...] = (0.0, math.pi / 4),
 ) -> list[Grasp]:
-    """Grasps from above and from the side around the middle of an object; they need no surface of high quality."""
+    """Grasps from above and from the side around the center of an object; these need no accurate surface."""
     low, high = surface.points_m.min(0), surface.points_m.max(0)
     middle = (low + high) / 2
     top = np.array([*middle[:2], max(high[2] - FINGER_M, low[2] + FLOOR_M)])
@@ -99,7 +96,7 @@ def antipodal_grasps(
     unseen_side: bool = True,
     seed: int = 0,
 ) -> list[Grasp]:
-    """Grasps on two points whose normals oppose each other within the cones of friction.
+    """Grasps on two points with opposing normals within the friction cones.
 
     Source: Nguyen, Constructing force-closure grasps, 1988, for two fingers with friction.
     """
@@ -119,7 +116,7 @@ def antipodal_grasps(
     middles = points[first] + between / 2
     grasps = []
     for pair in order[_spread(middles[order], pairs)]:
-        for approach in _approaches(line[pair], approaches):
+        for approach in _approach_directions(line[pair], approaches):
             pose = make_pose(np.stack([np.cross(line[pair], approach), line[pair], approach], -1), middles[pair])
             grasps.append(Grasp(pose, float(opposed[pair]), float(width[pair]), "antipodal"))
     return grasps
@@ -128,10 +125,10 @@ def antipodal_grasps(
 def part_grasps(
     surface: ObjectSurface, max_opening_m: float, *, places: int = 16, directions: int = 6, closing: int = 2
 ) -> list[Grasp]:
-    """Grasps on parts of an object that is too large to be taken as a whole: handles, knobs, rims.
+    """Grasps on parts of an object that is too large as a whole: handles, knobs, rims.
 
-    Around points spread over the object, the fingers come from above, from slanting directions and along the normal,
-    and close across the part where it is thinnest. A gap as wide as a finger ends a part.
+    At points spread over the object, the fingers approach from above, at a slant and along the normal, and close where
+    the part is thinnest. A gap as wide as a finger ends a part.
     """
     down, slope = np.array([0.0, 0.0, -1.0]), math.pi / 4
     turns = 2 * math.pi * np.arange(directions) / max(directions, 1)
@@ -148,14 +145,13 @@ def part_grasps(
                 tip = middle + (depth - middle @ approach) * approach
                 pose = make_pose(np.stack([np.cross(line, approach), line, approach], -1), tip)
                 grasp = _fitted(surface, pose, max_opening_m, gap_m=GAP_M)
-                found += (
-                    [] if grasp is None else [replace(grasp, score=1 - grasp.width_m / max_opening_m, source="part")]
-                )
+                if grasp is not None:
+                    found.append(replace(grasp, score=1 - grasp.width_m / max_opening_m, source="part"))
     return sorted(found, key=lambda grasp: -grasp.score)
 
 
 def with_unseen_side(surface: ObjectSurface) -> ObjectSurface:
-    """Add the surface turned by half a turn about the vertical through the middle of its box."""
+    """Add the surface rotated by half a turn about the vertical through the center of its box."""
     points, normals = surface.points_m, surface.normals
     middle = (points.min(0) + points.max(0)) / 2
     flip = np.array([-1.0, -1.0, 1.0])
@@ -163,8 +159,8 @@ def with_unseen_side(surface: ObjectSurface) -> ObjectSurface:
     return ObjectSurface(np.concatenate([points, turned]), np.concatenate([normals, normals * flip]))
 
 
-def _grip_pose(place_m: NDArray[np.float64], approach: NDArray[np.float64], yaw_rad: float) -> NDArray[np.float64]:
-    """Pose with z along the approach; from above, y has the yaw, and from the side y is horizontal."""
+def _grip_pose(place_m: FloatArray, approach: FloatArray, yaw_rad: float) -> FloatArray:
+    """Pose with z along the approach and y at the yaw from above, horizontal from the side."""
     if abs(approach[2]) > 0.99:
         y = np.array([math.cos(yaw_rad), math.sin(yaw_rad), 0.0])
     else:
@@ -173,8 +169,8 @@ def _grip_pose(place_m: NDArray[np.float64], approach: NDArray[np.float64], yaw_
     return make_pose(np.stack([np.cross(y, approach), y, approach], -1), place_m)
 
 
-def _closing_lines(near_m: NDArray[np.float64], approach: NDArray[np.float64], count: int) -> list[NDArray[np.float64]]:
-    """Unit vectors across an approach: that along which points spread least, and others at equal angles to it."""
+def _closing_lines(near_m: FloatArray, approach: FloatArray, count: int) -> list[FloatArray]:
+    """Unit vectors across an approach, starting with the direction of least spread, at equal angles."""
     flat = (near_m - near_m.mean(0)) @ (np.eye(3) - np.outer(approach, approach))
     _, axes = np.linalg.eigh(flat.T @ flat + np.outer(approach, approach) * 1e3)
     thin = axes[:, 0]
@@ -182,13 +178,8 @@ def _closing_lines(near_m: NDArray[np.float64], approach: NDArray[np.float64], c
     return [math.cos(a) * thin + math.sin(a) * other for a in math.pi * np.arange(count) / count]
 
 
-def _fitted(
-    surface: ObjectSurface, pose: NDArray[np.float64], max_opening_m: float, gap_m: float = math.inf
-) -> Grasp | None:
-    """The grasp with the fingers centred on what lies between them; None where they do not open far enough.
-
-    What lies beyond a gap, seen from the middle, is not between the fingers.
-    """
+def _fitted(surface: ObjectSurface, pose: FloatArray, max_opening_m: float, gap_m: float = math.inf) -> Grasp | None:
+    """The grasp centred on the points between the fingers, up to a gap; None where the fingers do not open enough."""
     local = (surface.points_m - pose[:3, 3]) @ pose[:3, :3]
     between = np.sort(local[(np.abs(local[:, 0]) < SLAB_M) & (np.abs(local[:, 2]) < FINGER_M), 1])
     if len(between) == 0:
@@ -204,8 +195,8 @@ def _fitted(
     return Grasp(centred, 1.0 - abs(2 * width / max_opening_m - 1) / 2, width, "primitive")
 
 
-def _approaches(line: NDArray[np.float64], count: int) -> list[NDArray[np.float64]]:
-    """Unit vectors across a line that do not point upwards, the steepest one first."""
+def _approach_directions(line: FloatArray, count: int) -> list[FloatArray]:
+    """Unit vectors across a line that do not point up, the steepest first."""
     down = np.array([0.0, 0.0, -1.0])
     start = down - (down @ line) * line
     if np.linalg.norm(start) < 1e-6:
@@ -217,12 +208,12 @@ def _approaches(line: NDArray[np.float64], count: int) -> list[NDArray[np.float6
     return sorted((each for each in around if each[2] < 0.1), key=lambda each: float(each[2]))
 
 
-def _spread(places_m: NDArray[np.float64], count: int, apart_m: float = 0.01) -> list[int]:
-    """The first places of a list that keep a distance from those before them."""
+def _spread(points_m: FloatArray, count: int, apart_m: float = 0.01) -> list[int]:
+    """Indices of the first points that keep a distance from those before them."""
     picked: list[int] = []
-    for number, place in enumerate(places_m):
-        if all(np.linalg.norm(place - places_m[other]) >= apart_m for other in picked):
-            picked.append(number)
+    for index, point in enumerate(points_m):
+        if all(np.linalg.norm(point - points_m[other]) >= apart_m for other in picked):
+            picked.append(index)
         if len(picked) == count:
             break
     return picked

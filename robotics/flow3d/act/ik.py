@@ -1,8 +1,8 @@
-"""Inverse kinematics of any arm that MuJoCo can load, by mink: joint angles that bring the grip to a pose.
+"""Robot interfaces, and inverse kinematics of any arm that MuJoCo can load, by mink.
 
-Traps that are taken care of here: a step is integrated over the same time that it was solved for, or it leaves the
-limits; a quadratic programme without solution ends the search in place of the run; joints of the fingers stand still;
-limits are kept at a distance, because a joint exactly at its limit can make the next programme infeasible.
+Known traps: a step must be integrated over the time it was solved for, or it leaves the limits; a quadratic programme
+without solution ends the search, not the run; finger joints are frozen; limits are kept at a distance, because a joint
+exactly at its limit can make the next programme infeasible.
 
 Source: kevinzakka/mink, examples/arm_ik.
 """
@@ -16,37 +16,36 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, rare
-from robotics.flow3d.geometry import angle_rad
+from robotics.flow3d.geometry import BoolArray, FloatArray, angle_rad
 
 if TYPE_CHECKING:
     import mujoco
-    from numpy.typing import NDArray
 
     from robotics.flow3d.robot import FlowArm
 
 DT_S = 1.0
-"""Time over which a step is solved for and integrated; with one second, speeds are steps."""
+"""Time over which a step is solved and integrated; with one second, velocities are steps."""
 SOLVER = "daqp"
 PATIENCE, PROGRESS = 8, 0.01
-"""Steps after which a search ends that did not come nearer by this share."""
+"""The search ends after this many steps without an improvement by this share."""
 
 
 @dataclass(frozen=True)
 class IkSettings:
-    """How near is near enough, and how long to try."""
+    """Tolerances and effort of inverse kinematics."""
 
     position_tolerance_m: float = rare(bounded(0.003, above=0))
-    """Distance from the pose that counts as reached."""
+    """Largest distance from a pose that counts as reached."""
     angle_tolerance_rad: float = rare(bounded(0.03, above=0))
-    """Turn from the pose that counts as reached."""
+    """Largest rotation from a pose that counts as reached."""
     iterations: int = rare(bounded(50, above=0))
-    """Largest number of steps for one pose."""
+    """Most steps for one pose."""
     restarts: int = rare(bounded(4, at_least=0))
-    """Random starts for the first pose of a path, when the given one leads nowhere."""
+    """Random starts for the first pose of a path, when the given start fails."""
     orientation_cost: float = rare(bounded(0.3, above=0))
-    """Metres of error that one radian is worth."""
+    """Weight in metres of one radian of error."""
     posture_cost: float = rare(bounded(1e-3, at_least=0))
-    """Pull towards the home posture, within what the pose leaves open."""
+    """Pull towards the home posture in the null space."""
     step_rad: float = rare(bounded(0.5, above=0))
     """Largest change of a joint in one step."""
     limit_distance: float = rare(bounded(0.005, above=0))
@@ -57,9 +56,9 @@ class IkSettings:
 
 @dataclass(frozen=True)
 class IkSolution:
-    """Where the search for one pose ended."""
+    """Result of the search for one pose."""
 
-    joint_rad: NDArray[np.float64]
+    joint_rad: FloatArray
     """(J,)."""
     reached: bool
     """Whether both errors are within the tolerances."""
@@ -73,10 +72,10 @@ class IkSolution:
 class JointPath:
     """Angles along a path of poses."""
 
-    joint_rad: NDArray[np.float64]
+    joint_rad: FloatArray
     """(M, J)."""
-    reached: NDArray[np.bool_]
-    """(M,) whether the pose was reached without a jump from the one before."""
+    reached: BoolArray
+    """(M,) whether the pose was reached without a jump from the previous one."""
 
     @property
     def complete(self) -> bool:
@@ -97,11 +96,11 @@ class ArmIk:
         self.arm, self.settings = arm, settings or IkSettings()
         check_config(self.settings, "ik")
         model = self.model = arm.load()
-        self._places, self._site = _find_names(model, arm)
+        self._columns, self._site = _find_names(model, arm)
         ranges = _ranges(model)
         self._middle = ranges.mean(-1)
-        self.low_rad, self.high_rad = ranges[self._places].T
-        self.home_rad: NDArray[np.float64] = np.array(arm.home_rad, dtype=np.float64)
+        self.low_rad, self.high_rad = ranges[self._columns].T
+        self.home_rad: FloatArray = np.array(arm.home_rad, dtype=np.float64)
         posture = self._posture(self.home_rad)
         self._configuration = mink.Configuration(model, posture)
         options = self.settings
@@ -116,33 +115,24 @@ class ArmIk:
             mink.ConfigurationLimit(model, min_distance_from_limits=distance),
             mink.VelocityLimit(model, dict.fromkeys(arm.joints, options.step_rad / DT_S)),
         ]
-        others = [dof for dof in range(model.nv) if dof not in set(self._places)]
+        others = [dof for dof in range(model.nv) if dof not in set(self._columns)]
         self._still = [mink.DofFreezingTask(model, others)] if others else None
         self._tasks = [self._frame, home]
         self._base_m, self._reach_m = self._span()
 
-    def beyond(self, T_world_grip: NDArray[np.float64]) -> bool:
-        """Whether any of the poses (..., 4, 4) is farther from the first joint than the stretched arm is long."""
+    def beyond(self, T_world_grip: FloatArray) -> bool:
+        """Whether any of the poses (..., 4, 4) is farther from the first joint than the stretched arm reaches."""
         away = np.linalg.norm(T_world_grip[..., :3, 3] - self._base_m, axis=-1)
         return bool((away > self._reach_m + self.settings.position_tolerance_m).any())
 
-    def pose(self, joint_rad: NDArray[np.float64]) -> NDArray[np.float64]:
+    def pose(self, joint_rad: FloatArray) -> FloatArray:
         """(4, 4) T_world_grip at angles (J,)."""
         self._configuration.update(self._posture(joint_rad))
-        reached = self._configuration.get_transform_frame_to_world(self.arm.grip_site, "site")
-        T: NDArray[np.float64] = reached.as_matrix()
+        T: FloatArray = self._configuration.get_transform_frame_to_world(self.arm.grip_site, "site").as_matrix()
         return T
 
-    def solve(
-        self, T_world_grip: NDArray[np.float64], start_rad: NDArray[np.float64], *, restarts: int = 0
-    ) -> IkSolution:
-        """Search for angles that bring the grip to a pose.
-
-        Args:
-            T_world_grip: (4, 4).
-            start_rad: (J,) angles to begin at; those outside the limits are moved inside.
-            restarts: random starts that are tried when the given one leads nowhere.
-        """
+    def solve(self, T_world_grip: FloatArray, start_rad: FloatArray, *, restarts: int = 0) -> IkSolution:
+        """Search for angles that bring the grip to a pose (4, 4), from `start_rad` (J,), moved inside the limits."""
         rng = np.random.default_rng(0)
         best = self._descend(T_world_grip, start_rad)
         taken = best.iterations
@@ -155,16 +145,8 @@ class ArmIk:
                 best = found
         return IkSolution(best.joint_rad, best.reached, best.position_error_m, best.angle_error_rad, taken)
 
-    def follow(
-        self, T_world_grip: NDArray[np.float64], start_rad: NDArray[np.float64], *, stop_early: bool = True
-    ) -> JointPath:
-        """Angles along a path, each pose starting from the solution of the one before.
-
-        Args:
-            T_world_grip: (M, 4, 4), neighbours near each other.
-            start_rad: (J,) angles before the first pose, from which it may be any way off.
-            stop_early: leave the poses after the first one that cannot be reached; they keep its angles.
-        """
+    def follow(self, T_world_grip: FloatArray, start_rad: FloatArray, *, stop_early: bool = True) -> JointPath:
+        """Angles along poses (M, 4, 4), each starting from the previous solution; the first one may be far away."""
         joint_rad = np.tile(np.asarray(start_rad, dtype=np.float64), (len(T_world_grip), 1))
         reached = np.zeros(len(T_world_grip), dtype=np.bool_)
         before = joint_rad[0]
@@ -179,7 +161,7 @@ class ArmIk:
                 break
         return JointPath(joint_rad, reached)
 
-    def _descend(self, T_world_grip: NDArray[np.float64], start_rad: NDArray[np.float64]) -> IkSolution:
+    def _descend(self, T_world_grip: FloatArray, start_rad: FloatArray) -> IkSolution:
         import mink
 
         settings, configuration = self.settings, self._configuration
@@ -205,27 +187,27 @@ class ArmIk:
             if total < (1 - PROGRESS) * best:
                 best, improved = total, steps
         reached = errors[0] <= settings.position_tolerance_m and errors[1] <= settings.angle_tolerance_rad
-        return IkSolution(configuration.q[self._places], reached, *errors, steps)
+        return IkSolution(configuration.q[self._columns], reached, *errors, steps)
 
-    def _errors(self, T_world_grip: NDArray[np.float64]) -> tuple[float, float]:
+    def _errors(self, T_world_grip: FloatArray) -> tuple[float, float]:
         data = self._configuration.data
         position, rotation = data.site_xpos[self._site], data.site_xmat[self._site].reshape(3, 3)
         away = float(np.linalg.norm(position - T_world_grip[:3, 3]))
         return away, float(angle_rad(rotation, T_world_grip[:3, :3]))
 
-    def _span(self) -> tuple[NDArray[np.float64], float]:
-        """Place of the first joint, and the sum of the ways from joint to joint to the grip; no limit with slides."""
+    def _span(self) -> tuple[FloatArray, float]:
+        """Position (3,) of the first joint, and the stretched length from there to the grip; infinite with slides."""
         import mujoco
 
         data, joints = self._configuration.data, [self.model.joint(name) for name in self.arm.joints]
-        places = [data.xanchor[joint.id].copy() for joint in joints] + [data.site_xpos[self._site].copy()]
+        anchors = [data.xanchor[joint.id].copy() for joint in joints] + [data.site_xpos[self._site].copy()]
         hinges = all(joint.type[0] == mujoco.mjtJoint.mjJNT_HINGE for joint in joints)
-        ways = np.linalg.norm(np.diff(places, axis=0), axis=-1)
-        return places[0], float(ways.sum()) if hinges else np.inf
+        lengths = np.linalg.norm(np.diff(anchors, axis=0), axis=-1)
+        return anchors[0], float(lengths.sum()) if hinges else np.inf
 
-    def _posture(self, joint_rad: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _posture(self, joint_rad: FloatArray) -> FloatArray:
         posture = self._middle.copy()
-        posture[self._places] = joint_rad
+        posture[self._columns] = joint_rad
         return posture
 
 
@@ -238,21 +220,21 @@ def _import_mink() -> Any:
 
 
 def _find_names(model: mujoco.MjModel, arm: FlowArm) -> tuple[list[int], int]:
-    """Places of the joints in the posture, which are also those of their speeds, and the number of the site."""
+    """Indices of the joints in the posture, which are also those of their velocities, and of the site."""
     if model.nq != model.nv:
         raise UserError(f"the model of {arm.name} has free or ball joints; give the arm alone, without objects")
     try:
-        places = [int(model.joint(name).qposadr[0]) for name in arm.joints]
+        columns = [int(model.joint(name).qposadr[0]) for name in arm.joints]
         site = int(model.site(arm.grip_site).id)
     except KeyError as error:
         raise UserError(f"the model of {arm.name} lacks what the arm names: {error.args[0]}") from None
-    if len(arm.home_rad) != len(places):
-        raise UserError(f"{arm.name} has {len(places)} joints and {len(arm.home_rad)} angles of home_rad")
-    return places, site
+    if len(arm.home_rad) != len(columns):
+        raise UserError(f"{arm.name} has {len(columns)} joints and {len(arm.home_rad)} angles of home_rad")
+    return columns, site
 
 
-def _ranges(model: mujoco.MjModel) -> NDArray[np.float64]:
-    """(nq, 2) limits of all joints; a turn to either side where there are none."""
+def _ranges(model: mujoco.MjModel) -> FloatArray:
+    """(nq, 2) limits of all joints; half a turn to either side where there are none."""
     ranges = np.tile([-np.pi, np.pi], (model.nq, 1))
     limited = np.flatnonzero(model.jnt_limited)
     ranges[model.jnt_qposadr[limited]] = model.jnt_range[limited]

@@ -1,4 +1,4 @@
-"""The rigid motion of the object that a flow describes, in the world frame, and the gripper poses that cause it."""
+"""The rigid motion of an object in the world frame, fitted to a flow, and interpolation of poses and joints."""
 
 from __future__ import annotations
 
@@ -10,41 +10,39 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from robotics.flow3d.act.estimators import fit_flow
-from robotics.flow3d.geometry import apply_pose, inverse_pose, make_pose
+from robotics.flow3d.geometry import FloatArray, IndexArray, apply_pose, inverse_pose, make_pose
 from robotics.flow3d.rigid_fit import RigidFit
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.clip import FlowClip
 
 
 @dataclass(frozen=True)
 class ObjectMotion:
-    """How the object is to move, and how well one rigid motion a frame explains the flow."""
+    """A rigid motion of the object for each frame, and how well it explains the flow."""
 
-    T_t_0_world: NDArray[np.float64]
-    """(T, 4, 4) motion from the first frame to frame t, of points in the world frame."""
-    points_world_m: NDArray[np.float64]
+    T_t_0_world: FloatArray
+    """(T, 4, 4) motion of points in the world frame from the first frame to frame t."""
+    points_world_m: FloatArray
     """(n, 3) points of the object in the first frame."""
     fit: RigidFit
     """The fit in the camera frame, before smoothing."""
 
     @property
-    def centre_m(self) -> NDArray[np.float64]:
-        """(3,) middle of the box around the object in the first frame."""
-        middle: NDArray[np.float64] = (self.points_world_m.min(0) + self.points_world_m.max(0)) / 2
+    def centre_m(self) -> FloatArray:
+        """(3,) center of the box around the object in the first frame."""
+        middle: FloatArray = (self.points_world_m.min(0) + self.points_world_m.max(0)) / 2
         return middle
 
     @property
-    def moved_world_m(self) -> NDArray[np.float64]:
+    def moved_world_m(self) -> FloatArray:
         """(T, n, 3) points of the object in each frame."""
         return apply_pose(self.T_t_0_world, self.points_world_m)
 
 
 def object_motion(
     clip: FlowClip,
-    points_world_m: NDArray[np.float64] | None = None,
+    points_world_m: FloatArray | None = None,
     *,
     estimator: str = "irls",
     scale_m: float = 0.01,
@@ -67,51 +65,30 @@ def object_motion(
     return ObjectMotion(T, points, fit)
 
 
-def camera_to_world_motion(T_cam: NDArray[np.float64], T_world_cam: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The same motions, of points in the world frame.
-
-    Args:
-        T_cam: (..., 4, 4) motions of points in the camera frame.
-        T_world_cam: (4, 4) pose of the camera.
-    """
+def camera_to_world_motion(T_cam: FloatArray, T_world_cam: FloatArray) -> FloatArray:
+    """Motions (..., 4, 4) of points in the camera frame as motions in the world frame."""
     return T_world_cam @ T_cam @ inverse_pose(T_world_cam)
 
 
-def gripper_poses(T_t_0_world: NDArray[np.float64], T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Poses of a gripper that holds the object while it moves.
-
-    Args:
-        T_t_0_world: (T, 4, 4) motions of the object.
-        T_world_grip: (4, 4) pose at which the object is grasped.
-
-    Returns:
-        (T, 4, 4) T_world_grip of each frame.
-    """
+def gripper_poses(T_t_0_world: FloatArray, T_world_grip: FloatArray) -> FloatArray:
+    """(T, 4, 4) poses of a gripper that holds the object at a grasp (4, 4) during its motion (T, 4, 4)."""
     return T_t_0_world @ T_world_grip
 
 
 def smooth_motions(
-    T: NDArray[np.float64],
-    centre_m: NDArray[np.float64],
+    T: FloatArray,
+    centre_m: FloatArray,
     window: int = 3,
     *,
-    shift_m: NDArray[np.float64] | None = None,
-    turn_rad: NDArray[np.float64] | None = None,
-) -> NDArray[np.float64]:
-    """Moving average of motions: of the centre's way, and of rotation vectors about the middle frame of a window.
+    shift_m: FloatArray | None = None,
+    turn_rad: FloatArray | None = None,
+) -> FloatArray:
+    """Moving average of motions (T, 4, 4): of the center (3,) and of rotation vectors about a window's middle frame.
 
-    Windows shrink towards both ends, so that the first position, which counts as a frame of its own, and the last
-    motion, which decides success, stay what they are.
+    Windows shrink towards both ends, so that the first position and the last motion, which decides success, stay
+    unchanged.
 
-    Args:
-        T: (T, 4, 4).
-        centre_m: (3,) point of the object in the first frame.
-        window: odd number of frames.
-        shift_m: (T,) most that the centre is moved by in each frame; None for no limit.
-        turn_rad: (T,) most that each frame is turned by; None for no limit.
-
-    Returns:
-        (T, 4, 4).
+    Each frame is moved by at most `shift_m` (T,) and `turn_rad` (T,); None for no limit.
     """
     frames = np.concatenate([np.eye(4)[None], T])
     rotations, centres = frames[:, :3, :3], apply_pose(frames, centre_m[None])[:, 0]
@@ -128,81 +105,54 @@ def smooth_motions(
     return smoothed
 
 
-def _at_most(vector: NDArray[np.float64], length: float) -> NDArray[np.float64]:
+def _at_most(vector: FloatArray, length: float) -> FloatArray:
     """The vector, shortened where it is longer."""
     return vector * min(1.0, length / max(float(np.linalg.norm(vector)), 1e-12))
 
 
-def lift_above(T: NDArray[np.float64], points_m: NDArray[np.float64], support_z_m: float) -> NDArray[np.float64]:
-    """Raise motions so that no point comes below a support.
-
-    Args:
-        T: (T, 4, 4) motions in a frame whose z points up.
-        points_m: (n, 3) points of the object before it moves.
-        support_z_m: height of the support.
-
-    Returns:
-        (T, 4, 4).
-    """
+def lift_above(T: FloatArray, points_m: FloatArray, support_z_m: float) -> FloatArray:
+    """Raise motions (T, 4, 4) so that no point (n, 3) gets below a support; z points up."""
     lowest = apply_pose(T, points_m)[..., 2].min(-1)
     raised = T.copy()
     raised[:, 2, 3] += np.maximum(0.0, support_z_m - lowest)
     return raised
 
 
-def interpolate_poses(
-    T: NDArray[np.float64], *, step_m: float = 0.05, step_rad: float = 0.34
-) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """Put poses in between, so that neighbours are near each other.
-
-    Args:
-        T: (M, 4, 4) poses, M at least 1.
-        step_m: largest way between neighbours.
-        step_rad: largest turn between neighbours.
-
-    Returns:
-        (L, 4, 4) poses with the given ones among them, and the places (M,) of the given ones.
+def interpolate_poses(T: FloatArray, *, step_m: float = 0.05, step_rad: float = 0.34) -> tuple[FloatArray, IndexArray]:
+    """Densify poses (M, 4, 4): (L, 4, 4), and the rows (M,) of the given ones among them.
 
     Source: huangwl18/ReKep configs/config.yaml, interpolation steps of 5 cm and 0.34 rad.
     """
-    poses, places = [T[0]], [0]
+    poses, rows = [T[0]], [0]
     for first, second in pairwise(T):
         way, turn = second[:3, 3] - first[:3, 3], turn_of(first[:3, :3].T @ second[:3, :3])
         parts = max(1, math.ceil(np.linalg.norm(way) / step_m), math.ceil(np.linalg.norm(turn) / step_rad))
         for share in np.arange(1, parts) / parts:
             poses.append(make_pose(first[:3, :3] @ turn_by(share * turn), first[:3, 3] + share * way))
         poses.append(second)
-        places.append(len(poses) - 1)
-    return np.stack(poses), np.array(places)
+        rows.append(len(poses) - 1)
+    return np.stack(poses), np.array(rows)
 
 
-def interpolate_joints(joint_rad: NDArray[np.float64], parts: int) -> NDArray[np.float64]:
-    """Cut each step of a joint path into equal parts.
-
-    Args:
-        joint_rad: (M, J).
-        parts: at least 1.
-
-    Returns:
-        ((M - 1) * parts + 1, J).
-    """
+def interpolate_joints(joint_rad: FloatArray, parts: int) -> FloatArray:
+    """Split each step of a joint path (M, J) into equal parts: ((M - 1) * parts + 1, J)."""
     shares = np.arange(parts)[:, None] / parts
     between = joint_rad[:-1, None] + shares * np.diff(joint_rad, axis=0)[:, None]
     return np.concatenate([between.reshape(-1, joint_rad.shape[1]), joint_rad[-1:]])
 
 
-def turn_of(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
+def turn_of(rotation: FloatArray) -> FloatArray:
     """Rotation vectors (..., 3) in radians of rotations (..., 3, 3)."""
     from scipy.spatial.transform import Rotation
 
     leading = rotation.shape[:-2]
-    vectors: NDArray[np.float64] = Rotation.from_matrix(rotation.reshape(-1, 3, 3)).as_rotvec()
+    vectors: FloatArray = Rotation.from_matrix(rotation.reshape(-1, 3, 3)).as_rotvec()
     return vectors.reshape(*leading, 3)
 
 
-def turn_by(turn_rad: NDArray[np.float64]) -> NDArray[np.float64]:
+def turn_by(turn_rad: FloatArray) -> FloatArray:
     """Rotations (..., 3, 3) of rotation vectors (..., 3)."""
     from scipy.spatial.transform import Rotation
 
-    matrices: NDArray[np.float64] = Rotation.from_rotvec(turn_rad.reshape(-1, 3)).as_matrix()
+    matrices: FloatArray = Rotation.from_rotvec(turn_rad.reshape(-1, 3)).as_matrix()
     return matrices.reshape(*turn_rad.shape[:-1], 3, 3)

@@ -1,7 +1,7 @@
-"""Which part of an object to grasp for a task: a model chooses among numbered marks on the object.
+"""The part of an object to grasp for a task, chosen by a vision-language model among numbered marks.
 
-Source: arXiv 2506.06199, whose task-aware grasp lets a vision-language model name the part; the marks are those of
-ReKep (huangwl18/ReKep vision.py overlays numbered keypoints). The wording is our own, the paper publishes none.
+Source: arXiv 2506.06199, whose task-aware grasp lets a vision-language model name the part; numbered marks as in ReKep
+(huangwl18/ReKep vision.py). The prompt is our own, the paper publishes none.
 """
 
 from __future__ import annotations
@@ -13,66 +13,55 @@ import numpy as np
 
 from robotics.flow3d.asking import read_json
 from robotics.flow3d.clouds import world_points
-from robotics.flow3d.geometry import farthest_points
+from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, IndexArray, farthest_points
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from robotics.flow3d.asking import Asker
+    from robotics.flow3d.asking import VlmClient
     from robotics.flow3d.clip import Observation
 
-PartFinder: TypeAlias = "Callable[[Observation, NDArray[np.bool_]], NDArray[np.float64]]"
-"""From what is seen and the pixels (H, W) of the object that have depth to a point (3,) on the part, in the world
-frame."""
+PartFinder: TypeAlias = "Callable[[Observation, BoolArray], FloatArray]"
+"""(observation, mask (H, W) of the object's pixels with depth) -> point (3,) on the part in the world frame."""
 
-SYSTEM = (
+PART_SYSTEM = (
     "You choose where a robot grasps an object. The image shows the scene; numbered marks lie on the object that the "
     "robot is to move."
 )
-QUESTION = (
+PART_QUESTION = (
     "Task: {instruction}\n"
     "At which mark should the gripper take the object, so that it can do the task? Answer with one JSON object and "
     'nothing else: {{"mark": its number, "why": "in a few words"}}'
 )
 ENLARGED_PX = 512
-"""Height to which a smaller picture is enlarged, so that the numbers can be read."""
+"""Height to which smaller images are enlarged, so that the numbers can be read."""
 
 
-class PartUnknown(RuntimeError):  # noqa: N818 - named after what happened
+class PartUnknown(RuntimeError):  # noqa: N818
     """The model gave no usable answer."""
 
 
 class AskedPart:
-    """Asks a model which of the marks on the object to take; a `PartFinder`."""
+    """Asks a vision-language model at which mark to grasp; a `PartFinder`."""
 
-    def __init__(self, asker: Asker, marks: int = 8) -> None:
-        self.asker, self.marks = asker, marks
+    def __init__(self, client: VlmClient, marks: int = 8) -> None:
+        self.client, self.marks = client, marks
 
-    def __call__(self, observation: Observation, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    def __call__(self, observation: Observation, mask: BoolArray) -> FloatArray:
         """Point (3,) on the chosen part; raises PartUnknown or NoAnswer."""
         points, _ = world_points(observation)
         pixels = np.argwhere(mask)
-        # The first of farthest points is any; the middle of the object makes the choice the same for each picture.
+        # Starting at the object's center makes the choice of marks deterministic.
         inside = points[mask]
         first = int(np.linalg.norm(inside - inside.mean(0), axis=-1).argmin())
         chosen = pixels[farthest_points(inside, self.marks, first)]
-        picture = draw_marks(observation.rgb, chosen)
-        answer = self.asker.ask(SYSTEM, QUESTION.format(instruction=observation.instruction), [picture])
+        image = draw_marks(observation.rgb, chosen)
+        answer = self.client.ask(PART_SYSTEM, PART_QUESTION.format(instruction=observation.instruction), [image])
         row, column = chosen[read_part(answer, len(chosen)) - 1]
-        place: NDArray[np.float64] = points[row, column]
+        place: FloatArray = points[row, column]
         return place
 
 
-def draw_marks(rgb: NDArray[np.uint8], pixels: NDArray[np.intp]) -> NDArray[np.uint8]:
-    """A picture with numbered marks.
-
-    Args:
-        rgb: (H, W, 3); a small one is enlarged.
-        pixels: (n, 2) row and column of each mark, which get the numbers from 1.
-
-    Returns:
-        (H', W', 3).
-    """
+def draw_marks(rgb: ImageArray, pixels: IndexArray) -> ImageArray:
+    """(H', W', 3) image with marks numbered from 1 at pixels (n, 2), row and column; a small image is enlarged."""
     from PIL import Image, ImageDraw, ImageFont
 
     factor = max(1, round(ENLARGED_PX / rgb.shape[0]))
@@ -89,10 +78,10 @@ def draw_marks(rgb: NDArray[np.uint8], pixels: NDArray[np.intp]) -> NDArray[np.u
 def read_part(answer: str, marks: int) -> int:
     """The number of a mark in a model's answer."""
     try:
-        said = read_json(answer)
+        fields = read_json(answer)
     except ValueError:
         raise PartUnknown(f"unusable answer (no JSON): {answer[:160]!r}") from None
-    mark = said.get("mark") if isinstance(said, dict) else None
+    mark = fields.get("mark") if isinstance(fields, dict) else None
     if isinstance(mark, bool) or not isinstance(mark, int) or not 1 <= mark <= marks:
         raise PartUnknown(f"unusable answer (mark is {mark!r}; there are 1 to {marks}): {answer[:160]!r}")
     return mark

@@ -1,4 +1,4 @@
-"""Plans whose motion is adjusted by the paper's optimisation, chunk by chunk, around the closed form."""
+"""Plans adjusted by the paper's optimisation, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -9,38 +9,30 @@ import numpy as np
 
 from robotics.flow3d.act.choice import GraspPlan, ReachChecks, plan_along
 from robotics.flow3d.act.chunk_solver import ChunkSettings, refine_chunk
+from robotics.flow3d.geometry import FloatArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.act.motion import ObjectMotion
 
 POINT_RADIUS_M = 0.005
-"""Radius of the ball that a point of the scene stands for."""
+"""Radius of the ball around each point of the scene."""
 COUNTED = 0.3
-"""Mean weight in the fit above which a point of the flow is a keypoint; others are outliers."""
+"""Mean weight in the fit above which a point of the flow can be a keypoint; others are outliers."""
 
 
 def refined_plans(
     plans: Sequence[GraspPlan],
     motion: ObjectMotion,
-    flow_m: NDArray[np.float64],
-    flow_points_m: NDArray[np.float64],
+    flow_m: FloatArray,
+    flow_points_m: FloatArray,
     checks: ReachChecks,
     *,
     settings: ChunkSettings | None = None,
     chunk: int = 4,
 ) -> list[GraspPlan]:
-    """Adjust the motion of each plan to what its arm reaches and to obstacles.
+    """Adjust the motion of each plan to the arm's reach and to obstacles.
 
-    Args:
-        plans: from `choose_grasps`; of those without a motion only grasp and approach are used.
-        motion: the closed form.
-        flow_m: (T, k, 3) where the flow has its points, in the world frame.
-        flow_points_m: (k, 3) those points before they move.
-        checks: the arm, and what it may hit.
-        settings: weights and bounds.
-        chunk: frames that are solved for together with their own start.
+    `flow_points_m` (k, 3) are the flow's points in the world frame before they move, `flow_m` (T, k, 3) in each frame.
     """
     weights = motion.fit.weights.mean(0)
     good = weights > COUNTED if (weights > COUNTED).sum() >= 3 else np.ones_like(weights, dtype=np.bool_)
@@ -67,12 +59,12 @@ def refined_plans(
         refined = plan_along(plan.grasp, plan.approach, np.concatenate(parts), checks)
         if not isinstance(refined, str):
             found.append(refined)
-        elif len(plan.places):
+        elif len(plan.frames):
             found.append(plan)
     return found
 
 
-def inside_points(points_m: NDArray[np.float64]) -> Callable[[NDArray[np.float64]], NDArray[np.float64]] | None:
+def inside_points(points_m: FloatArray) -> Callable[[FloatArray], FloatArray] | None:
     """Signed distance of places (j, 3) to balls of 5 mm around points (n, 3), positive inside; None without points."""
     if not len(points_m):
         return None

@@ -1,55 +1,51 @@
-"""Checks of a plan that need no model: is it one rigid motion, through free space, that an arm can do?"""
+"""Geometric checks of a plan: one rigid motion, through free space, that an arm can do."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.fields import bounded, check_config
 from robotics.flow3d.check.verdict import PlanFacts, Verdict, closeness
-from robotics.flow3d.geometry import angle_rad
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import FloatArray, ImageArray, angle_rad
 
 
 @dataclass(frozen=True)
 class GeometricLimits:
-    """What a plausible plan keeps to."""
+    """Limits of a plausible plan."""
 
     rmse_m: float = bounded(0.015, above=0)
     """Weighted root mean square distance of the flow from its rigid motion, in any frame."""
     below_support_m: float = bounded(0.01, at_least=0)
-    """How far the flow may put points of the object below its support."""
+    """How far the flow may move points of the object below its support."""
     low_m: tuple[float, float, float] = (0.0, -0.8, -0.1)
     """Corner of the workspace."""
     high_m: tuple[float, float, float] = (1.0, 0.8, 1.0)
     """Opposite corner."""
     last_step_m: float = bounded(0.05, above=0)
-    """Way of the object's middle in the last step: at the end it should be at rest."""
+    """Displacement of the object's center in the last step; it should be at rest at the end."""
     step_rad: float = bounded(math.radians(60), above=0)
-    """Turn in one step."""
+    """Rotation in one step."""
     least_way_m: float = bounded(0.01, at_least=0)
-    """Way or, at the object's edge, turn that a plan has at least; standing still does no task."""
+    """Least mean displacement of the object's points; standing still does no task."""
 
 
 class GeometricVerifier:
-    """Judges by geometry alone; the score is the mean of the checks' closeness, see `closeness`.
+    """Judges by geometry alone; the score is the mean of the checks' `closeness`.
 
     Args:
-        limits: what a plausible plan keeps to.
-        reachable: also ask whether the arm can do it with any grasp.
+        limits: limits of a plausible plan.
+        reachable: also check that the arm can do it with any grasp.
     """
 
     def __init__(self, limits: GeometricLimits | None = None, *, reachable: bool = True) -> None:
         self.limits, self.reachable = limits or GeometricLimits(), reachable
         check_config(self.limits, "limits")
 
-    def verify(self, before: NDArray[np.uint8], after: NDArray[np.uint8], instruction: str, meta: PlanFacts) -> Verdict:
+    def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
         """Check the motion; see `Verifier`."""
         errors = self._errors(meta)
         if self.reachable and meta.reachable is not None and max(errors.values()) <= 1:
@@ -59,7 +55,7 @@ class GeometricVerifier:
         return Verdict(not failed, score, "; ".join(failed) or "all checks hold")
 
     def _errors(self, meta: PlanFacts) -> dict[str, float]:
-        """Error of each check in units of its limit, under the words that are said where it is above 1."""
+        """Error of each check in units of its limit, by the message for an error above 1."""
         limits, motion = self.limits, meta.motion
         T = np.concatenate([np.eye(4)[None], motion.T_t_0_world])
         moved = motion.moved_world_m
@@ -70,7 +66,7 @@ class GeometricVerifier:
             "not one rigid motion": _over(float(motion.fit.rmse_m.max()), limits.rmse_m),
             "too few points for a rotation": _unless(not motion.fit.degenerate.any()),
             "through the support": _over(below_m, limits.below_support_m),
-            "out of the workspace": _from_middle(moved, limits.low_m, limits.high_m),
+            "out of the workspace": _from_center(moved, limits.low_m, limits.high_m),
             "still moving at the end": _over(float(np.linalg.norm(centres[-1] - centres[-2])), limits.last_step_m),
             "turns too fast": _over(float(angle_rad(T[:-1], T[1:]).max()), limits.step_rad),
             "hardly moves": 2 - way_m / limits.least_way_m if limits.least_way_m else 0.0,
@@ -86,8 +82,8 @@ def _over(value: float, limit: float) -> float:
     return value / limit if limit else _unless(value <= 0)
 
 
-def _from_middle(points_m: NDArray[np.float64], low_m: Sequence[float], high_m: Sequence[float]) -> float:
-    """Largest distance of points (..., 3) from the middle of a box, in units of half its size along each axis."""
+def _from_center(points_m: FloatArray, low_m: Sequence[float], high_m: Sequence[float]) -> float:
+    """Largest distance of points (..., 3) from the center of a box, in units of half its size along each axis."""
     low, high = np.array(low_m), np.array(high_m)
     away = np.abs(points_m - (low + high) / 2).reshape(-1, 3).max(0)
     return max(_over(*pair) for pair in zip(away.tolist(), ((high - low) / 2).tolist(), strict=True))

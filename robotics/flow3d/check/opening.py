@@ -1,4 +1,4 @@
-"""Verifiers by configuration."""
+"""Verifiers by configuration, and their verdicts on sampled flows as numbers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ VERIFIERS = ("none", "always", "geometric", "oracle", "vlm", "endpoint")
 
 @dataclass
 class VerifierConfig:
-    """Who judges predicted outcomes."""
+    """The verifier of predicted outcomes."""
 
     kind: str = choice("geometric", VERIFIERS)
-    """none: nothing is drawn or judged; always: drawn and accepted; geometric: without a model; oracle: the task's own
-    criteria on the predicted pose, an upper bound; vlm: a model of the suite; endpoint: one behind a chat server."""
+    """none: no rendering or judgement; always: rendered and accepted; geometric: without a model; oracle: the task's
+    criteria on the predicted pose, an upper bound; vlm: a local model; endpoint: one behind a chat server."""
     path: str = ""
     """Folder or hub id of the model; read by vlm."""
     url: str = rare("")
@@ -28,7 +28,7 @@ class VerifierConfig:
     """Seconds for an answer; read by endpoint."""
 
     def validate(self) -> None:
-        """Refuse a verifier without what it needs; raises ValueError."""
+        """Raise ValueError for a verifier that lacks an option."""
         if self.kind == "vlm" and not self.path:
             raise ValueError("verifier.kind is vlm, but verifier.path names no model")
         if self.kind == "endpoint" and not (self.url and self.model):
@@ -36,7 +36,7 @@ class VerifierConfig:
 
 
 def open_verifier(config: VerifierConfig) -> Verifier | None:
-    """The verifier of a configuration; None for none, and for oracle, which differs from scene to scene."""
+    """The verifier of a configuration; None for none, and for oracle, which depends on the scene."""
     if config.kind == "geometric":
         return GeometricVerifier()
     if config.kind == "always":

@@ -8,33 +8,29 @@ from typing import TYPE_CHECKING
 
 from mmrl.errors import UserError
 from robotics.flow3d.check.verdict import PlanFacts, Verdict, closeness
+from robotics.flow3d.geometry import FloatArray, ImageArray
 from robotics.flow3d.scenes.criteria import Outcome
 from robotics.flow3d.scenes.scene import NOBODY, FlowScene
 from robotics.flow3d.scenes.tasks import FLOW_TASKS
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from robotics.flow3d.clip import FlowClip
 
 NEEDED = ("task", "shape", "layouts", "seed")
-"""Entries of `FlowClip.meta` from which an episode is set up again."""
+"""Entries of `FlowClip.meta` that identify its episode."""
 
 
 class CriteriaVerifier:
-    """Accepts where all criteria of a task are met; the score is the product of their closeness, see `closeness`.
+    """Accepts where all criteria of a task hold; the score is the product of their `closeness`.
 
-    So it is 1 where all are met, and progress with one criterion raises it by the same share whatever the others say.
-
-    Args:
-        outcome: of the (4, 4) motion of the object from now to the end of the plan, in the world frame.
+    Progress with one criterion raises the score by the same factor, whatever the others are. `outcome` takes the
+    object's motion (4, 4) to the end of the plan, in the world frame.
     """
 
-    def __init__(self, outcome: Callable[[NDArray[np.float64]], Outcome]) -> None:
+    def __init__(self, outcome: Callable[[FloatArray], Outcome]) -> None:
         self.outcome = outcome
 
-    def verify(self, before: NDArray[np.uint8], after: NDArray[np.uint8], instruction: str, meta: PlanFacts) -> Verdict:
+    def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
         """Judge the final pose; see `Verifier`."""
         found = self.outcome(meta.motion.T_t_0_world[-1])
         missed = [f"{name}: {found.errors[name]:.1f} tolerances" for name in found.failed]
@@ -43,13 +39,13 @@ class CriteriaVerifier:
 
 
 class SceneOracle:
-    """Sets up the episode that a clip is of, and asks how far its task is done once the object is at a pose."""
+    """Restores the episode of a clip and checks its task's criteria at a predicted pose of the object."""
 
     def __init__(self) -> None:
         self._scenes: dict[tuple[str, str, str], FlowScene] = {}
 
     def of(self, clip: FlowClip) -> CriteriaVerifier:
-        """The verifier of a clip; it serves until that of the next clip is asked for."""
+        """The verifier of a clip, valid until the next call."""
         missing = [name for name in NEEDED if name not in clip.meta]
         if missing or clip.meta["task"] not in FLOW_TASKS:
             raise UserError(
@@ -67,7 +63,7 @@ class SceneOracle:
             self._scenes.popitem()[1].close()
 
     def _scene(self, clip: FlowClip) -> FlowScene:
-        """The scene in the clip's episode; scenes with the same furniture and shape are built once."""
+        """The scene in the clip's episode; scenes with the same furniture and shape are shared."""
         meta = clip.meta
         key = FLOW_TASKS[meta["task"]].furniture.name, str(meta["shape"]), str(meta["layouts"])
         if key not in self._scenes:

@@ -1,6 +1,6 @@
-"""The question that a vision-language model is asked about a plan, and how its answer is read.
+"""The prompt for a vision-language model that verifies a plan, and the parser of its answer.
 
-The wording is our own; the paper publishes none.
+The prompt is our own; the paper publishes none.
 """
 
 from __future__ import annotations
@@ -22,40 +22,31 @@ QUESTION = (
     '"confidence": a number from 0 to 1, "what_is_wrong": "empty if nothing"}}'
 )
 SHOWN = 160
-"""Characters of an unusable answer that a verdict quotes."""
-
-
-def question(instruction: str) -> str:
-    """What is asked after the two pictures."""
-    return QUESTION.format(instruction=instruction)
+"""Characters quoted of an unusable answer."""
 
 
 def read_verdict(answer: str) -> Verdict:
-    """Read a model's answer strictly."""
-    text = answer.strip()
+    """Parse a model's answer strictly; an unusable one is a rejection."""
+    fields: Any
     try:
-        said: Any = read_json(answer)
+        fields = read_json(answer)
+        problem = _problem(fields)
     except ValueError:
-        return _unusable("no JSON", text)
-    problem = _problem(said)
+        fields, problem = {}, "no JSON"
     if problem:
-        return _unusable(problem, text)
-    ok, confidence = said["matches_task"], float(said["confidence"])
-    reason = said["object_moved"] if ok else said["what_is_wrong"] or said["object_moved"]
+        return Verdict(False, 0.0, f"unusable answer ({problem}): {answer.strip()[:SHOWN]!r}")
+    ok, confidence = fields["matches_task"], float(fields["confidence"])
+    reason = fields["object_moved"] if ok else fields["what_is_wrong"] or fields["object_moved"]
     return Verdict(ok, confidence if ok else 1.0 - confidence, reason or "no reason given")
 
 
-def _problem(said: object) -> str:
-    if not isinstance(said, dict):
+def _problem(fields: object) -> str:
+    if not isinstance(fields, dict):
         return "no JSON object"
     for key, kind in (("object_moved", str), ("matches_task", bool), ("what_is_wrong", str)):
-        if not isinstance(said.get(key), kind):
-            return f"{key} is {said.get(key)!r}"
-    confidence = said.get("confidence")
+        if not isinstance(fields.get(key), kind):
+            return f"{key} is {fields.get(key)!r}"
+    confidence = fields.get("confidence")
     if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 <= confidence <= 1:
         return f"confidence is {confidence!r}"
     return ""
-
-
-def _unusable(problem: str, text: str) -> Verdict:
-    return Verdict(False, 0.0, f"unusable answer ({problem}): {text[:SHOWN]!r}")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from robotics.flow3d.asking import Asker, Endpoint, NoAnswer, OwnModel
-from robotics.flow3d.check.question import SYSTEM, question, read_verdict
+from robotics.flow3d.asking import ChatEndpoint, LocalModel, NoAnswer, VlmClient
+from robotics.flow3d.check.question import QUESTION, SYSTEM, read_verdict
 from robotics.flow3d.check.verdict import PlanFacts, Verdict
+from robotics.flow3d.geometry import ImageArray
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from mmrl.vlm.policy import VlmPolicy
 
 
@@ -19,23 +17,15 @@ class VlmVerifier:
     """Asks a Qwen2.5-VL or Qwen3-VL in this process."""
 
     def __init__(self, policy: VlmPolicy, max_new_tokens: int = 160) -> None:
-        self.asker = OwnModel(policy, max_new_tokens)
+        self.client = LocalModel(policy, max_new_tokens)
 
-    def verify(self, before: NDArray[np.uint8], after: NDArray[np.uint8], instruction: str, meta: PlanFacts) -> Verdict:
-        """Take the likeliest answer; see `Verifier`."""
-        return _verdict_of(self.asker, before, after, instruction)
+    def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
+        """Ask the model; see `Verifier`."""
+        return _verdict_of(self.client, before, after, instruction)
 
 
 class EndpointVerifier:
-    """Asks a model behind an OpenAI-compatible chat endpoint.
-
-    Args:
-        url: address of the server up to /v1.
-        model: name of the model there.
-        timeout_s: seconds for the whole exchange.
-        max_tokens: longest answer.
-        api_key_env: variable of the environment that holds the key; nothing is sent where it is not set.
-    """
+    """Asks a model behind an OpenAI-compatible chat endpoint."""
 
     def __init__(
         self,
@@ -46,16 +36,16 @@ class EndpointVerifier:
         max_tokens: int = 300,
         api_key_env: str = "OPENAI_API_KEY",
     ) -> None:
-        self.asker = Endpoint(url, model, timeout_s, max_tokens, api_key_env, owner="verifier")
+        self.client = ChatEndpoint(url, model, timeout_s, max_tokens, api_key_env, owner="verifier")
 
-    def verify(self, before: NDArray[np.uint8], after: NDArray[np.uint8], instruction: str, meta: PlanFacts) -> Verdict:
-        """Ask the endpoint; see `Verifier`. After a refusal, a timeout or without a server, ok is None."""
-        return _verdict_of(self.asker, before, after, instruction)
+    def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
+        """Ask the endpoint; see `Verifier`. `ok` is None after a refusal, a timeout or without a server."""
+        return _verdict_of(self.client, before, after, instruction)
 
 
-def _verdict_of(asker: Asker, before: NDArray[np.uint8], after: NDArray[np.uint8], instruction: str) -> Verdict:
+def _verdict_of(client: VlmClient, before: ImageArray, after: ImageArray, instruction: str) -> Verdict:
     try:
-        answer = asker.ask(SYSTEM, question(instruction), [before, after])
+        answer = client.ask(SYSTEM, QUESTION.format(instruction=instruction), [before, after])
     except NoAnswer as error:
         return Verdict(None, 0.0, str(error))
     return read_verdict(answer)

@@ -1,11 +1,9 @@
-"""Closed loops in the scenes: episodes, one run of a planner in physics, its measures, and their evaluation.
+"""Evaluation in closed loop: episodes in the scenes, runs of a planner in physics, and metrics.
 
-    episodes = list_episodes(FlowEpisodesConfig(arms=["panda", "ur5e"], episodes=20))
-    with FlowStage(settings, model) as stage:
-        rows = [stage.run(episode) for episode in episodes]
-    print(loop_metrics(rows)["success/closed_loop"])
-
-Importing the package loads none of its modules, only what is taken from it.
+episodes = list_episodes(FlowEpisodesConfig(arms=["panda", "ur5e"], episodes=20))
+with EpisodeRunner(settings, model) as runner:
+rows = [runner.run(episode) for episode in episodes]
+print(loop_metrics(rows)["success/closed_loop"])
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ _NAMES = {
     "robotics.flow3d.check.opening": ("VerifierConfig",),
     "robotics.flow3d.closed_loop.settings": ("LoopConfig",),
     "robotics.flow3d.closed_loop.sources": ("TrueFlow",),
-    "robotics.flow3d.closed_loop.stage": ("FlowStage",),
+    "robotics.flow3d.closed_loop.stage": ("EpisodeRunner",),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -1,4 +1,4 @@
-"""Episodes of the flow scenes: task, arm, what is held out, and the number of the layout."""
+"""Episodes in the scenes, the options of a closed loop, and sources of flow."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from robotics.sim.tasks import SPLITS
 
 @dataclass(frozen=True)
 class FlowEpisode:
-    """One episode; the same numbers give the same layout and looks with every arm."""
+    """One episode; the same number gives the same layout and appearance with every arm."""
 
     scene: SceneConfig
     """Task, arm, shape, and what is held out."""
     number: int
-    """Of the layout within its split."""
+    """Number of the layout within its split."""
 
     @property
     def id(self) -> str:
@@ -45,15 +45,15 @@ class FlowEpisodesConfig:
     episodes: int = bounded(10, at_least=1)
     """Layouts of each task, the same for all arms."""
     first: int = rare(bounded(0, at_least=0))
-    """Number of the first of them."""
+    """Number of the first layout."""
     layouts: str = choice("held_out", SPLITS)
-    """Where things lie: on fields of training data, or on those kept out of them."""
+    """Positions of objects: those of training data, or those held out."""
     objects: str = choice("train", SPLITS)
-    """Shapes and colours of the moved thing: those of training data, or those kept out of them."""
+    """Shapes and colours of the moved object: those of training data, or those held out."""
     background: str = choice("train", SPLITS)
     """Table tops and floors."""
     image_size: int = rare(bounded(128, at_least=16))
-    """Side of the pictures in pixels."""
+    """Side of the images in pixels."""
     depth: str = rare("clean")
     """See `SceneConfig.depth`."""
     depth_noise: float = rare(bounded(0.0, at_least=0, below=1))
@@ -62,7 +62,7 @@ class FlowEpisodesConfig:
     """See `SceneConfig.lose_after_m`."""
 
     def validate(self) -> None:
-        """Refuse unknown tasks and arms; raises UserError."""
+        """Raise UserError for unknown tasks and arms."""
         for task in self.tasks:
             find_flow_task(task)
         if not self.arms or (unknown := [arm for arm in self.arms if arm not in FLOW_ARMS]):
@@ -70,17 +70,7 @@ class FlowEpisodesConfig:
 
 
 def list_episodes(config: FlowEpisodesConfig) -> list[FlowEpisode]:
-    """Episodes of a set, one of each task and arm in turn, so that the first ones cover all of them.
-
-    Args:
-        config: the set; shapes take turns with the numbers.
-
-    Returns:
-        episodes x arms x tasks of them.
-
-    Raises:
-        UserError: a task or an arm does not exist.
-    """
+    """Episodes x arms x tasks of a set, interleaved so that the first ones cover all tasks and arms."""
     config.validate()
     found = []
     for number in range(config.first, config.first + config.episodes):

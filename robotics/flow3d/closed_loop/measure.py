@@ -1,4 +1,4 @@
-"""What episodes come to: success by task, arm and what is held out, errors of the flow, and the verifier's record."""
+"""Metrics of closed-loop episodes: success by task, arm and held-out property, errors of the flow, the verifier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.statistics import wilson_interval
 from robotics.flow3d.closed_loop.episodes import FlowEpisode
 from robotics.flow3d.closed_loop.settings import LoopConfig
-from robotics.flow3d.closed_loop.stage import FlowStage, Row, Source
+from robotics.flow3d.closed_loop.stage import EpisodeRunner, Row, Source
 from robotics.flow3d.given import FlowModel
 
 LOGGER = logging.getLogger("mmrl")
@@ -41,33 +41,33 @@ class LoopEvaluationConfig(EvaluationConfig):
     """Evaluation in closed loop: each episode once."""
 
     greedy: bool = False
-    """Not for flow; must stay false."""
+    """Not available for flow; must stay false."""
     films: int = bounded(2, at_least=0)
-    """Episodes of each task and arm that are filmed, the first ones; 0 = none."""
+    """Episodes of each task and arm recorded as video, the first ones; 0 = none."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
         super().validate()
         if self.greedy or self.temperature != 1.0:
-            raise ValueError("evaluation.greedy and evaluation.temperature mean nothing for flow; leave them out")
+            raise ValueError("evaluation.greedy and evaluation.temperature have no effect on flow; leave them out")
 
 
 @dataclass
 class FlowLoopMeasure(Measure[FlowEpisode]):
-    """Success of a source of flow over episodes; see `loop_metrics` for what is measured."""
+    """Success of a source of flow over episodes; `loop_metrics` lists the metrics."""
 
-    stage: FlowStage
+    runner: EpisodeRunner
     evaluation: LoopEvaluationConfig
     split: str
     run_dir: Path
     conditions: Mapping[str, Any]
-    """What the rows depend on besides the episodes: settings, and the digest of the model."""
+    """Settings and digest of the model, on which stored rows depend besides the episodes."""
     shows_progress: bool = False
 
     unit = "episodes"
 
     def __post_init__(self) -> None:
-        self._filmed: Counter[tuple[str, str]] = Counter()
+        self._recorded: Counter[tuple[str, str]] = Counter()
 
     @property
     def batch_size(self) -> int:
@@ -78,11 +78,11 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         """Run an episode."""
         rows = []
         for trial in batch:
-            film = self._film(trial.task)
-            row = {"index": trial.index, "repeat": trial.repeat, **self.stage.run(trial.task, film)}
-            row["film"] = str(film.relative_to(self.run_dir)) if film is not None and film.is_file() else None
+            video = self._video(trial.task)
+            row = {"index": trial.index, "repeat": trial.repeat, **self.runner.run(trial.task, video)}
+            row["film"] = str(video.relative_to(self.run_dir)) if video is not None and video.is_file() else None
             if trial.index < self.evaluation.records:
-                row["pictures"] = self.stage.pictures()
+                row["pictures"] = self.runner.images()
             rows.append(row)
         return rows
 
@@ -91,7 +91,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         return loop_metrics(rows)
 
     def record(self, row: Row) -> SampleRecord:
-        """An episode with its flow, the predicted outcome, and its numbers."""
+        """An episode with its flow, predicted outcome and numbers."""
         errors = "no flow" if row.get("ade_cm") is None else f"ADE {row['ade_cm']:.1f} cm, FDE {row['fde_cm']:.1f} cm"
         tries = row["tries"]
         return SampleRecord(
@@ -105,7 +105,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         )
 
     def outcome(self, row: Row) -> Outcome | None:
-        """Whether an episode succeeded; nothing where it broke down."""
+        """Success of an episode; None where it failed with an error."""
         if row["failed"]:
             return None
         scores = {SUCCESS: float(row["success"])}
@@ -123,21 +123,21 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         """Log the table of successes."""
         LOGGER.info("%s:\n%s", self.split, loop_table(rows))
 
-    def _film(self, episode: FlowEpisode) -> Path | None:
+    def _video(self, episode: FlowEpisode) -> Path | None:
         kind = episode.scene.task, episode.scene.actor
-        self._filmed[kind] += 1
-        if self._filmed[kind] > self.evaluation.films:
+        self._recorded[kind] += 1
+        if self._recorded[kind] > self.evaluation.films:
             return None
         return self.run_dir / "videos" / f"step-000000-{self.split}-{episode.id.replace('/', '-')}.mp4"
 
 
 @contextmanager
 def measure_in_loop(model: nn.Module, settings: LoopConfig, split: str, run_dir: Path) -> Iterator[FlowLoopMeasure]:
-    """A measure of a model as it is now, in the midst of its training; scenes are open inside the context."""
+    """A measure of a model during its training; scenes are open inside the context."""
     weights = content_digest(sorted(model.state_dict().items()))
     conditions = {"weights": weights, "settings": json.loads(json.dumps(dataclasses.asdict(settings)))}
-    with FlowStage(settings, cast(FlowModel, model)) as stage:
-        yield FlowLoopMeasure(stage, LoopEvaluationConfig(films=0), split, run_dir, conditions)
+    with EpisodeRunner(settings, cast(FlowModel, model)) as runner:
+        yield FlowLoopMeasure(runner, LoopEvaluationConfig(films=0), split, run_dir, conditions)
 
 
 def evaluate_flow(
@@ -146,18 +146,18 @@ def evaluate_flow(
     """Run episodes and measure them, without files.
 
     Args:
-        source: a model of flow, such as a `FlowWorldModel`, or what makes one for a scene, such as `TrueFlow`.
+        source: a flow model, such as a `FlowWorldModel`, or a function that makes one for a scene, such as `TrueFlow`.
         episodes: see `list_episodes`.
-        settings: who verifies, and how it is planned and carried out; defaults when None.
+        settings: verifier, planning and execution; defaults when None.
 
     Returns:
-        The metrics of `loop_metrics`, and a row for each episode as `FlowStage.run` describes it.
+        The metrics of `loop_metrics`, and a row for each episode as `EpisodeRunner.run` describes it.
 
     Raises:
         UserError: an option is out of range.
     """
-    with FlowStage(settings or LoopConfig(), source) as stage:
-        rows = [stage.run(episode) for episode in episodes]
+    with EpisodeRunner(settings or LoopConfig(), source) as runner:
+        rows = [runner.run(episode) for episode in episodes]
     return loop_metrics(rows), rows
 
 
@@ -165,31 +165,34 @@ def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """Metrics of episodes.
 
     Args:
-        rows: see `FlowStage.run`; those that broke down are counted and belong to nothing else.
+        rows: see `EpisodeRunner.run`; those that failed with an error are only counted.
 
     Returns:
         success/closed_loop with Wilson's 95 % interval, overall and by task, family, arm, shape and what is held out;
         success/of_families, the mean over place, pour, insert and drawer; flow/ade_cm, flow/fde_cm and
-        flow/rotation_deg; accuracy/language_swap; the verifier's precision, recall and false accepts; tries of an
-        episode; episodes that broke down, and those that ended early, by reason.
+        flow/rotation_deg; accuracy/language_swap; the verifier's precision and recall; tries an episode; episodes
+        with an error, and those that ended early, by reason.
     """
-    sound = [row for row in rows if not row["failed"]]
-    found = _success(sound, SUCCESS)
+    valid = [row for row in rows if not row["failed"]]
+    found = _success(valid, SUCCESS)
     for column in PARTS:
-        values = list(dict.fromkeys(row[column] for row in sound))
+        values = list(dict.fromkeys(row[column] for row in valid))
         for value in values if len(values) > 1 or column == "arm" else ():
-            own = [row for row in sound if row[column] == value]
+            own = [row for row in valid if row[column] == value]
             found |= _success(own, part_metric(SUCCESS, column, value))
-    families = [np.mean([row["success"] for row in own]) for own in _by_family(sound)]
+    families = [
+        np.mean([row["success"] for row in valid if row["family"] == name])
+        for name in dict.fromkeys(row["family"] for row in valid)
+    ]
     found["success/of_families"] = float(np.mean(families)) if families else float("nan")
     for name in ("ade_cm", "fde_cm", "rotation_deg"):
-        known = [row[name] for row in sound if row[name] is not None]
+        known = [row[name] for row in valid if row[name] is not None]
         middle = np.median if name == "rotation_deg" else np.mean
         found[f"flow/{name}"] = float(middle(known)) if known else float("nan")
-    found |= _swap(sound) | _verifier(sound)
-    found["plan/tries"] = float(np.mean([len(row["tries"]) for row in sound])) if sound else float("nan")
-    found["episode/failed/closed_loop"] = float(len(rows) - len(sound))
-    for reason, count in Counter(row["failure"] for row in sound if row["failure"]).most_common():
+    found |= _swap(valid) | _verifier(valid)
+    found["plan/tries"] = float(np.mean([len(row["tries"]) for row in valid])) if valid else float("nan")
+    found["episode/failed/closed_loop"] = float(len(rows) - len(valid))
+    for reason, count in Counter(row["failure"] for row in valid if row["failure"]).most_common():
         found[f"plan/ended/{reason}"] = float(count)
     return found
 
@@ -201,14 +204,14 @@ def loop_table(rows: Sequence[Row]) -> str:
     lines = [f"{'':<{width}}  success  95 % interval    failures"]
     for kind in [*kinds, None]:
         own = [row for row in rows if kind is None or (row["task"], row["arm"]) == kind]
-        sound = [row for row in own if not row["failed"]]
-        done = sum(row["success"] for row in sound)
-        low, high = wilson_interval(done, len(sound))
-        share = done / len(sound) if sound else float("nan")
+        valid = [row for row in own if not row["failed"]]
+        done = sum(row["success"] for row in valid)
+        low, high = wilson_interval(done, len(valid))
+        share = done / len(valid) if valid else float("nan")
         ends = Counter(_ending(row) for row in own if not row["success"])
         label = "all" if kind is None else " ".join(kind)
         said = ", ".join(f"{count} {reason}" for reason, count in ends.most_common())
-        lines.append(f"{label:<{width}}  {done:>3}/{len(sound):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {said}")
+        lines.append(f"{label:<{width}}  {done:>3}/{len(valid):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {said}")
     return "\n".join(lines)
 
 
@@ -224,19 +227,15 @@ def _success(rows: Sequence[Row], name: str) -> dict[str, float]:
     return with_interval(name, [[float(row["success"])] for row in rows], None)
 
 
-def _by_family(rows: Sequence[Row]) -> list[list[Row]]:
-    names = dict.fromkeys(row["family"] for row in rows)
-    return [[row for row in rows if row["family"] == name] for name in names]
-
-
 def _swap(rows: Sequence[Row]) -> dict[str, float]:
     swaps = [float(hit) for row in rows for hit in row["swaps"]]
     return with_interval(SWAP, [[hit] for hit in swaps], None) if swaps else {}
 
 
 def _verifier(rows: Sequence[Row]) -> dict[str, float]:
-    """Of all predictions that were judged: is an accepted one right, and is a right one accepted?"""
-    judged = [(bool(each["ok"]), bool(each["meets"])) for row in rows for each in row["tries"] if _is_judged(each)]
+    """Precision and recall of the verifier over judged predictions."""
+    tries = [each for row in rows for each in row["tries"] if each["ok"] is not None and each["meets"] is not None]
+    judged = [(bool(each["ok"]), bool(each["meets"])) for each in tries]
     if not judged:
         return {}
     accepted, right = [meets for ok, meets in judged if ok], [ok for ok, meets in judged if meets]
@@ -246,7 +245,3 @@ def _verifier(rows: Sequence[Row]) -> dict[str, float]:
         "verifier/accepts": len(accepted) / len(judged),
         "verifier/judged": float(len(judged)),
     }
-
-
-def _is_judged(each: Row) -> bool:
-    return each["ok"] is not None and each["meets"] is not None

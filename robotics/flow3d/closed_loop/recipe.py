@@ -1,7 +1,7 @@
 """Evaluation in closed loop: a world model, a planner, and arms in physics, by `mmrl evaluate`.
 
-It trains nothing; `mmrl train` refuses it. The model is a folder or that of a run, whose best checkpoint is taken;
-`truth` is the scenes' own flow, an upper bound for every model.
+It trains nothing; `mmrl train` refuses it. The model is a folder, or a run with its best checkpoint; `truth` is the
+scenes' own flow, an upper bound for every model.
 
 Source: arXiv 2506.06199, whose protocol is 10 trials a task and arm with random poses.
 """
@@ -29,7 +29,7 @@ from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episod
 from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
 from robotics.flow3d.closed_loop.settings import LoopConfig
 from robotics.flow3d.closed_loop.sources import StillPoints, TrueFlow
-from robotics.flow3d.closed_loop.stage import FlowStage, Source
+from robotics.flow3d.closed_loop.stage import EpisodeRunner, Source
 
 LOGGER = logging.getLogger("mmrl")
 TRUTH = "truth"
@@ -37,17 +37,17 @@ TRUTH = "truth"
 
 @dataclass
 class FlowSourceConfig:
-    """Where flow comes from."""
+    """The source of flow."""
 
     path: str = ""
     """Folder of a world model, or of the run that trained it; truth = the scenes' own flow."""
     still_share: float = bounded(0.0, at_least=0, below=1)
-    """Share of the query points whose flow is replaced by standing still, to see what a wrong point does."""
+    """Share of the query points whose flow stands still, to measure the effect of wrong points."""
 
 
 @dataclass
 class ComputeConfig:
-    """How the evaluation computes."""
+    """Compute settings of the evaluation."""
 
     mixed_precision: str = choice("none", ("none",))
     """Numerical precision; there is no other."""
@@ -62,22 +62,22 @@ class Flow3dEvaluationConfig:
     recipe: str = ""
     """flow3d_eval."""
     output_dir: str = "runs/flow3d-eval"
-    """Folder of episodes, films and report; episodes that are there are not run again."""
+    """Folder of episodes, videos and report; finished episodes are not run again."""
     seed: int = 0
-    """Of the predictions."""
+    """Seed of the predictions."""
     model: FlowSourceConfig = field(default_factory=FlowSourceConfig)
     """Where flow comes from."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """Verifier, grasps, planner; `loop.seed` is replaced by `seed`."""
     eval_data: dict[str, FlowEpisodesConfig] = field(default_factory=dict)
-    """Sets of episodes by a name of your choice; the first is the headline."""
+    """Sets of episodes by name; the first is the headline."""
     evaluation: LoopEvaluationConfig = field(default_factory=LoopEvaluationConfig)
-    """Films and samples."""
+    """Videos and samples."""
     trainer: ComputeConfig = field(default_factory=ComputeConfig)
-    """Threads, under the name that they have in training runs."""
+    """Threads, named as in training runs."""
 
     def validate(self) -> None:
-        """Check the fields and that there is something to evaluate; raises ValueError or UserError."""
+        """Check the fields; raises ValueError or UserError."""
         check_fields(self)
         if not self.eval_data:
             raise ValueError("eval_data is empty; name a set of episodes: eval_data: {seen: {arms: [panda]}}")
@@ -89,7 +89,7 @@ class Flow3dEvaluationConfig:
 
 
 class Flow3dEvaluation:
-    """What `mmrl evaluate` needs of a recipe.
+    """The interface of a recipe that `mmrl evaluate` uses.
 
     Args:
         config: model, planner and episodes.
@@ -109,28 +109,28 @@ class Flow3dEvaluation:
 
             self.policy = self._source = FlowWorldModel.from_pretrained(self._folder).eval()
         self._source = _disturbed(self._source, config.model.still_share)
-        self._stage = FlowStage(dataclasses.replace(config.loop, seed=config.seed), self._source)
+        self._runner = EpisodeRunner(dataclasses.replace(config.loop, seed=config.seed), self._source)
 
     def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Run the episodes of a set."""
         config = self.config
         measure = FlowLoopMeasure(
-            self._stage, config.evaluation, split, expanded(config.output_dir), self._conditions(), True
+            self._runner, config.evaluation, split, expanded(config.output_dir), self._conditions(), True
         )
         limit = config.evaluation.max_tasks or None
         return evaluate_tasks([measure], self.eval_tasks[split][:limit], config.evaluation.records, accelerator)
 
     def close(self) -> None:
         """Free the renderers."""
-        self._stage.close()
+        self._runner.close()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing of a training run's state changes an evaluation."""
+        """Ignore the state; an evaluation has none."""
 
     def _conditions(self) -> dict[str, Any]:
         import mujoco
 
-        settings = dataclasses.asdict(self._stage.settings)
+        settings = dataclasses.asdict(self._runner.settings)
         weights = TRUTH if self._folder is None else weights_digest(self._folder)
         weights = f"{weights}, still {self.config.model.still_share:g}"
         return {"weights": weights, "settings": json.loads(json.dumps(settings)), "mujoco": mujoco.__version__}

@@ -1,4 +1,4 @@
-"""Options of a closed loop: who verifies, how grasps are found, how it is planned and carried out."""
+"""Options of a closed loop."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopConfig:
-    """How a flow becomes an episode."""
+    """From a flow to an episode."""
 
     verifier: VerifierConfig = field(default_factory=VerifierConfig)
-    """Who judges predicted outcomes."""
+    """Verifier of predicted outcomes."""
     grasps: list[str] = rare(field(default_factory=lambda: ["primitive", "antipodal"]))
     """Rows of `PROPOSERS`."""
     planner: PlannerConfig = field(default_factory=PlannerConfig)
-    """How a plan is made and carried out."""
+    """Planning and execution."""
     language_swap: bool = True
-    """Ask the model also for the other instructions of a scene; nothing is carried out for them."""
+    """Also predict for the other instructions of a scene, without executing them."""
     seed: int = 0
-    """Of the predictions, with the number of the episode."""
+    """Seed of the predictions, together with the episode's number."""
 
     def validate(self) -> None:
-        """Refuse unknown proposers; raises ValueError."""
+        """Raise ValueError for unknown proposers."""
         unknown = [name for name in self.grasps if name not in PROPOSERS]
         if unknown or not self.grasps:
             raise ValueError(f"grasps has {unknown or 'nothing'}; there are {', '.join(PROPOSERS)}")
 
 
 def verifier_in(config: VerifierConfig, opened: Verifier | None, robot: FlowTabletop) -> Verifier | None:
-    """The verifier for a scene: that of `open_verifier`, or the scene's own criteria."""
+    """The verifier for a scene: `opened`, or the scene's own criteria for oracle."""
     if config.kind != "oracle":
         return opened
     return PredicateVerifier(lambda T_t_0: robot.success(T_t_0 @ robot.object_pose()).success)

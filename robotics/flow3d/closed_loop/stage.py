@@ -1,4 +1,4 @@
-"""Runs episodes in physics: a scene for each kind of episode, a planner in it, and what came of each run."""
+"""Runs episodes in physics: one scene for each kind of episode, a planner in it, and the result of each run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from mmrl.fields import check_config
 from robotics.flow3d.check.opening import open_verifier
 from robotics.flow3d.clip import FlowClip
-from robotics.flow3d.closed_loop.films import Film
+from robotics.flow3d.closed_loop.films import EpisodeVideo
 from robotics.flow3d.closed_loop.settings import LoopConfig, verifier_in
 from robotics.flow3d.given import FlowModel
 from robotics.flow3d.model.metrics import flow_errors, goal_reached
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("mmrl")
 
 Row = dict[str, Any]
-"""What came of one episode, as JSON holds it; see `FlowStage.run`."""
+"""Result of an episode as JSON; see `EpisodeRunner.run`."""
 Source = FlowModel | Callable[[FlowTabletop], FlowModel]
-"""A model of flow, or what makes one for a scene, such as `TrueFlow`."""
+"""A flow model, or a function that makes one for a scene, such as `TrueFlow`."""
 
 
-class FlowStage:
-    """Scenes with planners of one source of flow; each is built once and kept until `close`.
+class EpisodeRunner:
+    """Runs episodes with one source of flow; each scene is built once and kept until `close`.
 
     Args:
-        settings: who verifies, and how it is planned and carried out.
-        source: a model of flow, or what makes one for a scene.
+        settings: verifier, planning and execution.
+        source: a flow model, or a function that makes one for a scene.
 
     Raises:
         UserError: an option is out of range, or the verifier's model cannot be read.
@@ -53,33 +53,33 @@ class FlowStage:
     def __init__(self, settings: LoopConfig, source: Source) -> None:
         check_config(settings, "loop")
         self.settings, self.source = settings, source
-        # A class such as TrueFlow has `predict` as well, but makes a model for each scene.
+        # A class such as TrueFlow also has `predict`, but makes a model for each scene.
         self._model = source if not isinstance(source, type) and hasattr(source, "predict") else None
         self._verifier = open_verifier(settings.verifier)
         self._sets: dict[SceneConfig, tuple[FlowTabletop, FlowPlanner]] = {}
         self._last: PlanResult | None = None
 
-    def run(self, episode: FlowEpisode, film: Path | None = None) -> Row:
+    def run(self, episode: FlowEpisode, video: Path | None = None) -> Row:
         """Run one episode to its end.
 
         Args:
             episode: which one.
-            film: mp4 to write, with the predicted flow over the pictures; None films nothing.
+            video: mp4 to write, with the predicted flow over the images; None records nothing.
 
         Returns:
             id, task, family, arm, shape, layouts, colours, background, number and instruction of the episode; success
-            and failed_criteria, as the scene judges; failure and detail of the planner, empty where the plan was
-            carried out; tries, each with ok, score and reason of the verifier and `meets`, whether the predicted end
-            would do the task; ade_cm, fde_cm and rotation_deg of the flow that was carried out, else of the first one,
-            null without any; swaps, whether the model follows each other instruction; seconds. An episode that broke
-            down has a true `failed` and a reason, and no success.
+            and failed_criteria by the scene; failure and detail of the planner, empty where the plan was executed;
+            tries, each with ok, score and reason of the verifier and `meets`, whether the predicted end would do the
+            task; ade_cm, fde_cm and rotation_deg of the executed flow, else of the first one, null without any; swaps,
+            whether the model follows each other instruction; seconds. An episode with an error has `failed` true and a
+            reason, and no success.
         """
-        row = _about(episode)
+        row = _describe(episode)
         started, self._last = time.perf_counter(), None
         try:
-            row |= self._run(episode, film)
-        except Exception as error:  # one episode must not end an evaluation; it is counted as broken
-            LOGGER.warning("%s broke down: %s: %s", episode.id, type(error).__name__, error)
+            row |= self._run(episode, video)
+        except Exception as error:  # one episode must not end an evaluation
+            LOGGER.warning("%s failed with %s: %s", episode.id, type(error).__name__, error)
             row |= {"failed": True, "success": False, "reason": f"{type(error).__name__}: {error}", "tries": []}
         return row | {"seconds": time.perf_counter() - started}
 
@@ -87,8 +87,8 @@ class FlowStage:
         """The scene of an episode, at its start."""
         return self._prepare(episode)[0]
 
-    def pictures(self) -> list[Image.Image]:
-        """Of the last episode: the flow that was carried out over the first picture, and its predicted outcome."""
+    def images(self) -> list[Image.Image]:
+        """Images of the last episode: its flow over the first image, and the predicted outcome."""
         first = self._last.rounds[0] if self._last is not None and self._last.rounds else None
         if first is None or not first.tries or not len((chosen := first.chosen or first.tries[0]).flow):
             return []
@@ -111,14 +111,14 @@ class FlowStage:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, episode: FlowEpisode, film: Path | None) -> Row:
+    def _run(self, episode: FlowEpisode, video: Path | None) -> Row:
         robot, planner = self._prepare(episode)
         seed = self.settings.seed * 1_000_003 + 1009 * episode.number
-        with Film(robot, film) as recording:
+        with EpisodeVideo(robot, video) as recording:
             result = planner.run(robot, seed=seed)
             self._last, outcome = result, robot.success()
             recording.result, recording.success = result, outcome.success
-        # What was predicted is judged against the scene as it was at the start.
+        # Predictions are judged against the scene at the start.
         robot.reset(episode.number)
         return {
             "failed": False,
@@ -167,20 +167,14 @@ def _key(scene: SceneConfig) -> SceneConfig:
     )
 
 
-def _about(episode: FlowEpisode) -> Row:
+def _describe(episode: FlowEpisode) -> Row:
     scene = episode.scene
-    return {
-        "id": episode.id,
-        "task": scene.task,
-        "family": episode.family,
-        "arm": scene.actor,
-        "shape": scene.shape,
-        "layouts": scene.layouts,
-        "colours": scene.colours,
-        "background": scene.background,
-        "number": episode.number,
-        "instruction": FLOW_TASKS[scene.task].instruction,
-    }
+    known = {name: getattr(scene, name) for name in ("shape", "layouts", "colours", "background")}
+    return (
+        {"id": episode.id, "task": scene.task, "family": episode.family, "arm": scene.actor}
+        | known
+        | {"number": episode.number, "instruction": FLOW_TASKS[scene.task].instruction}
+    )
 
 
 def _try_row(each: PlanTry, robot: FlowTabletop) -> Row:
@@ -195,7 +189,7 @@ def _try_row(each: PlanTry, robot: FlowTabletop) -> Row:
 
 
 def _swaps(planner: FlowPlanner, first: PlanRound, goals: dict[str, list[float]], seed: int) -> list[bool]:
-    """For each other instruction of the picture, whether the object goes nearest to where that says."""
+    """For each other instruction of the scene, whether the predicted object then ends nearest to its goal."""
     found = []
     for text in goals:
         if text == first.observation.instruction:

@@ -1,4 +1,4 @@
-"""`README.md` of a data set of 3D flow: the card that people and the Hugging Face hub read."""
+"""`README.md` of a data set of 3D flow, the card that the Hugging Face hub shows."""
 
 from __future__ import annotations
 
@@ -11,51 +11,40 @@ if TYPE_CHECKING:
 
 
 def dataset_card(info: DatasetInfo) -> str:
-    """Write the card."""
+    """The card as Markdown with a YAML header."""
     tally, numbers = info.tally, info.tally.statistics()
-    depth, moved = numbers["depth_m"], numbers["moved_m"]
+    splits = tally.count_by("split")
+    files = [line for split in splits for line in (f"  - split: {split}", f"    path: data/{split}-*.parquet")]
+    configs = ["configs:", "- config_name: default", "  data_files:", *files] if splits else []
+    quality = [f"| {name} | {mean:.4g} |" for name, mean in numbers["quality"].items()]
     lines = [
-        *_head(info),
+        *("---", *configs, "task_categories:", "- robotics", "tags:", "- 3d-flow", "---", ""),
         f"# {info.title}",
         "",
-        f"{info.clips} clips of 3D flow: a first picture with depth, camera and instruction, {info.grid} x {info.grid} "
+        f"{info.clips} clips of 3D flow: a first image with depth, camera and instruction, {info.grid} x {info.grid} "
         f"points of the object in it, and where these points are in each of {info.num_frames} future frames. No clip "
-        "has actions of a robot.",
+        "has robot actions.",
         "",
-        *_table("split", tally.count_by("split")),
+        *_table("split", splits),
         *_table("source", tally.count_by("source")),
         *_table("task", tally.count_by("task")),
         *_table("size in pixels", dict(sorted(tally.sizes.items()))),
         "| | min | 1 % | 50 % | 99 % | max |",
         "|---|---|---|---|---|---|",
-        f"| depth of points, m | {_cells(depth)} |",
-        f"| way of the object, m | {_cells(moved)} |",
+        f"| depth of points, m | {_cells(numbers['depth_m'])} |",
+        f"| displacement of the object, m | {_cells(numbers['moved_m'])} |",
         "",
         f"{100 * numbers['visible']:.1f} % of the future points are visible.",
         "",
-        *_quality(numbers["quality"]),
+        *(["| quality of the extraction | mean |", "|---|---|", *quality, ""] if quality else []),
         *READING,
     ]
     return "\n".join(lines) + "\n"
 
 
-def _head(info: DatasetInfo) -> list[str]:
-    splits = info.tally.count_by("split")
-    files = [
-        line for split in splits for line in (f"  - split: {split}", f"    path: data/{split}-*.parquet") if splits
-    ]
-    configs = ["configs:", "- config_name: default", "  data_files:", *files] if splits else []
-    return ["---", *configs, "task_categories:", "- robotics", "tags:", "- 3d-flow", "---", ""]
-
-
 def _table(name: str, counts: Mapping[str, int]) -> list[str]:
     rows = [f"| {key or '-'} | {count} |" for key, count in counts.items()]
     return [f"| {name} | clips |", "|---|---|", *rows, ""] if rows else []
-
-
-def _quality(means: Mapping[str, float]) -> list[str]:
-    rows = [f"| {name} | {mean:.4g} |" for name, mean in means.items()]
-    return ["| quality of the extraction | mean |", "|---|---|", *rows, ""] if rows else []
 
 
 def _cells(marks: Mapping[str, float | None]) -> str:
@@ -74,7 +63,6 @@ READING = [
     "",
     'or `datasets.load_dataset("this folder")`. `points` holds u, v in pixels and z in metres of each query point, '
     "`flow` the same and a visibility from 0 to 1 by frame and point, both flat, rows of the grid first. `depth` is "
-    "a 16-bit picture in units of `depth_unit_m` metres, 0 where it is not known. `K` and `T_world_cam` are the "
-    "camera's matrices, row by row; the camera looks along z, with x to the right and y down.",
+    "a 16-bit image in units of `depth_unit_m` metres, 0 where it is unknown. `K` and `T_world_cam` are the "
+    "camera's matrices in row-major order; the camera looks along z, with x to the right and y down.",
 ]
-"""How to read the data."""

@@ -1,4 +1,4 @@
-"""Clips with an error that all of them share, to learn from labels that are wrong in a known way."""
+"""Clips with a known error that all of them share, such as that of a drifting tracker."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def drifted_clips(path: str, split: str = "", drift_cm: Sequence[float] = (0.0, 0.0, 0.0)) -> list[FlowClip]:
-    """The clips of a folder as a tracker that drifts would have found them, for `data.function`."""
+    """The clips of a folder with the flow of a drifting tracker; a `function` of `ClipSetConfig`."""
     if len(drift_cm) != 3 or not np.isfinite(drift_cm).all():
         raise UserError(f"drift_cm is {list(drift_cm)}; must be three finite numbers: right, down and forward")
     return [drifted(clip, drift_cm) for clip in FlowReader(path, split=split or None)]
 
 
 def drifted(clip: FlowClip, drift_cm: Sequence[float]) -> FlowClip:
-    """A clip whose points slide away from where they are, evenly up to the last frame."""
+    """A clip whose points drift linearly, by `drift_cm` (right, down, forward) in the last frame."""
     share = np.arange(1, len(clip.flow) + 1) / len(clip.flow)
     points = lift(clip.flow[..., :VISIBLE], clip.observation.K)
     moved = points + share[:, None, None, None] * np.asarray(drift_cm, dtype=np.float64) / 100

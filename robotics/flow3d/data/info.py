@@ -1,4 +1,4 @@
-"""`info.json` of a data set of 3D flow: what it is, what is in it, and which shards hold it."""
+"""`info.json` of a data set of 3D flow."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ INFO = "info.json"
 
 @dataclass
 class DatasetInfo:
-    """What a data set says of itself."""
+    """Shape, statistics and shards of a data set."""
 
     num_frames: int
     """T, frames of a flow."""
     grid: int
     """N, query points a side."""
     title: str = "3D flow"
-    """Of the card."""
+    """Title of the card."""
     tally: Tally = field(default_factory=Tally)
-    """What its clips come to."""
+    """Counts over its clips."""
     shards: dict[str, int] = field(default_factory=dict)
     """Clips of each shard by its path within the folder."""
 
@@ -41,16 +41,16 @@ class DatasetInfo:
         return sum(self.shards.values())
 
     def encoding(self, **fields: Any) -> FlowEncoding:
-        """How to write these flows for a network: T and N of the data, depths from their 1 % to their 99 % quantile.
+        """The encoding of these flows: T and N of the data, depths from their 1 % to their 99 % quantile.
 
         Args:
-            fields: other fields of `FlowEncoding`, which win.
+            fields: fields of `FlowEncoding` that override these.
 
         Returns:
             The encoding.
 
         Raises:
-            UserError: there is no clip yet whose depths could tell.
+            UserError: there are no clips yet.
         """
         low, high = (quantile_of(self.tally.depth_mm, share) for share in (0.01, 0.99))
         if low is None or high is None:
@@ -60,15 +60,9 @@ class DatasetInfo:
         return FlowEncoding(**(known | fields))
 
     def check_encoding(self, encoding: FlowEncoding, where: str) -> None:
-        """Refuse a model for other flows than these.
-
-        Raises:
-            UserError: T or N differ.
-        """
-        for name, have, want in (
-            ("num_frames", self.num_frames, encoding.num_frames),
-            ("grid", self.grid, encoding.grid),
-        ):
+        """Raise UserError where T or N of a model differ."""
+        for name in ("num_frames", "grid"):
+            have, want = getattr(self, name), getattr(encoding, name)
             if have != want:
                 raise UserError(
                     f"{where} has flows with {name}={have}, the model's encoding has {name}={want}; extract the clips "
@@ -96,11 +90,7 @@ class DatasetInfo:
 
     @classmethod
     def read(cls, folder: Path) -> DatasetInfo:
-        """Read `info.json`; the tally stays empty, for the shards carry it.
-
-        Raises:
-            UserError: it is missing or damaged, or of another format or version.
-        """
+        """Read `info.json`, with an empty tally, which the shards store; raises UserError for another version."""
         path = folder / INFO
         content = read_json_object(path)
         if content.get("format") != FORMAT or content.get("version") != VERSION:

@@ -1,4 +1,4 @@
-"""Reading of 3D flow: clip by clip in an order that follows from a seed, of which only a few are in memory."""
+"""Reads clips of 3D flow one by one, in order or shuffled by a seed, with few in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,17 +19,16 @@ from robotics.data.metadata import named_errors
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.data.info import DatasetInfo
 from robotics.flow3d.data.rows import clip_of, rows_of
-from robotics.flow3d.data.shards import read_group, read_tally, shard_errors, shards
+from robotics.flow3d.data.shards import SHARD, numbered, read_group, read_tally, shard_errors
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from robotics.flow3d.encoding import FlowEncoding
 
+COLUMNS = ("split", "source", "task")
 KEPT_GROUPS = 4
-"""Row groups that single clips are taken from without reading them again."""
-Place = tuple[int, int, int]
-"""Number of the shard, of the row group in it and of the row in that."""
+"""Row groups kept in memory for access to single clips."""
 
 
 class FlowReader(Sequence[FlowClip]):
@@ -41,10 +40,10 @@ class FlowReader(Sequence[FlowClip]):
 
     Args:
         folder: of the data set.
-        split: only this one; all when None.
-        sources: only these; all when None.
-        tasks: only these; all when None.
-        encoding: of the model that is to learn from it; None checks nothing.
+        split: only this split; all when None.
+        sources: only these sources; all when None.
+        tasks: only these tasks; all when None.
+        encoding: of the model to be trained, whose T and N must match; None skips this check.
 
     Raises:
         UserError: no such data set, a shard is missing or damaged, T or N are not the encoding's, or nothing is
@@ -62,7 +61,7 @@ class FlowReader(Sequence[FlowClip]):
     ) -> None:
         self.folder = expanded(Path(folder))
         self.info = DatasetInfo.read(self.folder)
-        """What the data set says of itself, with the counts of all its clips."""
+        """The data set's description, with counts over all its clips."""
         if encoding is not None:
             self.info.check_encoding(encoding, str(self.folder))
         self._shards = self._find_shards()
@@ -78,13 +77,7 @@ class FlowReader(Sequence[FlowClip]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> FlowClip: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[FlowClip]: ...
-
-    def __getitem__(self, index: int | slice) -> FlowClip | list[FlowClip]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         shard, group, row = self._places[index]
@@ -94,22 +87,21 @@ class FlowReader(Sequence[FlowClip]):
         return (self._clip(row, path) for row, path in self._rows(range(len(self._shards))))
 
     def shuffled(self, seed: int, *, epoch: int = 0, buffer: int = 256, skip: int = 0) -> Iterator[FlowClip]:
-        """Every selected clip once, in an order that follows from seed, epoch and buffer.
+        """Every selected clip once, in an order determined by seed, epoch and buffer.
 
-        Shards come in random order; of their clips, as many as the buffer holds are in memory, not decoded, and each
-        clip that is given out is drawn from these.
+        Shards come in random order; each clip is drawn from a buffer of undecoded clips.
 
         Args:
             seed: of the order.
             epoch: another order for each.
             buffer: clips in memory; with 1 only the shards are shuffled.
-            skip: clips at the beginning that are left out, to go on where a run ended.
+            skip: clips skipped at the start, to resume an epoch.
 
         Returns:
             Iterator over the clips.
 
         Raises:
-            UserError: `buffer` is less than 1, or, on the way, a shard is damaged.
+            UserError: `buffer` is less than 1, or a shard turns out to be damaged.
         """
         if buffer < 1:
             raise UserError(f"buffer is {buffer}; must be at least 1")
@@ -119,19 +111,19 @@ class FlowReader(Sequence[FlowClip]):
         return (self._clip(row, path) for row, path in itertools.islice(drawn, skip, None))
 
     def fingerprint(self) -> str:
-        """Digest of the selection and the sizes of the shards: tells whether a run resumes on the same data."""
+        """Digest of the selection and the sizes of the shards, to check that a run resumes on the same data."""
         sizes = [(path.name, path.stat().st_size) for path in self._shards]
         wanted = sorted((group, sorted(names)) for group, names in self._wanted.items())
         return hashlib.sha256(repr((sizes, wanted)).encode()).hexdigest()[:16]
 
     def instructions(self) -> list[str]:
-        """The distinct instructions of the selected clips, in order; no picture is read."""
+        """The distinct instructions of the selected clips, in order, read without images."""
         tables = (table for path in self._shards for _, table in self._tables(path, [*COLUMNS, "instruction"]))
         rows = (cells for table in tables for cells in table.to_pylist())
         return list(dict.fromkeys(cells["instruction"] for cells in rows if self._is_wanted(cells)))
 
     def _find_shards(self) -> list[Path]:
-        found = [path for _, _, path in shards(self.folder)]
+        found = [path for _, _, path in numbered(self.folder, SHARD)]
         missing = [name for name in self.info.shards if self.folder / name not in found]
         if missing:
             raise UserError(f"{self.folder} lacks the shard {missing[0]} that info.json names ({len(missing)} missing)")
@@ -147,7 +139,8 @@ class FlowReader(Sequence[FlowClip]):
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise UserError(f"{self.folder} has no {group} {name!r}; {hint}it has {', '.join(known) or 'no clips'}")
 
-    def _select(self) -> Iterator[Place]:
+    def _select(self) -> Iterator[tuple[int, int, int]]:
+        """Indices of shard, row group and row of each selected clip."""
         for number, path in enumerate(self._shards):
             for group, table in self._tables(path, list(COLUMNS)):
                 for row, cells in enumerate(table.to_pylist()):
@@ -201,10 +194,7 @@ def _draw(
         if len(held) < buffer:
             held.append(row)
             continue
-        place = int(rng.integers(buffer))
-        out, held[place] = held[place], row
+        index = int(rng.integers(buffer))
+        out, held[index] = held[index], row
         yield out
-    yield from (held[place] for place in rng.permutation(len(held)).tolist())
-
-
-COLUMNS = ("split", "source", "task")
+    yield from (held[index] for index in rng.permutation(len(held)).tolist())

@@ -1,15 +1,15 @@
-"""One clip as a row of a table, and back.
+"""Clips as rows of a table, their counts, and the description of a data set.
 
 | column | type | meaning |
 |---|---|---|
-| split, source, task, instruction | string | `source` says where the clip is from, `task` which task it shows |
+| split, source, task, instruction | string | `source` is the origin of the clip |
 | rgb | PNG | first frame, H x W x 3 |
 | depth | PNG, 16 bit | depth along the camera's axis in units of `depth_unit_m`; 0 is a hole |
 | depth_unit_m | float64 | metres of one unit of `depth` |
-| mask | PNG or null | 255 on pixels of the object |
+| mask | PNG or null | 255 on the object |
 | width, height | int32 | pixels of the first frame |
-| K | float64[9] | intrinsics in pixels, row by row |
-| T_world_cam | float64[16] | pose of the camera, OpenCV axes, row by row |
+| K | float64[9] | intrinsics in pixels, row-major |
+| T_world_cam | float64[16] | pose of the camera, OpenCV axes, row-major |
 | points | float32[N * N * 3] | query points: u, v in pixels, z in metres; grid rows first |
 | flow | float32[T * N * N * 4] | future points: u, v, z, visibility |
 | quality, meta | string | JSON objects: statistics of the extraction, and anything else |
@@ -28,6 +28,7 @@ from mmrl.hub.images import ImageError, decode_image
 from robotics.data.clips import encode_png
 from robotics.data.tables import data_schema
 from robotics.flow3d.clip import FlowClip, Observation
+from robotics.flow3d.geometry import DepthArray
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LARGEST_CODE = 2**16 - 1
-"""Greatest value of a 16-bit depth picture."""
+"""Greatest value of a 16-bit depth image."""
 ARRAYS = ("points", "flow")
 TEXTS = ("split", "source", "task", "instruction", "quality", "meta")
 
@@ -55,13 +56,8 @@ def clip_schema(num_frames: int, grid: int) -> pa.Schema:
     return data_schema(features)
 
 
-def depth_unit(depth_m: NDArray[np.float32], finest_m: float) -> float:
-    """Unit of a 16-bit depth picture: the finest of 1, 2, 5, 10, ... times `finest_m` that holds the greatest depth.
-
-    Args:
-        depth_m: (H, W); 0, NaN and infinite values are holes.
-        finest_m: smallest unit.
-    """
+def depth_unit(depth_m: DepthArray, finest_m: float) -> float:
+    """The finest of 1, 2, 5, 10, ... times `finest_m` in which a 16-bit image holds the greatest depth of (H, W)."""
     greatest = float(np.max(depth_m, initial=0.0, where=np.isfinite(depth_m)))
     for power in range(10):
         for factor in (1, 2, 5):
@@ -85,9 +81,9 @@ def row_of(clip: FlowClip, split: str, finest_unit_m: float) -> dict[str, Any]:
         "source": clip.source,
         "task": str(clip.meta.get("task", "")),
         "instruction": seen.instruction,
-        "rgb": _picture(seen.rgb),
-        "depth": _picture(np.rint(known / unit).astype(np.uint16)),
-        "mask": None if mask is None else _picture(mask),
+        "rgb": _png(seen.rgb),
+        "depth": _png(np.rint(known / unit).astype(np.uint16)),
+        "mask": None if mask is None else _png(mask),
         "depth_unit_m": unit,
         "width": seen.size_px[0],
         "height": seen.size_px[1],
@@ -126,14 +122,14 @@ def clip_of(row: Mapping[str, Any]) -> FlowClip:
 
 
 def batch_of(row: dict[str, Any], schema: pa.Schema) -> pa.RecordBatch:
-    """One row as a batch of a schema."""
+    """One row as a batch."""
     import pyarrow as pa
 
     return pa.RecordBatch.from_pylist([row], schema=schema)
 
 
 def rows_of(table: pa.Table) -> list[dict[str, Any]]:
-    """The inverse of `batch_of` for many rows; points and flow stay arrays, which take an eighth of a list."""
+    """Rows of a table; points and flow stay arrays, which need an eighth of a list's memory."""
     arrays = [name for name in ARRAYS if name in table.column_names and not table[name].null_count]
     rows: list[dict[str, Any]] = table.drop_columns(arrays).to_pylist()
     for name in arrays if rows else []:
@@ -143,7 +139,7 @@ def rows_of(table: pa.Table) -> list[dict[str, Any]]:
     return rows
 
 
-def _picture(pixels: NDArray[Any]) -> dict[str, Any]:
+def _png(pixels: NDArray[Any]) -> dict[str, Any]:
     return {"bytes": encode_png(pixels), "path": None}
 
 

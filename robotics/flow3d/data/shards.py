@@ -1,7 +1,8 @@
-"""Parquet shards that say themselves what is in them, and the journal of one that is not finished.
+"""Writes clips of 3D flow so that every added clip survives a kill.
 
-A parquet file cannot be read before it is finished. Until then the clips of a shard lie in an Arrow stream, of which
-everything that was written completely can be read after a kill.
+A parquet file cannot be read before it is finished. Until then the clips of a shard are kept in a journal, an Arrow
+stream that can be read after a kill. A full journal becomes a shard, whose metadata holds the counts of its clips, and
+`info.json` and the card follow. Opening the folder for writing turns leftover journals into shards.
 """
 
 from __future__ import annotations
@@ -29,34 +30,15 @@ JOURNAL = re.compile(r"\.(\w+)-(\d{5,})\.journal")
 TALLY = b"flow3d"
 
 
-def shard_path(folder: Path, split: str, number: int) -> Path:
-    """Where a shard lies."""
-    return folder / FOLDER / f"{split}-{number:05d}.parquet"
-
-
-def journal_path(folder: Path, split: str, number: int) -> Path:
-    """Where the clips of an unfinished shard lie."""
-    return folder / FOLDER / f".{split}-{number:05d}.journal"
-
-
-def shards(folder: Path) -> list[tuple[str, int, Path]]:
-    """Finished shards of a data set: split, number and path, in order."""
-    return _numbered(folder, SHARD)
-
-
-def journals(folder: Path) -> list[tuple[str, int, Path]]:
-    """Journals that were left by an interrupted writer: split, number and path, in order."""
-    return _numbered(folder, JOURNAL)
-
-
-def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[str, int, Path]]:
+def numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[str, int, Path]]:
+    """Split, number and path of the files that match SHARD or JOURNAL, in order."""
     paths = (folder / FOLDER).iterdir() if (folder / FOLDER).is_dir() else ()
     found = [(pattern.fullmatch(path.name), path) for path in paths]
     return sorted((match[1], int(match[2]), path) for match, path in found if match)
 
 
 def journal_batches(path: Path) -> list[pa.RecordBatch]:
-    """Clips of a journal, one a batch, up to where its writer was interrupted."""
+    """Clips of a journal, one a batch, up to the point of interruption."""
     import pyarrow as pa
 
     batches: list[pa.RecordBatch] = []
@@ -70,7 +52,7 @@ def journal_batches(path: Path) -> list[pa.RecordBatch]:
 
 
 def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: Tally, group_size: int) -> None:
-    """Write a shard at once."""
+    """Write a shard atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -87,13 +69,13 @@ def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: Tally, gro
 
 
 def read_tally(path: Path) -> Tally:
-    """What is in a shard, from the description at its end."""
+    """Counts of a shard's clips, from its metadata."""
     import pyarrow.parquet as pq
 
     with shard_errors(path):
         metadata = pq.read_schema(path).metadata or {}
         if TALLY not in metadata:
-            raise UserError(f"{path} is parquet, but no shard of 3D flow: its metadata has no {TALLY.decode()!r}")
+            raise UserError(f"{path} is parquet, but not a shard of 3D flow: its metadata has no {TALLY.decode()!r}")
         return Tally.from_json(json.loads(metadata[TALLY]))
 
 
@@ -107,7 +89,7 @@ def read_group(path: Path, number: int, columns: Sequence[str] | None = None) ->
 
 @contextmanager
 def shard_errors(path: Path) -> Iterator[None]:
-    """Name the file in whatever a damaged one raises."""
+    """Name the file in the errors of a damaged one."""
     import pyarrow as pa
 
     try:

@@ -1,6 +1,6 @@
-"""What is in some clips, as counts that add up: each shard carries its own, and a data set is their sum.
+"""Counts over clips. Each shard stores its own, and those of a data set are their sum.
 
-Depths and lengths are counted in bins of a millimetre, so that quantiles of any number of clips need no second look.
+Depths and lengths are counted in bins of a millimetre, so that quantiles need no second pass over the clips.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Tally:
     clips: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """Clips by split, source and task."""
     sizes: Counter[str] = field(default_factory=Counter)
-    """Clips by size of the picture, as width x height."""
+    """Clips by image size, as width x height."""
     depth_mm: Counter[int] = field(default_factory=Counter)
-    """Depths of query and future points."""
+    """Histogram of depths of query and future points."""
     moved_mm: Counter[int] = field(default_factory=Counter)
-    """How far the object went: the median over the points of a clip between first and last frame."""
+    """Histogram of the displacement of the median point between first and last frame."""
     visible: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Sum and count of visibility."""
     quality: dict[str, list[float]] = field(default_factory=dict)
-    """Sum and count of each number of `FlowClip.quality`; NaN does not count."""
+    """Sum and count of each finite number of `FlowClip.quality`."""
 
     def add(self, row: Mapping[str, Any], quality: Mapping[str, float]) -> None:
-        """Count one more clip."""
+        """Count a clip."""
         self.clips[row["split"], row["source"], row["task"]] += 1
         self.sizes[f"{row['width']}x{row['height']}"] += 1
         points = np.asarray(row["points"], dtype=np.float64).reshape(-1, 3)
@@ -67,7 +67,7 @@ class Tally:
             one[1] += count
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """JSON that `from_json` reads."""
         return {
             "clips": [[*key, count] for key, count in sorted(self.clips.items())],
             "sizes": dict(self.sizes),
@@ -79,7 +79,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Tally:
-        """The inverse of `to_json`; raises KeyError, TypeError or ValueError where it is something else."""
+        """The inverse of `to_json`; raises KeyError, TypeError or ValueError for other content."""
         return cls(
             Counter({(split, source, task): count for split, source, task, count in content["clips"]}),
             Counter(content["sizes"]),
@@ -91,13 +91,13 @@ class Tally:
 
     def count_by(self, group: str) -> dict[str, int]:
         """Clips by `split`, `source` or `task`, sorted by name."""
-        place, counts = GROUPS.index(group), Counter[str]()
+        index, counts = GROUPS.index(group), Counter[str]()
         for key, count in self.clips.items():
-            counts[key[place]] += count
+            counts[key[index]] += count
         return dict(sorted(counts.items()))
 
     def statistics(self) -> dict[str, Any]:
-        """Numbers of `info.json`: quantiles of depth and of the way in metres, visible share, means of quality."""
+        """Quantiles of depth and displacement in metres, share of visible points, means of quality."""
         marks = {"min": 0.0, "q01": 0.01, "q50": 0.5, "q99": 0.99, "max": 1.0}
         return {
             "depth_m": {name: quantile_of(self.depth_mm, share) for name, share in marks.items()},
@@ -108,13 +108,13 @@ class Tally:
 
 
 def quantile_of(bins: Mapping[int, int], share: float) -> float | None:
-    """Smallest length that at least a share of the counted ones do not exceed."""
+    """Smallest length in metres that at least a share of the counted ones do not exceed."""
     if not bins:
         return None
     lengths = np.array(sorted(bins))
     below = np.cumsum([bins[length] for length in lengths])
-    place = int(np.searchsorted(below, max(share * below[-1], 1)))
-    return round((float(lengths[min(place, len(lengths) - 1)]) + 0.5) * BIN_M, 6)
+    index = min(int(np.searchsorted(below, max(share * below[-1], 1))), len(lengths) - 1)
+    return round((float(lengths[index]) + 0.5) * BIN_M, 6)
 
 
 def _bins(lengths_m: Any) -> Counter[int]:

@@ -1,8 +1,4 @@
-"""Writing of 3D flow: a clip at a time, and what was added is there after a kill at any moment.
-
-Each clip is first appended to a journal; a full journal becomes a shard, `info.json` and the card follow. Whoever opens
-the folder for writing again turns what an interrupted writer left into shards.
-"""
+"""Writes clips of 3D flow, see `robotics.flow3d.data.shards`."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
@@ -19,13 +15,13 @@ from robotics.flow3d.data.card import dataset_card
 from robotics.flow3d.data.info import INFO, DatasetInfo
 from robotics.flow3d.data.rows import batch_of, clip_schema, row_of, rows_of
 from robotics.flow3d.data.shards import (
+    FOLDER,
+    JOURNAL,
+    SHARD,
     SPLIT,
     journal_batches,
-    journal_path,
-    journals,
+    numbered,
     read_tally,
-    shard_path,
-    shards,
     write_shard,
 )
 from robotics.flow3d.data.tally import Tally
@@ -38,26 +34,30 @@ if TYPE_CHECKING:
     from robotics.flow3d.clip import FlowClip
 
 
+COUNTED = ["split", "source", "task", "width", "height", "points", "flow", "K", "quality"]
+"""Columns that `Tally.add` reads."""
+
+
 @dataclass(frozen=True)
 class ShardSettings:
-    """How clips become files."""
+    """Sizes and units of the files."""
 
     clips_per_shard: int = bounded(256, at_least=1)
-    """Clips of a finished shard; the last one of a writer may have fewer."""
+    """Clips a shard; the last one may have fewer."""
     clips_per_group: int = bounded(16, at_least=1)
-    """Clips that are read together; fewer make single clips quicker to reach."""
+    """Clips that are read together; with fewer, access to single clips is faster."""
     depth_unit_m: float = bounded(1e-4, above=0)
-    """Finest unit of depth. A clip whose depths go beyond 65535 of them gets a coarser one."""
+    """Finest unit of depth; a clip with depths above 65535 units gets a coarser one."""
 
 
 class _Journal:
-    """Clips of a shard that is not finished yet."""
+    """Clips of an unfinished shard."""
 
     def __init__(self, folder: Path, split: str, number: int, schema: pa.Schema) -> None:
         import pyarrow as pa
 
         self.split, self.number = split, number
-        self.path, self.clips = journal_path(folder, split, number), 0
+        self.path, self.clips = folder / FOLDER / f".{split}-{number:05d}.journal", 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb")
         self._stream = pa.ipc.new_stream(self._file, schema)
@@ -111,20 +111,20 @@ class FlowWriter:
         self._write_summary()
 
     def add(self, clip: FlowClip, *, split: str = "train") -> None:
-        """Append a clip; from then on it survives a kill.
+        """Append a clip, which then survives a kill.
 
         Args:
             clip: with T and N of the data set. The task is its `meta["task"]`.
             split: letters, digits and underscores.
 
         Raises:
-            UserError: T or N differ, the name of the split is no such, or the clip holds what cannot be stored.
+            UserError: T or N differ, the split has an invalid name, or the clip cannot be stored.
         """
         shape = (self.info.num_frames, self.info.grid, self.info.grid, 4)
         if clip.flow.shape != shape:
             raise UserError(f"the clip's flow has the shape {clip.flow.shape}; {self.folder} has flows of {shape}")
         if not SPLIT.fullmatch(split):
-            raise UserError(f"the split is called {split!r}; must be letters, digits and underscores, such as train")
+            raise UserError(f"split is {split!r}; must be letters, digits and underscores, such as train")
         row = row_of(clip, split, self.settings.depth_unit_m)
         journal = self._journals.get(split) or self._new_journal(split)
         journal.add(batch_of(row, self._schema))
@@ -158,7 +158,7 @@ class FlowWriter:
         return DatasetInfo(num_frames, grid) if title is None else DatasetInfo(num_frames, grid, title)
 
     def _count_shards(self) -> None:
-        for split, number, path in shards(self.folder):
+        for split, number, path in numbered(self.folder, SHARD):
             self._count(split, number, path, read_tally(path))
 
     def _count(self, split: str, number: int, path: Path, tally: Tally) -> None:
@@ -167,10 +167,9 @@ class FlowWriter:
         self._numbers[split] = max(number + 1, self._numbers.get(split, 0))
 
     def _recover(self) -> None:
-        for split, number, path in journals(self.folder):
-            target = shard_path(self.folder, split, number)
-            # Where the shard is there too, the kill came between the two.
-            if not target.exists() and (batches := journal_batches(path)):
+        for split, number, path in numbered(self.folder, JOURNAL):
+            # The writer may have been killed after writing the shard and before removing its journal.
+            if not self._shard_path(split, number).exists() and (batches := journal_batches(path)):
                 self._seal(split, number, batches)
             path.unlink()
 
@@ -188,20 +187,18 @@ class FlowWriter:
     def _seal(self, split: str, number: int, batches: Sequence[pa.RecordBatch]) -> None:
         import pyarrow as pa
 
-        path, tally = shard_path(self.folder, split, number), Tally()
+        path, tally = self._shard_path(split, number), Tally()
         for row in (row for batch in batches for row in rows_of(pa.table(batch.select(COUNTED)))):
-            tally.add(row, _numbers(json.loads(row["quality"])))
+            quality = {
+                name: value for name, value in json.loads(row["quality"]).items() if isinstance(value, int | float)
+            }
+            tally.add(row, quality)
         write_shard(path, batches, tally, self.settings.clips_per_group)
         self._count(split, number, path, tally)
+
+    def _shard_path(self, split: str, number: int) -> Path:
+        return self.folder / FOLDER / f"{split}-{number:05d}.parquet"
 
     def _write_summary(self) -> None:
         self.info.write(self.folder)
         write_atomically(self.folder / "README.md", dataset_card(self.info))
-
-
-def _numbers(quality: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in quality.items() if isinstance(value, int | float)}
-
-
-COUNTED = ["split", "source", "task", "width", "height", "points", "flow", "K", "quality"]
-"""Columns that `Tally.add` looks at."""

@@ -4,8 +4,8 @@
 
     clip = FlowExtractor().extract(read_rgbd_folder("my_video"))
 
-An extractor is a detector, a tracker and a source of depth, see `robotics.flow3d.extract.protocols`. The defaults,
-`RevealedDepth` and `RigidChain`, need a depth camera that stands still and nothing else.
+An extractor consists of a detector, a tracker and a source of depth (`robotics.flow3d.extract.protocols`). The
+defaults, `RevealedDepth` and `RigidChain`, need only a depth camera that does not move.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from mmrl.lazy import lazy_names
 _NAMES = {
     "robotics.flow3d.extract.building": ("build_from_folder", "build_from_lerobot", "build_from_scenes"),
     "robotics.flow3d.extract.callables": ("FunctionDepth", "FunctionDetector", "FunctionTracker"),
-    "robotics.flow3d.extract.classical_flow": ("ClassicalFlow",),
     "robotics.flow3d.extract.depth_model": ("ModelDepth",),
     "robotics.flow3d.extract.depth_noise": ("DenoisedDepth", "SensorDepth"),
     "robotics.flow3d.extract.early_motion": ("EarlyMotion",),
-    "robotics.flow3d.extract.extractor": ("FlowExtractor", "QualityLimits", "extract_clips"),
+    "robotics.flow3d.extract.extractor": ("FlowExtractor", "QualityLimits"),
     "robotics.flow3d.extract.folder": ("read_rgbd_folder",),
     "robotics.flow3d.extract.lerobot": ("LeRobotVideos",),
     "robotics.flow3d.extract.model_masks": ("GroundedMask", "SegmentedBox", "WithoutGripper"),
     "robotics.flow3d.extract.protocols": ("DepthSource", "Detector", "Tracker", "Tracks"),
     "robotics.flow3d.extract.revealed_depth": ("RevealedDepth",),
     "robotics.flow3d.extract.rigid_chain": ("RigidChain",),
-    "robotics.flow3d.extract.score": ("score_detector", "score_tracker"),
     "robotics.flow3d.extract.simulated": ("SimSegmentation", "SimState"),
     "robotics.flow3d.extract.video": ("REASONS", "RejectedVideo", "RgbdVideo", "VideoTruth"),
 }

@@ -1,9 +1,9 @@
-"""How far the extractors are from the simulator's truth, on films of the suite's own scenes.
+"""Errors of the extractors against the simulator, on videos of the suite's scenes.
 
     python -m robotics.flow3d.extract.benchmark --output runs/flow3d-extractors
 
-writes `extractors.json` with every film, `extractors.md` with the table and `extractors.png`. Detectors are judged by
-their masks; trackers on a grid over the true mask, so that the detector does not count.
+writes `extractors.json` with every video, `extractors.md` with the table and `extractors.png`. Detectors are judged by
+their masks, trackers on a grid over the true mask, so that the detector does not matter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +22,17 @@ from mmrl.errors import RunError, UserError
 from mmrl.files import replaced, write_atomically
 from robotics.data.layout import write_json
 from robotics.flow3d.extract.building import FILMED_ACTORS
-from robotics.flow3d.extract.classical_flow import ClassicalFlow
+from robotics.flow3d.extract.classical_flow import grey_frames, klt_tracks
 from robotics.flow3d.extract.early_motion import EarlyMotion
+from robotics.flow3d.extract.protocols import Tracks
 from robotics.flow3d.extract.revealed_depth import RevealedDepth
 from robotics.flow3d.extract.rigid_chain import RigidChain
 from robotics.flow3d.extract.score import score_detector, score_tracker
 from robotics.flow3d.extract.video import RejectedVideo
+from robotics.flow3d.geometry import BoolArray, FloatArray
 
 if TYPE_CHECKING:
+    from robotics.flow3d.extract.protocols import Detector, Tracker
     from robotics.flow3d.extract.video import RgbdVideo
 
 Row = dict[str, Any]
@@ -41,14 +44,7 @@ def compare_extractors(
     films: int = 1,
     backends: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Judge backends on every task with every filmed actor.
-
-    Args:
-        sizes_px: sides of the pictures.
-        noises: standard deviations of the relative error of each pixel's depth.
-        films: of each task and actor.
-        backends: keys of `BACKENDS`; all when empty.
-    """
+    """Judge backends on every task and actor; `noises` are relative standard deviations of each pixel's depth."""
     for size in sizes_px:
         for number, filmed in enumerate(_films(size, films)):
             film = replace(filmed, gripper_mask=None)  # which no user has
@@ -105,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Plot overlap of masks and errors of flow, a dot a film."""
+    """Plot overlap of masks and errors of flow, a dot a video."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -115,7 +111,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     names = list(dict.fromkeys(row["backend"] for row in rows))
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     for axis, (name, title) in zip(axes, PANELS.items(), strict=True):
-        for place, backend in enumerate(names):
+        for position, backend in enumerate(names):
             for at, (size, noise) in enumerate(groups):
                 values = [
                     row[name]
@@ -124,8 +120,10 @@ def draw(rows: Sequence[Row], file: Path) -> None:
                     and row[name] is not None
                 ]
                 spread = np.random.default_rng(0).uniform(-0.07, 0.07, len(values))
-                x = at + 0.26 * (place - (len(names) - 1) / 2)
-                axis.scatter(x + spread, values, s=12, alpha=0.6, color=f"C{place}", label=backend if at == 0 else None)
+                x = at + 0.26 * (position - (len(names) - 1) / 2)
+                axis.scatter(
+                    x + spread, values, s=12, alpha=0.6, color=f"C{position}", label=backend if at == 0 else None
+                )
                 if values:
                     axis.plot([x - 0.1, x + 0.1], [np.median(values)] * 2, color="black", linewidth=2)
         axis.set_xticks(range(len(groups)), [f"{size} px\n{100 * noise:g} % noise" for size, noise in groups])
@@ -160,7 +158,7 @@ def _films(size_px: int, count: int) -> Iterator[RgbdVideo]:
 
 
 def _filmed(demonstrator: Any, first_seed: int, count: int) -> Iterator[RgbdVideo]:
-    """The first episodes from a seed on that can be shown."""
+    """Videos of the first episodes from a seed on that the actor can demonstrate."""
     found = 0
     for seed in range(first_seed, first_seed + TRIES * count):
         demonstrator.scene.reset(seed)
@@ -171,7 +169,7 @@ def _filmed(demonstrator: Any, first_seed: int, count: int) -> Iterator[RgbdVide
         yield film
         if (found := found + 1) == count:
             return
-    raise UserError(f"of {TRIES * count} episodes only {found} can be shown")
+    raise UserError(f"only {found} of {TRIES * count} episodes can be demonstrated")
 
 
 def _noisy(film: RgbdVideo, noise: float, seed: int) -> RgbdVideo:
@@ -183,7 +181,7 @@ def _noisy(film: RgbdVideo, noise: float, seed: int) -> RgbdVideo:
 
 
 def _judge(name: str, video: RgbdVideo) -> Row:
-    detector, tracker = BACKENDS[name]()
+    detector, tracker = BACKENDS[name]
     found = score_detector(detector, video)
     row: Row = {"iou": found.iou, "precision": found.precision, "refused": found.rejected, "lost": False}
     try:
@@ -214,22 +212,22 @@ def _summary(key: tuple[str, int, float], rows: Sequence[Row]) -> Row:
     )
 
 
-def _offline() -> tuple[Any, Any]:
-    return RevealedDepth(), RigidChain()
+class ClassicalFlow:
+    """Tracker that follows each point on its own by Lucas-Kanade; the baseline."""
+
+    def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:
+        """Follow points; see `Tracker`. A lost point stays at its last position, hidden."""
+        tracks, alive = klt_tracks(grey_frames(video.rgb), uv_px)
+        return Tracks(tracks, alive.astype(np.float64))
 
 
-def _rule(method: str) -> Callable[[], tuple[Any, Any]]:
-    flow = ClassicalFlow(method)
-    return lambda: (EarlyMotion(flow), flow)
-
-
-BACKENDS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "revealed_depth + rigid_chain": _offline,
-    "paper's rule + KLT": _rule("klt"),
+BACKENDS: dict[str, tuple[Detector, Tracker]] = {
+    "revealed_depth + rigid_chain": (RevealedDepth(), RigidChain()),
+    "paper's rule + KLT": (EarlyMotion(ClassicalFlow()), ClassicalFlow()),
 }
-"""Detector and tracker by name; the simulator itself is what they are measured against."""
+"""Detector and tracker by name."""
 FOUND = 0.5
-"""Overlap of the masks from which an object counts as found."""
+"""Overlap of the masks above which an object counts as found."""
 TRIES = 10
 COLUMNS = (
     ("found", 2),

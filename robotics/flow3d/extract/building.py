@@ -5,15 +5,15 @@
       build: robotics.flow3d.extract.building:build_from_folder
       build_options: {videos: my_videos, grid: 4}
 
-Beside the shards, whose card has the statistics of the extraction, a folder gets `extraction.json`, which counts why
-videos were left out, and `strips/`, pictures of the first clips.
+Besides the shards, whose card has the statistics of the extraction, a folder gets `extraction.json`, which counts the
+reasons of rejected videos, and `strips/`, images of the first clips.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,11 @@ from robotics.flow3d.extract.video import RejectedVideo
 
 if TYPE_CHECKING:
     from robotics.flow3d.clip import FlowClip
+    from robotics.flow3d.extract.video import RgbdVideo
 
 LOGGER = logging.getLogger("mmrl")
 STRIPS = 12
 """Clips that are drawn."""
-REPORT = "extraction.json"
 
 
 def build_from_folder(
@@ -50,7 +50,7 @@ def build_from_folder(
     extractor_options: Mapping[str, Any] | None = None,
     title: str = "",
 ) -> Path:
-    """Extract the flow of RGB-D videos, each a folder as in `robotics.flow3d.extract.folder`.
+    """Extract the flow of RGB-D videos, each a folder as `read_rgbd_folder` reads it.
 
     Args:
         path: folder to write.
@@ -74,11 +74,10 @@ def build_from_folder(
 
     found = sorted(one.parent for one in expanded(Path(videos)).glob("*/camera.json"))
     if not found:
-        raise UserError(f"{videos} has no folder with a camera.json in it; see robotics.flow3d.extract.folder")
+        raise UserError(f"{videos} has no folder with a camera.json in it; see the docstring of read_rgbd_folder")
     chosen = _extractor(FlowEncoding(num_frames=num_frames, grid=grid), begin, extractor, extractor_options)
-    read = ((lambda one=one: read_rgbd_folder(one)) for one in found)
-    splits = _splits(len(found), held_out_share)
-    return write_clips(path, zip(splits, read, strict=True), chosen, title or f"3D flow of {Path(videos).name}")
+    read = [partial(read_rgbd_folder, one) for one in found]
+    return write_clips(path, _split(read, held_out_share), chosen, title or f"3D flow of {Path(videos).name}")
 
 
 def build_from_lerobot(
@@ -127,11 +126,9 @@ def build_from_lerobot(
     from robotics.flow3d.extract.lerobot import LeRobotVideos
 
     source = LeRobotVideos(dataset, camera=camera, depth=depth, K=K, depth_unit_m=depth_unit_m, T_world_cam=T_world_cam)
-    count = min(episodes, len(source)) if episodes else len(source)
     chosen = _extractor(FlowEncoding(num_frames=num_frames, grid=grid), begin, extractor, extractor_options)
-    read = ((lambda number=number: source[number]) for number in range(count))
-    splits = _splits(count, held_out_share)
-    return write_clips(path, zip(splits, read, strict=True), chosen, title or f"3D flow of {Path(dataset).name}")
+    read = [partial(source.__getitem__, index) for index in range(len(source))[: episodes or None]]
+    return write_clips(path, _split(read, held_out_share), chosen, title or f"3D flow of {Path(dataset).name}")
 
 
 def build_from_scenes(
@@ -149,40 +146,41 @@ def build_from_scenes(
     begin: str = "motion",
     first_picture: int = 0,
 ) -> Path:
-    """Film demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learnt.
+    """Record demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learnt.
 
     Args:
         path: folder to write.
         backend: offline (`revealed_depth` and `rigid_chain`), or simulator (its own masks and poses). With the same
-            other options both see the same films.
-        pictures: films of the split train.
-        held_out_pictures: films of the split held_out, whose layouts training data do not show.
+            other options both see the same videos.
+        pictures: videos of the split train.
+        held_out_pictures: videos of the split held_out, with layouts that training data do not show.
         tasks: keys of `FLOW_TASKS`; all when empty.
         actors: who may be in view; hand, free gripper and Panda when empty.
-        image_size: side of the pictures in pixels.
+        image_size: side of the images in pixels.
         depth_noise: standard deviation of the relative error of each pixel's depth.
         num_frames: T, frames of a flow.
         grid: N, query points a side.
         begin: of `FlowExtractor`.
-        first_picture: number of the first film of each split.
+        first_picture: number of the first video of each split.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: an unknown backend, task or actor, no film gives a clip, or the folder exists already.
+        UserError: an unknown backend, task or actor, no video gives a clip, or the folder exists already.
     """
     if backend not in BACKENDS:
         raise UserError(f"backend is {backend!r}; there are {', '.join(BACKENDS)}")
-    chosen = FlowExtractor(FlowEncoding(num_frames=num_frames, grid=grid), begin=begin, **BACKENDS[backend]())
-    filmed = _films(
-        {"train": pictures, "held_out": held_out_pictures}, first_picture, tasks, actors, image_size, depth_noise
-    )
-    return write_clips(path, filmed, chosen, f"Flow of tasks at a table, {backend} extraction")
+    chosen = FlowExtractor(FlowEncoding(num_frames=num_frames, grid=grid), begin=begin, **BACKENDS[backend])
+    counts = {"train": pictures, "held_out": held_out_pictures}
+    videos = _scene_videos(counts, first_picture, tasks, actors, image_size, depth_noise)
+    return write_clips(path, videos, chosen, f"Flow of tasks at a table, {backend} extraction")
 
 
-def write_clips(path: str, videos: Iterable[tuple[str, Any]], extractor: FlowExtractor, title: str) -> Path:
-    """Extract clips and write them with their statistics, pictures, card, and the reasons of those left out."""
+def write_clips(
+    path: str, videos: Iterable[tuple[str, Callable[[], RgbdVideo]]], extractor: FlowExtractor, title: str
+) -> Path:
+    """Extract clips of videos, each a split and a function that reads it, and write them with the extraction report."""
     if expanded(Path(path)).exists():
         raise UserError(f"{path} exists already; name another folder or remove it")
     refused: Counter[str] = Counter()
@@ -203,20 +201,21 @@ def write_clips(path: str, videos: Iterable[tuple[str, Any]], extractor: FlowExt
                 if count <= STRIPS:
                     _draw(draft / "strips" / f"{count - 1:03d}.png", clip)
         if not count:
-            raise UserError(f"none of {total} videos gives a clip: {dict(refused)}; see REASONS in extract/video.py")
-        write_json({"videos": total, "clips": count, "left_out": dict(refused), "numbers": numbers}, draft / REPORT)
+            raise UserError(f"none of {total} videos gives a clip: {dict(refused)}; see extract.REASONS")
+        report = {"videos": total, "clips": count, "left_out": dict(refused), "numbers": numbers}
+        write_json(report, draft / "extraction.json")
     LOGGER.info("%d clips of %d videos; left out: %s", count, total, dict(refused) or "none")
     return Path(path)
 
 
-def _films(
+def _scene_videos(
     counts: Mapping[str, int],
     first: int,
     tasks: Sequence[str],
     actors: Sequence[str],
     image_size: int,
     depth_noise: float,
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, Callable[[], RgbdVideo]]]:
     from robotics.flow3d.scenes.demonstrations import DemonstrationConfig, films
     from robotics.flow3d.scenes.scene import SceneConfig
     from robotics.flow3d.scenes.tasks import FLOW_TASKS
@@ -225,13 +224,11 @@ def _films(
         scene = SceneConfig(layouts=split, width=image_size, height=image_size, depth_noise=depth_noise)
         config = DemonstrationConfig(tuple(tasks or FLOW_TASKS), tuple(actors or FILMED_ACTORS), scene=scene)
         skipped: list[str] = []
-        numbers = range(first, first + count)
-        for video in films(numbers, config, on_skip=partial(_note, skipped)):
+        for video in films(range(first, first + count), config, on_skip=partial(_note, skipped)):
             # The simulator's mask of the gripper is nothing that an extractor would have.
-            shown = replace(video, gripper_mask=None)
-            yield split, lambda shown=shown: shown
+            yield split, partial(replace, video, gripper_mask=None)
         if skipped:
-            LOGGER.info("%d of %d films of %s cannot be shown, such as: %s", len(skipped), count, split, skipped[0])
+            LOGGER.info("%d of %d videos of %s cannot be shown, such as: %s", len(skipped), count, split, skipped[0])
 
 
 def _note(skipped: list[str], _: int, reason: str) -> None:
@@ -251,11 +248,13 @@ def _extractor(encoding: FlowEncoding, begin: str, function: str, options: Mappi
     return FlowExtractor(encoding, begin=begin)
 
 
-def _splits(count: int, held_out_share: float) -> list[str]:
+def _split(
+    videos: list[Callable[[], RgbdVideo]], held_out_share: float
+) -> Iterator[tuple[str, Callable[[], RgbdVideo]]]:
     if not 0 <= held_out_share < 1:
         raise UserError(f"held_out_share is {held_out_share}; must be at least 0 and below 1")
-    held_out = round(held_out_share * count)
-    return ["train"] * (count - held_out) + ["held_out"] * held_out
+    train = len(videos) - round(held_out_share * len(videos))
+    return (("train" if index < train else "held_out", read) for index, read in enumerate(videos))
 
 
 def _draw(file: Path, clip: FlowClip) -> None:
@@ -268,15 +267,10 @@ def _draw(file: Path, clip: FlowClip) -> None:
         Image.fromarray(flow_strip(clip)).save(draft)
 
 
-def _offline() -> dict[str, Any]:
-    return {}
-
-
-def _simulator() -> dict[str, Any]:
-    return {"detector": SimSegmentation(), "tracker": SimState(), "depth": SensorDepth()}
-
-
-BACKENDS = {"offline": _offline, "simulator": _simulator}
-"""Parts of `FlowExtractor` for films of the scenes."""
+BACKENDS: dict[str, dict[str, Any]] = {
+    "offline": {},
+    "simulator": {"detector": SimSegmentation(), "tracker": SimState(), "depth": SensorDepth()},
+}
+"""Parts of `FlowExtractor` for videos of the scenes."""
 FILMED_ACTORS = ("hand", "free_gripper", "panda")
-"""Who is filmed by default; the other arms are held out."""
+"""Actors of the videos by default; the other arms are held out."""

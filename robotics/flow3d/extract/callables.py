@@ -1,6 +1,6 @@
 """A user's own detector, tracker or depth model, named as `module:function` or `path/to/file.py:function`.
 
-CoTracker3, whose middle of the first pixel is at (0, 0), as a function for `FunctionTracker("trackers.py:cotracker")`:
+CoTracker3, which has the center of the first pixel at (0, 0), for `FunctionTracker("trackers.py:cotracker")`:
 
     model = torch.hub.load("facebookresearch/co-tracker", "cotracker3_offline")
 
@@ -26,10 +26,9 @@ from mmrl.errors import UserError
 from mmrl.rewards.loading import load_function
 from robotics.flow3d.extract.protocols import Tracks
 from robotics.flow3d.extract.video import RejectedVideo
+from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.extract.video import RgbdVideo
 
 
@@ -42,9 +41,9 @@ class FunctionDetector:
     """
 
     function: str
-    """Its name."""
+    """module:function."""
 
-    def detect(self, video: RgbdVideo) -> NDArray[np.bool_]:
+    def detect(self, video: RgbdVideo) -> BoolArray:
         """Mask the object; see `Detector`."""
         mask = np.asarray(load_function(self.function, what="detector")(video.rgb, video.depth_m))
         if mask.shape != video.rgb.shape[1:3]:
@@ -58,14 +57,14 @@ class FunctionDetector:
 class FunctionTracker:
     """Calls `function(rgb, uv_px)`.
 
-    It gets (L, H, W, 3) uint8 frames and (n, 2) points of the first, and returns (L, n, 2) places and (L, n) visibility
-    of 0 to 1. The middle of the first pixel is at (0.5, 0.5).
+    It gets (L, H, W, 3) uint8 frames and (n, 2) points of the first, and returns (L, n, 2) positions and (L, n)
+    visibility of 0 to 1. The center of the first pixel is at (0.5, 0.5).
     """
 
     function: str
-    """Its name."""
+    """module:function."""
 
-    def track(self, video: RgbdVideo, mask: NDArray[np.bool_], uv_px: NDArray[np.float64]) -> Tracks:
+    def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:
         """Follow points; see `Tracker`."""
         found = load_function(self.function, what="tracker")(video.rgb, uv_px)
         uv, visible = (np.asarray(part, dtype=np.float64) for part in found)
@@ -82,9 +81,9 @@ class FunctionDepth:
     """Calls `function(rgb)`, which gets (L, H, W, 3) uint8 and returns (L, H, W) metres."""
 
     function: str
-    """Its name."""
+    """module:function."""
 
-    def depth_m(self, video: RgbdVideo) -> NDArray[np.float32]:
+    def depth_m(self, video: RgbdVideo) -> DepthArray:
         """Depth of each frame; see `DepthSource`."""
         depth = np.asarray(load_function(self.function, what="depth")(video.rgb), dtype=np.float32)
         if depth.shape != video.rgb.shape[:3]:

@@ -1,4 +1,4 @@
-"""Depth that a model of transformers estimates from colour: DepthAnything, DepthPro, ZoeDepth and their like."""
+"""Depth estimated from colour by a transformers model, such as Depth Anything, DepthPro or ZoeDepth."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
+from robotics.flow3d.geometry import DepthArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.extract.video import RgbdVideo
 
 
 @dataclass(frozen=True)
 class ModelDepth:
-    """Estimates the depth of each frame by itself.
+    """Estimates the depth of each frame separately.
 
-    The model must be metric: an error of scale of 5 % already lets half of the plans fail. Compare the result with a
-    known distance, and correct it by `scale`.
+    The model must be metric: a scale error of 5 % already makes half of the plans fail. Compare the result with a
+    known distance, and correct it with `scale`.
     """
 
     model: str
@@ -30,9 +29,9 @@ class ModelDepth:
     scale: float = bounded(1.0, above=0)
     """Factor on the estimated metres."""
     device: str = "cpu"
-    """Of torch."""
+    """Torch device."""
 
-    def depth_m(self, video: RgbdVideo) -> NDArray[np.float32]:
+    def depth_m(self, video: RgbdVideo) -> DepthArray:
         """Depth of each frame; see `DepthSource`."""
         import torch
 
@@ -62,7 +61,7 @@ class ModelDepth:
             raise UserError(f"depth model {self.model} cannot be loaded: {' '.join(str(error).split())}") from error
         if getattr(model.config, "depth_estimation_type", "metric") != "metric":
             raise UserError(
-                f"{self.model} estimates relative depth, which cannot be lifted; take a metric one, such as the "
+                f"{self.model} estimates relative depth, which cannot be lifted; use a metric model, such as the "
                 "-Metric- models of Depth Anything V2"
             )
         return processor, model

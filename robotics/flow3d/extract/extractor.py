@@ -1,8 +1,7 @@
-"""From a video to a clip of 3D flow: detect, track, lift, judge."""
+"""Turns a video into a clip of 3D flow: detect the object, track its points, lift them, check the result."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -18,36 +17,32 @@ from robotics.flow3d.extract.early_motion import PUBLIC_SIDE_PX
 from robotics.flow3d.extract.revealed_depth import RevealedDepth
 from robotics.flow3d.extract.rigid_chain import RigidChain
 from robotics.flow3d.extract.video import RejectedVideo
-from robotics.flow3d.geometry import depth_at, lift
+from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, IndexArray, depth_at, lift
 from robotics.flow3d.rigid_fit import fit_motions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from numpy.typing import NDArray
-
     from robotics.flow3d.extract.protocols import DepthSource, Detector, Tracker, Tracks
     from robotics.flow3d.extract.video import RgbdVideo
 
 BEGINNINGS = ("video", "motion")
 STARTED_M, STARTED = 0.005, 0.03
-"""The object has started where its median point has gone that far, and that share of its greatest distance."""
+"""The object has started once its median point has moved this far, and this share of its greatest distance."""
 
 
 @dataclass(frozen=True)
 class QualityLimits:
-    """What a clip must have."""
+    """Limits beyond which a video is rejected."""
 
     most_holes: float = bounded(0.3, at_least=0, at_most=1)
-    """Share of the object without depth in the first frame."""
+    """Largest share of the object without depth in the first frame."""
     least_visible: float = bounded(0.25, at_least=0, at_most=1)
-    """Mean visibility of the points after the first frame."""
+    """Least mean visibility of the points after the first frame."""
     least_moved_m: float = bounded(0.02, at_least=0)
-    """Way of the median point between first and last frame."""
+    """Least displacement of the median point between first and last frame."""
     most_camera_px: float | None = bounded(1.5, above=0)
-    """Way of the picture as a whole, in one of 256 pixels, above which the camera moves; None does not look."""
+    """Largest displacement of the background in an image of 256 pixels; None skips this check."""
     least_extent_m: float = bounded(0.004, at_least=0)
-    """Spread of the points across their longest direction; less is a line or a place."""
+    """Least spread of the points across their longest direction; with less they are a line or a single point."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +50,18 @@ class FlowExtractor:
     """Turns videos into clips."""
 
     encoding: FlowEncoding = field(default_factory=FlowEncoding)
-    """T and N of the clips; the range of depths is what `outside` counts against."""
+    """T and N of the clips; `outside` counts points beyond its range of depths."""
     detector: Detector = field(default_factory=RevealedDepth)
     """Finds the object."""
     tracker: Tracker = field(default_factory=RigidChain)
     """Follows its points."""
     depth: DepthSource = field(default_factory=DenoisedDepth)
-    """Says how far everything is."""
+    """Gives the depth of each pixel."""
     limits: QualityLimits = field(default_factory=QualityLimits)
-    """What a clip must have."""
+    """Limits beyond which a video is rejected."""
     begin: str = choice("video", BEGINNINGS)
-    """Where the T frames begin: with the video, as in the paper, or with the motion of the object, so that none of them
-    shows how a hand approaches. The first picture is that of the video all the same."""
+    """Where the T frames begin: with the video, as in the paper, or with the motion of the object, which leaves out the
+    approach of a hand. The observation is the first frame of the video either way."""
 
     def __post_init__(self) -> None:
         if self.begin not in BEGINNINGS:
@@ -79,13 +74,13 @@ class FlowExtractor:
             video: of a camera that does not move, or with its poses.
 
         Returns:
-            The clip. Its quality: `visible` (mean visibility), `moved_m` (way of the median point), `rigid_rmse_m` (how
-            far the flow is from a rigid motion, the worst frame), `depth_holes` (share of the object without depth),
-            `mask_px` (its pixels), `outside` (share of the flow beyond the picture or the encoding's depths), and the
-            tracker's own numbers.
+            The clip. Its quality: `visible` (mean visibility), `moved_m` (displacement of the median point),
+            `rigid_rmse_m` (distance of the flow from a rigid motion in the worst frame), `depth_holes` (share of the
+            object without depth), `mask_px` (its pixels), `outside` (share of the flow beyond the image or the
+            encoding's depths), and the tracker's own measures.
 
         Raises:
-            RejectedVideo: it gives no clip; `reason` says why.
+            RejectedVideo: the video gives no clip; `reason` is a key of `REASONS`.
         """
         K = video.intrinsics_px
         video = self._still(replace(video, depth_m=self.depth.depth_m(video)))
@@ -93,7 +88,7 @@ class FlowExtractor:
         points = self._points(mask, depth_m[0], K)
         tracks = self.tracker.track(video, mask, points[:, :2])
         places = lifted(tracks, depth_m)
-        # A tracker may know the depth of the first frame better than its pixels do.
+        # The tracker's depth of the first frame may be more accurate than the pixels'.
         points = np.where(np.isfinite(places[0]), places[0], points)
         chosen = self._frames(lift(places, K))
         flow = np.concatenate([places[chosen], tracks.visible[chosen, :, None]], -1)
@@ -106,37 +101,31 @@ class FlowExtractor:
         } | tracks.quality
         side = self.encoding.grid
         observation = Observation(video.rgb[0], depth_m[0], K, video.T_world_cam, video.instruction, mask)
-        return FlowClip(
-            observation,
-            points.reshape(side, side, 3),
-            flow.reshape(len(flow), side, side, 4),
-            video.source,
-            quality,
-            video.meta,
-        )
+        grid, flow = points.reshape(side, side, 3), flow.reshape(len(flow), side, side, 4)
+        return FlowClip(observation, grid, flow, video.source, quality, video.meta)
 
     def _still(self, video: RgbdVideo) -> RgbdVideo:
-        """The video as a still camera sees it; refuses one whose camera moves in an unknown way."""
+        """The video as seen by a static camera; raises RejectedVideo if the camera moves without known poses."""
         if video.T_world_cams is not None:
             return seen_from_first(video)
         most = self.limits.most_camera_px
-        way = None if most is None else camera_motion_px(video)
-        if most is not None and way is not None and way > most * video.size_px[0] / PUBLIC_SIDE_PX:
-            raise RejectedVideo("moving_camera", f"the background goes {way:.1f} px; give T_world_cams, a pose a frame")
+        moved = None if most is None else camera_motion_px(video)
+        if most is not None and moved is not None and moved > most * video.size_px[0] / PUBLIC_SIDE_PX:
+            raise RejectedVideo(
+                "moving_camera", f"the background moves by {moved:.1f} px; give T_world_cams, one pose a frame"
+            )
         return video
 
-    def _frames(self, places_m: NDArray[np.float64]) -> NDArray[np.intp]:
-        """(T,) frames of the flow, of places (L, n, 3)."""
+    def _frames(self, places_m: FloatArray) -> IndexArray:
+        """(T,) indices of the flow's frames, given positions (L, n, 3)."""
         first = 0
         if self.begin == "motion":
-            ways = np.median(np.linalg.norm(places_m - places_m[0], axis=-1), axis=1)
-            rests = ways < max(STARTED_M, STARTED * float(ways.max()))
+            moved = np.median(np.linalg.norm(places_m - places_m[0], axis=-1), axis=1)
+            rests = moved < max(STARTED_M, STARTED * float(moved.max()))
             first = max(0, (len(rests) if rests.all() else int(np.argmin(rests))) - 1)
         return first + frame_indices(len(places_m) - first, self.encoding.num_frames)[1:]
 
-    def _points(
-        self, mask: NDArray[np.bool_], depth_m: NDArray[np.float32], K: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
+    def _points(self, mask: BoolArray, depth_m: DepthArray, K: FloatArray) -> FloatArray:
         """(N * N, 3) query points on pixels of the object that have a depth."""
         known = mask & np.isfinite(depth_m)
         holes = 1 - known.sum() / max(mask.sum(), 1)
@@ -150,55 +139,26 @@ class FlowExtractor:
             raise RejectedVideo("degenerate_geometry", f"{1000 * sizes[1]:.1f} mm across, {1000 * sizes[0]:.1f} along")
         return points
 
-    def _judge(
-        self, points: NDArray[np.float64], flow: NDArray[np.float64], K: NDArray[np.float64]
-    ) -> dict[str, float]:
+    def _judge(self, points: FloatArray, flow: FloatArray, K: FloatArray) -> dict[str, float]:
         visible = float(flow[..., VISIBLE].mean())
         if visible < self.limits.least_visible:
             raise RejectedVideo("too_few_visible_points", f"{100 * visible:.0f} % on average")
-        start, ways = lift(points, K), lift(flow[..., :VISIBLE], K)
-        moved = float(np.median(np.linalg.norm(ways[-1] - start, axis=-1)))
+        start, flow_m = lift(points, K), lift(flow[..., :VISIBLE], K)
+        moved = float(np.median(np.linalg.norm(flow_m[-1] - start, axis=-1)))
         if moved < self.limits.least_moved_m:
-            raise RejectedVideo("no_moving_object", f"it went {100 * moved:.1f} cm")
-        fit = fit_motions(start, ways, flow[..., VISIBLE])
+            raise RejectedVideo("no_moving_object", f"it moved by {100 * moved:.1f} cm")
+        fit = fit_motions(start, flow_m, flow[..., VISIBLE])
         return {"visible": visible, "moved_m": moved, "rigid_rmse_m": float(fit.rmse_m.max())}
 
 
-def extract_clips(
-    videos: Iterable[RgbdVideo], extractor: FlowExtractor, refused: Counter[str] | None = None
-) -> Iterator[FlowClip]:
-    """Turn videos into clips and leave out those that give none.
+def lifted(tracks: Tracks, depth_m: DepthArray) -> FloatArray:
+    """(L, n, 3) u, v, z of tracks, given depth (L, H, W).
 
-    Args:
-        videos: any number.
-        extractor: turns one into a clip.
-        refused: counts the reasons of those that give none.
-
-    Returns:
-        Iterator over the clips.
-    """
-    for video in videos:
-        try:
-            yield extractor.extract(video)
-        except RejectedVideo as rejection:
-            if refused is not None:
-                refused[rejection.reason] += 1
-
-
-def lifted(tracks: Tracks, depth_m: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Tracks with depth.
-
-    Args:
-        tracks: of n points.
-        depth_m: (L, H, W), NaN in holes.
-
-    Returns:
-        (L, n, 3) u, v, z. Where the tracker has no depth, that of the picture; for hidden points and holes the last one
-        before.
+    Where the tracker has no depth, that of the frame; hidden points and holes keep their last known depth.
     """
     z = tracks.z_m
     if z is None:
-        seen = np.stack([depth_at(picture, uv) for picture, uv in zip(depth_m, tracks.uv_px, strict=True)])
+        seen = np.stack([depth_at(frame_m, uv) for frame_m, uv in zip(depth_m, tracks.uv_px, strict=True)])
         z = np.where(tracks.visible > 0.5, seen, np.nan)
     last = np.maximum.accumulate(np.where(np.isfinite(z), np.arange(len(z))[:, None], 0), axis=0)
     return np.concatenate([tracks.uv_px, np.take_along_axis(z, last, 0)[..., None]], -1)

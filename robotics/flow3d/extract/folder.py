@@ -1,14 +1,4 @@
-"""A user's RGB-D video in a folder.
-
-my_video/
-  rgb/000000.png ...     8-bit colour, JPEG too; frames in the order of their names. Or rgb.mp4, any video that FFmpeg
-                         reads
-  depth/000000.png ...   16-bit, one for each frame; or 000000.npy, metres. Or depth.npz with an array of all frames,
-                         whole numbers in units or metres. May be missing, for a depth model.
-  camera.json            {"K": [[fx, 0, cx], [0, fy, cy], [0, 0, 1]], "depth_unit_m": 0.001,
-                          "T_world_cam": 4 x 4, or one for each frame of a camera that moves, optional,
-                          "instruction": text, optional}
-"""
+"""RGB-D videos from folders of images and from episodes of a LeRobotDataset."""
 
 from __future__ import annotations
 
@@ -24,6 +14,7 @@ from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_i
 from mmrl.hub.video_reading import frame_to_array
 from robotics.data.metadata import named_errors
 from robotics.flow3d.extract.video import RejectedVideo, RgbdVideo
+from robotics.flow3d.geometry import DepthArray, ImageArray
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,6 +25,15 @@ DEPTHS = (".png", ".npy")
 
 def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
     """Read a video.
+
+        my_video/
+          rgb/000000.png ...     8-bit colour, or JPEG; frames in the order of their names. Or rgb.mp4, any video that
+                                 FFmpeg reads
+          depth/000000.png ...   16-bit, one for each frame; or 000000.npy in metres. Or depth.npz with one array of all
+                                 frames, integers in units or metres. Optional with a depth model.
+          camera.json            {"K": [[fx, 0, cx], [0, fy, cy], [0, 0, 1]], "depth_unit_m": 0.001,
+                                  "T_world_cam": 4 x 4, or one for each frame of a moving camera, optional,
+                                  "instruction": text, optional}
 
     Args:
         folder: laid out as above.
@@ -51,9 +51,9 @@ def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
         raise RejectedVideo("no_intrinsics", f'{place / "camera.json"} must have "K", 3 x 3 in pixels')
     with named_errors(f"the video {place}"):
         unit = None if camera.get("depth_unit_m") is None else float(camera["depth_unit_m"])
-        rgb, depth_m = _colours(place), _depths(place, unit)
+        rgb, depth_m = _colors(place), _depths(place, unit)
         if depth_m is not None and len(depth_m) != len(rgb):
-            raise UserError(f"{place} has {len(rgb)} frames in colour and {len(depth_m)} of depth; must be as many")
+            raise UserError(f"{place} has {len(rgb)} colour frames and {len(depth_m)} of depth; they must match")
         T_world_cam = np.asarray(camera.get("T_world_cam", np.eye(4)), dtype=np.float64)
         return RgbdVideo(
             rgb=rgb,
@@ -66,29 +66,27 @@ def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
         )
 
 
-def _colours(place: Path) -> NDArray[np.uint8]:
+def _colors(place: Path) -> ImageArray:
     videos = [path for path in sorted(place.glob("rgb.*")) if path.is_file()]
-    pictures = _files(place / "rgb", COLOURS)
-    if videos and pictures:
-        raise UserError(f"{place} has {videos[0].name} and pictures in rgb/; keep one of them")
-    if not videos and not pictures:
+    images = _files(place / "rgb", COLOURS)
+    if videos and images:
+        raise UserError(f"{place} has {videos[0].name} and images in rgb/; keep one of them")
+    if not videos and not images:
         raise UserError(f"{place} has no frames: neither rgb.mp4 nor {', '.join(COLOURS)} in rgb/")
-    return (
-        read_frames(videos[0]) if videos else np.stack([np.asarray(_image(path).convert("RGB")) for path in pictures])
-    )
+    return read_frames(videos[0]) if videos else np.stack([np.asarray(_image(path).convert("RGB")) for path in images])
 
 
-def _depths(place: Path, unit_m: float | None) -> NDArray[np.float32] | None:
-    pictures, archive = _files(place / "depth", DEPTHS), place / "depth.npz"
+def _depths(place: Path, unit_m: float | None) -> DepthArray | None:
+    images, archive = _files(place / "depth", DEPTHS), place / "depth.npz"
     if archive.is_file():
         with np.load(archive, allow_pickle=False) as content:
             if len(content.files) != 1:
                 raise UserError(f"{archive} holds {', '.join(content.files)}; must be one array (L, H, W)")
             return depth_of(content[content.files[0]], unit_m, str(archive))
-    return np.stack([_depth(path, unit_m) for path in pictures]) if pictures else None
+    return np.stack([_depth(path, unit_m) for path in images]) if images else None
 
 
-def read_frames(path: Path) -> NDArray[np.uint8]:
+def read_frames(path: Path) -> ImageArray:
     """(L, H, W, 3) frames of a video file; raises UserError where it is none or too large."""
     import av
 
@@ -106,23 +104,14 @@ def read_frames(path: Path) -> NDArray[np.uint8]:
     return np.stack(frames)
 
 
-def depth_of(pixels: NDArray[Any], unit_m: float | None, where: str) -> NDArray[np.float32]:
-    """Depth in metres.
-
-    Args:
-        pixels: whole numbers in units, or metres.
-        unit_m: metres of one unit, for whole numbers.
-        where: they are from, for messages.
-
-    Returns:
-        The same shape.
-    """
+def depth_of(pixels: NDArray[Any], unit_m: float | None, where: str) -> DepthArray:
+    """Depth in metres: floats are metres already, integers are in units of `unit_m`."""
     if np.issubdtype(pixels.dtype, np.floating):
         return pixels.astype(np.float32)
     if pixels.dtype.itemsize < 2:
         raise UserError(f"{where} is {pixels.dtype}; depth must have 16 bits or be metres")
     if not unit_m:
-        raise UserError(f'{where} holds whole numbers, but "depth_unit_m", such as 0.001, is not given')
+        raise UserError(f'{where} holds integers, but "depth_unit_m", such as 0.001, is not given')
     return (pixels * unit_m).astype(np.float32)
 
 
@@ -137,8 +126,8 @@ def _image(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
-def _depth(path: Path, unit_m: float | None) -> NDArray[np.float32]:
+def _depth(path: Path, unit_m: float | None) -> DepthArray:
     pixels = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.asarray(_image(path))
     if pixels.ndim != 2:
-        raise UserError(f"{path} is {pixels.dtype} {pixels.shape}; depth must be a 16-bit picture of one channel")
+        raise UserError(f"{path} is {pixels.dtype} {pixels.shape}; depth must be a 16-bit image of one channel")
     return depth_of(pixels, unit_m, str(path))

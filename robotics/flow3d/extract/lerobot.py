@@ -1,9 +1,4 @@
-"""Episodes of a LeRobotDataset as RGB-D videos.
-
-Such a dataset stores no intrinsics, so they have to be given: with wrong ones every distance across the picture is
-wrong. Depth is a depth camera's (`is_depth_map`), an image feature of 16-bit PNG, or a feature of numbers of H x W a
-frame; a video of colours has too few bits for it.
-"""
+"""Episodes of a LeRobotDataset as RGB-D videos."""
 
 from __future__ import annotations
 
@@ -22,22 +17,27 @@ from robotics.data.metadata import named_errors
 from robotics.data.reader import LeRobotReader
 from robotics.flow3d.extract.folder import depth_of
 from robotics.flow3d.extract.video import RejectedVideo, RgbdVideo
+from robotics.flow3d.geometry import DepthArray
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 
 class LeRobotVideos(Sequence[RgbdVideo]):
-    """Episodes by number, read when they are looked at.
+    """Episodes by number, read on access.
 
         K = [[300, 0, 160], [0, 300, 120], [0, 0, 1]]
         videos = LeRobotVideos("demos", camera="front", depth="front_depth", K=K)
         clip = FlowExtractor().extract(videos[0])
 
+    A LeRobotDataset stores no intrinsics, so they must be given; wrong ones distort every distance across the image.
+    Depth is a depth camera's (`is_depth_map`), an image feature of 16-bit PNG, or a feature of H x W numbers a frame; a
+    colour video has too few bits for it.
+
     Args:
         dataset: folder in the format v3.0.
         camera: name of the camera in colour.
-        depth: name of the camera or feature with the depth of that camera; None where a depth model estimates it.
+        depth: name of the camera or feature with the depth of that camera; None for a depth model.
         K: (3, 3) intrinsics in pixels of the stored pictures.
         depth_unit_m: metres of one unit, where depth is stored in whole numbers and not as a depth camera's.
         T_world_cam: (4, 4) pose of the camera, or (L, 4, 4) of one that moves; the identity when None.
@@ -103,31 +103,33 @@ class LeRobotVideos(Sequence[RgbdVideo]):
             raise UserError(f"no depth {name!r}; {self._reader.folder} has {', '.join(features)}")
         if features[found[0]]["dtype"] == "video" and not is_depth(features[found[0]]):
             raise UserError(
-                f"{found[0]} is stored as video, whose 8 bits are no depth; store it as images of 16 bits or as numbers"
+                f"{found[0]} is stored as video, whose 8 bits are too few; store it as 16-bit images or as numbers"
             )
         return found[0]
 
-    def _read_depth(self, episode: EpisodeData, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    def _read_depth(self, episode: EpisodeData, shape: tuple[int, ...]) -> DepthArray:
         assert self._depth is not None
         feature, where = self._reader.info["features"][self._depth], f"{self._depth} of episode {episode.number}"
         if is_depth(feature):
             depth_m = episode.depth_m[camera_name(self._depth)]
-            # A video clips what was not measured to the nearest depth that it has a code for.
+            # A video stores missing depth as the smallest depth that it has a code for.
             nearest = DepthCodes.from_info(feature.get("info")).depth_min if feature["dtype"] == "video" else 0.0
             return np.where(depth_m > nearest, depth_m, np.float32(0))
         if feature["dtype"] == "image":
-            frames = [_picture(content, where) for content in self._reader.image_contents(episode.number, self._depth)]
+            frames = [
+                _image_pixels(content, where) for content in self._reader.image_contents(episode.number, self._depth)
+            ]
             return np.stack([depth_of(frame, self._unit_m, where) for frame in frames])
         with named_errors(where):
-            # One channel may stand last, and numbers may be stored flat.
+            # The channel may come last, and numbers may be stored flat.
             return depth_of(np.asarray(episode.extra[self._depth]).reshape(shape), self._unit_m, where)
 
 
-def _picture(content: bytes, where: str) -> NDArray[Any]:
+def _image_pixels(content: bytes, where: str) -> NDArray[Any]:
     try:
         pixels = np.asarray(decode_image(content))
     except ImageError as error:
         raise UserError(f"{where} cannot be read: {error}") from None
     if pixels.ndim != 2:
-        raise UserError(f"{where} has pictures {pixels.shape}; depth must have one channel")
+        raise UserError(f"{where} has images of shape {pixels.shape}; depth must have one channel")
     return pixels

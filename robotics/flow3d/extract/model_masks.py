@@ -1,6 +1,7 @@
-"""Masks by models of transformers: Grounding DINO finds a box by words, SAM 2 cuts the thing out of a box.
+"""Backends that are models: Grounding DINO and SAM 2 of transformers, or a user's own functions.
 
-As in the paper, with the gripper out of the way before points are chosen by their motion:
+Grounding DINO finds a box by words, SAM 2 masks the object in a box. As in the paper, the gripper is masked before
+points are chosen by their motion:
 
     words = GroundedMask("IDEA-Research/grounding-dino-tiny", "facebook/sam2.1-hiera-tiny", "robot gripper. hand.")
     detector = WithoutGripper(EarlyMotion(tracker, gripper=True), words)
@@ -17,17 +18,16 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.fields import bounded
 from robotics.flow3d.extract.video import RejectedVideo
+from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.extract.protocols import Detector
     from robotics.flow3d.extract.video import RgbdVideo
 
 
 @dataclass(frozen=True)
 class GroundedMask:
-    """Detector of what words describe, in the first frame, whether it moves or not."""
+    """Detects what words describe in the first frame, whether it moves or not."""
 
     detector: str
     """Folder or hub id of a Grounding DINO, or another that `AutoModelForZeroShotObjectDetection` loads."""
@@ -36,14 +36,14 @@ class GroundedMask:
     words: str = ""
     """Phrases such as "robot gripper. hand."; the instruction of each video where empty."""
     all_boxes: bool = False
-    """Mask every box that is found instead of the surest."""
+    """Mask all boxes instead of the most confident one."""
     threshold: float = bounded(0.25, at_least=0, at_most=1)
     """Least score of a box."""
     device: str = "cpu"
-    """Of torch."""
+    """Torch device."""
 
-    def detect(self, video: RgbdVideo) -> NDArray[np.bool_]:
-        """Mask what the words say; see `Detector`."""
+    def detect(self, video: RgbdVideo) -> BoolArray:
+        """Mask the described object; see `Detector`."""
         boxes = self.boxes(video.rgb[0], self.words or video.instruction)
         if not len(boxes):
             raise RejectedVideo("no_moving_object", f"no box for {self.words or video.instruction!r}")
@@ -52,19 +52,8 @@ class GroundedMask:
             raise RejectedVideo("no_moving_object", "the mask in the box is empty")
         return np.asarray(mask, dtype=bool)
 
-    def boxes(self, rgb: NDArray[np.uint8], words: str) -> NDArray[np.float64]:
-        """Look for words in a picture.
-
-        Args:
-            rgb: (H, W, 3).
-            words: phrases, each with a full stop.
-
-        Returns:
-            (n, 4) left, top, right, bottom in pixels, the surest first.
-
-        Raises:
-            UserError: there are no words.
-        """
+    def boxes(self, rgb: ImageArray, words: str) -> FloatArray:
+        """(n, 4) left, top, right, bottom of boxes that match phrases in an image (H, W, 3), the best first."""
         import torch
 
         phrase = words.strip().lower().rstrip(".")
@@ -78,8 +67,8 @@ class GroundedMask:
         (found,) = processor.post_process_grounded_object_detection(
             outputs, inputs["input_ids"], threshold=self.threshold, target_sizes=sizes
         )
-        surest = torch.argsort(found["scores"], descending=True, stable=True)
-        return found["boxes"][surest].double().cpu().numpy()
+        best = torch.argsort(found["scores"], descending=True, stable=True)
+        return found["boxes"][best].double().cpu().numpy()
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
@@ -92,17 +81,17 @@ class GroundedMask:
 
 @dataclass(frozen=True)
 class SegmentedBox:
-    """Detector that cuts out what is in the box of another one, such as the rule of `EarlyMotion`."""
+    """Segments the object in the box of another detector, such as `EarlyMotion`."""
 
     inner: Detector
-    """Says where the object is."""
+    """Finds the box."""
     segmenter: str
     """Folder or hub id of a SAM 2."""
     device: str = "cpu"
-    """Of torch."""
+    """Torch device."""
 
-    def detect(self, video: RgbdVideo) -> NDArray[np.bool_]:
-        """Mask the thing in the box; see `Detector`."""
+    def detect(self, video: RgbdVideo) -> BoolArray:
+        """Mask the object in the box; see `Detector`."""
         rows, columns = np.nonzero(self.inner.detect(video))
         box = np.array([[columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]], dtype=np.float64)
         (mask,) = self._segment.masks(video.rgb[0], box)
@@ -116,19 +105,14 @@ class SegmentedBox:
 
 
 class _Segmenter:
-    """A SAM 2 that is asked with boxes."""
+    """A SAM 2 with boxes as prompts."""
 
     def __init__(self, name: str, device: str) -> None:
         self._processor, self._model = _load(name, "Sam2Model", "Sam2Processor", device)
         self._device = device
 
-    def masks(self, rgb: NDArray[np.uint8], boxes_px: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Cut things out.
-
-        Args:
-            rgb: (H, W, 3).
-            boxes_px: (n, 4) left, top, right, bottom.
-        """
+    def masks(self, rgb: ImageArray, boxes_px: FloatArray) -> BoolArray:
+        """(n, H, W) masks of boxes (n, 4) in an image (H, W, 3)."""
         import torch
 
         inputs = self._processor(images=rgb, input_boxes=[boxes_px.tolist()], return_tensors="pt").to(self._device)
@@ -140,14 +124,14 @@ class _Segmenter:
 
 @dataclass(frozen=True)
 class WithoutGripper:
-    """Detector that first masks gripper or hand, which its inner one then leaves out."""
+    """Masks gripper or hand first and excludes it from the inner detector."""
 
     inner: Detector
     """Finds the object, outside of `RgbdVideo.gripper_mask`: `RevealedDepth`, or `EarlyMotion` with gripper=True."""
     gripper: Detector
-    """Finds gripper or hand; where it finds none, nothing is left out."""
+    """Finds gripper or hand; where it finds none, nothing is excluded."""
 
-    def detect(self, video: RgbdVideo) -> NDArray[np.bool_]:
+    def detect(self, video: RgbdVideo) -> BoolArray:
         """Mask the object; see `Detector`."""
         try:
             mask = self.gripper.detect(video)

@@ -1,55 +1,41 @@
-"""The three parts of an extraction: what moves, where its points go, and how far away all that is.
-
-Each comes from the simulator, from classical vision or from a model; any combination works.
-"""
+"""The three parts of an extractor: a detector, a tracker and a source of depth, in any combination."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray
 
+if TYPE_CHECKING:
     from robotics.flow3d.extract.video import RgbdVideo
 
 
 @dataclass(frozen=True)
 class Tracks:
-    """Where n points are in each of L frames."""
+    """n points in each of L frames."""
 
-    uv_px: NDArray[np.float64]
+    uv_px: FloatArray
     """(L, n, 2)."""
-    visible: NDArray[np.float64]
+    visible: FloatArray
     """(L, n) 0 to 1."""
-    z_m: NDArray[np.float64] | None = None
+    z_m: FloatArray | None = None
     """(L, n) depth, also of hidden points; None where the tracker knows pixels only."""
     quality: dict[str, float] = field(default_factory=dict)
-    """Numbers that say how well it went."""
+    """The tracker's own measures of quality."""
 
 
 class Detector(Protocol):
-    """Finds the object that moves."""
+    """Finds the moving object."""
 
-    def detect(self, video: RgbdVideo) -> NDArray[np.bool_]:
-        """Mask the object in the first frame.
-
-        Args:
-            video: with depth, if the detector needs it.
-
-        Returns:
-            (H, W), True on at least one pixel.
-
-        Raises:
-            RejectedVideo: nothing was found.
-        """
+    def detect(self, video: RgbdVideo) -> BoolArray:
+        """(H, W) mask of the object in the first frame, not empty; raises RejectedVideo where nothing is found."""
 
 
 class Tracker(Protocol):
     """Follows points of the first frame through a video."""
 
-    def track(self, video: RgbdVideo, mask: NDArray[np.bool_], uv_px: NDArray[np.float64]) -> Tracks:
+    def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:
         """Follow points.
 
         Args:
@@ -66,17 +52,7 @@ class Tracker(Protocol):
 
 
 class DepthSource(Protocol):
-    """Tells how far away each pixel is."""
+    """Gives the depth of each pixel."""
 
-    def depth_m(self, video: RgbdVideo) -> NDArray[np.float32]:
-        """Measure a video.
-
-        Args:
-            video: with or without depth.
-
-        Returns:
-            (L, H, W) metres along the camera's axis, NaN in holes.
-
-        Raises:
-            RejectedVideo: there is none.
-        """
+    def depth_m(self, video: RgbdVideo) -> DepthArray:
+        """(L, H, W) metres along the camera's axis, NaN in holes; raises RejectedVideo where there is none."""

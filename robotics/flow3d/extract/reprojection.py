@@ -1,47 +1,34 @@
-"""A pose from points whose place in the picture is known better than their depth."""
+"""The pose of points whose pixels are known better than their depth."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from robotics.flow3d.geometry import apply_pose, make_pose, project
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import FloatArray, apply_pose, make_pose, project
 
 DAMPING = 1e-6
-"""Of the normal equations, as a share of their largest entry."""
+"""Damping of the normal equations, as a share of their largest entry."""
 
 
 def fit_reprojection(
-    T: NDArray[np.float64],
-    points_cam_m: NDArray[np.float64],
-    uvz: NDArray[np.float64],
-    K: NDArray[np.float64],
+    T: FloatArray,
+    points_cam_m: FloatArray,
+    uvz: FloatArray,
+    K: FloatArray,
     sigma_px: float,
     sigma_m: float,
     iterations: int = 5,
-) -> NDArray[np.float64]:
-    """Pose with the least robust sum of squared errors in the picture and in depth, each by its own deviation.
+) -> FloatArray:
+    """Pose (4, 4) with the least robust sum of squared errors in the image and in depth, each by its own deviation.
 
         cost = sum_i log(1 + r_i^2),    r_i^2 = |uv(T X_i) - uv_i|^2 / sigma_px^2 + (z(T X_i) - z_i)^2 / sigma_m^2
 
-    Args:
-        T: (4, 4) where to begin.
-        points_cam_m: (n, 3) X, points of the first frame.
-        uvz: (n, 3) where they are now, pixels and metres.
-        K: (3, 3) intrinsics.
-        sigma_px: deviation of a place in the picture.
-        sigma_m: deviation of a depth.
-        iterations: of Gauss-Newton.
-
-    Returns:
-        (4, 4).
+    `T` (4, 4) is the start, `points_cam_m` (n, 3) X in the first frame, `uvz` (n, 3) where they are now.
 
     Source: iteratively reweighted Gauss-Newton with Cauchy weights 1 / (1 + r^2).
     """
+    from scipy.spatial.transform import Rotation
+
     scale = np.array([1 / sigma_px, 1 / sigma_px, 1 / sigma_m])
     for _ in range(iterations):
         moved = apply_pose(T, points_cam_m)
@@ -54,11 +41,12 @@ def fit_reprojection(
         normal = np.einsum("nij,nik->jk", weighted, jacobian)
         right = np.einsum("nij,ni->j", weighted, residual[good])
         twist = np.linalg.solve(normal + DAMPING * normal.max() * np.eye(6), right)
-        T = _small_motion(twist, centre) @ T
+        turn = Rotation.from_rotvec(twist[:3]).as_matrix()
+        T = make_pose(turn, centre + twist[3:] - turn @ centre) @ T
     return T
 
 
-def _by_twist(points: NDArray[np.float64], centre: NDArray[np.float64], K: NDArray[np.float64]) -> NDArray[np.float64]:
+def _by_twist(points: FloatArray, centre: FloatArray, K: FloatArray) -> FloatArray:
     """(n, 3, 6) derivatives of u, v, z of points by a turn about a centre and a translation."""
     x, y, z = points.T
     zero, one = np.zeros_like(z), np.ones_like(z)
@@ -74,10 +62,3 @@ def _by_twist(points: NDArray[np.float64], centre: NDArray[np.float64], K: NDArr
     # d(w x p) = -[p]_x dw
     by_turn = np.stack([np.stack([zero, c, -b], -1), np.stack([-c, zero, a], -1), np.stack([b, -a, zero], -1)], -2)
     return np.concatenate([by_point @ by_turn, by_point], -1)
-
-
-def _small_motion(twist: NDArray[np.float64], centre: NDArray[np.float64]) -> NDArray[np.float64]:
-    from scipy.spatial.transform import Rotation
-
-    turn = Rotation.from_rotvec(twist[:3]).as_matrix()
-    return make_pose(turn, centre + twist[3:] - turn @ centre)

@@ -1,4 +1,4 @@
-"""How far detectors and trackers are from what the simulator knows."""
+"""Errors of detectors and trackers against the simulator."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from robotics.flow3d.geometry import angle_rad, apply_pose, lift
 from robotics.flow3d.rigid_fit import fit_motions
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.extract.protocols import DepthSource, Detector, Tracker
     from robotics.flow3d.extract.video import RgbdVideo
 
@@ -28,23 +26,23 @@ class DetectorScore:
     """One video."""
 
     iou: float
-    """Overlap of the masks; 0 where the video was refused."""
+    """Overlap of the masks; 0 where the video was rejected."""
     precision: float
-    """Share of the found mask that is on the object; 0 where the video was refused."""
+    """Share of the found mask on the object; 0 where the video was rejected."""
     rejected: bool
-    """Whether the detector refused it."""
+    """Whether the detector rejected it."""
     cpu_s: float
     """Processor time."""
 
 
 @dataclass(frozen=True)
 class TrackerScore:
-    """One video, on a grid over the true mask, so that the detector does not count."""
+    """One video, on a grid over the true mask."""
 
     median_px: float
-    """Of the distance in the picture, over all frames and points."""
+    """Median distance in the image, over all frames and points."""
     median_cm: float
-    """Of the distance in space, over points that have a depth."""
+    """Median distance in space, over points with depth."""
     final_rotation_deg: float
     """Between the motion fitted to the points of the last frame, and the true one."""
     final_translation_cm: float
@@ -55,22 +53,8 @@ class TrackerScore:
     """Processor time."""
 
 
-def mask_iou(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> float:
-    """Pixels in both by pixels in either."""
-    return float((first & second).sum() / max((first | second).sum(), 1))
-
-
 def score_detector(detector: Detector, video: RgbdVideo, depth: DepthSource | None = None) -> DetectorScore:
-    """Compare a detector with the simulator's segmentation.
-
-    Args:
-        detector: to be judged.
-        video: with the truth of a simulator.
-        depth: that the detector gets, as in `FlowExtractor`; its default when None.
-
-    Returns:
-        How much of the masks agrees.
-    """
+    """Compare a detector with the simulator's segmentation; `depth` as in `FlowExtractor`, its default when None."""
     truth, start = SimSegmentation().detect(video), time.process_time()
     try:
         found = detector.detect(_measured(video, depth))
@@ -78,7 +62,8 @@ def score_detector(detector: Detector, video: RgbdVideo, depth: DepthSource | No
         return DetectorScore(0.0, 0.0, True, time.process_time() - start)
     cpu_s = time.process_time() - start
     precision = float((found & truth).sum() / max(found.sum(), 1))
-    return DetectorScore(mask_iou(found, truth), precision, False, cpu_s)
+    iou = float((found & truth).sum() / max((found | truth).sum(), 1))
+    return DetectorScore(iou, precision, False, cpu_s)
 
 
 def _measured(video: RgbdVideo, depth: DepthSource | None) -> RgbdVideo:
@@ -86,20 +71,7 @@ def _measured(video: RgbdVideo, depth: DepthSource | None) -> RgbdVideo:
 
 
 def score_tracker(tracker: Tracker, video: RgbdVideo, side: int = 8, depth: DepthSource | None = None) -> TrackerScore:
-    """Compare a tracker with the simulator's state.
-
-    Args:
-        tracker: to be judged.
-        video: with the truth of a simulator.
-        side: N of the grid over the true mask.
-        depth: that the tracker gets, as in `FlowExtractor`; its default when None.
-
-    Returns:
-        The distances; all frames after the first count.
-
-    Raises:
-        RejectedVideo: the tracker lost the object.
-    """
+    """Compare a tracker with the simulator's state on `side` x `side` points; raises RejectedVideo when it is lost."""
     K, mask = video.intrinsics_px, SimSegmentation().detect(video)
     uv = grid_in_mask(mask, side).reshape(-1, 2)
     true = SimState().track(video, mask, uv)

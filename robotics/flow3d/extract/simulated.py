@@ -1,8 +1,6 @@
-"""Backends that ask the simulator: exact, for training in simulation and as the reference of all others."""
+"""Backends that read the simulator's state: exact, for training in simulation and as the reference of all others."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,19 +8,16 @@ from mmrl.errors import UserError
 from robotics.flow3d.extract.depth_noise import depth_noise_m
 from robotics.flow3d.extract.protocols import Tracks
 from robotics.flow3d.extract.video import RejectedVideo, RgbdVideo, VideoTruth
-from robotics.flow3d.geometry import apply_pose, depth_at, lift, project
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, apply_pose, depth_at, lift, project
 
 AGREE_M = 0.01
-"""A point is visible where the depth picture agrees with its depth within that."""
+"""Largest depth difference of a visible point."""
 
 
 class SimSegmentation:
-    """Takes the pixels that the simulator drew of the object."""
+    """Uses the simulator's segmentation of the object."""
 
-    def detect(self, video: RgbdVideo) -> NDArray[np.bool_]:
+    def detect(self, video: RgbdVideo) -> BoolArray:
         """Mask the object; see `Detector`."""
         mask = _truth(video).masks[0]
         if not mask.any():
@@ -31,9 +26,9 @@ class SimSegmentation:
 
 
 class SimState:
-    """Moves points with the pose of the object: X_t = T_t T_0^-1 X_0 for its own points, and none of the others."""
+    """Moves the object's points with its pose, X_t = T_t T_0^-1 X_0; other points stand still."""
 
-    def track(self, video: RgbdVideo, mask: NDArray[np.bool_], uv_px: NDArray[np.float64]) -> Tracks:
+    def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:
         """Follow points; see `Tracker`."""
         truth, (width, height) = _truth(video), video.size_px
         columns = np.clip(np.floor(uv_px[:, 0]).astype(int), 0, width - 1)
@@ -41,24 +36,16 @@ class SimState:
         own = truth.masks[0][rows, columns]
         T = np.where(own[None, :, None, None], truth.T_t_0[:, None], np.eye(4))
         agree = max(AGREE_M, 3 * depth_noise_m(video.known_depth_m))
-        return carried_tracks(video, uv_px, T, agree, truth.depth_m)
+        return rigid_tracks(video, uv_px, T, agree, truth.depth_m)
 
 
-def carried_tracks(
-    video: RgbdVideo,
-    uv_px: NDArray[np.float64],
-    T_t_0: NDArray[np.float64],
-    agree_m: float,
-    first_depth_m: NDArray[np.float32] | None = None,
+def rigid_tracks(
+    video: RgbdVideo, uv_px: FloatArray, T_t_0: FloatArray, agree_m: float, first_depth_m: DepthArray | None = None
 ) -> Tracks:
-    """Tracks of points that move rigidly.
+    """Tracks of points (n, 2) of the first frame that move rigidly by T_t_0 (L, n or 1, 4, 4) in the camera frame.
 
-    Args:
-        video: with depth and intrinsics.
-        uv_px: (n, 2) in the first frame.
-        T_t_0: (L, n, 4, 4) or (L, 1, 4, 4) motions since the first frame, in the camera frame.
-        agree_m: a point is visible where it lies in the picture and the depth there differs by less.
-        first_depth_m: (H, W) depth of the first frame where it is known better than from the video.
+    A point is visible where it lies in the image and its depth differs from the image's by less than `agree_m`.
+    `first_depth_m` (H, W) replaces the depth of the first frame where it is known more exactly.
     """
     K, depth_m, (width, height) = video.intrinsics_px, video.known_depth_m, video.size_px
     start_z = depth_at(depth_m[0] if first_depth_m is None else first_depth_m, uv_px)
@@ -76,7 +63,7 @@ def carried_tracks(
 def _truth(video: RgbdVideo) -> VideoTruth:
     if video.truth is None:
         raise UserError(
-            f"the video {video.source or '(no source)'} has no truth of a simulator; take the detector revealed_depth "
-            "and the tracker rigid_chain"
+            f"the video {video.source or '(no source)'} has no truth of a simulator; use the detector RevealedDepth "
+            "and the tracker RigidChain"
         )
     return video.truth

@@ -1,45 +1,44 @@
-"""An object at a pose against what the camera sees: its picture carried along, and its points put onto the surface."""
+"""Compares an object at a pose with a frame: its warped image, and its points against the measured surface."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from robotics.flow3d.geometry import apply_pose, depth_at, inverse_pose, lift, make_pose, project
+from robotics.flow3d.geometry import (
+    BoolArray,
+    DepthArray,
+    FloatArray,
+    ImageArray,
+    apply_pose,
+    depth_at,
+    inverse_pose,
+    lift,
+    make_pose,
+    project,
+)
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+MIN_EIGENVALUE = 0.02
+"""Share of the largest eigenvalue below which the surface does not determine a motion, such as the rotation of a round
+object about its axis; in these directions the pose stays as it is."""
+MIN_SURFACE_POINTS = 12
+"""Fewer visible points leave the pose as it is."""
 
-LEAST_TOLD = 0.02
-"""Share of the largest eigenvalue below which the surface does not tell a motion, such as the turn of a round object
-about its axis, or the way of a part of it along that axis; there the pose stays as it is."""
 
-
-def carried_picture(
-    T: NDArray[np.float64],
-    first: NDArray[np.uint8],
-    mask: NDArray[np.bool_],
-    first_depth_m: NDArray[np.float32],
-    now: NDArray[np.uint8],
-    depth_m: NDArray[np.float32],
-    K: NDArray[np.float64],
+def warped_image(
+    T: FloatArray,
+    first: ImageArray,
+    mask: BoolArray,
+    first_depth_m: DepthArray,
+    now: ImageArray,
+    depth_m: DepthArray,
+    K: FloatArray,
     agree_m: float,
-) -> NDArray[np.uint8]:
-    """What a frame would look like if the object stood at a pose with the colours that it had in the first frame.
+) -> ImageArray:
+    """The frame `now` as it would look with the object at pose T in the colours of the first frame: (H, W).
 
-    Args:
-        T: (4, 4) motion since the first frame, in the camera frame.
-        first: (H, W) grey first frame.
-        mask: (H, W) the object in it.
-        first_depth_m: (H, W).
-        now: (H, W) grey frame.
-        depth_m: (H, W) its depth.
-        K: (3, 3) intrinsics.
-        agree_m: a pixel belongs to the object where it was that far from its surface at most.
-
-    Returns:
-        (H, W); `now` where the object's first picture does not say.
+    `T` (4, 4) is the motion since the first frame in the camera frame, `first`, `mask` and `first_depth_m` (H, W) the
+    first frame, `now` and `depth_m` (H, W) the current one. Pixels farther than `agree_m` from the surface are not the
+    object's and stay as in `now`.
     """
     import cv2
 
@@ -55,16 +54,8 @@ def carried_picture(
     return np.where(inside & agrees.reshape(height, width), colours, now).astype(np.uint8)
 
 
-def surface_normals(depth_m: NDArray[np.float32], K: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Normals of what a depth picture shows.
-
-    Args:
-        depth_m: (H, W), NaN in holes.
-        K: (3, 3) intrinsics.
-
-    Returns:
-        (H, W, 3) unit vectors towards the camera; NaN at the border, in holes and beside edges of more than 2 cm.
-    """
+def surface_normals(depth_m: DepthArray, K: FloatArray) -> FloatArray:
+    """(H, W, 3) unit normals towards the camera of depth (H, W), NaN at the border, in holes and at edges."""
     height, width = depth_m.shape
     v, u = np.mgrid[:height, :width] + 0.5
     points = lift(np.stack([u, v, depth_m], -1).astype(np.float64), K)
@@ -78,27 +69,18 @@ def surface_normals(depth_m: NDArray[np.float32], K: NDArray[np.float64]) -> NDA
 
 
 def align_to_surface(
-    T: NDArray[np.float64],
-    model_cam_m: NDArray[np.float64],
-    depth_m: NDArray[np.float32],
-    normals: NDArray[np.float64],
-    K: NDArray[np.float64],
+    T: FloatArray,
+    model_cam_m: FloatArray,
+    depth_m: DepthArray,
+    normals: FloatArray,
+    K: FloatArray,
     agree_m: float,
     iterations: int = 3,
-) -> NDArray[np.float64]:
-    """Move an object a little so that its visible points lie on the measured surface.
+) -> FloatArray:
+    """Adjust T (4, 4) so that the visible points of the object lie on the measured surface.
 
-    Args:
-        T: (4, 4) motion since the first frame.
-        model_cam_m: (n, 3) points of the first frame.
-        depth_m: (H, W) now.
-        normals: (H, W, 3) of `depth_m`.
-        K: (3, 3) intrinsics.
-        agree_m: points farther than that from the surface are hidden.
-        iterations: of linearising.
-
-    Returns:
-        (4, 4).
+    `model_cam_m` (n, 3) are points of the first frame, `depth_m` (H, W) and `normals` (H, W, 3) the current frame.
+    Points farther than `agree_m` from the surface count as hidden.
 
     Source: point-to-plane with projective association, Chen & Medioni 1992; Newcombe et al. 2011 (KinectFusion).
     """
@@ -109,29 +91,23 @@ def align_to_surface(
         near = np.flatnonzero(np.abs(depth - uvz[:, 2]) < agree_m)
         normal = normals[uvz[near, 1].astype(int), uvz[near, 0].astype(int)]
         near, normal = near[np.isfinite(normal[:, 0])], normal[np.isfinite(normal[:, 0])]
-        if len(near) < FEWEST:
+        if len(near) < MIN_SURFACE_POINTS:
             return T
         target = lift(np.concatenate([uvz[near, :2], depth[near, None]], -1), K)
-        T = _step(moved[near], target, normal) @ T
+        T = _plane_step(moved[near], target, normal) @ T
     return T
 
 
-def _step(
-    points: NDArray[np.float64], targets: NDArray[np.float64], normals: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Small motion, in the directions that the surface tells, that brings points onto the planes at their targets."""
+def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray) -> FloatArray:
+    """Small motion towards the planes at the targets, in the directions that the surface determines."""
     from scipy.spatial.transform import Rotation
 
     centre = points.mean(0)
     size = max(float(np.sqrt(((points - centre) ** 2).sum(-1).mean())), 1e-6)
     jacobian = np.concatenate([np.cross((points - centre) / size, normals), normals], -1)
     residual = ((targets - points) * normals).sum(-1)
-    told, directions = np.linalg.eigh(jacobian.T @ jacobian)
-    shares = np.where(told > LEAST_TOLD * told.max(), 1 / np.maximum(told, 1e-12), 0.0)
+    values, directions = np.linalg.eigh(jacobian.T @ jacobian)
+    shares = np.where(values > MIN_EIGENVALUE * values.max(), 1 / np.maximum(values, 1e-12), 0.0)
     twist = directions @ (shares * (directions.T @ (jacobian.T @ residual)))
     turn = Rotation.from_rotvec(twist[:3] / size).as_matrix()
     return make_pose(turn, centre + twist[3:] - turn @ centre)
-
-
-FEWEST = 12
-"""Points that a surface is fitted to."""

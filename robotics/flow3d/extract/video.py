@@ -1,16 +1,14 @@
-"""RGB-D video of something that moves, and why one may be of no use."""
+"""RGB-D video of a moving object, and the reasons for rejecting one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mmrl.errors import UserError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, ImageArray
 
 REASONS = {
     "moving_camera": "the camera moves and its poses are not known",
@@ -25,13 +23,8 @@ REASONS = {
 """Why a video gives no clip."""
 
 
-class RejectedVideo(UserError):  # noqa: N818 - not a mistake: most videos of the wild give no clip
-    """A video that gives no clip.
-
-    Args:
-        reason: a key of `REASONS`.
-        detail: numbers that say how far off it was.
-    """
+class RejectedVideo(UserError):  # noqa: N818 - no fault: many videos give no clip
+    """A video that gives no clip; `reason` is a key of `REASONS`."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {REASONS[reason]}{f' ({detail})' if detail else ''}")
@@ -40,40 +33,40 @@ class RejectedVideo(UserError):  # noqa: N818 - not a mistake: most videos of th
 
 @dataclass(frozen=True)
 class VideoTruth:
-    """What a simulator knows of the object that moves."""
+    """The simulator's ground truth of the moving object."""
 
-    masks: NDArray[np.bool_]
+    masks: BoolArray
     """(L, H, W) its visible pixels."""
-    T_t_0: NDArray[np.float64]
+    T_t_0: FloatArray
     """(L, 4, 4) its motion since the first frame, in the camera frame."""
-    depth_m: NDArray[np.float32] | None = None
-    """(H, W) of the first frame, without noise and holes; None where that of the video is exact."""
+    depth_m: DepthArray | None = None
+    """(H, W) of the first frame, without noise and holes; None where the video's depth is exact."""
 
 
 @dataclass(frozen=True)
 class RgbdVideo:
-    """L frames from a camera that does not move, or whose poses are known."""
+    """L frames of a static camera, or of one with known poses."""
 
-    rgb: NDArray[np.uint8]
+    rgb: ImageArray
     """(L, H, W, 3)."""
-    depth_m: NDArray[np.float32] | None
+    depth_m: DepthArray | None
     """(L, H, W) along the camera's axis; 0, NaN and infinite values are holes. None where it has to be estimated."""
-    K: NDArray[np.float64] | None
+    K: FloatArray | None
     """(3, 3) intrinsics in pixels; None where they are not known."""
-    T_world_cam: NDArray[np.float64] = field(default_factory=lambda: np.eye(4))
+    T_world_cam: FloatArray = field(default_factory=lambda: np.eye(4))
     """(4, 4) pose of the camera, in the first frame where it moves."""
-    T_world_cams: NDArray[np.float64] | None = None
+    T_world_cams: FloatArray | None = None
     """(L, 4, 4) poses of a camera that moves."""
     instruction: str = ""
-    """What is done."""
+    """The task."""
     source: str = ""
-    """Where it is from."""
-    gripper_mask: NDArray[np.bool_] | None = None
+    """Name of its origin."""
+    gripper_mask: BoolArray | None = None
     """(H, W) pixels of gripper or hand in the first frame, where they are known."""
     truth: VideoTruth | None = None
-    """Of a simulator."""
+    """Ground truth of a simulator."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """Anything else that JSON can hold."""
+    """Further JSON data."""
 
     def __post_init__(self) -> None:
         shape = self.rgb.shape[:3]
@@ -100,17 +93,17 @@ class RgbdVideo:
         return self.rgb.shape[2], self.rgb.shape[1]
 
     @property
-    def intrinsics_px(self) -> NDArray[np.float64]:
+    def intrinsics_px(self) -> FloatArray:
         """(3, 3) intrinsics; raises RejectedVideo without them."""
         if self.K is None or not np.isfinite(self.K).all() or self.K[0, 0] <= 0 or self.K[1, 1] <= 0:
             raise RejectedVideo("no_intrinsics", f"K is {None if self.K is None else self.K.tolist()}")
         return self.K
 
     @property
-    def known_depth_m(self) -> NDArray[np.float32]:
+    def known_depth_m(self) -> DepthArray:
         """(L, H, W) depth with NaN in holes; raises RejectedVideo where there is none at all."""
         if self.depth_m is None:
-            raise RejectedVideo("missing_depth", "take a depth source that estimates it")
+            raise RejectedVideo("missing_depth", "use a depth source that estimates it")
         known = np.where(np.isfinite(self.depth_m) & (self.depth_m > 0), self.depth_m, np.float32(np.nan))
         if np.isnan(known[0]).all():
             raise RejectedVideo("missing_depth", "the first frame has holes only")

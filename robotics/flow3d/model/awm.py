@@ -47,7 +47,7 @@ from robotics.flow3d.check.judge import FlowJudge, WeightedVerifierConfig
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.model.evaluation import FlowEvaluationConfig
 from robotics.flow3d.model.exploration import ExplorationConfig
-from robotics.flow3d.model.guesses import FlowGuessing, GuessPayload
+from robotics.flow3d.model.guesses import FlowPayload, FlowSampling
 from robotics.flow3d.model.pictures import draw_flow
 from robotics.flow3d.model.training_data import ClipSetConfig, clips_digest, instructions_of, load_clips
 from robotics.flow3d.model.verdict_evaluation import VerdictMeasure
@@ -141,7 +141,7 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
             name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()
         }
         self.policy = FlowWorldModel.from_pretrained(config.model.path)
-        self.process = FlowGuessing(self.policy, config.timesteps, config.exploration)
+        self.process = FlowSampling(self.policy, config.timesteps, config.exploration)
         self.judge = FlowJudge([*config.verifiers, *config.heldout_verifiers])
         self._check_clips()
         self.awm = AwmLoss(self.policy, config.awm, self.process)
@@ -213,9 +213,9 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
             self.policy.check_instructions(instructions_of(clips))
             self.judge.check(clips[0])
 
-    def _judged(self, rollouts: Rollouts) -> tuple[GuessPayload, RewardResult]:
+    def _judged(self, rollouts: Rollouts) -> tuple[FlowPayload, RewardResult]:
         """The payload with reasons, and what the verdicts are worth."""
-        payload = GuessPayload.of(rollouts)
+        payload = FlowPayload.of(rollouts)
         written = payload.flow.float().cpu().numpy()
         groups = rollouts.group.cpu().numpy()
         terms: dict[str, list[float]] = {}
@@ -245,7 +245,7 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
         return reward
 
     def _record(self, rollouts: Rollouts, row: int) -> SampleRecord:
-        payload, advantage = GuessPayload.of(rollouts), rollouts.advantage
+        payload, advantage = FlowPayload.of(rollouts), rollouts.advantage
         clip = payload.clips[int(rollouts.group[row])]
         seen = clip.observation
         written = payload.flow[row].float().cpu().numpy()

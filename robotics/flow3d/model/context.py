@@ -1,11 +1,10 @@
-"""Tokens of picture, instruction and query points that the networks attend to.
+"""Tokens of image, instruction and query points that the networks attend to.
 
 Shapes: B rows, L tokens, W width of a token, N x N query points.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,30 +17,25 @@ from torch.nn import functional
 from mmrl.errors import UserError
 from robotics.flow3d.model.inputs import FlowInputs
 from robotics.flow3d.model.keypoints import Keypoints
-from robotics.flow3d.model.point_codes import (
-    CODE_SIZE,
-    clip_places,
-    corrected_code,
-    repo_code,
-)
+from robotics.flow3d.model.point_codes import CODE_SIZE, clip_places, corrected_code, repo_code
 from robotics.flow3d.model.settings import ConditionConfig
 from robotics.vla.encoder import Block, InstructionEncoder
 from robotics.vla.place_codes import octave_code, octave_size
 from robotics.vla.vocabulary import Vocabulary
 
 TOWERS = "towers"
-"""Name of the frozen part of an encoder, which is not saved with the weights."""
+"""Name of the frozen towers, which are not saved with the weights."""
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a network knows of B scenes; computed once for all steps of sampling."""
+    """Condition of the networks for B scenes, computed once for all sampling steps."""
 
     tokens: Tensor
     """(B, L, W)."""
     text: Tensor
-    """(B, W) the instruction as a whole, with the places that it speaks of where there are keypoints."""
+    """(B, W) the instruction, with its keypoints in the image if there are any."""
     points: Tensor
     """(B, N, N, 3) query points in -1..1."""
 
@@ -50,27 +44,8 @@ class Context:
         return Context(self.tokens[scene], self.text[scene], self.points[scene])
 
 
-class ContextEncoder(nn.Module, ABC):
-    """Turns inputs into a context."""
-
-    @abstractmethod
-    def forward(self, inputs: FlowInputs, keep_text: Tensor) -> Context:
-        """Encode B rows.
-
-        Args:
-            inputs: the rows, on the device of the weights.
-            keep_text: (B,) bool, False where the instruction is blanked.
-
-        Gradient: into all weights but frozen ones.
-        """
-
-    @abstractmethod
-    def check_texts(self, texts: Sequence[str]) -> None:
-        """Refuse instructions that cannot be read whole; raises UserError."""
-
-
-class SmallContext(ContextEncoder):
-    """Patches of the picture, each told the instruction, and words of a small vocabulary; trained from scratch."""
+class SmallContext(nn.Module):
+    """Image patches conditioned on the instruction, and words of a small vocabulary; trained from scratch."""
 
     def __init__(self, config: ConditionConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -86,43 +61,46 @@ class SmallContext(ContextEncoder):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, inputs: FlowInputs, keep_text: Tensor) -> Context:
-        """See `ContextEncoder.forward`."""
+        """Encode B rows; the instruction is blanked where `keep_text` (B,) is False.
+
+        Gradient: into all trainable weights.
+        """
         text = torch.where(keep_text[:, None], self._texts(inputs.instructions), self.no_text)
         pixels = inputs.images.permute(0, 3, 1, 2).to(self.no_text.dtype) / 127.5 - 1
         patches = functional.pixel_unshuffle(pixels, self.config.patch_px).flatten(2).transpose(1, 2)
         seen = self.block(self.patch(patches) + self.place(self._patch_code()) + text[:, None])
         points = self.point(octave_code(inputs.points.flatten(1, 2)))
-        # what the instruction is about is as much a condition of the whole as the instruction itself
+        # the keypoints are part of the global condition
         whole = text if self.keypoints is None else text + self.keypoints(pixels, text)
         return Context(self.norm(torch.cat([seen, whole[:, None], points], 1)), whole, inputs.points)
 
     def check_texts(self, texts: Sequence[str]) -> None:
-        """See `ContextEncoder.check_texts`."""
-        # a copy, because the vocabulary counts the unknown words that it meets
+        """Raise UserError for instructions that cannot be read completely."""
+        # a copy, because the vocabulary counts unknown words
         Vocabulary(self.vocabulary.words).encode(texts, self.config.words)
 
     def _texts(self, texts: list[str]) -> Tensor:
         """(B, W); each distinct text is encoded once."""
         distinct = list(dict.fromkeys(texts))
-        number = {text: place for place, text in enumerate(distinct)}
+        number = {text: index for index, text in enumerate(distinct)}
         words = self.vocabulary.encode(distinct, self.config.words).to(self.no_text.device)
         index = torch.tensor([number[text] for text in texts], device=words.device)
         found: Tensor = self.instruction(words)[index]
         return found
 
     def _patch_code(self) -> Tensor:
-        """(patches, numbers) code of the middle of each patch, rows first."""
+        """(patches, numbers) code of each patch's center, rows first."""
         side = self.config.image_px // self.config.patch_px
         middle = (torch.arange(side, device=self.no_text.device) + 0.5) / side * 2 - 1
         v, u = torch.meshgrid(middle, middle, indexing="ij")
         return octave_code(torch.stack([u, v], -1).flatten(0, 1))
 
 
-class ClipContext(ContextEncoder):
-    """Frozen CLIP towers as in the paper: 77 text tokens, 257 of the picture and one of each query point.
+class ClipContext(nn.Module):
+    """Frozen CLIP towers as in the paper: 77 text tokens, 257 of the image and one for each query point.
 
-    The class token of the picture is the pooled one, after the last norm; its patches are raw states. The projections
-    of picture and points start at zero, so that a pretrained network first sees what it knows.
+    The image's class token is the pooled one, after the last norm; its patches are raw states. The projections of image
+    and points start at zero, so that a pretrained network first sees its usual input.
 
     Source: Hoyyyaard/3DFlowAction AnimateFlow.py (AnimateFlow3D).
     """
@@ -146,22 +124,25 @@ class ClipContext(ContextEncoder):
         return self
 
     def forward(self, inputs: FlowInputs, keep_text: Tensor) -> Context:
-        """See `ContextEncoder.forward`."""
+        """Encode B rows; the instruction is blanked where `keep_text` (B,) is False.
+
+        Gradient: into all trainable weights.
+        """
         kept = [text if keep else "" for text, keep in zip(inputs.instructions, keep_text.tolist(), strict=True)]
         with torch.no_grad():
             states, pooled = self._texts(kept)
-            seen = self._pictures(inputs.images)
+            seen = self._image_states(inputs.images)
         code = repo_code if self.config.point_pe == "repo" else corrected_code
         points = self.point(code(clip_places(inputs.points.flatten(1, 2))))
         tokens = torch.cat([self.text(states), self.image(seen), points], 1)
         return Context(tokens, self.text(pooled), inputs.points)
 
     def check_texts(self, texts: Sequence[str]) -> None:
-        """See `ContextEncoder.check_texts`."""
+        """Raise UserError for instructions that cannot be read completely."""
         for text in dict.fromkeys(texts):
             found = self.tokenizer(text, truncation=False, verbose=False).input_ids
             if len(found) > self.longest_text:
-                # the end token is kept, so the text loses the place before it too
+                # the end token is kept, so the text loses one more token
                 lost = self.tokenizer.decode(found[self.longest_text - 1 : -1])
                 raise UserError(
                     f"the instruction {text!r} has {len(found)} tokens; CLIP reads {self.longest_text}, so {lost!r} "
@@ -177,7 +158,7 @@ class ClipContext(ContextEncoder):
         out = tower(input_ids=found.input_ids.to(next(tower.parameters()).device))
         return out.last_hidden_state, out.pooler_output
 
-    def _pictures(self, images: Tensor) -> Tensor:
+    def _image_states(self, images: Tensor) -> Tensor:
         """(B, 1 + patches, .)."""
         tower = self.towers["vision"]
         pixels = images.permute(0, 3, 1, 2).float() / 255
@@ -188,7 +169,7 @@ class ClipContext(ContextEncoder):
         return torch.cat([out.pooler_output[:, None], out.last_hidden_state[:, 1:]], 1)
 
 
-def make_context(config: ConditionConfig, vocabulary: Vocabulary) -> ContextEncoder:
+def make_context(config: ConditionConfig, vocabulary: Vocabulary) -> SmallContext | ClipContext:
     """The encoder of a configuration; clip does not read the vocabulary."""
     return ClipContext(config) if config.kind == "clip" else SmallContext(config, vocabulary)
 
@@ -204,7 +185,7 @@ def _read_towers(config: ConditionConfig) -> dict[str, Any]:
         vision = _read("vision", Path(config.vision), CLIPVisionModel)
     found = vision.config.image_size
     if found != config.image_px:
-        raise UserError(f"model.condition.image_px is {config.image_px}; the vision tower takes {found}")
+        raise UserError(f"model.condition.image_px is {config.image_px}; the vision tower needs {found}")
     return {"text": text, "vision": vision}
 
 

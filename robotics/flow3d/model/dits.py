@@ -16,14 +16,7 @@ from robotics.vla.place_codes import octave_code, octave_size
 
 
 class _FlowTransformer(nn.Module):
-    """What both have: tokens of flow with their places, blocks modulated by time and instruction, a zero start.
-
-    Args:
-        config: sizes.
-        encoding: shape of a flow.
-        context: width of the context's tokens.
-        numbers: of the flow that a token carries.
-    """
+    """Base: tokens of flow with positions, blocks modulated by time and instruction, zero-initialised output."""
 
     factored = False
 
@@ -44,7 +37,7 @@ class _FlowTransformer(nn.Module):
         nn.init.zeros_(self.leave.bias)
 
     def _cells(self, context: Context) -> Tensor:
-        """(B or 1, N * N, width): which cell of the grid a token belongs to, and where its query point lies."""
+        """(B or 1, N * N, width) embedding of each token's grid cell and query point."""
         if self.point is None:
             return self.cells[None]
         found: Tensor = self.cells + self.point(octave_code(context.points.flatten(1, 2)))
@@ -60,10 +53,7 @@ class _FlowTransformer(nn.Module):
 
 
 class TrajectoryDit(_FlowTransformer):
-    """One token a query point, which carries its whole future of T x C numbers; see `_FlowTransformer` for arguments.
-
-    The cheapest of the networks: N * N tokens whatever T is.
-    """
+    """One token a query point with its whole future of T x C numbers: the cheapest network, N * N tokens for any T."""
 
     def __init__(self, config: BodyConfig, encoding: FlowEncoding, context: int) -> None:
         super().__init__(config, encoding, context, encoding.channels * encoding.num_frames)

@@ -1,4 +1,4 @@
-"""Held-out clips: errors of the guessed flow, by task and source, and whether the instruction decides where it goes."""
+"""Evaluation on held-out clips: errors of sampled flow, the language swap, and verdicts of verifiers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from robotics.flow3d.model.pictures import draw_flow
 from robotics.flow3d.model.world_model import FlowWorldModel, sample_seeds
 
 GOALS = "goals_world_m"
-"""Key of `FlowClip.meta`: instruction to the point (3,) to which the middle of the query points then goes."""
+"""Key of `FlowClip.meta`: instruction -> (3,) final mean of the query points."""
 HEADLINE = "accuracy/within_5cm"
 ERRORS = ("ade_cm", "fde_cm", "ade_visible_cm", "fde_visible_cm", "best_ade_cm")
 SWAP = "accuracy/language_swap"
@@ -31,29 +31,29 @@ SWAP = "accuracy/language_swap"
 
 @dataclass
 class FlowEvaluationConfig(EvaluationConfig):
-    """Evaluation of a world model: guesses from fixed seeds, there is no greedy one."""
+    """Evaluation of a world model, with samples from fixed seeds."""
 
     greedy: bool = False
-    """Not for flow; must stay false."""
+    """Not available for flow; must stay false."""
     samples: int = bounded(4, at_least=1)
-    """K, guesses for each clip, from seeds that are the same at every evaluation."""
+    """K, samples a clip, with the same seeds at every evaluation."""
     language_swap: bool = True
-    """Ask also for the other instructions of a scene, where the clips say what they are."""
+    """Also evaluate the other instructions of a scene, where the clips list them."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
         super().validate()
         if self.greedy or self.temperature != 1.0:
-            raise ValueError("evaluation.greedy and evaluation.temperature mean nothing for flow; leave them out")
+            raise ValueError("evaluation.greedy and evaluation.temperature have no effect on flow; leave them out")
 
 
 @dataclass
 class FlowMeasure(Measure[FlowClip]):
-    """Errors of K guesses a clip.
+    """Errors of K samples a clip.
 
-    The seeds follow from (seed, split, number of the clip) alone, so evaluations of different steps are paired. Metrics
-    are accuracy/within_5cm and the errors of `FlowErrors` as flow/<error>, by task and source where the split has
-    several, and accuracy/language_swap where clips have `meta["goals_world_m"]`.
+    Seeds depend on (seed, split, clip) alone, so evaluations of different steps are paired. Metrics are
+    accuracy/within_5cm and the errors of `FlowErrors` as flow/<error>, by task and source where the split has several,
+    and accuracy/language_swap where clips have `meta["goals_world_m"]`.
     """
 
     model: FlowWorldModel
@@ -68,17 +68,17 @@ class FlowMeasure(Measure[FlowClip]):
 
     def run(self, batch: Sequence[Trial[FlowClip]], start: int) -> list[Row]:
         """Sample and compare the flow of some clips."""
-        guesses = self._guesses(batch)
+        samples = self._samples(batch)
         rows: list[Row] = []
-        for trial, found in zip(batch, guesses, strict=True):
-            row = {"index": trial.index, "repeat": trial.repeat, "clip": trial.task, "guesses": found, "swaps": []}
+        for trial, found in zip(batch, samples, strict=True):
+            row = {"index": trial.index, "repeat": trial.repeat, "clip": trial.task, "samples": found, "swaps": []}
             rows.append(row | {"errors": flow_errors(found, trial.task)})
         if self.evaluation.language_swap:
             self._swap(batch, rows)
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
-        """Means with intervals, by task and source, beside those of standing still."""
+        """Means with intervals, by task and source, and the errors of standing still."""
         if not rows:
             return {}
         rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))
@@ -91,25 +91,25 @@ class FlowMeasure(Measure[FlowClip]):
         return found | self._by_part(rows, tasks) | _swap_metrics(rows)
 
     def record(self, row: Row) -> SampleRecord:
-        """The picture, the first guesses over the truth in white, and the errors."""
+        """The first samples over the truth in white, and the errors."""
         clip: FlowClip = row["clip"]
         rgb, errors = clip.observation.rgb, row["errors"]
         return SampleRecord(
             id=f"{self.split}/{row['index']}",
             prompt=clip.observation.instruction,
             response=f"ADE {errors.ade_cm:.1f} cm, FDE {errors.fde_cm:.1f} cm, rotation {errors.rotation_deg:.0f} deg",
-            outputs=[draw_flow(rgb, clip.points, guess, clip.flow) for guess in row["guesses"][:2]],
+            outputs=[draw_flow(rgb, clip.points, sample, clip.flow) for sample in row["samples"][:2]],
             terms={name: getattr(errors, name) for name in ("ade_cm", "fde_cm", "zero_motion_ade_cm")},
         )
 
     def outcome(self, row: Row) -> Outcome:
-        """Errors of a clip, for comparisons in pairs."""
+        """Errors of a clip, for paired comparisons."""
         errors: FlowErrors = row["errors"]
         values = {f"flow/{name}": getattr(errors, name) for name in ERRORS}
         known = {name: value for name, value in values.items() if value == value}
         return Outcome(f"{self.split}/{row['index']}", {HEADLINE: errors.within_5cm, **known})
 
-    def _guesses(self, batch: Sequence[Trial[FlowClip]]) -> list[Any]:
+    def _samples(self, batch: Sequence[Trial[FlowClip]]) -> list[Any]:
         """(K, T, N, N, 4) of each clip."""
         import torch
 
@@ -125,7 +125,7 @@ class FlowMeasure(Measure[FlowClip]):
         ]
 
     def _swap(self, batch: Sequence[Trial[FlowClip]], rows: list[Row]) -> None:
-        """Note for every other instruction of a scene whether the object then goes where that says."""
+        """Record for every other instruction of a scene whether the object then goes to its goal."""
         import torch
 
         asked = [

@@ -1,7 +1,4 @@
-"""Guesses of a world model as rollouts: K flows of each scene, and the model's velocity on noisy versions of them.
-
-Shapes: N scenes, B = N * K guesses, T' noisy versions of each, C x T x N x N one encoded flow.
-"""
+"""Samples of a world model as rollouts, see `robotics.flow3d.model.exploration`."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from robotics.flow3d.clip import VISIBLE, FlowClip
-from robotics.flow3d.model.exploration import ExplorationConfig, moved_at_random
+from robotics.flow3d.model.exploration import ExplorationConfig, perturbed
 from robotics.flow3d.model.inputs import FlowInputs
 from robotics.flow3d.model.processes import RectifiedProcess, sigma_grid
 from robotics.flow3d.model.world_model import FlowWorldModel
 
 
 @dataclass
-class GuessPayload(Payload):
-    """N scenes, each stored once, and B guesses of how their object moves."""
+class FlowPayload(Payload):
+    """N scenes, each stored once, and B sampled flows of their object."""
 
     clips: list[FlowClip] = per_group()
     """The clip of each scene; its true flow is read by evaluations alone."""
@@ -38,25 +35,22 @@ class GuessPayload(Payload):
     instructions: list[str] = per_group()
     """Lower-cased."""
     flow: Tensor = per_row()
-    """(B, C, T, n, n) encoded guesses, x_0."""
+    """(B, C, T, n, n) encoded samples, x_0."""
     sigma: Tensor = per_decision()
     """(B, T') times of the noisy versions."""
     noise_seed: Tensor = per_row()
     """(B,) int64, seed of each row's T' noises."""
     reasons: list[str] = per_row(blank="", default_factory=list)
-    """What the verifiers said of each guess."""
+    """The verifiers' reasons for each sample."""
 
     @property
     def scenes(self) -> FlowInputs:
-        """What the model is given of the N scenes."""
+        """The model's inputs of the N scenes."""
         return FlowInputs(self.images, self.points, self.instructions)
 
 
-class FlowGuessing(VelocityMatching):
-    """Draws guesses with noisy versions of them, and evaluates world models on these.
-
-    Guesses are drawn and matched without guidance on the instruction.
-    """
+class FlowSampling(VelocityMatching):
+    """Samples flows with noisy versions of them, and evaluates world models on these, without guidance."""
 
     def __init__(
         self, policy: FlowWorldModel, timesteps: TimestepConfig, exploration: ExplorationConfig | None = None
@@ -75,7 +69,7 @@ class FlowGuessing(VelocityMatching):
     def draw(
         self, policy: FlowWorldModel, clips: Sequence[FlowClip], group_size: int, generator: torch.Generator
     ) -> Rollouts:
-        """Guess K flows of each scene, and draw the times and noises that they will be trained on."""
+        """Sample K flows of each scene, and draw the times and noises of their training."""
         rows = len(clips) * group_size
         inputs = policy.inputs_of([clip.observation for clip in clips], [clip.points for clip in clips])
         seeds = torch.randint(2**62, (rows,), generator=generator)
@@ -92,7 +86,7 @@ class FlowGuessing(VelocityMatching):
             mask=torch.ones_like(zeros),
             logp_old=zeros,
             reward=torch.full((rows,), float("nan"), device=device),
-            payload=GuessPayload(
+            payload=FlowPayload(
                 clips=list(clips),
                 images=inputs.images.to(device),
                 points=inputs.points.to(device),
@@ -104,27 +98,27 @@ class FlowGuessing(VelocityMatching):
         )
 
     def _explored(self, flow: Tensor, clips: Sequence[FlowClip], seeds: Tensor) -> Tensor:
-        """Encoded guesses (B, C, T, n, n), each moved as its seed (B,) says; a visibility that is written stays."""
+        """Encoded samples (B, C, T, n, n), perturbed by their seeds (B,); visibility is kept."""
         encoding, found = self.policy.encoding, flow.clone()
         parts = zip(clips, flow.chunk(len(clips)), found.chunk(len(clips)), seeds.chunk(len(clips)), strict=True)
-        for clip, guesses, place, own in parts:
+        for clip, encoded, target, own in parts:
             seen = clip.observation
-            read = encoding.decode(guesses.float().cpu().numpy(), clip.points, seen.size_px)
-            moved = moved_at_random(read, seen, own, self.exploration)
+            read = encoding.decode(encoded.float().cpu().numpy(), clip.points, seen.size_px)
+            moved = perturbed(read, seen, own, self.exploration)
             written = encoding.encode(moved, np.repeat(clip.points[None], len(moved), 0), seen.size_px)
-            place[:, :VISIBLE] = torch.from_numpy(written[:, :VISIBLE]).to(place)
+            target[:, :VISIBLE] = torch.from_numpy(written[:, :VISIBLE]).to(target)
         return found
 
     def samples(self, rollouts: Rollouts) -> MatchedSamples:
-        """The guesses."""
-        payload = GuessPayload.of(rollouts)
+        """The samples."""
+        payload = FlowPayload.of(rollouts)
         return MatchedSamples(payload.flow, payload.sigma, payload.noise_seed)
 
     def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
         """Velocity (M, C, T, n, n) of a world model on noisy rows; each scene is encoded once.
 
-        Gradient: into all weights of the model but frozen ones.
+        Gradient: into all trainable weights of the model.
         """
         scene = rollouts.group[noisy.image.to(rollouts.group.device)]
-        found = model(GuessPayload.of(rollouts).scenes, noisy.latents, noisy.sigma, scene=scene)
+        found = model(FlowPayload.of(rollouts).scenes, noisy.latents, noisy.sigma, scene=scene)
         return self.process.velocity(found, noisy.latents, noisy.sigma)

@@ -1,4 +1,4 @@
-"""What the world model is given: pictures, query points and instructions of some scenes, as tensors."""
+"""Inputs of the world model: images, query points and instructions of scenes, as tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from mmrl.core.payload import Payload, per_row
 from mmrl.errors import UserError
+from robotics.flow3d.geometry import FloatArray, ImageArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.clip import Observation
     from robotics.flow3d.encoding import FlowEncoding
 
@@ -36,19 +35,9 @@ class FlowInputs(Payload):
 
 
 def make_inputs(
-    observations: Sequence[Observation],
-    points: Sequence[NDArray[np.float64]],
-    encoding: FlowEncoding,
-    image_px: int,
+    observations: Sequence[Observation], points: Sequence[FloatArray], encoding: FlowEncoding, image_px: int
 ) -> FlowInputs:
-    """Turn scenes into tensors.
-
-    Args:
-        observations: B pictures with their instructions; they may differ in size.
-        points: (N, N, 3) query points u, v, z of each.
-        encoding: normalises the points.
-        image_px: S; pictures are resized to a square, so that their points keep their normalised places.
-    """
+    """Scenes as tensors; `points` has (N, N, 3) query points u, v, z of each."""
     wanted = (encoding.grid, encoding.grid, 3)
     for grid in points:
         if grid.shape != wanted:
@@ -64,10 +53,10 @@ def make_inputs(
     )
 
 
-def _resized(rgb: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+def _resized(rgb: ImageArray, side: int) -> ImageArray:
     from PIL import Image
 
     if rgb.shape[:2] == (side, side):
         return rgb
-    # Pillow averages over all pixels that a smaller one covers
+    # Pillow averages over the area of each pixel
     return np.asarray(Image.fromarray(rgb).resize((side, side), Image.Resampling.BICUBIC))

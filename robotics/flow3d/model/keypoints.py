@@ -1,7 +1,7 @@
-"""Keypoints: where in a picture the things are that an instruction speaks of.
+"""Keypoints: positions in an image of the objects that an instruction names.
 
 Source: spatial softmax, Levine et al., arXiv 1504.00702; features scaled and shifted by the instruction (FiLM), arXiv
-    1709.07871. Not in 3DFlowAction, whose picture goes through a pretrained CLIP.
+    1709.07871. Not in 3DFlowAction, which has a pretrained CLIP.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from robotics.vla.place_codes import octave_code, octave_size
 
 
 class Keypoints(nn.Module):
-    """Pictures to the expected places of learned features, as one token.
+    """Expected positions of learned features in an image, as one token.
 
-    A small network that has only patches to attend to needs many times as long to learn where a goal is.
+    A small network with patches alone takes many times as long to learn where a goal is.
     """
 
     def __init__(self, count: int, channels: int, width: int) -> None:
@@ -26,12 +26,12 @@ class Keypoints(nn.Module):
         self.norm = nn.GroupNorm(GROUPS, channels)
         self.film = nn.Linear(width, 2 * channels)
         self.scores = nn.Conv2d(channels, count, 1)
-        # with nearly equal scores every keypoint is the middle of the picture, and learning starts slowly
+        # with nearly equal scores all keypoints are at the image's center, and learning starts slowly
         nn.init.normal_(self.scores.weight, std=KEYPOINT_SHARPNESS / channels**0.5)
         self.token = nn.Linear(octave_size(2 * count), width)
 
     def forward(self, pixels: Tensor, text: Tensor) -> Tensor:
-        """Pictures (B, 3, S, S) in -1..1 and instructions (B, width) -> (B, width)."""
+        """Images (B, 3, S, S) in -1..1 and instructions (B, width) -> (B, width)."""
         features = self.norm(self.second(functional.gelu(self.first(pixels))))
         scale, shift = self.film(text)[:, :, None, None].chunk(2, 1)
         features = functional.gelu(features * (1 + scale) + shift)

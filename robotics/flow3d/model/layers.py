@@ -66,8 +66,8 @@ class Modulated(nn.Module):
 class FlowBlock(nn.Module):
     """Self-attention, attention to a context, and a feed-forward layer.
 
-    With `frames`, tokens are those of T frames x n points, and self-attention goes over the points of a frame, then
-    over the frames of a point; without, over all tokens.
+    With `factored`, tokens are T frames x n points, with self-attention over the points of a frame, then over the
+    frames of a point; otherwise over all tokens.
     """
 
     def __init__(self, width: int, heads: int, context: int, *, factored: bool = False) -> None:
@@ -76,11 +76,8 @@ class FlowBlock(nn.Module):
         self.time = Attention(width, heads) if factored else None
         self.time_norm = Modulated(width) if factored else None
         self.cross, self.cross_norm = Attention(width, heads, context), Modulated(width)
-        self.wide, self.narrow, self.feed_norm = (
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-            Modulated(width),
-        )
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.feed_norm = Modulated(width)
 
     def forward(self, tokens: Tensor, condition: Tensor, context: Tensor, frames: int = 1) -> Tensor:
         """(B, T n, width), (B, width), (B, L, context) -> (B, T n, width)."""

@@ -1,6 +1,7 @@
-"""A world model's folder: config.json, vocabulary.json and model.safetensors, without frozen CLIP towers.
+"""The folder of a world model: config.json, vocabulary.json and model.safetensors.
 
-Those are named by their folders, which are found again when both are moved together; an exported model has copies.
+Frozen CLIP towers are referenced by their folders, also relatively, so that both can be moved together; an exported
+model contains copies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from robotics.flow3d.model.settings import BodyConfig, ConditionConfig, FlowMode
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 FOLDERS = ("text", "vision")
-"""Fields of the context's configuration that name folders of frozen models."""
+"""Options of the context that name folders of frozen models."""
 
 
 def write_config(config: FlowModelConfig, folder: Path) -> None:
@@ -88,7 +89,7 @@ def read_weights(weights: dict[str, Tensor], folder: Path) -> None:
 
 
 def copy_towers(context: ClipContext, folder: Path) -> None:
-    """Write the frozen models of a context into a model's folder, and name them there."""
+    """Copy the frozen models of a context into a model's folder."""
     towers: Any = context.towers
     towers["text"].save_pretrained(folder / "text" / "text_encoder")
     context.tokenizer.save_pretrained(folder / "text" / "tokenizer")

@@ -1,4 +1,4 @@
-"""Flow drawn over the picture it starts from."""
+"""Drawings of flow."""
 
 from __future__ import annotations
 
@@ -6,36 +6,32 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from robotics.flow3d.clip import U, V
+from robotics.flow3d.clip import VISIBLE, U, V
+from robotics.flow3d.geometry import FloatArray, ImageArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
 
 WIDTH_PX = 384
 FIRST, LAST = np.array([60, 110, 255]), np.array([255, 70, 40])
 """Colours of the first and the last step."""
-TRUTH = (255, 255, 255)
 
 
 def draw_flow(
-    rgb: NDArray[np.uint8],
-    points: NDArray[np.float64],
-    flow: NDArray[np.float64],
-    truth: NDArray[np.float64] | None = None,
-    width_px: int = WIDTH_PX,
+    rgb: ImageArray, points: FloatArray, flow: FloatArray, truth: FloatArray | None = None, width_px: int = WIDTH_PX
 ) -> Image:
-    """Draw the way of every point, from blue to red over time.
+    """Draw the path of every point, from blue to red over time.
 
     Args:
-        rgb: (H, W, 3) first picture.
+        rgb: (H, W, 3) first image.
         points: (N, N, 3) query points.
-        flow: (T, N, N, 4) where they go; points that are not visible are drawn thinner.
-        truth: (T, N, N, 4) drawn below it as thin white lines; None draws none.
+        flow: (T, N, N, 4) their flow, thinner where a point is not visible; T of 0 draws the points alone.
+        truth: (T, N, N, 4) true flow, drawn below as thin white lines.
         width_px: of the drawing.
 
     Returns:
-        The picture.
+        The drawing.
     """
     from PIL import Image, ImageDraw
 
@@ -44,22 +40,26 @@ def draw_flow(
     image = Image.fromarray(rgb).resize((width_px, round(height * scale)), Image.Resampling.BICUBIC)
     pen = ImageDraw.Draw(image)
     if truth is not None:
-        for way in _ways(points, truth, scale):
-            pen.line([tuple(place) for place in way], fill=TRUTH, width=1)
-    frames = len(flow)
-    seen = flow[..., 3].reshape(frames, -1) > 0.5
-    for number, way in enumerate(_ways(points, flow, scale)):
-        for frame in range(frames):
-            share = frame / max(frames - 1, 1)
-            colour = tuple(int(part) for part in (1 - share) * FIRST + share * LAST)
-            pen.line([tuple(way[frame]), tuple(way[frame + 1])], fill=colour, width=2 if seen[frame, number] else 1)
-        end = way[-1]
-        pen.ellipse([*(end - 2.5), *(end + 2.5)], fill=tuple(LAST.tolist()))
+        for path in _paths(points, truth, scale):
+            pen.line([tuple(pixel) for pixel in path], fill=(255, 255, 255), width=1)
+    draw_paths(pen, points, flow, scale)
     return image
 
 
-def _ways(points: NDArray[np.float64], flow: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
-    """(N * N, T + 1, 2) places in the drawing."""
-    places = np.concatenate([points[None, ..., [U, V]], flow[..., [U, V]]])
-    ways: NDArray[np.float64] = places.reshape(len(places), -1, 2).swapaxes(0, 1) * scale
-    return ways
+def draw_paths(pen: ImageDraw, points: FloatArray, flow: FloatArray, scale: float) -> None:
+    """Draw the paths of points (N, N, 3) along a flow (T, N, N, 4) at a scale of the original image."""
+    paths, frames = _paths(points, flow, scale), len(flow)
+    seen = flow[..., VISIBLE].reshape(frames, len(paths)) > 0.5
+    for index, path in enumerate(paths):
+        for frame in range(frames):
+            share = frame / max(frames - 1, 1)
+            colour = tuple(int(part) for part in (1 - share) * FIRST + share * LAST)
+            pen.line([tuple(path[frame]), tuple(path[frame + 1])], fill=colour, width=2 if seen[frame, index] else 1)
+        pen.ellipse([*(path[-1] - 2.5), *(path[-1] + 2.5)], fill=tuple(LAST.tolist()))
+
+
+def _paths(points: FloatArray, flow: FloatArray, scale: float) -> FloatArray:
+    """(N * N, T + 1, 2) pixels in the drawing."""
+    pixels = np.concatenate([points[None, ..., [U, V]], flow[..., [U, V]]])
+    paths: FloatArray = pixels.reshape(len(pixels), -1, 2).swapaxes(0, 1) * scale
+    return paths

@@ -1,6 +1,6 @@
-"""Numbers for places: sines and cosines of query points, as the paper means them, and as its code has them.
+"""Sinusoidal codes of query points: as the paper means them, and as its code computes them.
 
-Places are those that CLIP sees: u and v in 0..224 of a 224 x 224 picture, z in 0..128 over the range of depths.
+Coordinates are CLIP's: u and v in 0..224 of a 224 x 224 image, z in 0..128 over the range of depths.
 """
 
 from __future__ import annotations
@@ -34,12 +34,8 @@ def repo_code(places: Tensor, size: int = CODE_SIZE, shape: tuple[int, int, int]
     """The code that the released weights were trained with.
 
     `dim //  - 1` in its source is a division by -1, so w_k = 10000^(k / size), and the table that it is read from is
-    built in another order of axes than it is read in, see `scrambled_places`. Still every place has its own code.
-
-    Args:
-        places: (..., 3) u, v, z; they are truncated to whole numbers within the table.
-        size: numbers of a code, a multiple of 6.
-        shape: rows, columns and depths of the table.
+    built in another order of axes than it is read in, see `scrambled_places`. Each position still has its own code.
+    `places` (..., 3) u, v, z are truncated to integers within the table.
 
     Source: Hoyyyaard/3DFlowAction AnimateFlow.py, posemb_sincos_3d.
     """
@@ -48,15 +44,11 @@ def repo_code(places: Tensor, size: int = CODE_SIZE, shape: tuple[int, int, int]
 
 
 def scrambled_places(places: Tensor, shape: tuple[int, int, int] = (SIDE, SIDE, DEPTHS)) -> Tensor:
-    """Which place's code the released code reads for a place.
+    """The position (..., 3) whose code the released code reads for positions (..., 3), truncated to integers.
 
     Its table is written with depths first, then rows and columns, and read as if depths came last: entry [v, u, z] is
     number n = (v columns + u) depths + z, which was written for z' = n // (rows columns),
     v' = (n // columns) % rows, u' = n % columns.
-
-    Args:
-        places: (..., 3) u, v, z; truncated to whole numbers within the table.
-        shape: rows, columns and depths of the table.
     """
     rows, columns, depths = shape
     last = torch.tensor([columns - 1, rows - 1, depths - 1], device=places.device)

@@ -1,4 +1,4 @@
-"""From a flow to noise and back: rectified flow, and the diffusion of the paper.
+"""Generative processes: rectified flow, and the paper's DDIM.
 
 Shapes: B rows, C channels, T frames, N x N points. x_0 is an encoded flow, e standard normal noise.
 
@@ -10,10 +10,9 @@ Shapes: B rows, C channels, T frames, N x N points. x_0 is an encoded flow, e st
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,59 +21,38 @@ from diffusion.forward_process import mix
 from diffusion.guidance import euler_ode
 from robotics.flow3d.model.settings import ProcessConfig
 
+FlowProcess: TypeAlias = "RectifiedProcess | DdimProcess"
 Predict = Callable[[Tensor, Tensor], Tensor]
-"""(noisy (B, C, T, N, N), time (B,)) -> what the network predicts (B, C, T, N, N)."""
+"""(noisy (B, C, T, N, N), time (B,)) -> prediction (B, C, T, N, N)."""
 BETA_FIRST, BETA_LAST, TRAIN_STEPS = 0.00085, 0.012, 1000
 
 
-class FlowProcess(ABC):
-    """How clean flow becomes noisy, what the network predicts of it, and how flow is sampled."""
-
+class _Process:
     def __init__(self, parameterisation: str) -> None:
         self.parameterisation = parameterisation
 
-    @abstractmethod
-    def times(self, rows: int, generator: torch.Generator) -> Tensor:
-        """Times at which rows are trained (rows,) float32, on the CPU."""
 
-    @abstractmethod
-    def noisy(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Flow (B, C, T, N, N) with the noise of its time (B,)."""
-
-    @abstractmethod
-    def target(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """What the network is to predict (B, C, T, N, N)."""
-
-    @abstractmethod
-    def sample(self, predict: Predict, noise: Tensor, steps: int) -> Tensor:
-        """Follow the network's predictions from noise (B, C, T, N, N) to flow."""
-
-    @abstractmethod
-    def network_time(self, time: Tensor) -> Tensor:
-        """Times (B,) as numbers of 0..1000, as networks were trained to read them."""
-
-
-class RectifiedProcess(FlowProcess):
+class RectifiedProcess(_Process):
     """Straight paths between noise and flow, followed in even Euler steps.
 
-    Times are s = 1 - U^2 with U uniform: half of them above 3/4, because near the noise it is decided where the object
-    goes.
+    Times are s = 1 - U^2 with U uniform: half of them above 3/4, because the goal of the motion is decided near
+    the noise.
     """
 
     def times(self, rows: int, generator: torch.Generator) -> Tensor:
-        """See `FlowProcess.times`."""
+        """(rows,) float32 training times, on the CPU."""
         return 1 - torch.rand(rows, generator=generator).square()
 
     def noisy(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """See `FlowProcess.noisy`."""
+        """Flow (B, C, T, N, N) with the noise of its time (B,)."""
         return mix(clean, noise, time, torch.arange(len(clean))).latents
 
     def target(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """See `FlowProcess.target`."""
+        """The network's target (B, C, T, N, N)."""
         return clean if self.parameterisation == "x0" else noise - clean
 
     def sample(self, predict: Predict, noise: Tensor, steps: int) -> Tensor:
-        """See `FlowProcess.sample`."""
+        """Follow the network's predictions from noise (B, C, T, N, N) to flow."""
 
         def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
             return self.velocity(predict(latents, sigma.expand(len(latents))), latents, sigma)
@@ -82,22 +60,13 @@ class RectifiedProcess(FlowProcess):
         return euler_ode(velocity, noise, sigma_grid(steps))
 
     def velocity(self, found: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
-        """The velocity that a prediction means.
-
-        Args:
-            found: (B, C, T, N, N) what the network predicts.
-            noisy: (B, C, T, N, N) what it was given.
-            time: (B,) or one number for all, above 0.
-
-        Returns:
-            (B, C, T, N, N) noise minus flow.
-        """
+        """The velocity, noise minus flow, that a prediction (B, C, T, N, N) at times (B,) above 0 implies."""
         if self.parameterisation == "v":
             return found
         return (noisy - found) / time.reshape(-1, *[1] * (noisy.ndim - 1))
 
     def network_time(self, time: Tensor) -> Tensor:
-        """See `FlowProcess.network_time`."""
+        """Times (B,) as numbers in 0..1000, the network's input."""
         return time * TRAIN_STEPS
 
 
@@ -106,30 +75,30 @@ def sigma_grid(steps: int) -> Tensor:
     return torch.linspace(1, 0, steps + 1)
 
 
-class DdimProcess(FlowProcess):
+class DdimProcess(_Process):
     """The paper's diffusion: 1000 times, betas on a line from 0.00085 to 0.012, sampled by DDIM without noise.
 
     Source: Hoyyyaard/3DFlowAction, AnimateDiff's noise_scheduler_kwargs (steps_offset 1, clip_sample false).
     """
 
     def times(self, rows: int, generator: torch.Generator) -> Tensor:
-        """See `FlowProcess.times`."""
+        """(rows,) float32 training times, on the CPU."""
         return torch.randint(TRAIN_STEPS, (rows,), generator=generator).float()
 
     def noisy(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """See `FlowProcess.noisy`."""
+        """Flow (B, C, T, N, N) with the noise of its time (B,)."""
         found: Tensor = self.scheduler.add_noise(clean, noise, time.long())
         return found
 
     def target(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """See `FlowProcess.target`."""
+        """The network's target (B, C, T, N, N)."""
         if self.parameterisation == "v":
             velocity: Tensor = self.scheduler.get_velocity(clean, noise, time.long())
             return velocity
         return clean if self.parameterisation == "x0" else noise
 
     def sample(self, predict: Predict, noise: Tensor, steps: int) -> Tensor:
-        """See `FlowProcess.sample`."""
+        """Follow the network's predictions from noise (B, C, T, N, N) to flow."""
         self.scheduler.set_timesteps(steps)
         flow = noise
         for time in self.scheduler.timesteps.tolist():
@@ -138,7 +107,7 @@ class DdimProcess(FlowProcess):
         return flow
 
     def network_time(self, time: Tensor) -> Tensor:
-        """See `FlowProcess.network_time`."""
+        """Times (B,) as numbers in 0..1000, the network's input."""
         return time
 
     @cached_property
@@ -172,4 +141,4 @@ def make_process(config: ProcessConfig) -> FlowProcess:
 
 
 PREDICTION_TYPES = {"eps": "epsilon", "v": "v_prediction", "x0": "sample"}
-KINDS: dict[str, type[FlowProcess]] = {"rectified": RectifiedProcess, "ddim": DdimProcess}
+KINDS: dict[str, type[RectifiedProcess | DdimProcess]] = {"rectified": RectifiedProcess, "ddim": DdimProcess}

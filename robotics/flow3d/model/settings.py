@@ -1,6 +1,6 @@
-"""Options of the world model; together with the words of its instructions they are a checkpoint's config.json.
+"""Options of the world model, stored as config.json of a checkpoint.
 
-The defaults are those of a model that learns on a CPU. The paper's stand in configs/robotics/flow3d_unet_motion.yaml.
+The defaults suit a CPU; those of the paper are in configs/robotics/flow3d_unet_motion.yaml.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class BodyConfig:
     heads: int = rare(bounded(4, at_least=1))
     """Their attention heads."""
     point_condition: str = choice("tokens+concat", POINT_CONDITIONS)
-    """tokens: query points are tokens of the context, as in the paper, and the network has to find out which of them
-    belongs to which cell of the grid; tokens+concat: each also stands beside the noisy flow of its own cell."""
+    """tokens: query points are tokens of the context, as in the paper, and the network must learn which belongs to
+    which grid cell; tokens+concat: each is also concatenated to the noisy flow of its cell."""
     unet: UnetConfig = field(default_factory=UnetConfig)
     """Sizes of unet_motion."""
 
@@ -80,20 +80,20 @@ class BodyConfig:
 
 @dataclass
 class ConditionConfig:
-    """What the picture, the query points and the instruction become."""
+    """The encoder of image, query points and instruction."""
 
     kind: str = choice("small", CONDITIONS)
     """small: patches and words, trained from scratch; clip: frozen CLIP towers."""
     width: int = bounded(64, at_least=8)
     """Width of the context's tokens; 768 for the U-Net of Stable Diffusion 1.5."""
     image_px: int = bounded(64, at_least=8)
-    """Side of the square that the picture is resized to; CLIP ViT-L/14 has 224."""
+    """Side of the square that the image is resized to; CLIP ViT-L/14 has 224."""
     patch_px: int = bounded(8, at_least=1)
     """Side of a patch; read by small."""
     heads: int = rare(bounded(4, at_least=1))
     """Attention heads; read by small."""
     keypoints: int = rare(bounded(32, at_least=0))
-    """Places of the picture that the instruction picks out, beside the patches; 0 = none; read by small."""
+    """Keypoints that the instruction selects in the image, besides the patches; 0 = none; read by small."""
     channels: int = rare(bounded(32, at_least=8, multiple_of=8))
     """Feature maps from which the keypoints are read; read by small."""
     words: int = rare(bounded(24, at_least=1))
@@ -106,7 +106,7 @@ class ConditionConfig:
     """Code of the query points for clip: corrected, or repo with the numbers that the released weights were trained
     on, see `repo_code`."""
     bgr: bool = rare(False)
-    """Whether CLIP gets blue, green, red, as the released weights were trained."""
+    """Give CLIP blue, green, red, as the released weights expect."""
 
     def validate(self) -> None:
         """Check that the options fit together; raises ValueError."""
@@ -130,7 +130,7 @@ class ProcessConfig:
     kind: str = choice("rectified", PROCESSES)
     """rectified: straight paths and Euler steps; ddim: the paper's."""
     parameterisation: str = choice("x0", PARAMETERISATIONS)
-    """What the network predicts: the noise (the paper), the velocity, or the flow itself, which a small network learns
+    """Prediction of the network: the noise (the paper), the velocity, or the flow itself, which a small network learns
     far faster."""
     steps: int = bounded(8, at_least=1)
     """Steps of sampling; the paper has 25."""
@@ -143,8 +143,8 @@ class ProcessConfig:
         """Check that the options fit together; raises ValueError."""
         if self.kind == "rectified" and self.parameterisation == "eps":
             raise ValueError(
-                "model.process.parameterisation is eps with kind=rectified, whose sampling starts from noise alone, "
-                "where knowing the noise says nothing of the flow; use x0 or v, or kind=ddim"
+                "model.process.parameterisation is eps with kind=rectified, whose sampling starts from pure noise, "
+                "where predicting the noise does not determine the flow; use x0 or v, or kind=ddim"
             )
         if self.guidance != 1.0 and self.text_drop == 0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Clips as a run needs them: where they come from, and as tensors for training.
+"""Clips for training: their sources, and their tensors.
 
 Shapes: C channels, T frames, N x N points, S x S pixels.
 """
@@ -17,27 +17,24 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.record.fingerprint import content_digest
 from robotics.flow3d.clip import VISIBLE, FlowClip, Z
+from robotics.flow3d.geometry import BoolArray, DepthArray, ImageArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.encoding import FlowEncoding
     from robotics.flow3d.model.inputs import FlowInputs
     from robotics.flow3d.model.world_model import FlowWorldModel
 
 OUTER = 0.01
-"""Share of the depths at either end that do not set the range."""
+"""Share of the depths at either end that does not determine the range."""
 MARGIN = 0.1
 """Share of that range that is added at both ends."""
-
-
 MOST_CLIPS = 2000
-"""About as many clips are looked at for the range."""
+"""About this many clips determine the range."""
 
 
 @dataclass
 class ClipSetConfig:
-    """Clips of a folder in the format of `robotics.flow3d.data`, or of a user's function."""
+    """Clips of a folder written by `FlowWriter`, or of your own function."""
 
     path: str = ""
     """Folder of the data set; empty with `function`."""
@@ -59,7 +56,7 @@ class ClipSetConfig:
     """Number of clips, the first ones; 0 = all."""
 
     def validate(self) -> None:
-        """Refuse none or both of path and function; raises ValueError."""
+        """Raise ValueError for none or both of path and function."""
         if bool(self.path) == bool(self.function):
             raise ValueError("name either path, a folder of clips, or function, module:function that returns clips")
         if self.function and (self.split or self.sources or self.tasks or self.build):
@@ -80,11 +77,7 @@ def load_clips(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
 
 
 def depth_range_m(clips: Sequence[FlowClip]) -> tuple[float, float]:
-    """Range of depths that holds 98 % of the points of some clips, and a tenth more at both ends.
-
-    Returns:
-        Least and greatest depth in metres, at least a centimetre apart.
-    """
+    """Depths in metres that contain 98 % of the clips' points, widened by a tenth or 5 mm at both ends."""
     some = [clips[number] for number in range(0, len(clips), max(1, len(clips) // MOST_CLIPS))]
     depths = [depth for clip in some for depth in (clip.flow[..., Z].ravel(), clip.points[..., Z].ravel())]
     low, high = np.quantile(np.concatenate(depths), [OUTER, 1 - OUTER])
@@ -93,13 +86,13 @@ def depth_range_m(clips: Sequence[FlowClip]) -> tuple[float, float]:
 
 
 def clips_digest(clips: Sequence[FlowClip]) -> str:
-    """Digest of some clips, by which a resume tells other data; that of a folder does not read them all."""
+    """Digest of clips, to check that a run resumes on the same data; that of a folder does not read them all."""
     fingerprint = getattr(clips, "fingerprint", None)
     return str(fingerprint()) if callable(fingerprint) else content_digest(clips)
 
 
 def instructions_of(clips: Sequence[FlowClip]) -> list[str]:
-    """The distinct instructions of some clips; of a folder without reading its pictures."""
+    """The distinct instructions of clips; of a folder without reading its images."""
     own = getattr(clips, "instructions", None)
     found: list[str] = own() if callable(own) else [clip.observation.instruction for clip in clips]
     return list(dict.fromkeys(found))
@@ -109,19 +102,19 @@ def instructions_of(clips: Sequence[FlowClip]) -> list[str]:
 class TrainingClip:
     """One clip, resized and encoded."""
 
-    image: NDArray[np.uint8]
+    image: ImageArray
     """(S, S, 3)."""
-    points: NDArray[np.float32]
+    points: DepthArray
     """(N, N, 3) in -1..1."""
     instruction: str
-    flow: NDArray[np.float32]
+    flow: DepthArray
     """(C, T, N, N)."""
-    counted: NDArray[np.bool_]
-    """(C, T, N, N) numbers that the loss looks at."""
+    counted: BoolArray
+    """(C, T, N, N) numbers that the loss uses."""
 
 
 class TrainingClips(Sequence[TrainingClip]):
-    """Clips as a model is trained on them."""
+    """Encoded clips for training a model."""
 
     def __init__(
         self, clips: Sequence[FlowClip], model: FlowWorldModel, *, only_visible: bool, in_memory: bool
@@ -136,11 +129,11 @@ class TrainingClips(Sequence[TrainingClip]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+            return [self[number] for number in range(*index.indices(len(self)))]
         return self._encoded(self._clips[index]) if self._kept is None else self._kept[index]
 
     def digest(self) -> str:
-        """Digest of the data, by which a resume tells whether it is still the same."""
+        """Digest of the data, to check that a run resumes on the same data."""
         return clips_digest(self._clips)
 
     def _encoded(self, clip: FlowClip) -> TrainingClip:

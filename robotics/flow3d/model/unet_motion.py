@@ -25,14 +25,7 @@ ADAPTED = r"^(?!.*motion_modules).*\.(to_q|to_k|to_v|to_out\.0)$"
 
 
 class MotionUnet(nn.Module):
-    """The U-Net on a grid of N x N query points, which stands for the picture.
-
-    Args:
-        config: sizes, pretrained weights and what is trained of them.
-        encoding: shape of a flow.
-        context: width of the context's tokens.
-        load_pretrained: read the weights of `config.unet.pretrained`; False where saved weights follow.
-    """
+    """The U-Net on the grid of N x N query points in place of an image."""
 
     def __init__(
         self, config: BodyConfig, encoding: FlowEncoding, context: int, *, load_pretrained: bool = True
@@ -57,7 +50,7 @@ class MotionUnet(nn.Module):
         if self.concat:
             points = context.points.permute(0, 3, 1, 2)[:, :, None].expand(-1, -1, noisy.shape[2], -1, -1)
             noisy = torch.cat([noisy, points.to(noisy.dtype)], 1)
-        # the model wants the tokens of every frame; without, it fails deep inside its attention
+        # the model needs the tokens repeated for every frame
         tokens = context.tokens.repeat_interleave(noisy.shape[2], 0)
         found: Tensor = self.unet(noisy, time, tokens, return_dict=False)[0]
         return found
@@ -100,7 +93,7 @@ def _read_unet(settings: UnetConfig, context: int) -> Any:
 
 
 def _inflated(plain: Any, settings: UnetConfig) -> Any:
-    """The U-Net with motion modules after every layer but those of the mid block, which start without an effect."""
+    """The U-Net with motion modules after every layer except the mid block; they start without effect."""
     from diffusers import MotionAdapter, UNetMotionModel
 
     adapter = MotionAdapter(
@@ -120,7 +113,7 @@ def _inflated(plain: Any, settings: UnetConfig) -> Any:
 
 
 def _widen_entry(unet: Any, more: int) -> None:
-    """Let the U-Net read further channels, which have no effect at first."""
+    """Add input channels that start without effect."""
     old = unet.conv_in
     new = nn.Conv2d(old.in_channels + more, old.out_channels, old.kernel_size, padding=old.padding)
     with torch.no_grad():
@@ -132,7 +125,7 @@ def _widen_entry(unet: Any, more: int) -> None:
 
 
 def _add_adapters(unet: Any, rank: int) -> None:
-    """Adapters on the attention; the motion modules stay trained in full, all else is frozen."""
+    """Adapters on the attention; motion modules stay fully trainable, all else is frozen."""
     from peft import LoraConfig
 
     unet.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Held-out scenes under verifiers: how many of K guesses are accepted, beside how far they are from the truth."""
+"""Verdicts of verifiers on held-out clips, in addition to the errors of `FlowMeasure`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from robotics.flow3d.model.evaluation import FlowMeasure
 
 
 def verdict_metric(name: str) -> str:
-    """Metric of the share of guesses that a verifier accepts."""
+    """Name of the metric: share of samples that a verifier accepts."""
     return f"accuracy/{name}"
 
 
 @dataclass(kw_only=True)
 class VerdictMeasure(FlowMeasure):
-    """The errors of `FlowMeasure`, and for each verifier its mean score and the share of guesses that it accepts."""
+    """The errors of `FlowMeasure`, and for each verifier its mean score and the share of accepted samples."""
 
     judge: FlowJudge
 
@@ -34,53 +34,51 @@ class VerdictMeasure(FlowMeasure):
         """Sample, compare and judge the flow of some clips."""
         rows = super().run(batch, start)
         for row in rows:
-            verdicts = self.judge.judge(row["clip"], row["guesses"])
-            accepted = {name: [_accepted(found[name].ok) for found in verdicts] for name in verdicts[0]}
-            row |= {"accepted": accepted, "said": {name: found.reason for name, found in verdicts[0].items()}}
-            row["scores"] = {name: [_score(found[name]) for found in verdicts] for name in verdicts[0]}
+            verdicts = self.judge.judge(row["clip"], row["samples"])
+            accepted = {name: [_number(found[name], found[name].ok) for found in verdicts] for name in verdicts[0]}
+            row |= {"accepted": accepted, "reasons": {name: found.reason for name, found in verdicts[0].items()}}
+            row["scores"] = {
+                name: [_number(found[name], found[name].score) for found in verdicts] for name in verdicts[0]
+            }
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
-        """Errors, and shares of accepted guesses with intervals; NaN where nobody could judge."""
+        """Errors, and shares of accepted samples with intervals; NaN where they could not be judged."""
         found = super().metrics(rows, tasks)
         for name in rows[0]["accepted"] if rows else ():
             rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))
             found |= with_interval(verdict_metric(name), [row["accepted"][name] for row in rows], rng)
-            found[f"score/{name}"] = _mean([value for row in rows for value in row["scores"][name]])
+            found[f"score/{name}"] = _known_mean([value for row in rows for value in row["scores"][name]])
             by_task: dict[str, list[float]] = {}
             for row in rows:
                 by_task.setdefault(str(row["clip"].meta.get("task", "")), []).extend(row["accepted"][name])
             if len(by_task) > 1:
                 parts = {part_metric(verdict_metric(name), "task", task): each for task, each in by_task.items()}
-                found |= {part: _mean(values) for part, values in parts.items() if _known(values)}
+                found |= {part: _known_mean(values) for part, values in parts.items() if _known(values)}
         return found
 
     def record(self, row: Row) -> SampleRecord:
-        """The sample of `FlowMeasure` with what the verifiers said of the first guess."""
+        """The record of `FlowMeasure` with the verdicts on the first sample."""
         record = super().record(row)
-        said = "; ".join(f"{name}: {reason}" for name, reason in row["said"].items())
-        shares = {verdict_metric(name): _mean(values) for name, values in row["accepted"].items()}
-        return dataclasses.replace(record, response=f"{record.response}; {said}", terms={**record.terms, **shares})
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in row["reasons"].items())
+        shares = {verdict_metric(name): _known_mean(values) for name, values in row["accepted"].items()}
+        return dataclasses.replace(record, response=f"{record.response}; {reasons}", terms={**record.terms, **shares})
 
     def outcome(self, row: Row) -> Outcome:
-        """Errors and shares of accepted guesses of a clip, for comparisons in pairs."""
+        """Errors and shares of accepted samples of a clip, for paired comparisons."""
         outcome = super().outcome(row)
-        shares = {verdict_metric(name): _mean(values) for name, values in row["accepted"].items()}
+        shares = {verdict_metric(name): _known_mean(values) for name, values in row["accepted"].items()}
         known = {name: value for name, value in shares.items() if value == value}
         return dataclasses.replace(outcome, scores={**outcome.scores, **known})
 
 
-def _accepted(ok: bool | None) -> float:
-    return float("nan") if ok is None else float(ok)
-
-
-def _score(verdict: Verdict) -> float:
-    return float("nan") if verdict.ok is None else verdict.score
+def _number(verdict: Verdict, value: float | bool | None) -> float:
+    return float("nan") if verdict.ok is None or value is None else float(value)
 
 
 def _known(values: Sequence[float]) -> bool:
     return any(value == value for value in values)
 
 
-def _mean(values: Sequence[float]) -> float:
+def _known_mean(values: Sequence[float]) -> float:
     return float(np.nanmean(values)) if _known(values) else float("nan")

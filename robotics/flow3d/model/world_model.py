@@ -1,4 +1,4 @@
-"""The world model as one object: encoding, context, network, process and vocabulary, in one folder."""
+"""The world model: encoding, context, network, process and vocabulary, saved in one folder."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from diffusion.sampler import row_noise
 from mmrl.errors import UserError
 from mmrl.fields import check_config
+from robotics.flow3d.geometry import FloatArray
 from robotics.flow3d.model.context import TOWERS, ClipContext, Context, make_context
 from robotics.flow3d.model.dits import FactoredDit, TrajectoryDit
 from robotics.flow3d.model.inputs import FlowInputs, make_inputs
@@ -23,21 +23,19 @@ from robotics.flow3d.model.settings import FlowModelConfig
 from robotics.vla.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from robotics.flow3d.clip import Observation
 
 VOCABULARY_FILE = "vocabulary.json"
 
 
 class FlowWorldModel(nn.Module):
-    """p(3D flow | first picture, query points, instruction).
+    """p(3D flow | first image, query points, instruction).
 
     Args:
-        config: what it is made of.
+        config: its options.
         vocabulary: words of the instructions, for condition.kind=small.
         seed: of the weights; the global generator is not used.
-        load_pretrained: read pretrained weights of the network; False where saved weights follow.
+        load_pretrained: load pretrained weights of the network; False where saved weights follow.
 
     Raises:
         UserError: options that do not fit, or folders that cannot be read.
@@ -74,7 +72,7 @@ class FlowWorldModel(nn.Module):
         keep_text: Tensor | None = None,
         scene: Tensor | None = None,
     ) -> Tensor:
-        """Predict what `ProcessConfig.parameterisation` says.
+        """Predict the target of `ProcessConfig.parameterisation`.
 
         Args:
             inputs: B scenes, or fewer that several rows share.
@@ -97,7 +95,7 @@ class FlowWorldModel(nn.Module):
         found: Context = self.context(inputs.to(self.device), kept.to(self.device))
         return found
 
-    def inputs_of(self, observations: Sequence[Observation], points: Sequence[NDArray[np.float64]]) -> FlowInputs:
+    def inputs_of(self, observations: Sequence[Observation], points: Sequence[FloatArray]) -> FlowInputs:
         """Inputs of scenes and their (N, N, 3) query points; raises UserError for another N than the model's."""
         return make_inputs(observations, points, self.encoding, self.config.condition.image_px)
 
@@ -137,20 +135,20 @@ class FlowWorldModel(nn.Module):
     def predict(
         self,
         observation: Observation,
-        points: NDArray[np.float64],
+        points: FloatArray,
         samples: int = 1,
         seed: int = 0,
         *,
         steps: int | None = None,
         guidance: float | None = None,
-    ) -> NDArray[np.float64]:
-        """Several guesses of how the object will move.
+    ) -> FloatArray:
+        """Sample how the object will move.
 
         Args:
-            observation: picture and instruction; depth is read through the query points alone.
+            observation: image and instruction; depth enters through the query points alone.
             points: (N, N, 3) query points on the object: u, v in pixels, z in metres.
             samples: K.
-            seed: of the noise; the k-th guess does not depend on K.
+            seed: of the noise; the k-th sample does not depend on K.
             steps: of the sampler; None = the configuration's.
             guidance: on the instruction; None = the configuration's.
 
@@ -164,8 +162,8 @@ class FlowWorldModel(nn.Module):
         written = self.sample(inputs, sample_seeds(seed, samples), steps=steps, guidance=guidance)
         return self.encoding.decode(written.float().cpu().numpy(), points, observation.size_px)
 
-    def check_flow(self, flow: NDArray[np.float64]) -> None:
-        """Refuse a flow (T, N, N, 4) of another length or grid; raises UserError."""
+    def check_flow(self, flow: FloatArray) -> None:
+        """Raise UserError for a flow (T, N, N, 4) of another length or grid."""
         _, frames, side, _ = self.flow_shape
         if flow.shape != (frames, side, side, 4):
             raise UserError(
@@ -174,17 +172,17 @@ class FlowWorldModel(nn.Module):
             )
 
     def check_instructions(self, texts: Sequence[str]) -> None:
-        """Refuse instructions that the model cannot read whole; raises UserError."""
+        """Raise UserError for instructions that the model cannot read completely."""
         self.context.check_texts([text.lower() for text in texts])
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write the model to a folder, created with its parents; frozen CLIP towers are named, not copied."""
+        """Write the model to a folder, created with its parents; frozen CLIP towers are referenced, not copied."""
         write_config(self.config, Path(path))
         self.vocabulary.save(Path(path) / VOCABULARY_FILE)
         write_weights(self._saved_weights(), Path(path))
 
     def export(self, path: Path | str) -> None:
-        """Write a folder that needs no other one: frozen CLIP towers copied, adapters added into the weights."""
+        """Write a self-contained folder: frozen CLIP towers copied, adapters merged into the weights."""
         self._merged().save_pretrained(path)
         if isinstance(self.context, ClipContext):
             copy_towers(self.context, Path(path))
@@ -214,7 +212,7 @@ class FlowWorldModel(nn.Module):
         return {name: value for name, value in self.state_dict().items() if not name.startswith(f"context.{TOWERS}.")}
 
     def _merged(self) -> FlowWorldModel:
-        """This model without adapters; itself where it has none."""
+        """This model with merged adapters; itself without any."""
         unet = self.config.body.unet
         if self.config.body.kind != "unet_motion" or unet.trainable == "full":
             return self

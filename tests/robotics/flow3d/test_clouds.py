@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from robotics.flow3d.clip import Observation
-from robotics.flow3d.clouds import find_object, hidden_places, normals_towards, scene_cloud, world_points
+from robotics.flow3d.clouds import find_object, hidden_points, normals_towards, scene_cloud, world_points
 from robotics.flow3d.geometry import apply_pose, inverse_pose, project
 from tests.robotics.flow3d.drawn import CENTRE, RADIUS_M, drawn_sphere
 
@@ -65,12 +65,12 @@ def test_places_close_behind_the_scene_are_hidden_and_those_behind_the_object_ar
     def hidden_behind(pixel, way_m):
         ray = points[pixel] - eye
         place = points[pixel] + way_m * ray / np.linalg.norm(ray)
-        return bool(hidden_places(observation, observation.mask, place[None])[0])
+        return bool(hidden_points(observation, observation.mask, place[None])[0])
 
     row, column = np.argwhere(observation.mask)[observation.mask.sum() // 2]
     assert [hidden_behind((9, 9), way) for way in (-0.05, 0.005, 0.05, 0.2)] == [False, False, True, False]
     assert not hidden_behind((row, column), 0.05)
     behind_camera, beside = 2 * eye - points[9, 9], eye + observation.T_world_cam[:3, 0] + points[9, 9] - eye
-    assert not hidden_places(observation, observation.mask, np.stack([behind_camera, beside])).any()
+    assert not hidden_points(observation, observation.mask, np.stack([behind_camera, beside])).any()
     holed = dataclasses.replace(observation, depth_m=np.zeros_like(observation.depth_m))
-    assert not hidden_places(holed, observation.mask, points[9, 9:12]).any(), "no depth, no surface"
+    assert not hidden_points(holed, observation.mask, points[9, 9:12]).any(), "no depth, no surface"

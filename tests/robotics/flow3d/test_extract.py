@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,27 +10,26 @@ from PIL import Image
 from mmrl.errors import UserError
 from robotics.flow3d.encoding import FlowEncoding
 from robotics.flow3d.extract import (
-    ClassicalFlow,
     EarlyMotion,
     FlowExtractor,
     FunctionDepth,
     FunctionTracker,
     RejectedVideo,
     RevealedDepth,
-    RgbdVideo,
     RigidChain,
     SimSegmentation,
     SimState,
-    extract_clips,
     read_rgbd_folder,
-    score_detector,
-    score_tracker,
 )
+from robotics.flow3d.extract.benchmark import ClassicalFlow
+from robotics.flow3d.extract.classical_flow import klt_tracks
 from robotics.flow3d.extract.early_motion import moving_points
 from robotics.flow3d.extract.revealed_depth import depth_noise_m
+from robotics.flow3d.extract.score import score_detector, score_tracker
 from robotics.flow3d.extract.surface import align_to_surface, surface_normals
 from robotics.flow3d.geometry import angle_rad, apply_pose, intrinsics, make_pose, project
-from robotics.flow3d.strip import draw_tracks, flow_strip
+from robotics.flow3d.model.pictures import draw_flow
+from robotics.flow3d.strip import flow_strip
 from tests.robotics.flow3d.rgbd_scene import rgbd_video
 from tests.robotics.flow3d.some_clips import a_clip
 
@@ -85,15 +83,14 @@ def test_the_public_rule_on_made_tracks():
         moving_points(tracks, 5, 1.0, 40.0)
 
 
-@pytest.mark.parametrize("method", ["klt", "dis"])
-def test_classical_flow_follows_a_shifted_picture(method):
+def test_classical_flow_follows_a_shifted_image():
     rng = np.random.default_rng(1)
     noise = np.kron(rng.integers(0, 255, (24, 24)), np.ones((4, 4))).astype(np.uint8)
     frames = np.stack([np.roll(noise, (shift, 2 * shift), axis=(0, 1)) for shift in range(4)])
-    video = RgbdVideo(np.repeat(frames[..., None], 3, -1), None, None)
     points = np.array([[40.0, 40.0], [52.0, 36.0], [30.0, 50.0]])
-    tracks = ClassicalFlow(method).track(video, np.ones((96, 96), bool), points)
-    np.testing.assert_allclose(tracks.uv_px[-1], points + np.array([6, 3]), atol=0.5)
+    tracks, alive = klt_tracks(list(frames), points)
+    assert alive.all()
+    np.testing.assert_allclose(tracks[-1], points + np.array([6, 3]), atol=0.5)
 
 
 def test_the_rule_with_a_perfect_tracker_finds_the_object(video):
@@ -149,10 +146,6 @@ def test_videos_of_no_use_say_why(video):
     near = dataclasses.replace(video, depth_m=hidden)
     assert reason(near, detector=SimSegmentation(), tracker=SimState()) == "too_few_visible_points"
     assert reason(near, detector=SimSegmentation()) == "lost_track"
-    refused = Counter()
-    videos = [video, dataclasses.replace(video, K=None)]
-    assert len(list(extract_clips(videos, FlowExtractor(EIGHT, SimSegmentation(), SimState()), refused))) == 1
-    assert refused == {"no_intrinsics": 1}
 
 
 def test_truth_is_asked_of_simulators_only(video):
@@ -200,7 +193,7 @@ def test_a_folder_of_frames(video, tmp_path):
     with pytest.raises(UserError, match="depth_unit_m"):
         read_rgbd_folder(write_folder(tmp_path / "b", video, depth_unit_m=None))
     (tmp_path / "cup/depth/000003.png").unlink()
-    with pytest.raises(UserError, match="4 frames in colour and 3 of depth"):
+    with pytest.raises(UserError, match="4 colour frames and 3 of depth"):
         read_rgbd_folder(tmp_path / "cup")
     (tmp_path / "cup/rgb/000003.png").unlink()
     (tmp_path / "cup/depth/000001.png").write_bytes(b"no picture")
@@ -214,7 +207,7 @@ def test_a_strip_shows_points_and_tracks():
     assert flow_strip(a_clip(0, size=(40, 30), mask=False), 60).shape == (60, 3 * 80, 3)
     black = np.zeros((30, 40, 3), np.uint8)
     points, flow = np.array([[[5.0, 10.0, 1.0]]]), np.array([[[[35.0, 10.0, 1.0, 1.0]]]])
-    drawn = draw_tracks(black, points, flow, 120).max(-1)
+    drawn = np.asarray(draw_flow(black, points, flow, width_px=160)).max(-1)
     assert drawn[40, 20:140].min() > 100  # the line, four times as large
     assert drawn[60:].max() == drawn[:25].max() == 0
-    assert draw_tracks(black, points, flow[:0], 120).max(-1)[40, 60:].max() == 0
+    assert np.asarray(draw_flow(black, points, flow[:0], width_px=160))[40, 60:].max() == 0

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from robotics.flow3d.encoding import FlowEncoding
-from robotics.flow3d.extract import FlowExtractor, RejectedVideo, RevealedDepth, RgbdVideo, score_detector
+from robotics.flow3d.extract import FlowExtractor, RejectedVideo, RevealedDepth, RgbdVideo
 from robotics.flow3d.extract.camera_motion import camera_motion_px, seen_from_first
+from robotics.flow3d.extract.score import score_detector
 from robotics.flow3d.geometry import inverse_pose, make_pose
 from tests.robotics.flow3d.rgbd_scene import rgbd_video
 

@@ -62,12 +62,12 @@ def test_damaged_folders_say_what_is_wrong(tmp_path):
         read_rgbd_folder(small_folder(tmp_path / "unit", metres.astype(np.uint16)))
     with pytest.raises(UserError, match="must have 16 bits"):
         read_rgbd_folder(small_folder(tmp_path / "bits", metres.astype(np.uint8), unit=0.01))
-    with pytest.raises(UserError, match="5 frames in colour and 4 of depth"):
+    with pytest.raises(UserError, match="5 colour frames and 4 of depth"):
         read_rgbd_folder(small_folder(tmp_path / "short", metres[:4]))
     folder = small_folder(tmp_path / "both", metres)
     (folder / "rgb").mkdir()
     Image.new("RGB", (32, 24)).save(folder / "rgb/0.png")
-    with pytest.raises(UserError, match=r"rgb\.mp4 and pictures"):
+    with pytest.raises(UserError, match=r"rgb\.mp4 and images"):
         read_rgbd_folder(folder)
     shutil.rmtree(folder / "rgb")
     (folder / "rgb.mp4").write_bytes(b"no video")

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.flow3d.act.motion import turn_by
 from robotics.flow3d.flow_reward import FlowProgress, flow_distances, flow_progress_reward
-from robotics.flow3d.geometry import make_pose
-from robotics.flow3d.metrics import best_of, flow_metrics, rotation_errors_rad
+from robotics.flow3d.metrics import flow_metrics
 
 
 def test_errors_are_distances_in_metres():
@@ -31,17 +29,6 @@ def test_errors_are_distances_in_metres():
     assert np.isnan([hidden["ade_visible_m"], hidden["fde_visible_m"]]).all()
     with pytest.raises(UserError, match=r"\(2, 2, 3\) and true flow \(1, 2, 3\)"):
         flow_metrics(predicted, true[:1])
-
-
-def test_best_guess_has_the_least_error():
-    assert best_of([{"ade_m": 0.2, "fde_m": 0.1}, {"ade_m": 0.1, "fde_m": 0.3}]) == {"ade_m": 0.1, "fde_m": 0.3}
-    assert best_of([{"ade_m": 0.2, "fde_m": 0.1}, {"ade_m": 0.1, "fde_m": 0.3}], "fde_m")["ade_m"] == 0.2
-
-
-def test_rotation_errors_are_angles():
-    turns = np.array([[0.0, 0, 0.3], [0.2, 0, 0]])
-    fitted = make_pose(turn_by(turns), np.ones((2, 3)))
-    np.testing.assert_allclose(rotation_errors_rad(fitted, np.tile(np.eye(4), (2, 1, 1))), [0.3, 0.2])
 
 
 def line_flow(frames=4, step_m=0.1):

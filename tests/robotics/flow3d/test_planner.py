@@ -19,7 +19,7 @@ from robotics.flow3d.check.verdict import PredicateVerifier, Verdict
 from robotics.flow3d.check.vlm import EndpointVerifier
 from robotics.flow3d.execution import ExecutionSettings, drift_of
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
-from robotics.flow3d.given import GivenFlow, clip_of_points
+from robotics.flow3d.given import FixedFlow, clip_of_points
 from robotics.flow3d.plan_result import Failure
 from robotics.flow3d.planner import FlowPlanner
 from robotics.flow3d.planner_config import PlannerConfig
@@ -93,7 +93,7 @@ def test_a_given_flow_is_carried_out_as_clip_array_or_points_in_space():
         assert np.linalg.norm(robot.centre - GOAL) < 0.012
         assert result.instruction == "Somewhere else"
     with pytest.raises(UserError, match=r"must be \(T, N, N, 4\)"):
-        GivenFlow(np.zeros((8, 16, 3)))
+        FixedFlow(np.zeros((8, 16, 3)))
     with pytest.raises(UserError, match="in front of the camera"):
         clip_of_points(clip.observation, -clip.points_cam_m, clip.flow_cam_m)
 
@@ -295,7 +295,7 @@ def test_a_simulator_draws_the_outcome_and_its_errors_end_nothing():
     np.testing.assert_allclose(seen[0], result.tries[0].motion.T_t_0_world[-1])
     broken = planner(clip_to(GOAL), config=config, verifier=verifier, replay=lambda _: 1 / 0)
     failed = broken.run(FakeRobot(BenchArm("panda")))
-    assert (failed.failure, "cannot be drawn: ZeroDivisionError" in failed.detail) == (Failure.VERIFIER_DOWN, True)
+    assert (failed.failure, "cannot be rendered: ZeroDivisionError" in failed.detail) == (Failure.VERIFIER_DOWN, True)
     with pytest.raises(UserError, match="needs the argument replay"):
         planner(clip_to(GOAL), config=config, verifier=verifier)
 

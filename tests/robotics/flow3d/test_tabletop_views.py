@@ -6,7 +6,7 @@ import pytest
 from mmrl.errors import UserError
 from robotics.flow3d.geometry import apply_pose, inverse_pose
 from robotics.flow3d.model.training_data import ClipSetConfig, load_clips
-from robotics.flow3d.tabletop_views import IDEAL_MOTIONS, TabletopViews, tabletop_clips
+from robotics.flow3d.tabletop_views import MOVING_TASKS, TabletopViews, tabletop_clips
 from robotics.sim.batch import BatchSettings, TabletopBatch
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.experts import Expert
@@ -21,10 +21,10 @@ def specs(*tasks):
 
 def test_the_picture_is_that_of_the_episode_and_the_flow_ends_where_the_task_does(backend):
     with TabletopViews(image_size=48) as views:
-        clips = {episode.task: views.clip(episode, num_frames=5, grid=3) for episode in specs(*IDEAL_MOTIONS)}
+        clips = {episode.task: views.clip(episode, num_frames=5, grid=3) for episode in specs(*MOVING_TASKS)}
     settings = BatchSettings(image_size=(48, 48))
-    with TabletopBatch(list(IDEAL_MOTIONS), settings=settings, workers=1) as sim:
-        begun = sim.reset(specs(*IDEAL_MOTIONS))
+    with TabletopBatch(list(MOVING_TASKS), settings=settings, workers=1) as sim:
+        begun = sim.reset(specs(*MOVING_TASKS))
         state = sim.full_state()
     for row, (task, clip) in enumerate(clips.items()):
         np.testing.assert_array_equal(clip.observation.rgb, begun.observation.images[row])

@@ -28,15 +28,13 @@ def test_plans_reach_every_pose_and_the_shortest_comes_first(arm):
     grasps = primitive_grasps(surface, arm.max_opening_m)
     clear = Obstacles(0.0, surface.points_m)
     plans, refused = choose_grasps(
-        grasps,
-        LIFT_AND_CARRY,
-        ReachChecks(ik, ik.home_rad, ArmClearance(arm), clear, ReachSettings(plans=1000)),
+        grasps, LIFT_AND_CARRY, ReachChecks(ik, ik.home_rad, ArmClearance(arm), clear, ReachSettings(plans=1000))
     )
     assert plans
     assert len(plans) + refused.total() == 2 * len(grasps)
     assert [plan.length_rad for plan in plans] == sorted(plan.length_rad for plan in plans)
     for plan in plans[:3]:
-        poses = np.stack([ik.pose(row) for row in plan.motion.joint_rad[plan.places]])
+        poses = np.stack([ik.pose(row) for row in plan.motion.joint_rad[plan.frames]])
         np.testing.assert_allclose(poses[:, :3, 3], plan.T_world_grip[:, :3, 3], atol=0.004)
         np.testing.assert_allclose(plan.T_world_grip, LIFT_AND_CARRY @ plan.grasp.T_world_grip)
         np.testing.assert_allclose(plan.approach.joint_rad[0], ik.home_rad, atol=0.02)
@@ -97,7 +95,7 @@ def test_an_object_in_the_hand_goes_on_from_there(arm):
     plan = held_path(LIFT_AND_CARRY, ik, ik.home_rad, ReachSettings())
     start = ik.pose(ik.home_rad)
     np.testing.assert_allclose(plan.T_world_grip, LIFT_AND_CARRY @ start)
-    end = ik.pose(plan.motion.joint_rad[plan.places[-1]])
+    end = ik.pose(plan.motion.joint_rad[plan.frames[-1]])
     np.testing.assert_allclose(end[:3, 3], plan.T_world_grip[-1, :3, 3], atol=0.004)
     assert held_path(shift((3, 0, 0)), ik, ik.home_rad, ReachSettings()) is None
 

@@ -1,20 +1,12 @@
 """ReKep's terms on hand-computed numbers, and the optimisation of a chunk around the closed form."""
 
-import math
-
 import numpy as np
 import pytest
 
 from mmrl.errors import UserError
 from robotics.flow3d.act.chunk_solver import ChunkSettings, refine_chunk
 from robotics.flow3d.act.motion import turn_by
-from robotics.flow3d.act.rekep import (
-    collision_cost,
-    flow_keypoint_cost,
-    normalize_vars,
-    pose_consistency,
-    unnormalize_vars,
-)
+from robotics.flow3d.act.rekep import collision_cost, flow_keypoint_cost, pose_consistency
 from robotics.flow3d.geometry import angle_rad, apply_pose, make_pose
 
 GRIP = make_pose(np.diag([1.0, -1.0, -1.0]), np.array([0.5, 0.0, 0.06]))
@@ -25,25 +17,15 @@ def shift(x=0.0, y=0.0, z=0.0):
 
 
 def test_terms_are_those_of_rekep():
-    """Numbers: normalize_vars, calculate_collision_cost and consistency of huangwl18/ReKep utils.py at 7ec6480."""
+    """Numbers: calculate_collision_cost and consistency of huangwl18/ReKep utils.py at 7ec6480."""
     k = np.arange(1, 7)
     turns, places = np.stack([0.1 * k, -0.05 * k, 0.2 * k], -1), np.stack([0.1 * k, 0.2 - 0.05 * k, 0.03 * k], -1)
     poses = make_pose(turn_by(turns[:4]), places[:4])
     points = np.stack([np.sin(k), np.cos(k), np.sin(2 * k)], -1) * 0.1
-    bounds = np.array([[-1, 1], [-np.pi, np.pi], [0, 0.2]])
-    found = normalize_vars(np.array([0.3, -2.0, 0.05]), bounds)
-    np.testing.assert_allclose(found, [0.30000000000000004, -0.6366197723675814, -0.5], rtol=1e-12)
     hit = collision_cost(poses, points, lambda place: 0.05 - place[:, 2] - 0.2 * place[:, 0] ** 2, 0.1)
     assert hit == pytest.approx(1.8291141539177278, rel=1e-12)
     # its angle is an arc cosine, which rounds more than ours
     assert pose_consistency(poses[:2], poses[2:], 1.5) == pytest.approx(0.6891773192243857, rel=1e-9)
-
-
-def test_variables_are_shares_of_their_bounds():
-    bounds = np.array([[0.0, 2.0], [-math.pi, math.pi]])
-    np.testing.assert_allclose(normalize_vars(np.array([0.5, math.pi / 2]), bounds), [-0.5, 0.5])
-    values = np.random.default_rng(0).uniform(-1, 1, (4, 2))
-    np.testing.assert_allclose(unnormalize_vars(normalize_vars(values, bounds), bounds), values)
 
 
 def test_collision_sums_the_depth_within_the_margin():

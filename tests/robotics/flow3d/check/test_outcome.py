@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.flow3d.check.outcome import draw_with_numpy, moved_cloud, render_outcome
+from robotics.flow3d.check.outcome import draw_with_numpy, render_outcome
+from robotics.flow3d.clouds import scene_cloud
 from robotics.flow3d.geometry import apply_pose, inverse_pose, make_pose
 from tests.robotics.flow3d.drawn import CENTRE, drawn_sphere
 
@@ -13,7 +14,7 @@ WAY = np.array([0.02, 0.12, 0.0])
 
 def test_all_points_of_a_scene_give_its_picture_back():
     observation = drawn_sphere()
-    everything = moved_cloud(observation, np.zeros_like(observation.mask), np.eye(4))
+    everything = scene_cloud(observation, np.zeros_like(observation.mask))
     points = apply_pose(inverse_pose(observation.T_world_cam), everything.rest_m)
     picture, depth = draw_with_numpy(points, everything.rest_rgb, observation)
     np.testing.assert_array_equal(picture, observation.rgb)

@@ -85,7 +85,7 @@ def test_what_a_verifier_raises_is_a_verdict():
         def verify(self, *_):
             return "yes"
 
-    assert ask(Wordy()).reason == "Wordy gave 'yes', which is no verdict"
+    assert ask(Wordy()).reason == "Wordy returned 'yes', not a verdict"
 
 
 @pytest.mark.parametrize("fence", ["{}", " {} \n", "```json\n{}\n```", "```\n{}\n```"])
@@ -169,4 +169,4 @@ def test_a_model_of_the_suite_is_asked_with_both_pictures(tmp_path, monkeypatch)
     policy.config.max_prompt_tokens = 3
     unasked = ask(VlmVerifier(policy, max_new_tokens=4))
     assert unasked.ok is None
-    assert "cannot be asked" in unasked.reason
+    assert "cannot read the question" in unasked.reason

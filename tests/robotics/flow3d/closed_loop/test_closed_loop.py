@@ -18,7 +18,7 @@ from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episod
 from robotics.flow3d.closed_loop.measure import evaluate_flow, loop_metrics, loop_table  # noqa: E402
 from robotics.flow3d.closed_loop.settings import LoopConfig  # noqa: E402
 from robotics.flow3d.closed_loop.sources import TrueFlow  # noqa: E402
-from robotics.flow3d.closed_loop.stage import FlowStage  # noqa: E402
+from robotics.flow3d.closed_loop.stage import EpisodeRunner  # noqa: E402
 from robotics.flow3d.scenes.demonstrator import Demonstrator  # noqa: E402
 from robotics.flow3d.scenes.tasks import FLOW_TASKS  # noqa: E402
 
@@ -41,8 +41,8 @@ class Listens:
 
 
 def goals_of(episode):
-    with FlowStage(LoopConfig(), TrueFlow) as stage:
-        scene = stage.scene(episode)
+    with EpisodeRunner(LoopConfig(), TrueFlow) as runner:
+        scene = runner.scene(episode)
         mask = scene.object_mask()
         uv = np.argwhere(mask)[:, ::-1] + 0.5
         return Demonstrator(scene).goals(np.concatenate([uv, scene.true_depth()[mask][:, None]], -1))
@@ -164,7 +164,7 @@ def test_mmrl_evaluate_writes_films_and_a_report_and_runs_no_episode_twice(tmp_p
     assert film.stat().st_size > 10_000
     (episodes,) = (folder / "episodes").glob("arms-*.jsonl")
     assert json.loads(episodes.read_text())["film"] == f"videos/{film.name}"
-    monkeypatch.setattr(FlowStage, "run", lambda *arguments: pytest.fail("an episode ran again"))
+    monkeypatch.setattr(EpisodeRunner, "run", lambda *arguments: pytest.fail("an episode ran again"))
     assert evaluate(entry, config) == found
 
 
@@ -174,7 +174,7 @@ def test_mmrl_evaluate_writes_films_and_a_report_and_runs_no_episode_twice(tmp_p
         ("model.path=''", "model.path names no world model"),
         ("loop.verifier.kind=vlm", "verifier.path names no model"),
         ("loop.grasps=[suction]", "there are primitive, antipodal"),
-        ("evaluation.greedy=true", "mean nothing for flow"),
+        ("evaluation.greedy=true", "have no effect on flow"),
         ("eval_data.arms.arms=[sawyer]", "arms are sawyer"),
     ],
 )

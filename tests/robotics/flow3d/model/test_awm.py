@@ -26,7 +26,7 @@ from robotics.flow3d.check.judge import WeightedVerifierConfig
 from robotics.flow3d.model.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig
 from robotics.flow3d.model.evaluation import FlowEvaluationConfig
 from robotics.flow3d.model.exploration import ExplorationConfig
-from robotics.flow3d.model.guesses import GuessPayload
+from robotics.flow3d.model.guesses import FlowPayload
 from robotics.flow3d.model.training_data import ClipSetConfig
 from robotics.flow3d.model.world_model import FlowWorldModel
 from tests.robotics.flow3d.model.builders import disturb, tiny_model
@@ -70,7 +70,7 @@ def collected(recipe, tasks=4, number=0):
 def test_likelihoods_are_those_of_numpy(parameterisation, tmp_path):
     recipe = Flow3dAwmRecipe(awm_config(tmp_path, disturb(tiny_model(parameterisation=parameterisation), 0.3)))
     rollouts = collected(recipe)
-    payload, count = GuessPayload.of(rollouts), recipe.config.timesteps.count
+    payload, count = FlowPayload.of(rollouts), recipe.config.timesteps.count
     noise = row_noise(payload.noise_seed, count, tuple(payload.flow.shape[1:])).double().numpy()
     sigma = payload.sigma.double().numpy()
     wide = sigma[..., None, None, None, None]
@@ -196,9 +196,9 @@ def test_a_step_without_a_signal_moves_nothing(tmp_path):
 def test_exploration_moves_guesses_of_training_alone(tmp_path):
     far = ExplorationConfig(shift_cm=4.0, turn_deg=10.0)
     plain, moved = (Flow3dAwmRecipe(awm_config(tmp_path, exploration=x)) for x in (ExplorationConfig(), far))
-    before, after = (GuessPayload.of(collected(recipe)).flow for recipe in (plain, moved))
+    before, after = (FlowPayload.of(collected(recipe)).flow for recipe in (plain, moved))
     assert bool((before != after).flatten(1).any(1).all())
-    assert torch.equal(after, GuessPayload.of(collected(moved)).flow)
+    assert torch.equal(after, FlowPayload.of(collected(moved)).flow)
     found = [
         recipe.evaluate(recipe.policy, "held_out", make_accelerator(), Step()).metrics for recipe in (plain, moved)
     ]
@@ -221,7 +221,7 @@ def test_a_run_leaves_a_report_and_a_model(tmp_path):
 def test_what_cannot_work_is_refused(tmp_path):
     with pytest.raises(UserError, match="this one, of synthetic, lacks shape, layouts, seed in its meta data"):
         Flow3dAwmRecipe(awm_config(tmp_path, verifiers=[WeightedVerifierConfig("oracle")]))
-    with pytest.raises(UserError, match="several verifiers are called goes_right"):
+    with pytest.raises(UserError, match="several verifiers are named goes_right"):
         Flow3dAwmRecipe(awm_config(tmp_path, heldout_verifiers=[RIGHT]))
     for wrong, message in (
         (WeightedVerifierConfig("geometric", options={"rmse": 1}), "geometric has no option rmse; it has rmse_m"),

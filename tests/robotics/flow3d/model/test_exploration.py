@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from robotics.flow3d.geometry import lift
-from robotics.flow3d.model.exploration import ExplorationConfig, moved_at_random
+from robotics.flow3d.model.exploration import ExplorationConfig, perturbed
 from tests.robotics.flow3d.model.synthetic import make_clips
 
 
@@ -12,7 +12,7 @@ def moved(count=4, first=0, **options):
     """A clip, and the points (K, T, n, 3) of its flow in the camera frame, before and after."""
     clip = make_clips(1)[0]
     flow = np.repeat(clip.flow[None], count, 0)
-    found = moved_at_random(flow, clip.observation, torch.arange(first, first + count), ExplorationConfig(**options))
+    found = perturbed(flow, clip.observation, torch.arange(first, first + count), ExplorationConfig(**options))
     assert np.array_equal(found[..., 3], flow[..., 3])
     before, after = (lift(x[..., :3], clip.observation.K).reshape(count, len(clip.flow), -1, 3) for x in (flow, found))
     return before, after
@@ -55,11 +55,9 @@ def test_what_would_leave_the_view_of_the_camera_stays():
     clip = make_clips(1)[0]
     flow = np.repeat(clip.flow[None], 2, 0)
     flow[0, 1, 0, 0, 2] = -0.5
-    found = moved_at_random(flow, clip.observation, torch.arange(2), ExplorationConfig(shift_cm=2.0))
+    found = perturbed(flow, clip.observation, torch.arange(2), ExplorationConfig(shift_cm=2.0))
     np.testing.assert_array_equal(found[0], flow[0])
     assert not np.array_equal(found[1], flow[1])
-    wild = moved_at_random(
-        flow[1:].repeat(50, 0), clip.observation, torch.arange(50), ExplorationConfig(shift_cm=200.0)
-    )
+    wild = perturbed(flow[1:].repeat(50, 0), clip.observation, torch.arange(50), ExplorationConfig(shift_cm=200.0))
     assert (wild[..., 2] > 0).all()
     assert any(np.array_equal(one, flow[1]) for one in wild)

@@ -116,7 +116,7 @@ def test_guidance_by_hand():
 
 
 def test_noise_prediction_of_rectified_flow_is_refused():
-    with pytest.raises(ValueError, match="starts from noise alone"):
+    with pytest.raises(ValueError, match="starts from pure noise"):
         ProcessConfig(kind="rectified", parameterisation="eps").validate()
     with pytest.raises(ValueError, match="never learns without"):
         ProcessConfig(guidance=8.0).validate()

@@ -268,7 +268,7 @@ def test_folders_that_do_not_fit_are_refused(pretrained, tmp_path):
     vocabulary = Vocabulary.from_texts(TEXTS)
     for change, message in (
         (lambda c: setattr(c.condition, "text", str(tmp_path)), r"model\.condition\.text: no CLIPTextModel"),
-        (lambda c: setattr(c.condition, "image_px", 64), "the vision tower takes 32"),
+        (lambda c: setattr(c.condition, "image_px", 64), "the vision tower needs 32"),
         (lambda c: setattr(c.body.unet, "pretrained", str(tmp_path)), "no U-Net in"),
         (lambda c: setattr(c.body.unet, "layers", 2), r"layers=1 and reads"),
     ):
