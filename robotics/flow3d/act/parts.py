@@ -1,8 +1,4 @@
-"""The part of an object to grasp for a task, chosen by a vision-language model among numbered marks.
-
-Source: arXiv 2506.06199, whose task-aware grasp lets a vision-language model name the part; numbered marks as in ReKep
-(huangwl18/ReKep vision.py). The prompt is our own, the paper publishes none.
-"""
+"""The part of an object to grasp for a task, chosen by a vision-language model."""
 
 from __future__ import annotations
 
@@ -40,7 +36,11 @@ class PartUnknown(RuntimeError):  # noqa: N818
 
 
 class AskedPart:
-    """Asks a vision-language model at which mark to grasp; a `PartFinder`."""
+    """Asks a vision-language model at which of the numbered marks on the object to grasp; a `PartFinder`.
+
+    Source: arXiv 2506.06199, whose task-aware grasp lets a vision-language model name the part; numbered marks as in
+        ReKep (huangwl18/ReKep vision.py). The prompt is our own, the paper publishes none.
+    """
 
     def __init__(self, client: VlmClient, marks: int = 8) -> None:
         self.client, self.marks = client, marks

@@ -1,7 +1,4 @@
-"""The prompt for a vision-language model that verifies a plan, and the parser of its answer.
-
-The prompt is our own; the paper publishes none.
-"""
+"""The prompt for a vision-language model that verifies a plan, and the parser of its answer."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from typing import Any
 from robotics.flow3d.asking import read_json
 from robotics.flow3d.check.verdict import Verdict
 
+# The prompt is our own; the paper publishes none.
 SYSTEM = (
     "You check the plan of a robot before it moves. The first image shows the scene as it is. The second image is a "
     "drawing of the scene after the plan, from the same camera: only the object that the robot handles was moved, "

@@ -249,7 +249,7 @@ def _extractor(encoding: FlowEncoding, begin: str, function: str, options: Mappi
 
 
 def _split(
-    videos: list[Callable[[], RgbdVideo]], held_out_share: float
+    videos: Sequence[Callable[[], RgbdVideo]], held_out_share: float
 ) -> Iterator[tuple[str, Callable[[], RgbdVideo]]]:
     if not 0 <= held_out_share < 1:
         raise UserError(f"held_out_share is {held_out_share}; must be at least 0 and below 1")

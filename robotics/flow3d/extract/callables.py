@@ -1,19 +1,4 @@
-"""A user's own detector, tracker or depth model, named as `module:function` or `path/to/file.py:function`.
-
-CoTracker3, which has the center of the first pixel at (0, 0), for `FunctionTracker("trackers.py:cotracker")`:
-
-    model = torch.hub.load("facebookresearch/co-tracker", "cotracker3_offline")
-
-    def cotracker(rgb, uv_px):
-        video = torch.from_numpy(rgb).permute(0, 3, 1, 2)[None].float()  # (1, L, 3, H, W), 0 to 255
-        points = torch.from_numpy(uv_px - 0.5).float()
-        queries = torch.cat([torch.zeros(len(points), 1), points], 1)[None]  # (1, n, 3): frame, x, y
-        with torch.no_grad():
-            tracks, visible = model(video, queries=queries)  # (1, L, n, 2), (1, L, n)
-        return tracks[0].double().numpy() + 0.5, visible[0].double().numpy()
-
-Source: facebookresearch/co-tracker README.md, cotracker/predictor.py.
-"""
+"""A user's own detector, tracker or depth model, named as `module:function` or `path/to/file.py:function`."""
 
 from __future__ import annotations
 
@@ -59,6 +44,20 @@ class FunctionTracker:
 
     It gets (L, H, W, 3) uint8 frames and (n, 2) points of the first, and returns (L, n, 2) positions and (L, n)
     visibility of 0 to 1. The center of the first pixel is at (0.5, 0.5).
+
+    CoTracker3, which has the center of the first pixel at (0, 0), for `FunctionTracker("trackers.py:cotracker")`:
+
+        model = torch.hub.load("facebookresearch/co-tracker", "cotracker3_offline")
+
+        def cotracker(rgb, uv_px):
+            video = torch.from_numpy(rgb).permute(0, 3, 1, 2)[None].float()  # (1, L, 3, H, W), 0 to 255
+            points = torch.from_numpy(uv_px - 0.5).float()
+            queries = torch.cat([torch.zeros(len(points), 1), points], 1)[None]  # (1, n, 3): frame, x, y
+            with torch.no_grad():
+                tracks, visible = model(video, queries=queries)  # (1, L, n, 2), (1, L, n)
+            return tracks[0].double().numpy() + 0.5, visible[0].double().numpy()
+
+    Source: facebookresearch/co-tracker README.md, cotracker/predictor.py.
     """
 
     function: str

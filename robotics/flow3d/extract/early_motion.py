@@ -1,8 +1,4 @@
-"""The public code's rule for the moving object: a box around points that move far, but not early.
-
-Source: Hoyyyaard/3DFlowAction preprocess/BridgeV2/moving_obj_det_pipeline.py, for images of 256 x 256; here lengths in
-pixels scale with the image. The paper masks the gripper by segmentation instead of by early motion.
-"""
+"""The public code's rule for the moving object."""
 
 from __future__ import annotations
 
@@ -25,7 +21,11 @@ PUBLIC_SIDE_PX = 256
 
 @dataclass(frozen=True)
 class EarlyMotion:
-    """Detects the box of points that move late and far."""
+    """The public code's rule: the box of points that move far, but not early.
+
+    Source: Hoyyyaard/3DFlowAction preprocess/BridgeV2/moving_obj_det_pipeline.py, for images of 256 x 256; here lengths
+        in pixels scale with the image. The paper masks the gripper by segmentation instead of by early motion.
+    """
 
     tracker: Tracker
     """Follows the grid; CoTracker in the public code."""

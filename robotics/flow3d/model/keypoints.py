@@ -1,8 +1,4 @@
-"""Keypoints: positions in an image of the objects that an instruction names.
-
-Source: spatial softmax, Levine et al., arXiv 1504.00702; features scaled and shifted by the instruction (FiLM), arXiv
-    1709.07871. Not in 3DFlowAction, which has a pretrained CLIP.
-"""
+"""Keypoints: positions in an image of the objects that an instruction names."""
 
 from __future__ import annotations
 
@@ -17,6 +13,9 @@ class Keypoints(nn.Module):
     """Expected positions of learned features in an image, as one token.
 
     A small network with patches alone takes many times as long to learn where a goal is.
+
+    Source: spatial softmax, Levine et al., arXiv 1504.00702; features scaled and shifted by the instruction (FiLM),
+        arXiv 1709.07871. Not in 3DFlowAction, which has a pretrained CLIP.
     """
 
     def __init__(self, count: int, channels: int, width: int) -> None:

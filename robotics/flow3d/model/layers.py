@@ -1,7 +1,4 @@
-"""Blocks of the transformers over flow: attention scaled and shifted by time and instruction (AdaLN).
-
-Source: Peebles and Xie, DiT, arXiv 2212.09748 (AdaLN-Zero: all gates start at zero).
-"""
+"""Blocks of the transformers over flow: attention scaled and shifted by time and instruction (AdaLN)."""
 
 from __future__ import annotations
 
@@ -48,7 +45,10 @@ class Attention(nn.Module):
 
 
 class Modulated(nn.Module):
-    """A norm whose scale and shift, and a gate for what follows, come from a condition."""
+    """A norm with scale and shift from a condition, and a gate for the layer after it.
+
+    Source: Peebles and Xie, DiT, arXiv 2212.09748 (AdaLN-Zero: all gates start at zero).
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ TEMPERATURE = 10000.0
 
 
 def clip_places(points: Tensor) -> Tensor:
-    """Points (..., 3) in -1..1 as u and v in 0..224 and z in 0..127."""
+    """Points (..., 3) in -1..1 in CLIP's coordinates: u, v in 0..224, z in 0..127 over the range of depths."""
     share = (points + 1) / 2
     scaled = share * torch.tensor([SIDE, SIDE, DEPTHS], dtype=points.dtype, device=points.device)
     return torch.cat([scaled[..., :2], scaled[..., 2:].clamp(0, DEPTHS - 1)], -1)
