@@ -226,10 +226,8 @@ def test_detectors_of_users_are_checked(video, tmp_path):
 
 
 def test_a_tracker_with_the_call_of_cotracker(tmp_path):
-    """The example of `robotics.flow3d.extract.callables`, with a stand-in that has its signature and pixels."""
-    from robotics.flow3d.extract import callables
-
-    example = callables.__doc__.split('offline")\n')[1].split("Source:")[0]
+    """The example of `FunctionTracker`, with a stand-in that has its signature and pixels."""
+    example = FunctionTracker.__doc__.split('offline")\n')[1].split("Source:")[0]
     stand_in = (
         "import torch\n"
         "def model(video, queries):\n"
@@ -239,7 +237,7 @@ def test_a_tracker_with_the_call_of_cotracker(tmp_path):
         "    inside = (tracks[..., 0] <= video.shape[4] - 1) & (tracks[..., 1] <= video.shape[3] - 1)\n"
         "    return tracks, inside\n"
     )
-    lines = [line[4:] for line in example.splitlines()]
+    lines = [line[8:] for line in example.splitlines()]
     (tmp_path / "trackers.py").write_text(stand_in + "\n".join(lines))
     video = RgbdVideo(np.full((4, 20, 30, 3), 200, np.uint8), None, None)
     uv = np.array([[0.5, 0.5], [26.5, 10.5]])
