@@ -162,9 +162,9 @@ def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismati
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the weights in {folder} are of another model: {reason}") from error
     if found.missing_keys or found.unexpected_keys:
-        missing, unknown = ", ".join(found.missing_keys[:3]), ", ".join(found.unexpected_keys[:3])
+        lacking, unknown = ", ".join(found.missing_keys[:3]), ", ".join(found.unexpected_keys[:3])
         raise UserError(
-            f"the weights in {folder} are of another model: missing {missing or 'none'}; unknown {unknown or 'none'}"
+            f"the weights in {folder} are of another model: missing {lacking or 'none'}; unknown {unknown or 'none'}"
         )
     return model.eval()
 

@@ -228,7 +228,7 @@ def test_pictures_are_those_of_the_camera(tmp_path, filmed):
     recipe = CloneRecipe(clone(tmp_path, filmed, model=model, demonstrations={"camera": "front"}))
     seen = collected(recipe, recipe.train_tasks[:4]).payload.inputs
     np.testing.assert_array_equal(seen.images.numpy(), LeRobotReader(filmed).images(0, "front")[:4])
-    loss = recipe.loss(recipe.policy, *_with_denominators(recipe)).loss
+    loss = recipe.loss(recipe.policy, *_with_denominators(recipe), Step()).loss
     assert bool(torch.isfinite(loss))
 
 
