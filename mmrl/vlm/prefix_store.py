@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class PrefixStore:
 
     def __init__(self, policy: Any) -> None:
         # weak: the policy holds this store, and its memory must not wait for a garbage collection
-        self._policy = weakref.ref(policy)
+        self._policy: Callable[[], Any] = weakref.ref(policy)
         self._kept = KeptPrefill()
         self._shared: dict[str, _SharedPrefix] | None = None
 

@@ -87,8 +87,8 @@ class PickMeasure(Measure[NeedleTask]):
         # the ceiling: answers from as many frames of each needle as are picked
         known = [row for row in rows if row["task"].needle.any()]
         picks = [_of_needle(row["task"].needle, self.count_of(row["task"])) for row in known]
-        answers = self.answerer.answer([row["task"] for row in known], picks, None) if known else None
-        for row, correct in zip(known, answers.correct if answers else (), strict=True):
+        right = self.answerer.answer([row["task"] for row in known], picks, None).correct if known else []
+        for row, correct in zip(known, right, strict=True):
             row["scores"][f"accuracy/{CEILING}"] = [correct]
         return rows
 
