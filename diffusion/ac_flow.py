@@ -46,8 +46,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.critic import CREDITS, CriticConfig, CriticTrainer
+from diffusion.ema import EMAWeights
 from diffusion.flow_matching import FlowMatching
-from diffusion.orw_cfm import LastPolicy, OrwSettings, describe_loss, image_weights, weighted_matching_loss
+from diffusion.orw_cfm import OrwSettings, describe_loss, image_weights, weighted_matching_loss
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
@@ -136,7 +137,7 @@ class AcFlowRecipe(DiffusionRecipe):
     def __init__(self, config: AcFlowConfig) -> None:
         super().__init__(config)
         self.process = STATES[config.states](self.policy, config.sampler, config.timesteps)
-        self.last_policy = self.parts["last_policy"] = LastPolicy(self.policy, config.orw.refresh_every)
+        self.last_policy = self.parts["last_policy"] = EMAWeights(self.policy, enabled=config.orw.refresh_every > 1)
         self.shaping = self.parts["running"] = RewardShaping(config.shaping, self.objective)
         self.critic: CriticTrainer | None = None
         if config.critic.enabled:
@@ -187,7 +188,8 @@ class AcFlowRecipe(DiffusionRecipe):
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Refresh the sampling policy."""
         super().on_step_end(step, metrics)
-        self.last_policy.on_step_end(step)
+        if (step.number + 1) % self.config.orw.refresh_every == 0:
+            self.last_policy.copy_()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from diffusion.decisions import mean_over_decisions
 from diffusion.ema import EMAWeights, kl_ema_decay
-from diffusion.forward_process import NoisyRows
 from diffusion.matching import WEIGHTINGS, pseudo_log_likelihood
 from diffusion.steps import VELOCITY_KLS
 from diffusion.velocity_matching import Matching, VelocityMatching
@@ -75,13 +74,12 @@ class AwmLoss(LossTerm):
     def __init__(self, policy: nn.Module, settings: AwmSettings, process: VelocityMatching) -> None:
         self.policy, self.settings, self.process = policy, settings, process
         needs_ema = settings.ema_coef > 0 or settings.off_policy
-        self.kl_ema = EMAWeights(policy) if needs_ema else None
+        self.kl_ema = EMAWeights(policy, enabled=needs_ema)
         self.outputs = frozenset({"kl_ema"} if settings.ema_coef else ())
 
     def sampling_weights(self, policy: nn.Module) -> AbstractContextManager[None]:
         """Those of the moving average off policy, else the policy's own."""
-        average = self.kl_ema if self.settings.off_policy else None
-        return nullcontext() if average is None else average.applied(policy)
+        return self.kl_ema.applied(policy) if self.settings.off_policy else nullcontext()
 
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], reference: Reference | None
@@ -89,7 +87,10 @@ class AwmLoss(LossTerm):
         """Pseudo log-likelihood of each noisy version; with a reference and "kl_ema" the distances to the anchors."""
         versions, kind = self.process.noisy(rollouts), self.settings.kl_kind
         with torch.no_grad():  # before the policy's own pass: its graph must not see other weights come and go
-            ema = self._ema_velocity(rollouts, versions.rows) if "kl_ema" in outputs else None
+            ema = None
+            if "kl_ema" in outputs:
+                with self.kl_ema.applied():
+                    ema = self.process.velocity(self.policy, rollouts, versions.rows)
             ref = self.process.reference_velocity(reference, rollouts, versions.rows)
         matching = self.process.evaluate(policy, rollouts, versions)
         return AwmScores(
@@ -123,27 +124,19 @@ class AwmLoss(LossTerm):
 
     def on_step_end(self, step: Step) -> None:
         """Move the average of past policies."""
-        if self.kl_ema is not None:
-            self.kl_ema.update(kl_ema_decay(step.number, self.settings.ema_limit, self.settings.ema_slope))
+        self.kl_ema.update(kl_ema_decay(step.number, self.settings.ema_limit, self.settings.ema_slope))
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """The average of past policies."""
-        return None if self.kl_ema is None else self.kl_ema.state_dict()
+        return self.kl_ema.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
         """Restore `state_dict`."""
-        if self.kl_ema is not None and state is not None:
-            self.kl_ema.load_state_dict(state)
+        self.kl_ema.load_state_dict(state)
 
     def _logp(self, matching: Matching) -> Tensor:
         logp = pseudo_log_likelihood(matching.error, matching.noisy.sigma, self.settings.weighting, self.settings.power)
         return matching.decisions.scatter(logp)
-
-    def _ema_velocity(self, minibatch: Rollouts, noisy: NoisyRows) -> Tensor | None:
-        if self.kl_ema is None:
-            return None
-        with self.kl_ema.applied():
-            return self.process.velocity(self.policy, minibatch, noisy)
 
 
 def with_ratio(objective: ObjectiveConfig, settings: AwmSettings) -> ObjectiveConfig:

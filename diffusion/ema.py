@@ -23,14 +23,16 @@ class EMAWeights:
 
     Args:
         policy: the policy; the parameters that require a gradient now are the ones that are followed.
+        enabled: without it there is no average: `applied` leaves the policy as it is, and nothing is saved.
 
     Raises:
         UserError: nothing of the policy is trained.
     """
 
-    def __init__(self, policy: nn.Module) -> None:
-        self._parameters = {name: value for name, value in policy.named_parameters() if value.requires_grad}
-        if not self._parameters:
+    def __init__(self, policy: nn.Module, *, enabled: bool = True) -> None:
+        trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
+        self._parameters = trained if enabled else {}
+        if enabled and not trained:
             raise UserError("no parameter of the policy requires a gradient, so there is nothing to average")
         self._values = {name: value.detach().float().clone() for name, value in self._parameters.items()}
         self._applied = False
@@ -82,19 +84,19 @@ class EMAWeights:
         replaced = {name: parameters[name] for name in self._values}
         kept = {name: parameter.detach().clone() for name, parameter in replaced.items()}
         _write(replaced, self._values)
-        self._applied = True
+        self._applied = len(self) > 0
         try:
             yield
         finally:
             _write(replaced, kept)
             self._applied = False
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """A copy of the values by parameter name, float32."""
-        return {name: value.clone() for name, value in self._values.items()}
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """A copy of the values by parameter name, float32; None where the average is not enabled."""
+        return {name: value.clone() for name, value in self._values.items()} or None
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over values that `state_dict` gave.
+    def load_state_dict(self, state: Mapping[str, Tensor] | None) -> None:
+        """Restore `state_dict`; an average that a checkpoint does not hold starts from the policy.
 
         Args:
             state: values by parameter name.
@@ -104,6 +106,8 @@ class EMAWeights:
             RuntimeError: the average is in the policy's place.
         """
         self._check_apart()
+        if state is None or not self._values:
+            return
         different = sorted(set(state) ^ set(self._values))
         different += [name for name, own in self._values.items() if name in state and state[name].shape != own.shape]
         if different:

@@ -18,7 +18,7 @@ they are independent, as for its Stable Diffusion 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -60,32 +60,6 @@ class OrwSettings:
     """Subtract from each reward the mean of its prompt."""
     refresh_every: int = rare(bounded(1, at_least=1))
     """Steps after which images are drawn with the policy as it is then."""
-
-
-class LastPolicy:
-    """The policy that images are drawn with: the trained one as it was at the last refresh."""
-
-    def __init__(self, policy: nn.Module, refresh_every: int) -> None:
-        self.refresh_every = refresh_every
-        self._weights = EMAWeights(policy) if refresh_every > 1 else None
-
-    def applied(self, policy: nn.Module) -> AbstractContextManager[None]:
-        """Give a policy the weights of the last refresh."""
-        return nullcontext() if self._weights is None else self._weights.applied(policy)
-
-    def on_step_end(self, step: Step) -> None:
-        """Refresh where it is time."""
-        if self._weights is not None and (step.number + 1) % self.refresh_every == 0:
-            self._weights.copy_()
-
-    def state_dict(self) -> dict[str, Tensor] | None:
-        """Weights of the last refresh; None where they are the policy's own."""
-        return None if self._weights is None else self._weights.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
-        """Restore `state_dict`."""
-        if self._weights is not None and state is not None:
-            self._weights.load_state_dict(state)
 
 
 def image_weights(advantage: Tensor, rollouts: Rollouts, settings: OrwSettings, accelerator: Accelerator) -> Tensor:
@@ -174,7 +148,7 @@ class OrwRecipe(DiffusionRecipe):
     def __init__(self, config: OrwConfig) -> None:
         super().__init__(config)
         self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
-        self.last_policy = self.parts["last_policy"] = LastPolicy(self.policy, config.orw.refresh_every)
+        self.last_policy = self.parts["last_policy"] = EMAWeights(self.policy, enabled=config.orw.refresh_every > 1)
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
         """Those of the last refresh."""
@@ -203,7 +177,8 @@ class OrwRecipe(DiffusionRecipe):
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Refresh the sampling policy."""
         super().on_step_end(step, metrics)
-        self.last_policy.on_step_end(step)
+        if (step.number + 1) % self.config.orw.refresh_every == 0:
+            self.last_policy.copy_()
 
 
 WEIGHTS: dict[str, Callable[[Tensor, float], Tensor]] = {

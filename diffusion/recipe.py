@@ -188,7 +188,7 @@ class DiffusionDomain:
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Move the evaluation average."""
-        self.eval_ema.update(step.number + 1)
+        self.eval_ema.on_step_end(step.number + 1)
 
     def save_parts(self, folder: Path) -> None:
         """Write the evaluation average beside the policy, as `eval_ema`."""

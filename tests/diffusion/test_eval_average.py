@@ -21,7 +21,7 @@ def test_the_average_is_applied_saved_and_restored(tmp_path):
     average = EvalAverage(policy, EvalEmaConfig(decay=0.9))
     with torch.no_grad():
         policy.weight.fill_(11.0)
-    average.update(1)  # keeps 2 / 11 of the zeros
+    average.on_step_end(1)  # keeps 2 / 11 of the zeros
     with average.applied():
         assert policy.weight.tolist() == [9.0] * 3
     assert policy.weight.tolist() == [11.0] * 3
@@ -39,7 +39,7 @@ def test_without_a_decay_the_policy_itself_is_evaluated(tmp_path):
     average = EvalAverage(policy, EvalEmaConfig())
     with torch.no_grad():
         policy.weight.fill_(2.0)
-    average.update(1)
+    average.on_step_end(1)
     with average.applied(policy):
         assert policy.weight.tolist() == [2.0] * 3
     average.save(tmp_path)
