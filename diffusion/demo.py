@@ -1,4 +1,4 @@
-"""The diffusion demonstration: a tiny flow model learns to draw digits, AWM improves it, and a image shows both."""
+"""The diffusion demonstration: a tiny flow model learns to draw digits, AWM improves it, and an image shows both."""
 
 from __future__ import annotations
 

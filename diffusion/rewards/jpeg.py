@@ -1,4 +1,4 @@
-"""How well a image compresses: a reward without any content, to show what reward hacking looks like."""
+"""How well an image compresses: a reward without any content, to show what reward hacking looks like."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def _normalised(pixels: Tensor) -> Tensor:
 
 
 def _resampled(image: NDArray[np.uint8], size: int) -> Tensor:
-    """A image as a batch of one (1, 3, size, size) float32."""
+    """An image as a batch of one (1, 3, size, size) float32."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
     if pixels.shape[-2:] == (size, size):
         return pixels

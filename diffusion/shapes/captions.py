@@ -1,4 +1,4 @@
-"""What a image of coloured shapes shows, its caption, and its description in GenEval's layout."""
+"""What an image of coloured shapes shows, its caption, and its description in GenEval's layout."""
 
 from __future__ import annotations
 

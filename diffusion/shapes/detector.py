@@ -1,4 +1,4 @@
-"""Finds coloured shapes in a image by rules, without a learned model.
+"""Finds coloured shapes in an image by rules, without a learned model.
 
 Saturated pixels get the nearest of the four hues; connected pixels of one hue are an object; how it fills its box tells
 its shape. Texture does not fool it, since an object must be one clean connected area.
@@ -32,7 +32,7 @@ GREY = -1
 
 @dataclass(frozen=True)
 class Detection:
-    """One object of a image."""
+    """One object of an image."""
 
     colour: str
     """Key of `COLOURS`."""
@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
 
 def detect(image: NDArray[np.uint8]) -> list[Detection]:
-    """Find the coloured objects of a image.
+    """Find the coloured objects of an image.
 
     Args:
         image: RGB (H, W, 3) uint8.

@@ -63,7 +63,7 @@ def render_dataset(
     Args:
         scenes: S scenes.
         count: N images.
-        size: side of a image in pixels.
+        size: side of an image in pixels.
         seed: seed of sizes, places and shades; each image has a generator of its own, so that the first ones
             stay the same when more are asked for.
 
