@@ -139,7 +139,8 @@ _TABLE = (
         "minus the size in kB of the image as a JPEG file", "DDPO, arXiv 2305.13301", (None, 0.0),
     ),
     ImageReward(
-        "ocr", "diffusion.rewards.ocr:ocr", "1 for an image in which the quoted text can be read, less by edit distance",
+        "ocr", "diffusion.rewards.ocr:ocr",
+        "1 for an image in which the quoted text can be read, less by edit distance",
         "Flow-GRPO, arXiv 2505.05470", (0.0, 1.0), needs="the program tesseract",
     ),
     ImageReward(

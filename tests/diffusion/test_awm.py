@@ -93,8 +93,8 @@ def test_each_anchor_stands_for_itself(beta, ema, kind, tmp_path):
     rollouts = collected(recipe)
     base, _ = velocities(recipe, rollouts)
     disturb(recipe.policy, 0.1, seed=1)
-    if recipe.kl_ema is not None:
-        recipe.kl_ema.copy_()
+    if len(recipe.awm.kl_ema):
+        recipe.awm.kl_ema.copy_()
     average, _ = velocities(recipe, rollouts)
     disturb(recipe.policy, 0.1, seed=2)
     v, _ = velocities(recipe, rollouts)
@@ -159,7 +159,7 @@ def test_old_likelihoods_must_be_recomputed(tmp_path):
 def test_anchor_is_the_last_policy_at_first_and_lags_behind_later(tmp_path):
     config = awm(tmp_path, ema_slope=0.2)
     trainer = make_trainer(config, tmp_path)
-    average = trainer.recipe.kl_ema
+    average = trainer.recipe.awm.kl_ema
 
     def values():
         return torch.cat([value.flatten() for value in average.state_dict().values()])

@@ -104,6 +104,6 @@ def test_resumed_runs_end_with_the_same_bits(case, tmp_path):
 def test_a_checkpoint_keeps_every_average_the_recipe_has(tmp_path):
     _, state, _ = final_state(tmp_path, "awm", resumed=False)
     kinds = {path.split("/")[2] for path in state if path.startswith("/recipe")}
-    assert {"eval_ema", "kl_ema", "cost"} <= kinds
-    shadow = [value for path, value in state.items() if path.startswith("/recipe/kl_ema/")]
+    assert {"eval_ema", "terms", "cost"} <= kinds
+    shadow = [value for path, value in state.items() if path.startswith("/recipe/terms/kl_ema/")]
     assert sum(value.numel() for value in shadow) > 1000
