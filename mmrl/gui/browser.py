@@ -113,12 +113,8 @@ class Browser:
         """Restart; every context is lost."""
         self._check_thread()
         self.restarts += after_failure
-        self._stop()
+        self.close()
         self._start()
-
-    def close(self) -> None:
-        """End the browser."""
-        self._stop()
 
     @contextlib.contextmanager
     def limited(self, what: str) -> Iterator[None]:
@@ -168,13 +164,14 @@ class Browser:
             processes = session.send("SystemInfo.getProcessInfo")["processInfo"]
             self.pid = next(int(entry["id"]) for entry in processes if entry["type"] == "browser")
         except Error as error:
-            self._stop()
+            self.close()
             reason = " ".join(str(error).split())[:500]
             raise BrowserFailure(f"{self._program} did not start: {reason}") from error
         self.generation += 1
         self.pages = 0
 
-    def _stop(self) -> None:
+    def close(self) -> None:
+        """End the browser."""
         # Closing a browser that hangs would hang as well; a killed one loses nothing.
         self._open_contexts.clear()
         self.kill()

@@ -68,17 +68,14 @@ class GuardedPage:
     def load_html(self, html: str, *, new_document: bool = True) -> None:
         """Show a page."""
         self._html = html
-        self._load(lambda: self._open(new_document), "loading the page")
+        if new_document or self._page.url != ADDRESS:
+            self._load(lambda: self._page.goto(ADDRESS, wait_until="load"), "loading the page")
+        else:
+            self._load(lambda: self._page.set_content(html, wait_until="load"), "loading the page")
 
     def load_url(self, url: str) -> None:
         """Show a local file."""
         self._load(lambda: self._page.goto(url, wait_until="load"), f"loading {url}")
-
-    def _open(self, new_document: bool) -> None:
-        if new_document or self._page.url != ADDRESS:
-            self._page.goto(ADDRESS, wait_until="load")
-        else:
-            self._page.set_content(self._html, wait_until="load")
 
     def _load(self, load: Callable[[], Any], what: str) -> None:
         self.browser.pages += 1
