@@ -60,9 +60,9 @@ def test_an_answer_is_drawn_where_it_points(tmp_path, model):
     middle = ((x1 + x2) / 2, (y1 + y2) / 2)
     inside = (middle[0] * model_width / width, middle[1] * model_height / height)
     text = answer_text([inside], CoordinateSpace.ABS_RESIZED)
-    unmarked = np.asarray(recipe.draw(task, "no points", False))
+    unmarked = np.asarray(recipe.questions.draw(task, "no points", False))
     for right, colour in ((True, HIT_COLOUR), (False, MISS_COLOUR)):
-        image = np.asarray(recipe.draw(task, text, right))
+        image = np.asarray(recipe.questions.draw(task, text, right))
         scale = image.shape[1] / width
         rows, columns = np.nonzero((image != unmarked).any(-1))
         assert (image[rows, columns] == colour).all(-1).any()
