@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
 from mmrl.training.export import chosen_checkpoint
 from mmrl.training.record.jsonlines import finite_or_none
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from mmrl.training.record.tracking import Tracker
 
 LOGGER = logging.getLogger("mmrl")
+WRITE_REPORT = "mmrl.training.report.page:write_report"
+"""Named, not imported: the report reads runs and lies above training."""
 
 
 def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool = False) -> Path:
@@ -75,7 +78,6 @@ def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, r
     """Run the loop in a folder that is this run's own; `options` are those of `Trainer.resume`."""
     from mmrl.training.loop.stopping import StopSignals
     from mmrl.training.loop.trainer import Trainer
-    from mmrl.training.report.page import write_report
 
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
     with ExitStack() as stack:
@@ -91,7 +93,7 @@ def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, r
         accelerator.wait_for_everyone()
         trainer.run()
         if main:
-            write_report(run_dir)
+            load_target(WRITE_REPORT)(run_dir)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
 
 
@@ -239,7 +241,6 @@ def _report_evaluation(folder: Path, results: Mapping[str, Evaluation]) -> None:
     """Write samples of all splits, outcomes and a report into a folder in which nothing was trained."""
     from mmrl.training.record.outcomes import write_outcomes
     from mmrl.training.record.samples import write_samples
-    from mmrl.training.report.page import write_report
 
     if has_begun(folder):
         return
@@ -248,4 +249,4 @@ def _report_evaluation(folder: Path, results: Mapping[str, Evaluation]) -> None:
     for split, found in results.items():
         if found.outcomes:
             write_outcomes(folder, 0, split, found.outcomes)
-    LOGGER.info("report: %s", write_report(folder))
+    LOGGER.info("report: %s", load_target(WRITE_REPORT)(folder))
