@@ -43,7 +43,6 @@ _NAMES = {
         "sample_step",
         "velocity_kl",
     ),
-    "diffusion.tiny": ("TinyFluxSizes", "TinySd3Sizes", "build_tiny_flux", "build_tiny_sd3"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)
