@@ -146,9 +146,9 @@ def _read_packed(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> No
         if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
             _leave_out("equal_sides", f"{place}: both images are the same", config, loaded)
             continue
-        sides = (StoredImage(arrays[side], row) for side in SIDES)
+        chosen, rejected = (StoredImage(arrays[side], row) for side in SIDES)
         numbers = {name: float(arrays[name][row]) for name in known}
-        loaded.pairs.append(ImagePair(place, caption, *sides, _finite(numbers, place)))
+        loaded.pairs.append(ImagePair(place, caption, chosen, rejected, _finite(numbers, place)))
 
 
 def _read_list(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> None:
@@ -166,8 +166,8 @@ def _read_list(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> None
             _leave_out("equal_sides", f"{row.place}: both sides are {names[0]}", config, loaded)
             continue
         given = {name: row.cells[name] for name in NUMBERS if row.cells.get(name) is not None}
-        sides = (ImageFile(file, config.max_image_pixels) for file in files if file is not None)
-        loaded.pairs.append(ImagePair(row.place, caption, *sides, _finite(given, row.place)))
+        chosen, rejected = (ImageFile(file, config.max_image_pixels) for file in files if file is not None)
+        loaded.pairs.append(ImagePair(row.place, caption, chosen, rejected, _finite(given, row.place)))
 
 
 def _finite(numbers: Mapping[str, Any], place: str) -> dict[str, float]:
