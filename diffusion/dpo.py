@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diffusion.data import DiffusionTask, PromptConfig
+from diffusion.data import DiffusionTask
 from diffusion.fifa import PairFilterConfig, embed_captions, select_pairs
 from diffusion.flow_matching import FlowMatching
 from diffusion.pairs import ImagePair, ImagePairConfig, load_pairs
@@ -33,8 +33,7 @@ from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import encode_images
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionDomain
-from diffusion.sampler import SamplerConfig
-from diffusion.settings import DiffusionConfig, check_matching
+from diffusion.settings import GivenImagesConfig, check_matching
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput, PolicyOutputs
@@ -46,71 +45,56 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.preferences import PreferenceConfig, check_pair_batches, make_preference, pair_marks
 from mmrl.training.loop.recipe import NoUsableTasksError, SupervisedRecipe
 from mmrl.training.loop.reference import Reference
-from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.settings import BaseTrainerConfig, ReferenceConfig
 from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import SampleRecord
 
 ERRORS = ("velocity", "noise")
 
 
-def pair_trainer() -> TrainerConfig:
+def pair_trainer() -> BaseTrainerConfig:
     """Small steps, as the public code takes them."""
-    return TrainerConfig(steps=500, tasks_per_step=32, samples_per_task=2, learning_rate=1e-4, warmup_steps=10)
+    return BaseTrainerConfig(steps=500, tasks_per_step=32, learning_rate=1e-4, warmup_steps=10)
 
 
 @dataclass
-class DiffusionDpoConfig(DiffusionConfig):
-    """A Diffusion-DPO run; `rewards` and `heldout_rewards` only measure held-out prompts."""
+class DiffusionDpoConfig(GivenImagesConfig):
+    """A Diffusion-DPO run."""
 
-    compares_samples: ClassVar[bool] = False
     pairs: ImagePairConfig = field(default_factory=ImagePairConfig)
     """The pairs of images."""
     filter: PairFilterConfig = field(default_factory=PairFilterConfig)
     """Which of them are trained on."""
-    data: PromptConfig = field(default_factory=lambda: PromptConfig(path=""))
-    """Not used; the captions are those of the pairs."""
     drop_caption: float = rare(bounded(0.1, at_least=0, at_most=1))
-    """Probability that both images of a pair are shown without their caption, so that guidance goes on working."""
+    """Probability that both images of a pair are shown without their caption, so that guidance keeps working."""
     error: str = rare(choice("velocity", ERRORS))
-    """What errors are of: velocity, or the noise that it implies, which weighs a time t by (1 - t)^2."""
+    """Error that is compared: of the velocity, or of the noise that it implies, which weighs a time t by (1 - t)^2."""
     timesteps: TimestepConfig = field(
         default_factory=lambda: TimestepConfig(
             count=1, times="logit_normal", shift=1.0, share_times="group", share_noise=True
         )
     )
     """Times of each pair in a step; its two images always share times and noises."""
-    sampler: SamplerConfig = field(
-        default_factory=lambda: SamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
-    )
-    """How evaluation images are drawn."""
-    objective: PreferenceConfig = field(  # type: ignore[assignment]
+    objective: PreferenceConfig = field(
         default_factory=lambda: PreferenceConfig(preset="diffusion_dpo", loss={"beta": 100.0})
     )
     """What is minimised."""
-    trainer: TrainerConfig = field(default_factory=pair_trainer)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """The model that errors are compared with."""
+    trainer: BaseTrainerConfig = field(default_factory=pair_trainer)
     """Batch sizes, optimiser and guards; `tasks_per_step` counts pairs."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_matching(self.trainer, self.sampler, self.timesteps)
-        check_pair_batches(self.trainer.samples_per_task, self.trainer.micro_batch)
+        make_preference(self.objective)
+        check_matching(self.trainer, self.evaluation.sampler, self.timesteps)
+        check_pair_batches(self.trainer.micro_batch)
         if self.timesteps.share_times == "image" or not self.timesteps.share_noise:
             raise ValueError(
                 "timesteps.share_times must be group or batch and share_noise true: both images of a pair are compared "
                 "at the same time with the same noise"
             )
-        if self.data.path:
-            raise ValueError(f"data.path is '{self.data.path}', but the captions are those of pairs.path; leave it out")
-        if self.sampler.guidance != 1.0:
-            raise ValueError(
-                f"sampler.guidance is {self.sampler.guidance}, but pairs are compared without guidance; "
-                "sampler.eval_guidance is for the images of evaluations"
-            )
-
-    def check_objective(self) -> None:
-        """Refuse an objective that does not exist."""
-        make_preference(self.objective)
 
 
 class DiffusionDpoRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, ImagePair]):
@@ -123,8 +107,8 @@ class DiffusionDpoRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, Imag
     def __init__(self, config: DiffusionDpoConfig) -> None:
         super().__init__(config)
         self.objective = make_preference(config.objective)
-        self.open(config)
-        self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
+        self.open(config, config.evaluation)
+        self.process = FlowMatching(self.policy, config.evaluation.sampler, config.timesteps)
         usable = [pair for pair in self.train_tasks if self._fits(pair)]
         if not usable:
             raise UserError(f"{config.pairs.path}: no caption of a pair fits the model's tokenizers")
@@ -149,7 +133,7 @@ class DiffusionDpoRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, Imag
     ) -> Rollouts:
         """Encode both images of each pair, and draw the times and noises that they share."""
         kept, pixels = self._read(tasks)
-        latents = encode_images(policy.pipeline, pixels, batch=self.config.sampler.batch_rows)
+        latents = encode_images(policy.pipeline, pixels, batch=self.scoring.sampler.batch_rows)
         count, device = len(kept), latents.device
         shown = (torch.rand(count, generator=generator) >= self.config.drop_caption).tolist()
         captions = [pair.caption if keep else "" for pair, keep in zip(kept, shown, strict=True)]

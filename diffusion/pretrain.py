@@ -3,7 +3,7 @@
     L = mean |v(x_t, t, c) - (noise - x_0)|^2,   x_t = (1 - t) x_0 + t noise,
 
 with t from a shifted logit-normal and the caption left out at random, so that the model can be guided. It runs in the
-same loop as reinforcement learning; the rewards of the configuration only score held-out images.
+same loop as reinforcement learning; the rewards of `evaluation` only score held-out images.
 
 Source: Lipman et al., Flow Matching, arXiv 2210.02747; Esser et al., arXiv 2403.03206 (times and shift).
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from diffusion.data import DiffusionTask, PromptConfig
+from diffusion.data import DiffusionTask
 from diffusion.decisions import mean_over_decisions
 from diffusion.flow_matching import FlowMatching
 from diffusion.images import CaptionedImage, ImageDataConfig, load_images
@@ -27,67 +27,45 @@ from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import encode_images
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionDomain
-from diffusion.sampler import SamplerConfig
-from diffusion.settings import DiffusionConfig, check_matching
+from diffusion.settings import GivenImagesConfig, check_matching
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
-from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.recipe import NoUsableTasksError, SupervisedRecipe
 from mmrl.training.loop.reference import Reference
-from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.settings import BaseTrainerConfig
 from mmrl.training.loop.terms import Step
 
 
-def pretraining_trainer() -> TrainerConfig:
+def pretraining_trainer() -> BaseTrainerConfig:
     """Batches and schedule under which a tiny pipeline learns to draw."""
-    return TrainerConfig(
-        steps=5000, tasks_per_step=64, samples_per_task=1, learning_rate=1.5e-3, schedule="cosine", warmup_steps=100
-    )
+    return BaseTrainerConfig(steps=5000, tasks_per_step=64, learning_rate=1.5e-3, schedule="cosine", warmup_steps=100)
 
 
 @dataclass
-class PretrainConfig(DiffusionConfig):
-    """A flow-matching run on captioned images; `rewards` and `heldout_rewards` only measure held-out prompts."""
+class PretrainConfig(GivenImagesConfig):
+    """A flow-matching run on captioned images."""
 
-    compares_samples: ClassVar[bool] = False
     model: ModelConfig = field(default_factory=full_model)
     """Pipeline whose transformer is trained in full."""
     images: ImageDataConfig = field(default_factory=ImageDataConfig)
     """The captioned images."""
-    data: PromptConfig = field(default_factory=lambda: PromptConfig(path=""))
-    """Not used; the captions are those of the images."""
     drop_caption: float = rare(bounded(0.1, at_least=0, at_most=1))
     """Probability that an image is shown without its caption."""
     timesteps: TimestepConfig = field(
         default_factory=lambda: TimestepConfig(count=1, times="logit_normal", share_times="image")
     )
     """Times of each image in a step."""
-    sampler: SamplerConfig = field(
-        default_factory=lambda: SamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
-    )
-    """How evaluation images are drawn."""
-    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 0.0}))
-    """Only names the run; the loss is flow matching."""
-    trainer: TrainerConfig = field(default_factory=pretraining_trainer)
+    trainer: BaseTrainerConfig = field(default_factory=pretraining_trainer)
     """Batch sizes, optimiser and guards."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_matching(self.trainer, self.sampler, self.timesteps)
-        if self.data.path:
-            raise ValueError(f"data.path is '{self.data.path}', but pre-training reads images.path; leave data out")
-        if self.sampler.guidance != 1.0:
-            raise ValueError(
-                f"sampler.guidance is {self.sampler.guidance}, but pre-training learns the velocity without guidance; "
-                "sampler.eval_guidance is for the images of evaluations"
-            )
-        if self.trainer.samples_per_task != 1:
-            raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; given images have no group")
+        check_matching(self.trainer, self.evaluation.sampler, self.timesteps)
 
 
 class PretrainRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, CaptionedImage]):
@@ -99,8 +77,8 @@ class PretrainRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, Captione
 
     def __init__(self, config: PretrainConfig) -> None:
         super().__init__(config)
-        self.open(config)
-        self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
+        self.open(config, config.evaluation)
+        self.process = FlowMatching(self.policy, config.evaluation.sampler, config.timesteps)
 
     def load_train_tasks(self) -> Sequence[Any]:
         """The captioned images."""
@@ -115,7 +93,7 @@ class PretrainRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, Captione
     ) -> Rollouts:
         """Encode the images of a step, and draw which of them lose their caption."""
         pixels = _pixels(tasks)
-        latents = encode_images(policy.pipeline, pixels, batch=self.config.sampler.batch_rows)
+        latents = encode_images(policy.pipeline, pixels, batch=self.scoring.sampler.batch_rows)
         rows = len(tasks)
         kept = torch.rand(rows, generator=generator) >= self.config.drop_caption
         captions = [task.caption if keep else "" for task, keep in zip(tasks, kept.tolist(), strict=True)]

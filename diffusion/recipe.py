@@ -26,7 +26,7 @@ from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import decode_latents
 from diffusion.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.scoring import load_rewards, score_images
-from diffusion.settings import DiffusionConfig
+from diffusion.settings import DiffusionConfig, GivenEvaluationConfig
 from mmrl.core.decoupled import decoupled_advantages
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
@@ -86,19 +86,20 @@ class DiffusionDomain:
     start: Reference
     parts: dict[str, Stateful]
 
-    def open(self, config: Any) -> None:
-        """Load prompts, rewards and pipeline.
+    def open(self, config: Any, scoring: DiffusionConfig | GivenEvaluationConfig) -> None:
+        """Load prompts, rewards and pipeline; `scoring` says how images are drawn and scored.
 
         Raises:
             UserError: one of them cannot be used.
         """
         self.skipped, self.errors = Tally(), RewardErrors()
+        self.scoring = scoring
         self.train_tasks = self.load_train_tasks()
         limit = config.evaluation.max_tasks or None
         self.eval_tasks = {
             name: self._load(data, f"eval_data.{name}").tasks[:limit] for name, data in config.eval_data.items()
         }
-        self.rewards = load_rewards(config.rewards, config.heldout_rewards)
+        self.rewards = load_rewards(scoring.rewards, scoring.heldout_rewards)
         with ExitStack() as undone:
             undone.callback(self.rewards.close)
             self._check_columns()
@@ -145,9 +146,9 @@ class DiffusionDomain:
             policy=policy,
             base=self.start,
             score=self.score_images,
-            heldout=[reward.name for reward in config.heldout_rewards],
+            heldout=[reward.name for reward in self.scoring.heldout_rewards],
             evaluation=config.evaluation,
-            sampler=config.sampler,
+            sampler=self.scoring.sampler,
             seed=config.seed,
             split=split,
         )
@@ -208,7 +209,7 @@ class DiffusionDomain:
     def _free_text_encoders(self) -> None:
         tasks = [*self.train_tasks, *(task for tasks in self.eval_tasks.values() for task in tasks)]
         embeddings = self.policy.embeddings
-        embeddings.negative(self.config.sampler.negative_prompt)
+        embeddings.negative(self.scoring.sampler.negative_prompt)
         embeddings.negative("")
         for prompt in dict.fromkeys(prompt for task in tasks for prompt in self.prompts_of(task)):
             embeddings.rows([prompt])
@@ -227,7 +228,7 @@ class DiffusionDomain:
 
     def _check_columns(self) -> None:
         """Make sure that the rewards find their columns in all prompts that they will score."""
-        trained = {"data": self.train_tasks} if self.config.data.path else {}
+        trained = {"data": self.train_tasks} if isinstance(self.scoring, DiffusionConfig) else {}
         splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
         for key, tasks in (trained | splits).items():
             try:
@@ -266,7 +267,7 @@ class DiffusionRecipe(DiffusionDomain, Recipe[DiffusionPolicy, Any]):
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config)
         self.objective = make_objective(config.objective)
-        self.open(config)
+        self.open(config, config)
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
         """Give the policy the weights that images are drawn with; its own unless a method samples with others."""

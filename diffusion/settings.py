@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.loop.settings import RunConfig, TrainerConfig
+from mmrl.training.loop.settings import BaseRunConfig, BaseTrainerConfig, RunConfig, TrainerConfig
 
 COMBINATIONS = ("sum", "gdpo")
 SCORES = ("kl_ref",)
@@ -49,9 +50,9 @@ def matching_trainer() -> TrainerConfig:
     return trainer
 
 
-def check_matching(trainer: TrainerConfig, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
+def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
     """Refuse what a run on noisy versions cannot do, before a model is there; raises ValueError."""
-    if trainer.old_logp != "recompute":
+    if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
         raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
     grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times
     source, options = torch.Generator(), timesteps
@@ -66,18 +67,58 @@ def check_matching(trainer: TrainerConfig, sampler: SamplerConfig, timesteps: Ti
 
 
 @dataclass
-class DiffusionConfig(RunConfig):
+class DiffusionParts:
+    """Model and evaluation prompts of a diffusion run; to be inherited before the configuration of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Pipeline, adapter, precision."""
+    eval_data: dict[str, PromptConfig] = field(default_factory=dict)
+    """Held-out prompts by name; the first split is the headline."""
+    eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
+    """Moving average that evaluations use."""
+
+
+@dataclass
+class GivenEvaluationConfig(DiffusionEvaluationConfig):
+    """Evaluation at fixed prompts and seeds of runs that learn from given images."""
+
+    sampler: SamplerConfig = field(
+        default_factory=lambda: SamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
+    )
+    """How images are drawn."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that are reported."""
+    heldout_rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that are reported as held out; at least one."""
+
+
+@dataclass
+class GivenImagesConfig(DiffusionParts, BaseRunConfig):
+    """A run that learns from given images; rewards and sampling belong to its evaluation."""
+
+    evaluation: GivenEvaluationConfig = field(default_factory=GivenEvaluationConfig)
+    """Evaluation at fixed prompts and seeds."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_rewards(self.evaluation.rewards, self.evaluation.heldout_rewards)
+        if self.evaluation.sampler.guidance != 1.0:
+            raise ValueError(
+                f"evaluation.sampler.guidance is {self.evaluation.sampler.guidance}, but given images are learned "
+                "without guidance; evaluation.sampler.eval_guidance is for the images of evaluations"
+            )
+
+
+@dataclass
+class DiffusionConfig(DiffusionParts, RunConfig):
     """A reinforcement-learning run of a diffusion or flow model."""
 
     compares_samples: ClassVar[bool] = True
     """Whether advantages come from the other images of a prompt."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """Pipeline, adapter, precision."""
     data: PromptConfig = field(default_factory=PromptConfig)
     """Training prompts."""
-    eval_data: dict[str, PromptConfig] = field(default_factory=dict)
-    """Held-out prompts by name; the first split is the headline."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     """How images are drawn."""
     rewards: list[RewardConfig] = field(default_factory=list)
@@ -89,8 +130,6 @@ class DiffusionConfig(RunConfig):
     normalised over the batch, then the objective's bound and factor."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
-    eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
-    """Moving average that evaluations use."""
     trainer: TrainerConfig = field(default_factory=image_trainer)
     """Batch sizes, optimiser and guards."""
     evaluation: DiffusionEvaluationConfig = field(default_factory=DiffusionEvaluationConfig)
@@ -99,7 +138,7 @@ class DiffusionConfig(RunConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        _check_rewards(self)
+        check_rewards(self.rewards, self.heldout_rewards)
         self.check_objective()
 
     def check_objective(self) -> None:
@@ -109,14 +148,15 @@ class DiffusionConfig(RunConfig):
         check_objective(objective, SCORES, samples, [reward.name for reward in self.rewards])
 
 
-def _check_rewards(config: DiffusionConfig) -> None:
-    if not any(reward.weight for reward in config.rewards):
+def check_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[RewardConfig]) -> None:
+    """Refuse rewards that measure nothing, and held-out rewards that are optimised; raises ValueError."""
+    if not any(reward.weight for reward in rewards):
         raise ValueError("rewards is empty or all of its weights are 0; name at least one, see `mmrl list rewards`")
-    if not config.heldout_rewards:
+    if not heldout_rewards:
         raise ValueError(
             "heldout_rewards is empty; name at least one reward that is not optimised, so that reward hacking shows"
         )
-    sources, heldout = ({_source(reward) for reward in terms} for terms in (config.rewards, config.heldout_rewards))
+    sources, heldout = ({_source(reward) for reward in terms} for terms in (rewards, heldout_rewards))
     if both := sorted(sources & heldout):
         raise ValueError(
             f"{', '.join(both)} is in rewards and in heldout_rewards; a held-out reward must not be optimised"

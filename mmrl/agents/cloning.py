@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from mmrl.agents.actions import ActionConfig
-from mmrl.agents.conversation import ConversationConfig, Writer
-from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.episode import Episode, EpisodeConfig
+from mmrl.agents.conversation import Writer
+from mmrl.agents.episode import Episode
 from mmrl.agents.evaluation import AgentEvaluationConfig
 from mmrl.agents.experts import (
     ExpertEnvironment,
@@ -30,7 +28,7 @@ from mmrl.agents.experts import (
     run_expert,
 )
 from mmrl.agents.payload import pack_episodes
-from mmrl.agents.recipe import AgentDomain
+from mmrl.agents.recipe import AgentDomain, AgentParts
 from mmrl.agents.recorded import replay_episode
 from mmrl.agents.tasks import AgentTask, TaskSetConfig
 from mmrl.core.aggregation import Denominators
@@ -41,50 +39,40 @@ from mmrl.fields import bounded
 from mmrl.training.loop.likelihood import likelihood_loss
 from mmrl.training.loop.recipe import NoUsableTasksError, SupervisedRecipe
 from mmrl.training.loop.seeds import stream_seed
-from mmrl.training.loop.settings import RunConfig
+from mmrl.training.loop.settings import BaseRunConfig
 from mmrl.training.loop.terms import Step
-from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
+from mmrl.vlm.model_config import check_critic, check_update_precision
 from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.sampling import AnswerSampling
 
 
 @dataclass
-class AgentCloneConfig(RunConfig):
-    """A supervised run on what an environment's expert does."""
+class CloneEvaluationConfig(AgentEvaluationConfig):
+    """Evaluation of a cloned agent in episodes."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """Model, adapter, precision."""
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """Where episodes run; it needs an expert, and no more than one process where nothing is evaluated."""
+    sampler: AnswerSampling = field(default_factory=AnswerSampling)
+    """Lengths of the answers in episodes."""
+
+
+@dataclass
+class AgentCloneConfig(AgentParts, BaseRunConfig):
+    """A supervised run on the actions of an environment's expert; the environment needs an expert."""
+
     data: TaskSetConfig = field(default_factory=TaskSetConfig)
     """Tasks that the expert plays."""
     random_actions: float = bounded(0.0, at_least=0, at_most=1)
-    """Share of turns in which any of the environment's actions stands in the place of the expert's."""
+    """Share of turns in which a random action of the environment replaces the expert's."""
     play_once: bool = False
     """Whether each task is played once and its episode learned from whenever it comes up, for slow environments such as
     browsers, with fewer tasks than the run goes through. A resumed run plays them again."""
-    eval_data: dict[str, TaskSetConfig] = field(default_factory=dict)
-    """Held-out tasks by split, which the policy plays; the first one is the headline."""
-    conversation: ConversationConfig = field(default_factory=ConversationConfig)
-    """What the agent reads."""
-    actions: ActionConfig = field(default_factory=ActionConfig)
-    """How actions are written, and read in evaluations."""
-    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
-    """How long episodes last; turns of the expert beyond that are left out."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    """Sampling in evaluations."""
-    evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
-    """Evaluation on held-out tasks."""
+    evaluation: CloneEvaluationConfig = field(default_factory=CloneEvaluationConfig)
+    """Evaluation on held-out tasks, which the policy plays."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_update_precision(self.model, self.trainer.learning_rate)
         check_critic(self.model, needed=False)
-        if self.trainer.samples_per_task != 1:
-            raise ValueError(
-                f"trainer.samples_per_task is {self.trainer.samples_per_task}; an expert plays a task once, set it to 1"
-            )
 
 
 class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
@@ -95,7 +83,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
 
     def __init__(self, config: AgentCloneConfig) -> None:
         super().__init__(config)
-        self.open(config)
+        self.open(config, config.evaluation.sampler.config)
         self._known: dict[str, ExpertEpisode] = {}
         if not self.pool.has_expert:
             self.close()
@@ -117,7 +105,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores, all turns of an episode in one pass."""
-        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
+        return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean negative log-likelihood of the answers' tokens."""

@@ -67,15 +67,13 @@ class AgentRewardConfig:
 
 
 @dataclass
-class AgentConfig(RunConfig):
-    """A run of an agent in an environment."""
+class AgentParts:
+    """Model, environment and evaluation of an agent's run; to be inherited before the configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model, adapter, precision."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """Where episodes run."""
-    data: TaskSetConfig = field(default_factory=TaskSetConfig)
-    """Tasks of training."""
     eval_data: dict[str, TaskSetConfig] = field(default_factory=dict)
     """Held-out tasks by split; the first one is the headline."""
     conversation: ConversationConfig = field(default_factory=ConversationConfig)
@@ -84,14 +82,22 @@ class AgentConfig(RunConfig):
     """How its actions are read out of what it writes."""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """How long episodes last."""
+    evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
+    """Evaluation on held-out tasks."""
+
+
+@dataclass
+class AgentConfig(AgentParts, RunConfig):
+    """A run of an agent in an environment."""
+
+    data: TaskSetConfig = field(default_factory=TaskSetConfig)
+    """Tasks of training."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     """Sampling of a turn; its temperature is also that of scoring."""
     reward: AgentRewardConfig = field(default_factory=AgentRewardConfig)
     """What an episode is worth."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
-    evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
-    """Evaluation on held-out tasks."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -111,12 +117,13 @@ class AgentDomain:
     eval_tasks: Mapping[str, Sequence[AgentTask]]
     parts: dict[str, Stateful]
 
-    def open(self, config: Any, *, value_head: bool = False) -> None:
+    def open(self, config: Any, sampler: SamplerConfig, *, value_head: bool = False) -> None:
         """List tasks, start environments and load the model.
 
         Raises:
             UserError: one of them cannot be used.
         """
+        self.episode_sampler = sampler
         self.train_tasks = list_tasks(config.data)
         self.eval_tasks = {
             name: list_tasks(data)[: config.evaluation.max_tasks or None] for name, data in config.eval_data.items()
@@ -127,7 +134,7 @@ class AgentDomain:
             self.pool = EnvPool(config.environment)
             undone.callback(self.pool.close)
             self.policy = load_policy(config.model, value_head=value_head)
-            self.policy.check_response_length(config.sampler.max_new_tokens)
+            self.policy.check_response_length(sampler.max_new_tokens)
             undone.pop_all()
         self.env_counts = SimCounts(self.pool, Path(config.output_dir))
         self._totals, self._seen = Tally(), Counter[str]()
@@ -146,7 +153,8 @@ class AgentDomain:
     ) -> list[Episode]:
         """Run an episode of each task; see `EpisodeRunner.run`."""
         config = self.config
-        sampler = config.sampler if temperature is None else replace(config.sampler, temperature=temperature)
+        sampler = self.episode_sampler
+        sampler = sampler if temperature is None else replace(sampler, temperature=temperature)
         system = config.conversation.system_text(config.actions, self.pool.actions)
         writer = Writer(policy, config.conversation, system)
         runner = EpisodeRunner(
@@ -249,7 +257,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
     def __init__(self, config: AgentConfig) -> None:
         super().__init__(config)
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
-        self.open(config, value_head=self.objective.needs_values)
+        self.open(config, config.sampler, value_head=self.objective.needs_values)
 
     def rollout(
         self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step

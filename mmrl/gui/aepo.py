@@ -18,14 +18,16 @@ Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1; arXiv 2508.05731.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from accelerate import Accelerator
 
 from mmrl.core.groups import group_sum
 from mmrl.core.rollouts import Rollouts
-from mmrl.gui.grounding import GroundingOptions, Screens
+from mmrl.gui.aepo_rewards import point_rewards
+from mmrl.gui.grounding import FIRST_CORRECT, GroundingParts, Screens
+from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.terms import Step
 from mmrl.vlm.config import VlmConfig
@@ -37,15 +39,23 @@ KIND = "kind"
 
 
 @dataclass
-class AepoConfig(GroundingOptions, VlmConfig):
+class AepoConfig(GroundingParts, VlmConfig):
     """An AEPO run."""
 
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms beside `point`."""
+    accuracy_reward: str = FIRST_CORRECT
+    """Reward term whose value 1 counts as a right answer in evaluations: the first point is inside."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="aepo"))
     """What is optimised; the default is RLOO with clip 0.2/0.4, dual clip 3, no KL, means of response means."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         VlmConfig.validate(self.scored())
+
+    def scored(self) -> AepoConfig:
+        """The same configuration with `point` and its parts among the rewards."""
+        return replace(self, rewards=[*point_rewards(self.answer), *self.rewards])
 
 
 class AepoRecipe(VlmRecipe):

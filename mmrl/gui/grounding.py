@@ -7,17 +7,16 @@ import string
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
-from mmrl.gui.aepo_rewards import AnswerRules, point_rewards
+from mmrl.gui.aepo_rewards import AnswerRules
 from mmrl.gui.answers import answer_text, parse_answer
 from mmrl.gui.coords import FAMILIES, Box, CoordinateSpace, Resize, Size, clean_box, coordinate_space
 from mmrl.gui.pictures import draw_answer
 from mmrl.gui.samples import GroundingSample, Target
 from mmrl.gui.tables import TARGET_COLUMNS, image_size, sample_row, target_of
-from mmrl.rewards import RewardConfig
 from mmrl.vlm.data import LoadedTasks
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.recipe import Questions
@@ -189,23 +188,17 @@ def _cleaned(task: VlmTask, settings: GroundingSettings) -> VlmTask | None:
 
 
 @dataclass
-class GroundingOptions:
-    """What the configuration of a GUI recipe has beside that of its vision-language recipe; to be inherited first."""
+class GroundingParts:
+    """Options of recipes that ask about screens; to be inherited before the configuration of the recipe."""
 
     grounding: GroundingSettings = field(default_factory=GroundingSettings)
     """How the model reads screens and writes points."""
     answer: AnswerRules = field(default_factory=AnswerRules)
     """What an answer has to look like and what it earns: the reward `point`, with its parts at weight 0."""
-    rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms beside `point`."""
-    accuracy_reward: str = "first_correct"
-    """Reward term whose value 1 counts as a right answer in evaluations: the first point is inside."""
-
-    def scored(self) -> Self:
-        """The same configuration with `point` and its parts among the rewards."""
-        return replace(self, rewards=[*point_rewards(self.answer), *self.rewards])
 
 
+FIRST_CORRECT = "first_correct"
+"""Reward term that counts as a right answer: the first point is inside the target."""
 BROKEN_DOWN = ("has_correct", "num_pred", "wrong_format")
 """Parts of the reward that evaluations also show by kind of instruction."""
 

@@ -5,19 +5,31 @@ The column `answers` holds points in pixels of the original image; they are writ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from mmrl.gui.grounding import GroundingOptions, Screens
+from mmrl.gui.aepo_rewards import point_rewards
+from mmrl.gui.grounding import FIRST_CORRECT, GroundingParts, Screens
+from mmrl.vlm.evaluation import VlmEvaluationConfig, scoring_evaluation
 from mmrl.vlm.sft import SftConfig, SftRecipe
 
 
 @dataclass
-class GroundingSftConfig(GroundingOptions, SftConfig):
+class GroundingSftConfig(GroundingParts, SftConfig):
     """A supervised run on screens; `target_key` stays `completion`, which the answers are written to."""
+
+    evaluation: VlmEvaluationConfig = field(default_factory=lambda: scoring_evaluation(accuracy_reward=FIRST_CORRECT))
+    """Evaluation; `rewards` are terms beside `point`."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         SftConfig.validate(self.scored())
+
+    def scored(self) -> GroundingSftConfig:
+        """The same configuration with `point` and its parts among the rewards of the evaluation."""
+        evaluation: Any = self.evaluation
+        rewards = [*point_rewards(self.answer), *evaluation.rewards]
+        return replace(self, evaluation=replace(evaluation, rewards=rewards))
 
 
 class GroundingSftRecipe(SftRecipe):

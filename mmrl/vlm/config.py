@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mmrl.fields import inheriting, rare
 from mmrl.rewards import RewardConfig
@@ -18,8 +20,8 @@ SCORES = ("values", "entropy", "logp_ref")
 
 
 @dataclass
-class VlmRunConfig(RunConfig):
-    """A run of a vision-language model on questions."""
+class VlmParts:
+    """Model and questions of a run of a vision-language model; to be inherited before the configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model, adapter, precision."""
@@ -28,24 +30,15 @@ class VlmRunConfig(RunConfig):
     eval_data: dict[str, DataConfig] = inheriting("data", own=OWN_OPTIONS)
     """Held-out splits by name; the first one is the headline. Options of `data` that one does not set are as there,
     except path, split, build, build_options and max_tasks."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    """Sampling of answers in training and evaluation; the temperature is also that of scoring, evaluations have their
-    own."""
-    rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms and their weights; supervised and preference runs only measure them on held-out questions."""
-    evaluation: VlmEvaluationConfig = field(default_factory=default_evaluation)
-    """Evaluation."""
-    accuracy_reward: str = ""
-    """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
 
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()
-        check_update_precision(self.model, self.trainer.learning_rate)
-        self.evaluation.check_further(self.eval_data, self.rewards)
-        names = [reward.name for reward in self.rewards]
-        if self.accuracy_reward and self.accuracy_reward not in names:
-            raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")
+
+def check_scoring(config: Any, rewards: Sequence[RewardConfig], accuracy_reward: str) -> None:
+    """Check precision, further measures and the name of the accuracy's reward; raises ValueError."""
+    check_update_precision(config.model, config.trainer.learning_rate)
+    config.evaluation.check_further(config.eval_data, rewards)
+    names = [reward.name for reward in rewards]
+    if accuracy_reward and accuracy_reward not in names:
+        raise ValueError(f"accuracy_reward is '{accuracy_reward}' but the rewards are: {', '.join(names)}")
 
 
 @dataclass
@@ -59,9 +52,18 @@ class AdaptiveKlConfig:
 
 
 @dataclass
-class VlmConfig(VlmRunConfig):
+class VlmConfig(VlmParts, RunConfig):
     """A reinforcement-learning run of a vision-language model."""
 
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Sampling of answers in training and evaluation; the temperature is also that of scoring, evaluations have their
+    own."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms and their weights."""
+    evaluation: VlmEvaluationConfig = field(default_factory=default_evaluation)
+    """Evaluation."""
+    accuracy_reward: str = ""
+    """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
     mask_truncated_completions: bool = rare(False)
@@ -75,6 +77,7 @@ class VlmConfig(VlmRunConfig):
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")
         super().validate()
+        check_scoring(self, self.rewards, self.accuracy_reward)
         objective = make_objective(self.objective)
         names = [reward.name for reward in self.rewards]
         check_objective(objective, SCORES, self.trainer.samples_per_task, names)

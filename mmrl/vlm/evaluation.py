@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mmrl.fields import rare
-from mmrl.rewards import RewardResult
+from mmrl.rewards import RewardConfig, RewardResult
 from mmrl.rewards.loading import load_function
 from mmrl.training.loop.breakdown import part_metric
 from mmrl.training.loop.evaluation import Measure, Row, Trial, unscored, with_interval
@@ -23,7 +23,7 @@ from mmrl.vlm.payload import Prompt, token_lists
 from mmrl.vlm.pictures import task_images
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import sample
-from mmrl.vlm.sampling import SamplerConfig, Samples
+from mmrl.vlm.sampling import AnswerSampling, SamplerConfig, Samples
 from mmrl.vlm.task import VlmTask
 
 if TYPE_CHECKING:
@@ -44,6 +44,24 @@ class VlmEvaluationConfig(EvaluationConfig):
     def further_measures(self) -> FurtherMeasures:
         """The measures of a held-out split further to its answers; loads the models that they need."""
         return lambda answers: []
+
+
+@dataclass
+class AnswerScoring:
+    """How answers to held-out questions are sampled and scored, where training does neither."""
+
+    sampler: AnswerSampling = field(default_factory=AnswerSampling)
+    """Lengths of the answers."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that score the answers."""
+    accuracy_reward: str = ""
+    """Reward term whose value 1 counts as a right answer; empty = the last term."""
+
+
+def scoring_evaluation(**options: Any) -> VlmEvaluationConfig:
+    """`default_evaluation` with the options of `AnswerScoring`."""
+    made: VlmEvaluationConfig = load_function("mmrl.vlm.critic.measures:ScoringEvaluationConfig")(**options)
+    return made
 
 
 def default_evaluation() -> VlmEvaluationConfig:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from mmrl.core.rollouts import Rollouts
-from mmrl.vlm.config import VlmRunConfig
+from mmrl.training.loop.settings import BaseRunConfig
+from mmrl.vlm.config import VlmParts, check_scoring
+from mmrl.vlm.evaluation import AnswerScoring, VlmEvaluationConfig, scoring_evaluation
 from mmrl.vlm.model_config import check_critic
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
@@ -16,13 +18,23 @@ from mmrl.vlm.task import VlmTask
 
 
 @dataclass
-class GivenAnswersConfig(VlmRunConfig):
-    """A run on answers of the data; rewards only measure held-out questions."""
+class GivenAnswersConfig(VlmParts, BaseRunConfig):
+    """A run on answers of the data; rewards and sampling belong to the evaluation of held-out questions."""
+
+    evaluation: VlmEvaluationConfig = field(default_factory=scoring_evaluation)
+    """Evaluation, with rewards that score answers and their lengths."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
+        check_scoring(self, self.scoring.rewards, self.scoring.accuracy_reward)
         check_critic(self.model, needed=False)
+
+    @property
+    def scoring(self) -> AnswerScoring:
+        """The part of `evaluation` that says how answers are sampled and scored."""
+        assert isinstance(self.evaluation, AnswerScoring)
+        return self.evaluation
 
 
 def given_answers(

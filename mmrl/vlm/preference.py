@@ -33,7 +33,7 @@ from mmrl.fields import bounded, rare
 from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.loop.preferences import PreferenceConfig, check_pair_batches, make_preference, pair_marks
 from mmrl.training.loop.recipe import NoUsableTasksError, SupervisedRecipe
-from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.settings import ReferenceConfig
 from mmrl.training.loop.terms import LossTerm, Passes, Step, TermLoss
 from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.data import LoadedTasks
@@ -70,14 +70,14 @@ class PreferenceRunConfig(GivenAnswersConfig):
     precompute_reference: bool = False
     """Compute the reference's log-probabilities of all training pairs once, before the first step, in place of a pass
     at each step; no copy of the model is kept then."""
-    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(samples_per_task=2))
-    """Batch sizes, optimiser and guards; `tasks_per_step` counts pairs."""
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """The policy that answers are compared with."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         objective = make_preference(self.objective)
-        check_pair_batches(self.trainer.samples_per_task, self.trainer.micro_batch)
+        check_pair_batches(self.trainer.micro_batch)
         if isinstance(objective.score, DecisionScore):
             raise ValueError(
                 "objective.score is 'decision', which compares two answers token by token; it is for noisy versions of "
@@ -111,14 +111,14 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         super().__init__(config)
         self.columns = config.columns
         self.objective = make_preference(config.objective)
-        self.open(config, Questions(), config.rewards, config.sampler, trains_on_rewards=False)
+        self.open(config, Questions(), config.scoring, trains_on_rewards=False)
         self.start_scores = self.parts["start_scores"] = StartScores()
         self.terms = [StartReference(self.start_scores)] if config.precompute_reference else []
         for split, tasks in self.eval_tasks.items():
-            if not config.rewards and not has_sides(tasks, self.columns):
+            if not config.scoring.rewards and not has_sides(tasks, self.columns):
                 raise UserError(
-                    f"eval_data.{split} has no columns '{config.chosen_key}' and '{config.rejected_key}', and rewards "
-                    "is empty: nothing would be measured; give pairs, or rewards such as exact"
+                    f"eval_data.{split} has no columns '{config.chosen_key}' and '{config.rejected_key}', and "
+                    "evaluation.rewards is empty: nothing would be measured; give pairs, or rewards such as exact"
                 )
 
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
@@ -169,7 +169,9 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         """Held-out pairs, and with rewards the answers to their questions."""
         self._fill_start_scores(policy)
         tasks = self.eval_tasks[split]
-        measures: list[Measure[VlmTask]] = self.answer_measures(policy, split, step) if self.config.rewards else []
+        measures: list[Measure[VlmTask]] = (
+            self.answer_measures(policy, split, step) if self.config.scoring.rewards else []
+        )
         if has_sides(tasks, self.columns):
             measures.append(self.pair_measure(policy, split))
         return evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mmrl.core.objective import Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
-from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
+from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.training.loop.breakdown import parts_of_tasks
 from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.loop.objectives import make_objective
@@ -33,9 +33,9 @@ from mmrl.training.loop.scoring import RewardErrors, with_rewards
 from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
-from mmrl.vlm.config import VlmConfig, VlmRunConfig
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data import LoadedTasks, load_splits, load_tasks
-from mmrl.vlm.evaluation import AnswerMeasure, FurtherMeasures
+from mmrl.vlm.evaluation import AnswerMeasure, AnswerScoring, FurtherMeasures
 from mmrl.vlm.kept_prefill import KeepPrefill
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload, token_lists
@@ -70,7 +70,7 @@ class Questions:
 class VlmDomain:
     """Model, questions, rewards, evaluation and reports of recipes on a vision-language model."""
 
-    config: VlmRunConfig
+    config: Any
     policy: VlmPolicy
     train_tasks: Sequence[VlmTask]
     eval_tasks: Mapping[str, Sequence[VlmTask]]
@@ -80,22 +80,22 @@ class VlmDomain:
 
     def open(
         self,
-        config: VlmRunConfig,
+        config: Any,
         questions: Questions,
-        rewards: list[RewardConfig],
-        sampler: SamplerConfig,
+        scoring: VlmConfig | AnswerScoring,
         *,
         value_head: bool = False,
         trains_on_rewards: bool = True,
     ) -> None:
-        """Load questions, rewards and model.
+        """Load questions, rewards and model; `scoring` says how answers are sampled and scored.
 
         Raises:
             UserError: one of them cannot be used.
         """
         self.questions = questions
-        self.evaluation_sampler = sampler
-        self.accuracy_term = config.accuracy_reward or (rewards[-1].name if rewards else "")
+        rewards, sampler = scoring.rewards, scoring.sampler
+        self.evaluation_sampler = sampler if isinstance(sampler, SamplerConfig) else sampler.config
+        self.accuracy_term = scoring.accuracy_reward or (rewards[-1].name if rewards else "")
         loaded = self.prepare_tasks(load_tasks(config.data), training=True)
         self.train_tasks = loaded.tasks
         self.eval_tasks = load_splits(config, self.prepare_tasks)
@@ -234,7 +234,7 @@ class VlmDomain:
         self.cramped["prompts"] += 1
 
     @classmethod
-    def export(cls, config: VlmRunConfig, checkpoint: Path, output: Path) -> str:
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
         policy = load_policy(replace(config.model, path=str(checkpoint / "model"), build=None))
         policy.save_merged(output)
@@ -263,8 +263,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def __init__(self, config: VlmConfig, questions: Questions | None = None) -> None:
         super().__init__(config)
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens)
-        value_head = self.objective.needs_values
-        self.open(config, questions or Questions(), config.rewards, config.sampler, value_head=value_head)
+        self.open(config, questions or Questions(), config, value_head=self.objective.needs_values)
         self.sampler: Sampler[VlmPolicy, Prompt, Samples] = PolicySampler(config.sampler, self._keep_prefill())
         self._controller = _kl_controller(config, self.objective)
         if self._controller is not None:

@@ -42,6 +42,32 @@ class SamplerConfig:
 
 
 @dataclass
+class AnswerSampling:
+    """Lengths of the answers that an evaluation samples; its temperature is `evaluation.temperature`."""
+
+    max_new_tokens: int = bounded(64, at_least=1)
+    """Longest answer in tokens."""
+    stop: list[str] = rare(field(default_factory=list))
+    """An answer ends with the token that completes one of these strings in its decoded text."""
+    batch_rows: int = bounded(256, at_least=1)
+    """Most answers that are decoded at a time; for memory only, the answers do not depend on it."""
+    lean: bool = rare(True)
+    """Decode with the project's own lean decoder where the model allows it; else through transformers."""
+
+    @property
+    def config(self) -> SamplerConfig:
+        """The same for the sampler."""
+        return SamplerConfig(
+            max_new_tokens=self.max_new_tokens, stop=self.stop, batch_rows=self.batch_rows, lean=self.lean
+        )
+
+    def validate(self) -> None:
+        """Refuse empty stop strings; raises ConfigError."""
+        if not all(self.stop):
+            raise ConfigError(f"evaluation.sampler.stop is {self.stop}; it must be made of non-empty strings")
+
+
+@dataclass
 class Samples:
     """Responses of N prompts with G samples each, row = prompt * G + sample; B rows of T tokens."""
 

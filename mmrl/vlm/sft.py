@@ -33,13 +33,8 @@ class SftConfig(GivenAnswersConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        if self.trainer.samples_per_task != 1:
-            raise ValueError(
-                f"trainer.samples_per_task is {self.trainer.samples_per_task}; supervised runs have one completion a "
-                "question, set it to 1"
-            )
-        if self.eval_data and not self.rewards:
-            raise ValueError("eval_data is given but rewards is empty; evaluations need a score such as exact")
+        if self.eval_data and not self.scoring.rewards:
+            raise ValueError("eval_data is given but evaluation.rewards is empty; name a score such as exact")
 
 
 class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
@@ -50,7 +45,7 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
 
     def __init__(self, config: SftConfig, questions: Questions | None = None) -> None:
         super().__init__(config)
-        self.open(config, questions or Questions(), config.rewards, config.sampler, trains_on_rewards=False)
+        self.open(config, questions or Questions(), config.scoring, trains_on_rewards=False)
 
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
         """Refuse training questions without a completion."""
@@ -72,8 +67,8 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         return given_answers(policy, usable, prompts, texts, ids)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Teacher-forced scores at the sampling temperature."""
-        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
+        """Teacher-forced scores."""
+        return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean negative log-likelihood of the answers' tokens."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,19 @@ from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.payload import Payload, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.recipe import SupervisedRecipe
-from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.settings import BaseRunConfig, BaseTrainerConfig
 from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import RobotSim, views_of
 from robotics.vla.collect import action_scale
 from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
 from robotics.vla.policy import ActionPolicy, PolicyInputs
-from robotics.vla.recipe import RobotConfig, RobotDomain
-from robotics.vla.tasks import EpisodeSetConfig
+from robotics.vla.recipe import RobotDomain, RobotParts
 
 
-def _trainer() -> TrainerConfig:
-    return TrainerConfig(
-        steps=1000, tasks_per_step=64, samples_per_task=1, learning_rate=1e-3, schedule="cosine", warmup_steps=20
-    )
+def _trainer() -> BaseTrainerConfig:
+    return BaseTrainerConfig(steps=1000, tasks_per_step=64, learning_rate=1e-3, schedule="cosine", warmup_steps=20)
 
 
 @dataclass
@@ -55,28 +51,22 @@ class MomentPayload(Payload):
 
 
 @dataclass
-class CloneConfig(RobotConfig):
+class CloneConfig(RobotParts, BaseRunConfig):
     """A behaviour-cloning run."""
 
-    compares_samples: ClassVar[bool] = False
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     """The demonstrations."""
-    data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
-    """Not used: the initial states are those of the demonstrations."""
-    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo", kl={"coef": 0.0}))
-    """Only counts the control steps; the loss is the policy's own."""
-    trainer: TrainerConfig = field(default_factory=_trainer)
+    trainer: BaseTrainerConfig = field(default_factory=_trainer)
     """Batch sizes, optimiser and guards."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
+        self.check_parts(self.held_out())
         if self.demonstrations.unscaled and self.acting.scale == "none":
             raise ValueError(
                 "demonstrations.unscaled has no effect with acting.scale=none; set acting.scale=bounds_q99"
             )
-        if self.trainer.samples_per_task != 1:
-            raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; a moment has no group")
 
 
 class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):

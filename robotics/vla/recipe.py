@@ -59,41 +59,22 @@ SHOWN_TASKS = 12
 
 
 @dataclass
-class RobotConfig(RunConfig):
-    """A run of a robot policy in a simulator."""
-
-    compares_samples: ClassVar[bool] = True
-    """Whether advantages compare the episodes of an initial state."""
-    scored_outputs: ClassVar[tuple[str, ...]] = SCORES
-    """What the recipe scores beside log-probabilities."""
+class RobotParts:
+    """Policy, simulator and evaluation of a robot's run; to be inherited before the configuration of a run."""
 
     model: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
     """The policy."""
     sim: SimConfig = field(default_factory=SimConfig)
     """Where episodes run."""
-    data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
-    """Initial states of training."""
     eval_data: dict[str, EpisodeSetConfig] = field(default_factory=dict)
     """Initial states of evaluation by name; the first split is the headline."""
     acting: ActingSettings = field(default_factory=ActingSettings)
     """How actions are sampled and executed."""
-    logp_level: str = rare(choice("token", LEVELS))
-    """token: every action token (or control or denoising step) is a decision; chunk: a chunk is one, with the sum of
-    their log-probabilities."""
-    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
-    """What is optimised."""
-    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="sampler"))
-    """Batch sizes, optimiser and guards; log-probabilities as sampled are exact and need no second pass."""
     evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
     """Evaluation over fixed initial states."""
 
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()
-        objective = make_objective(self.objective)
-        size = self.trainer.samples_per_task if self.compares_samples else None
-        check_objective(objective, self.scored_outputs, size)
-        sets = {"data": self.data} | {f"eval_data.{name}": data for name, data in self.eval_data.items()}
+    def check_parts(self, sets: Mapping[str, EpisodeSetConfig]) -> None:
+        """Check that the parts fit together, given all sets of initial states; raises ValueError."""
         idle = [name for name, data in sets.items() if data.randomized]
         if idle and self.sim.kind in DRAWING and not self.sim.randomization.active():
             raise ValueError(f"{idle[0]}.randomized is true, but sim.randomization draws nothing; set a range there")
@@ -102,6 +83,38 @@ class RobotConfig(RunConfig):
                 f"acting.ensemble is {self.acting.ensemble}, which is for greedy evaluation, but evaluation.greedy is "
                 "false; change one of them"
             )
+
+    def held_out(self) -> dict[str, EpisodeSetConfig]:
+        """Sets of evaluation by their keys."""
+        return {f"eval_data.{name}": data for name, data in self.eval_data.items()}
+
+
+@dataclass
+class RobotConfig(RobotParts, RunConfig):
+    """A run of a robot policy in a simulator."""
+
+    compares_samples: ClassVar[bool] = True
+    """Whether advantages compare the episodes of an initial state."""
+    scored_outputs: ClassVar[tuple[str, ...]] = SCORES
+    """What the recipe scores beside log-probabilities."""
+
+    data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
+    """Initial states of training."""
+    logp_level: str = rare(choice("token", LEVELS))
+    """token: every action token (or control or denoising step) is a decision; chunk: a chunk is one, with the sum of
+    their log-probabilities."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
+    """What is optimised."""
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="sampler"))
+    """Batch sizes, optimiser and guards; log-probabilities as sampled are exact and need no second pass."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        objective = make_objective(self.objective)
+        size = self.trainer.samples_per_task if self.compares_samples else None
+        check_objective(objective, self.scored_outputs, size)
+        self.check_parts({"data": self.data} | self.held_out())
 
 
 class RobotDomain:

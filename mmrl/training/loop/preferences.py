@@ -46,10 +46,8 @@ def make_preference(config: PreferenceConfig) -> PreferenceObjective:
     return objective
 
 
-def check_pair_batches(samples_per_task: int, micro_batch: int) -> None:
-    """Refuse batches that no pair fits into; raises ValueError."""
-    if samples_per_task != 2:
-        raise ValueError(f"trainer.samples_per_task is {samples_per_task}; a pair has two sides, set it to 2")
+def check_pair_batches(micro_batch: int) -> None:
+    """Refuse micro-batches that no pair fits into; raises ValueError."""
     if micro_batch == 1:
         raise ValueError("trainer.micro_batch is 1; the two sides of a pair are compared, use at least 2, or 0 for all")
 

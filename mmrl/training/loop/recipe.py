@@ -20,7 +20,7 @@ from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.evaluation import Evaluation
 from mmrl.training.loop.passes import old_in_update, score_in_chunks
 from mmrl.training.loop.reference import Reference
-from mmrl.training.loop.settings import RunConfig
+from mmrl.training.loop.settings import BaseRunConfig
 from mmrl.training.loop.terms import LossTerm, Scorer, Step, with_terms
 from mmrl.training.record.fingerprint import content_digest
 from mmrl.training.record.samples import SampleRecord
@@ -65,7 +65,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     the generator that it is given.
     """
 
-    config: RunConfig
     policy: PolicyT
     """The trained module, unwrapped; scores rollouts when called and has save_pretrained and load_weights."""
     objective: Objective
@@ -86,8 +85,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     extra_samples: int = 0
     """Samples drawn besides the rollouts in this step; they count in the run's cost. The trainer resets it."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: BaseRunConfig) -> None:
+        self.config: Any = config
         self.parts: dict[str, Stateful] = {}
         """Objects whose state checkpoints hold, by name."""
         self.noted: dict[str, float] = {}

@@ -16,7 +16,7 @@ from mmrl.training.loop.distributed import all_ranks, merge_lists
 from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import capture_global_rng, restore_global_rng
-from mmrl.training.loop.settings import RunConfig
+from mmrl.training.loop.settings import BaseRunConfig
 from mmrl.training.loop.tasks import TaskStream
 from mmrl.training.loop.update import Updater
 from mmrl.training.record.checkpoint import Checkpoints, link_or_copy
@@ -35,7 +35,7 @@ class RunSaver:
     def __init__(
         self,
         recipe: Recipe[Any, Any],
-        config: RunConfig,
+        config: BaseRunConfig,
         run_dir: Path,
         accelerator: Accelerator,
         *,

@@ -20,28 +20,20 @@ PRECISIONS = ("none", "bf16")  # not "no": YAML reads that as false
 
 
 @dataclass
-class TrainerConfig:
-    """How much is sampled in a step and how it is turned into updates."""
+class BaseTrainerConfig:
+    """Batches, optimiser and guards; supervised runs have no more."""
 
     steps: int = bounded(100, at_least=1)
     """Rollout steps of the whole run."""
     tasks_per_step: int = bounded(8, at_least=1)
-    """Tasks (groups) drawn in a step, over all processes."""
-    samples_per_task: int = bounded(8, at_least=1)
-    """Samples of each task, the group size G."""
+    """Tasks drawn in a step, over all processes; each is a group of samples, or a row of a supervised run."""
     minibatches_per_step: int = bounded(1, at_least=1)
-    """Optimiser steps that one pass over the rollouts is cut into, by whole groups."""
+    """Optimiser steps that one pass over a step's rows is cut into, by whole groups."""
     epochs: int = bounded(1, at_least=1)
-    """Passes over the rollouts of a step."""
+    """Passes over the rows of a step."""
     micro_batch: int = bounded(0, at_least=0)
     """Rows in one forward and backward; memory only, the result does not depend on it; 0 = all rows at once. Objectives
     that compare the rows of a group (reg_grpo) keep each group together."""
-    skip_zero_advantage_groups: bool = rare(True)
-    """Leave out the update's forward pass of groups without a gradient (every advantage 0); the step is the same."""
-    skip_steps_without_gradient: bool = rare(True)
-    """Take no optimiser step on a minibatch of which no group has a gradient. AdamW would move the weights by momentum
-    alone and average zeros into its second moment, so that the next gradient moves them further; false takes such
-    steps, as most trainers do."""
     learning_rate: float = bounded(1e-6, above=0)
     """Peak learning rate of AdamW."""
     schedule: str = choice("constant", SCHEDULES)
@@ -58,8 +50,6 @@ class TrainerConfig:
     """AdamW's denominator constant."""
     max_grad_norm: float = bounded(1.0, at_least=0)
     """Global gradient norm above which gradients are scaled down; 0 = never."""
-    old_logp: str = rare(choice("recompute", OLD_LOGP_SOURCES))
-    """Old log-probs: recompute (exact ratio 1 at the first update) or sampler (recorded while sampling)."""
     on_nonfinite: str = rare(choice("skip", NONFINITE_POLICIES))
     """What a NaN or infinite loss or gradient does: skip that optimiser step, or stop the run."""
     max_nonfinite: int = rare(10)
@@ -79,6 +69,22 @@ class TrainerConfig:
                 f"trainer.minibatches_per_step is {self.minibatches_per_step} but a step has only "
                 f"{self.tasks_per_step} tasks; minibatches are cut by whole groups"
             )
+
+
+@dataclass
+class TrainerConfig(BaseTrainerConfig):
+    """How much is sampled in a step and how it is turned into updates."""
+
+    samples_per_task: int = bounded(8, at_least=1)
+    """Samples of each task, the group size G."""
+    skip_zero_advantage_groups: bool = rare(True)
+    """Leave out the update's forward pass of groups without a gradient (every advantage 0); the step is the same."""
+    skip_steps_without_gradient: bool = rare(True)
+    """Take no optimiser step on a minibatch of which no group has a gradient. AdamW would move the weights by momentum
+    alone and average zeros into its second moment, so that the next gradient moves them further; false takes such
+    steps, as most trainers do."""
+    old_logp: str = rare(choice("recompute", OLD_LOGP_SOURCES))
+    """Old log-probs: recompute (exact ratio 1 at the first update) or sampler (recorded while sampling)."""
 
     @property
     def single_update(self) -> bool:
@@ -140,8 +146,8 @@ class EvaluationConfig:
 
 
 @dataclass
-class RunConfig:
-    """What every run has, whatever its domain."""
+class BaseRunConfig:
+    """What every run has, whatever its domain; supervised runs add data and loss."""
 
     recipe: str = ""
     """Name of the recipe (`mmrl list recipes`) or module:Recipe:Config."""
@@ -149,10 +155,8 @@ class RunConfig:
     """Folder of the run; must not hold another run unless --resume is given."""
     seed: int = 0
     """Seed of task order, sampling, dropout and initialisation."""
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: BaseTrainerConfig = field(default_factory=BaseTrainerConfig)
     """Batch sizes, optimiser and guards."""
-    reference: ReferenceConfig = rare(field(default_factory=ReferenceConfig))
-    """Reference policy of the KL term."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -174,3 +178,13 @@ class RunConfig:
         longest = max((len(os.fsencode(part)) for part in Path(self.output_dir).parts), default=0)
         if longest > LONGEST_NAME:
             raise ValueError(f"output_dir has a name of {longest} bytes; file systems allow {LONGEST_NAME}")
+
+
+@dataclass
+class RunConfig(BaseRunConfig):
+    """What every run of reinforcement learning has."""
+
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Batch sizes, optimiser and guards."""
+    reference: ReferenceConfig = rare(field(default_factory=ReferenceConfig))
+    """Reference policy of the KL term."""

@@ -19,7 +19,7 @@ from mmrl.training.loop.recipe import NoUsableTasksError, Recipe, collect_metric
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.saving import RunSaver
 from mmrl.training.loop.seeds import make_generator
-from mmrl.training.loop.settings import ReferenceConfig, RunConfig
+from mmrl.training.loop.settings import BaseRunConfig, ReferenceConfig
 from mmrl.training.loop.stopping import StopSignals
 from mmrl.training.loop.tasks import TaskStream
 from mmrl.training.loop.terms import Step
@@ -39,7 +39,7 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe[Any, Any],
-        config: RunConfig,
+        config: BaseRunConfig,
         run_dir: Path,
         accelerator: Accelerator,
         tracker: Tracker | None,

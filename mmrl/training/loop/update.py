@@ -25,7 +25,7 @@ from mmrl.training.loop.passes import shared_prefix
 from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import make_generator
-from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP, TrainerConfig
+from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfig
 from mmrl.training.loop.terms import Step
 from mmrl.training.record.stopwatch import stopwatch
 
@@ -34,7 +34,7 @@ FACTOR = "learning_rate_factor"
 """Key of an optimiser group whose rate is another than the run's."""
 
 
-def learning_rate_factor(config: TrainerConfig, optimiser_step: int, waited: int = 0) -> float:
+def learning_rate_factor(config: BaseTrainerConfig, optimiser_step: int, waited: int = 0) -> float:
     """Share of the peak learning rate at an optimiser step."""
     if optimiser_step < config.warmup_steps:
         return (optimiser_step + 1) / config.warmup_steps
@@ -47,7 +47,7 @@ def learning_rate_factor(config: TrainerConfig, optimiser_step: int, waited: int
     return floor + (1.0 - floor) * decay
 
 
-def make_optimizer(policy: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+def make_optimizer(policy: nn.Module, config: BaseTrainerConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
 
     A policy may have `learning_rate_factors`, name of a child to the factor of its parameters' rate.
@@ -180,7 +180,7 @@ class Updater:
         """Whether no step is taken: none of the groups, in any process, has a gradient."""
         if any(term.gradient == "with_signal" for term in self.recipe.terms):
             live = groups_with_advantage(minibatch)
-        elif self.config.skip_steps_without_gradient:
+        elif not self.recipe.supervised and self.config.skip_steps_without_gradient:
             live = groups_with_gradient(self.recipe, minibatch)
         else:
             return False
@@ -188,7 +188,7 @@ class Updater:
 
     def _live(self, minibatch: Rollouts) -> Rollouts:
         """Groups that the forward pass is needed of; one at least, since other processes may have a gradient."""
-        if not self.config.skip_zero_advantage_groups:
+        if self.recipe.supervised or not self.config.skip_zero_advantage_groups:
             return minibatch
         live = groups_with_gradient(self.recipe, minibatch)
         if bool(live.all()):

@@ -11,7 +11,7 @@ from mmrl.vlm.critic.choice_measure import SelfCriticMeasure
 from mmrl.vlm.critic.revision import RevisionConfig
 from mmrl.vlm.critic.revision_measure import RevisionMeasure
 from mmrl.vlm.critic.self_critic import SelfCriticConfig
-from mmrl.vlm.evaluation import AnswerMeasure, FurtherMeasures, VlmEvaluationConfig
+from mmrl.vlm.evaluation import AnswerMeasure, AnswerScoring, FurtherMeasures, VlmEvaluationConfig
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.task import VlmTask
 
@@ -52,3 +52,8 @@ class CriticEvaluationConfig(VlmEvaluationConfig):
             return found
 
         return measures
+
+
+@dataclass
+class ScoringEvaluationConfig(AnswerScoring, CriticEvaluationConfig):
+    """Evaluation of answers in runs that neither sample nor score any in training."""

@@ -39,7 +39,7 @@ from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.loop.recipe import SupervisedRecipe
-from mmrl.training.loop.settings import RunConfig, TrainerConfig
+from mmrl.training.loop.settings import BaseRunConfig, BaseTrainerConfig
 from mmrl.training.loop.terms import Step
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
@@ -64,11 +64,10 @@ DEPTH_RANGES = ("data", "given")
 LOSS_MASKS = ("none", "visible")
 
 
-def _trainer() -> TrainerConfig:
-    return TrainerConfig(
+def _trainer() -> BaseTrainerConfig:
+    return BaseTrainerConfig(
         steps=6000,
         tasks_per_step=32,
-        samples_per_task=1,
         learning_rate=1.5e-3,
         schedule="cosine",
         warmup_steps=100,
@@ -107,7 +106,7 @@ class FlowPayload(Payload):
 
 
 @dataclass
-class Flow3dConfig(RunConfig):
+class Flow3dConfig(BaseRunConfig):
     """A training run of a world model."""
 
     model: WorldModelConfig = field(default_factory=WorldModelConfig)
@@ -128,7 +127,7 @@ class Flow3dConfig(RunConfig):
     all."""
     eval_ema: EvalEmaConfig = field(default_factory=lambda: EvalEmaConfig(decay=0.995))
     """Moving average that evaluations use and exports hold."""
-    trainer: TrainerConfig = field(default_factory=_trainer)
+    trainer: BaseTrainerConfig = field(default_factory=_trainer)
     """Batch sizes, optimiser and guards."""
     evaluation: FlowEvaluationConfig = field(default_factory=FlowEvaluationConfig)
     """Evaluation on held-out clips."""
@@ -136,12 +135,8 @@ class Flow3dConfig(RunConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        if self.trainer.samples_per_task != 1:
-            raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; given clips have no group")
         if shared := sorted(set(self.episodes) & set(self.eval_data)):
             raise ValueError(f"episodes and eval_data share the names {', '.join(shared)}; give each set its own")
-        if self.reference.kind not in ("auto", "none"):
-            raise ValueError(f"reference.kind is {self.reference.kind}, but this loss compares with no other model")
 
 
 class Flow3dRecipe(SupervisedRecipe[FlowWorldModel, Any]):
