@@ -10,22 +10,21 @@ import torch
 
 from mmrl.agents import cloning, experts
 from mmrl.agents.actions import ActionConfig
-from mmrl.agents.cloning import AgentCloneConfig, AgentCloneRecipe
+from mmrl.agents.cloning import AgentCloneConfig, AgentCloneRecipe, CloneEvaluationConfig
 from mmrl.agents.conversation import ConversationConfig
 from mmrl.agents.env_config import EnvironmentConfig
 from mmrl.agents.episode import EpisodeConfig
-from mmrl.agents.evaluation import AgentEvaluationConfig
 from mmrl.agents.payload import AgentPayload
 from mmrl.agents.tasks import TaskSetConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.training.loop.recipe import NoUsableTasksError, collect_metrics
-from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.settings import BaseTrainerConfig
 from mmrl.training.loop.terms import Step
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
 from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.sampling import AnswerSampling
 from tests.agents.test_recipe import CORRIDOR
 from tests.rounding import assert_equal_up_to_rounding
 
@@ -45,11 +44,8 @@ def make_config(tmp_path, model, **changes) -> AgentCloneConfig:
         eval_data=changes.pop("eval_data", {}),
         conversation=changes.pop("conversation", ConversationConfig(system="Walk.")),
         actions=ActionConfig(format="tag"),
-        sampler=SamplerConfig(max_new_tokens=5),
-        trainer=changes.pop(
-            "trainer", TrainerConfig(steps=2, tasks_per_step=4, samples_per_task=1, learning_rate=1e-3)
-        ),
-        evaluation=AgentEvaluationConfig(videos=0),
+        trainer=changes.pop("trainer", BaseTrainerConfig(steps=2, tasks_per_step=4, learning_rate=1e-3)),
+        evaluation=CloneEvaluationConfig(videos=0, sampler=AnswerSampling(max_new_tokens=5)),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
         **changes,
     )
@@ -139,7 +135,7 @@ def test_an_expert_that_fails_costs_its_episode_and_not_the_run(tmp_path, folder
 
 def test_a_clone_writes_actions(tmp_path, folder):
     """Twenty steps on two tasks: the loss falls, and what it says can be read."""
-    trainer = TrainerConfig(steps=20, tasks_per_step=2, samples_per_task=1, learning_rate=1e-2, schedule="cosine")
+    trainer = BaseTrainerConfig(steps=20, tasks_per_step=2, learning_rate=1e-2, schedule="cosine")
     splits = {"heldout": TaskSetConfig(seeds=3, first_seed=100)}
     run_dir = train(RECIPES["agent_clone"], make_config(tmp_path, folder, trainer=trainer, eval_data=splits))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
@@ -164,5 +160,3 @@ def test_a_task_is_played_once_on_request(tmp_path, folder, recipes, monkeypatch
 def test_what_cannot_be_cloned_is_refused(tmp_path, folder):
     with pytest.raises(UserError, match="without an expert to clone"):
         AgentCloneRecipe(make_config(tmp_path, folder, factory=CORRIDOR, kwargs={}))
-    with pytest.raises(ValueError, match="an expert plays a task once"):
-        make_config(tmp_path, folder, trainer=TrainerConfig(samples_per_task=2))

@@ -17,7 +17,7 @@ import torch
 
 from mmrl.recipes import RECIPES
 from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
 from mmrl.training.loop.trainer import Trainer
 from mmrl.training.record.tracking import TrackingConfig
 
@@ -93,12 +93,11 @@ def _vlm(name: str, folder: Path) -> Any:
     entry = RECIPES[name]
     config = run_config(entry.load_config_class(), folder, _tiny_vlm(), tasks_per_step=2, samples_per_task=3)
     config.recipe, config.eval_data = name, {}
-    config.sampler.max_new_tokens = 4
-    config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
-    if entry.supervised:
-        config.trainer.samples_per_task = 1
+    scored = getattr(config, "scoring", config)
+    scored.sampler.max_new_tokens = 4
+    scored.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
     if name == "preference":
-        config.data.path, config.trainer.samples_per_task = str(write_pairs(folder / "pairs")), 2
+        config.data.path = str(write_pairs(folder / "pairs"))
     return config
 
 
@@ -110,14 +109,12 @@ def _tspo(name: str, folder: Path) -> Any:
 
 def _gui(name: str, folder: Path) -> Any:
     from mmrl.gui.drawn import build_icons
-    from mmrl.rewards import RewardConfig
     from mmrl.vlm.data import DataConfig
 
     config = _vlm(name, folder)
     screens = build_icons(folder / "screens.jsonl", count=4, worked=True)
     config.data = DataConfig(path=str(screens))
     config.grounding.template = "{instruction}"
-    config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
     return config
 
 
@@ -128,7 +125,12 @@ def _agents(name: str, folder: Path) -> Any:
     from mmrl.vlm.model_config import ModelConfig
     from mmrl.vlm.sampling import SamplerConfig
 
-    samples = 1 if RECIPES[name].supervised else 3
+    parts: dict[str, Any] = {
+        "sampler": SamplerConfig(max_new_tokens=4),
+        "trainer": TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
+    }
+    if RECIPES[name].supervised:
+        parts = {"trainer": BaseTrainerConfig(steps=2, tasks_per_step=2, learning_rate=1e-3)}
     config = RECIPES[name].load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
@@ -136,10 +138,9 @@ def _agents(name: str, folder: Path) -> Any:
         environment=EnvironmentConfig(factory=f"{Path(__file__).parents[1]}/agents/talk.py:Talk", workers=2),
         data=TaskSetConfig(seeds=6),
         actions=ActionConfig(format="text"),
-        sampler=SamplerConfig(max_new_tokens=4),
-        trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=samples, learning_rate=1e-3),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False),
+        **parts,
     )
     if hasattr(config, "digirl"):
         config.digirl.threshold = "-2"  # below every advantage, so that each step has something to learn from
@@ -169,6 +170,7 @@ def _diffusion(name: str, folder: Path) -> Any:
 def _pretraining(name: str, folder: Path) -> Any:
     from diffusion.images import ImageDataConfig, write_images
     from diffusion.model import LoraSettings, ModelConfig
+    from diffusion.settings import GivenEvaluationConfig
     from mmrl.rewards import RewardConfig
     from tests.diffusion.runs import tiny_model
 
@@ -181,9 +183,11 @@ def _pretraining(name: str, folder: Path) -> Any:
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(enabled=False), max_sequence_length=1),
         images=ImageDataConfig(path=str(folder / "images.npz")),
-        rewards=[RewardConfig(name="caption_colour")],
-        heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],
-        trainer=TrainerConfig(steps=2, tasks_per_step=4, samples_per_task=1),
+        evaluation=GivenEvaluationConfig(
+            rewards=[RewardConfig(name="caption_colour")],
+            heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],
+        ),
+        trainer=BaseTrainerConfig(steps=2, tasks_per_step=4),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False),
     )
@@ -206,7 +210,7 @@ def _robotics(name: str, folder: Path) -> Any:
     }
     kind = RECIPES[name].load_config_class()
     if RECIPES[name].supervised:
-        return kind(**(settings | _cloning(folder, trainer)))
+        return kind(**(settings | _cloning(folder)))
     config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))
     if name == "robot_grpo":
         config.reward = "dense"
@@ -218,7 +222,7 @@ def _robotics(name: str, folder: Path) -> Any:
     return config
 
 
-def _cloning(folder: Path, trainer: TrainerConfig) -> dict[str, Any]:
+def _cloning(folder: Path) -> dict[str, Any]:
     from robotics.vla.demonstrations import DemonstrationConfig
     from robotics.vla.loading import ActionPolicyConfig
     from tests.robotics.line_demos import BLIND, demonstrate
@@ -227,7 +231,7 @@ def _cloning(folder: Path, trainer: TrainerConfig) -> dict[str, Any]:
     return {
         "model": ActionPolicyConfig(chunk=2, options={"bins": 16, "encoder": BLIND}),
         "demonstrations": DemonstrationConfig(path=str(demos), camera=""),
-        "trainer": dataclasses.replace(trainer, samples_per_task=1, warmup_steps=0),
+        "trainer": BaseTrainerConfig(steps=2, tasks_per_step=2, learning_rate=0.02, threads=1),
     }
 
 
@@ -247,7 +251,7 @@ def _flow3d(name: str, folder: Path) -> Any:
         output_dir=str(folder / "run"),
         model=WorldModelConfig(**vars(tiny_config())),
         data=ClipSetConfig(function="tests.robotics.flow3d.model.synthetic:make_clips"),
-        trainer=TrainerConfig(steps=2, tasks_per_step=4, samples_per_task=1, learning_rate=1e-2),
+        trainer=BaseTrainerConfig(steps=2, tasks_per_step=4, learning_rate=1e-2),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False),
     )

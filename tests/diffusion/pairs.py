@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from diffusion.dpo import DiffusionDpoConfig
-from diffusion.evaluation import DiffusionEvaluationConfig
 from diffusion.model import LoraSettings, ModelConfig
 from diffusion.pairs import ImagePairConfig, write_pairs
+from diffusion.settings import GivenEvaluationConfig
 from diffusion.shapes import all_scenes, render_scene
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.settings import CheckpointConfig
@@ -40,13 +40,17 @@ def dpo_config(folder: Path, **trainer: Any) -> DiffusionDpoConfig:
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(enabled=False), max_sequence_length=1),
         pairs=ImagePairConfig(path=str(write_scenes(folder / "pairs.npz"))),
-        rewards=[RewardConfig(name="caption_colour")],
-        heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],
-        evaluation=DiffusionEvaluationConfig(samples=2, records=2),
+        evaluation=GivenEvaluationConfig(
+            samples=2,
+            records=2,
+            rewards=[RewardConfig(name="caption_colour")],
+            heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],
+        ),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
     )
-    config.sampler = dataclasses.replace(config.sampler, steps=4, eval_steps=3)
+    evaluation = config.evaluation
+    evaluation.sampler = dataclasses.replace(evaluation.sampler, steps=4, eval_steps=3)
     options = {"steps": 2, "tasks_per_step": 3, "warmup_steps": 0, "learning_rate": 1e-3} | trainer
     config.trainer = dataclasses.replace(config.trainer, **options)
     return config

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.gui.drawn import build_icons, build_model
-from mmrl.gui.grounding import GroundingSettings
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.gui.grounding import FIRST_CORRECT, GroundingSettings
+from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.vlm.data import DataConfig
-from mmrl.vlm.evaluation import VlmEvaluationConfig
+from mmrl.vlm.evaluation import VlmEvaluationConfig, scoring_evaluation
+from mmrl.vlm.given import GivenAnswersConfig
 from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.sampling import AnswerSampling, SamplerConfig
 
 SMALL = {"hidden": 24, "layers": 1, "heads": 2, "kv_heads": 1, "vision_hidden": 16, "vision_depth": 1}
 
@@ -25,6 +26,18 @@ def run_config(kind: type[Any], folder: Path, model: Path, *, family: str = "qwe
     """A two-step run on icon screens."""
     screens = build_icons(folder / "screens.jsonl", count=6, worked=True)
     options = {"steps": 2, "tasks_per_step": 3, "samples_per_task": 4, "learning_rate": 1e-3} | trainer
+    if issubclass(kind, GivenAnswersConfig):
+        options.pop("samples_per_task")
+        scored = scoring_evaluation(
+            records=2, by=["kind"], sampler=AnswerSampling(max_new_tokens=24), accuracy_reward=FIRST_CORRECT
+        )
+        parts = {"trainer": BaseTrainerConfig(**options), "evaluation": scored}
+    else:
+        parts = {
+            "sampler": SamplerConfig(max_new_tokens=24),
+            "trainer": TrainerConfig(**options),
+            "evaluation": VlmEvaluationConfig(records=2, by=["kind"]),
+        }
     return kind(
         recipe="aepo",
         output_dir=str(folder / "run"),
@@ -32,9 +45,7 @@ def run_config(kind: type[Any], folder: Path, model: Path, *, family: str = "qwe
         grounding=GroundingSettings(family=family, template="some: {instruction}"),
         data=DataConfig(path=str(screens)),
         eval_data={"heldout": DataConfig(path=str(screens))},
-        sampler=SamplerConfig(max_new_tokens=24),
-        trainer=TrainerConfig(**options),
-        evaluation=VlmEvaluationConfig(records=2, by=["kind"]),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+        **parts,
     )

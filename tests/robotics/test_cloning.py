@@ -12,7 +12,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig, TrackingConfig
 from mmrl.training.loop.terms import Step
 from mmrl.training.loop.update import count_denominators
 from mmrl.training.runs import train
@@ -68,7 +68,7 @@ def clone(tmp_path, demos, **changes):
         "model": ActionPolicyConfig(chunk=K, options={"bins": 16, "encoder": BLIND}),
         "demonstrations": DemonstrationConfig(**about),
         "eval_data": {"held_out": EpisodeSetConfig(split="held_out", layouts=6)},
-        "trainer": TrainerConfig(**{**trainer, "samples_per_task": 1, **changes.pop("trainer", {})}),
+        "trainer": BaseTrainerConfig(**{**trainer, **changes.pop("trainer", {})}),
         "tracking": TrackingConfig(quiet=True, tensorboard=False),
         "checkpoint": CheckpointConfig(every=1, keep=5),
     }
@@ -312,7 +312,6 @@ def open_plane(config):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"trainer": {"samples_per_task": 2}}, "samples_per_task is 2"),
         ({"demonstrations": {"path": ""}}, "demonstrations.path is empty"),
         ({"demonstrations": {"max_episodes": -1}}, "max_episodes is -1"),
         ({"acting": ActingSettings(scale="max")}, "acting.scale is 'max'; allowed: none, bounds_q99"),

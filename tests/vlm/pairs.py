@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig
 from mmrl.training.record.tracking import TrackingConfig
-from mmrl.vlm.critic.measures import CriticEvaluationConfig
+from mmrl.vlm.critic.measures import ScoringEvaluationConfig
 from mmrl.vlm.data import DataConfig
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.preference import PreferenceRunConfig
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.sampling import AnswerSampling
 from tests.vlm.runs import write_questions
 
 
@@ -45,16 +45,15 @@ def write_pairs(folder: Path, change: Callable[[int, dict[str, Any]], None] | No
 def pair_config(folder: Path, model: Path, data: Path | None = None, **trainer: Any) -> PreferenceRunConfig:
     """A two-step run on three pairs a step."""
     data = data or write_pairs(folder / "data")
-    options = {"steps": 2, "tasks_per_step": 3, "samples_per_task": 2, "learning_rate": 1e-3} | trainer
+    options = {"steps": 2, "tasks_per_step": 3, "learning_rate": 1e-3} | trainer
     return PreferenceRunConfig(
         recipe="preference",
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(model)),
         data=DataConfig(path=str(data)),
         eval_data={"heldout": DataConfig(path=str(data))},
-        sampler=SamplerConfig(max_new_tokens=6),
-        trainer=TrainerConfig(**options),
-        evaluation=CriticEvaluationConfig(records=4, samples=0),
+        trainer=BaseTrainerConfig(**options),
+        evaluation=ScoringEvaluationConfig(records=4, samples=0, sampler=AnswerSampling(max_new_tokens=6)),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
     )

@@ -9,12 +9,13 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
 from mmrl.training.record.tracking import TrackingConfig
-from mmrl.vlm.critic.measures import CriticEvaluationConfig
+from mmrl.vlm.critic.measures import CriticEvaluationConfig, ScoringEvaluationConfig
 from mmrl.vlm.data import DataConfig
+from mmrl.vlm.given import GivenAnswersConfig
 from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.sampling import AnswerSampling, SamplerConfig
 
 
 def write_questions(folder: Path, count: int = 6, text_only_last: bool = True) -> Path:
@@ -45,17 +46,27 @@ def run_config(kind: type[Any], folder: Path, model: Path, **trainer: Any) -> An
     """A two-step run of a recipe on a tiny model."""
     data = write_questions(folder / "data")
     options = {"steps": 2, "tasks_per_step": 3, "samples_per_task": 4, "learning_rate": 1e-3} | trainer
-    config = kind(
+    rewards = [RewardConfig(name="format", weight=0.1), RewardConfig(name="exact", weight=0.9)]
+    if issubclass(kind, GivenAnswersConfig):
+        options.pop("samples_per_task")
+        parts = {
+            "trainer": BaseTrainerConfig(**options),
+            "evaluation": ScoringEvaluationConfig(records=2, rewards=rewards, sampler=AnswerSampling(max_new_tokens=6)),
+        }
+    else:
+        parts = {
+            "rewards": rewards,
+            "sampler": SamplerConfig(max_new_tokens=6),
+            "trainer": TrainerConfig(**options),
+            "evaluation": CriticEvaluationConfig(records=2),
+        }
+    return kind(
         recipe="test",
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(model)),
         data=DataConfig(path=str(data)),
         eval_data={"heldout": DataConfig(path=str(data))},
-        rewards=[RewardConfig(name="format", weight=0.1), RewardConfig(name="exact", weight=0.9)],
-        sampler=SamplerConfig(max_new_tokens=6),
-        trainer=TrainerConfig(**options),
-        evaluation=CriticEvaluationConfig(records=2),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+        **parts,
     )
-    return config

@@ -114,7 +114,7 @@ def test_a_reference_computed_ahead_is_that_of_each_step(tmp_path, tiny_folders,
 
 def test_a_run_learns_the_order_and_shows_both_sides(tmp_path, tiny_folders):
     config = pair_config(tmp_path, tiny_folders[MODEL], steps=12, tasks_per_step=6, learning_rate=3e-3)
-    config.rewards = [RewardConfig(name="exact")]
+    config.evaluation.rewards = [RewardConfig(name="exact")]
     run_dir = train(RECIPES["preference"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert rows[0]["loss/total"] == pytest.approx(math.log(2), rel=1e-5), "policy and reference are the same at first"
@@ -264,7 +264,7 @@ def test_held_out_questions_without_pairs_need_rewards(tmp_path, tiny_folders):
     config.eval_data["heldout"].path = str(tmp_path / "data/questions.jsonl")
     with pytest.raises(UserError, match="has no columns 'chosen' and 'rejected', and rewards is empty"):
         PreferenceRecipe(config)
-    config.rewards = [RewardConfig(name="exact")]
+    config.evaluation.rewards = [RewardConfig(name="exact")]
     PreferenceRecipe(config).close()
 
 
@@ -278,7 +278,6 @@ def test_a_data_set_without_the_columns_names_them(tmp_path, tiny_folders):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainer.samples_per_task": 4}, "a pair has two sides, set it to 2"),
         ({"trainer.micro_batch": 1}, "use at least 2"),
         ({"chosen_key": "rejected"}, "both 'rejected'"),
         ({"objective.preset": "grpo"}, "no preference objective 'grpo'"),

@@ -52,12 +52,11 @@ def test_supervised_run_learns_its_answers(tmp_path, tiny_folders):
         SftConfig,
         tmp_path,
         tiny_folders["qwen2_5_vl"],
-        samples_per_task=1,
         steps=60,
         tasks_per_step=6,
         learning_rate=1e-2,
     )
-    config.sampler.max_new_tokens = 24
+    config.evaluation.sampler.max_new_tokens = 24
     config.validate()
     run_dir = train(RECIPES["sft"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]

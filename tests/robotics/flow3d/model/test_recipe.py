@@ -11,7 +11,7 @@ from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.seeds import make_generator
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig
 from mmrl.training.loop.terms import Step
 from mmrl.training.loop.trainer import Trainer
 from mmrl.training.loop.update import count_denominators
@@ -29,14 +29,14 @@ SYNTHETIC = "tests.robotics.flow3d.model.synthetic:make_clips"
 
 
 def run_config(folder, model=None, **trainer) -> Flow3dConfig:
-    options = {"steps": 2, "tasks_per_step": 8, "samples_per_task": 1, "learning_rate": 5e-3} | trainer
+    options = {"steps": 2, "tasks_per_step": 8, "learning_rate": 5e-3} | trainer
     return Flow3dConfig(
         recipe="flow3d",
         output_dir=str(folder / "run"),
         model=model or WorldModelConfig(**vars(tiny_config())),
         data=ClipSetConfig(function=SYNTHETIC, options={"count": 16}),
         eval_data={"held_out": ClipSetConfig(function=SYNTHETIC, options={"count": 4, "seed": 1})},
-        trainer=TrainerConfig(**options),
+        trainer=BaseTrainerConfig(**options),
         checkpoint=CheckpointConfig(every=1),
         evaluation=FlowEvaluationConfig(samples=2, records=2),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
