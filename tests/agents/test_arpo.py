@@ -186,7 +186,7 @@ def test_stored_episodes_come_back_to_the_bit_and_are_plain_data(tmp_path, folde
                 else:
                     assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, field.name
         assert size_of(store_episode(episode)) < 100_000
-    assert len(recipe.buffer) > 0
+    assert len(recipe.replay.buffer) > 0
 
 
 def test_the_second_step_replays_what_the_first_one_found(tmp_path, folder):
@@ -230,7 +230,7 @@ def test_without_replay_it_is_grpo_over_trajectories(tmp_path, folder):
     _, _, on, _, _ = two_steps(make_config(tmp_path / "on", folder))
     recipe, first, off, _, metrics = two_steps(make_config(tmp_path / "off", folder, ReplayConfig(enabled=False)))
     assert "replayed" not in off.extras
-    assert len(recipe.buffer) == 0
+    assert len(recipe.replay.buffer) == 0
     assert not [name for name in metrics if name.startswith("replay/")]
     ids = [[episode.trajectory.ids for episode in AgentPayload.of(rollouts).episodes] for rollouts in (on, off)]
     assert [ids[0][row] for row in (1, 2, 4, 5)] == [ids[1][row] for row in (1, 2, 4, 5)]

@@ -189,7 +189,7 @@ def test_filtered_cloning_keeps_all_steps_of_the_best_episodes(tmp_path, folder,
     best = max(episode.total for episode in AgentPayload.of(rollouts).episodes)
     assert all(episode.total == pytest.approx(best) for episode in AgentPayload.of(batch).episodes)
     assert torch.equal(batch.advantage, batch.mask)
-    assert "digirl/step_loss" not in recipe._report
+    assert "digirl/step_loss" not in recipe.noted
 
 
 def test_while_the_critics_warm_up_nothing_is_trained(tmp_path, folder):
