@@ -233,7 +233,7 @@ def test_gdpo_with_a_reward_that_applies_nowhere_is_the_other_alone(tmp_path):
     recipe = build(config)
     rollouts = scored([0, 0, 0], [1.0, 2.0, 6.0], caption_colour=[1.0, 2.0, 6.0], caption_position=[NAN] * 3)
     found = recipe.advantages(rollouts, make_accelerator(), Step()).advantage
-    alone = recipe.estimate(rollouts, make_accelerator()).advantage
+    alone = recipe.estimate(rollouts, make_accelerator(), Step()).advantage
     torch.testing.assert_close(found, alone / (alone[:, 0].std() + 1e-4))
     assert bool(found.isfinite().all())
 

@@ -126,7 +126,7 @@ def test_divergences_are_closed_forms_and_stand_in_their_relations(tmp_path):
     weight = dt / 2 * (noise * (1 - s) / (2 * s) + 1 / noise) ** 2
     np.testing.assert_allclose(found["exact"], weight * found["velocity"], rtol=2e-4)
     steps = recipe.process.evaluate(recipe.policy, rollouts)
-    base = recipe.start.score(lambda module: recipe.process.evaluate(module, rollouts), Step())
+    base = recipe.start.score(lambda module: recipe.process.evaluate(module, rollouts))
     squares = (steps.velocity.detach() - base.velocity).double().square().flatten(1).mean(1).numpy()
     np.testing.assert_allclose(found["velocity"].flatten(), squares, rtol=1e-5)
 
