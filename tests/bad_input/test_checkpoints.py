@@ -10,6 +10,7 @@ import pytest
 
 from mmrl.training.loop.trainer import Trainer
 from tests.bad_input.conftest import blank, truncate
+from tests.bad_input.supervised import supervised
 
 
 @contextlib.contextmanager
@@ -105,10 +106,7 @@ def test_resume_with_other_settings(made, lab, mmrl, refused):
     assert "resuming with other settings than before: " in warning
     assert "trainer.steps 2 -> 3" in warning
     assert "the checkpoint was made with 6 training tasks, now there are 3" in error
-    other = ["recipe=sft", "trainer.samples_per_task=1", "--resume"]
-    config = lab.folder / "sft.yaml"
-    config.write_text(lab.config.read_text().replace("objective: {kl: {coef: 0.0}}\n", ""))
-    assert "is a run of recipe 'vlm', 'sft' cannot continue it" in refused("train", config, *other)
+    assert "is a run of recipe 'vlm', 'sft' cannot continue it" in refused("train", supervised(lab), "--resume")
 
 
 def test_resume_with_other_data_of_the_same_length(made, lab, mmrl):

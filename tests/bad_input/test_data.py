@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.bad_input.conftest import without
+from tests.bad_input.supervised import supervised
 
 
 @pytest.mark.parametrize(
@@ -144,9 +145,7 @@ def test_options_that_do_not_fit_the_function_that_builds_the_data(options, mess
 
 
 def test_supervised_run_without_completions(lab, refused):
-    config = lab.folder / "sft.yaml"
-    config.write_text(lab.config.read_text().replace("recipe: vlm", "recipe: sft").replace("objective:", "# "))
-    line = refused("sft", config, "trainer.samples_per_task=1", "target_key=solution")
+    line = refused("sft", supervised(lab), "target_key=solution")
     assert "question q0 has no text in column 'solution' (target_key)" in line
     assert "columns: id, answer, completion" in line
     assert "use `mmrl train`" in refused("sft", lab.config)
