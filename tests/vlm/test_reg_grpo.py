@@ -138,7 +138,7 @@ def test_hard_questions_get_hints_and_easy_ones_noise(make_recipe):
     recipe = make_recipe(**{"augmentation.hint_max": 1.0})
     set_difficulty(recipe, q0=-5.0, q1=0.9, q2=0.5)
     recipe.score_texts = lambda tasks, prompts, texts, tokens: RewardResult([float(len(text)) for text in texts], {})
-    asked = recipe.augmented(recipe.policy, recipe.train_tasks[:4], seeded())
+    asked = recipe.augmented(recipe.policy, recipe.train_tasks[:4], seeded(), Step())
     hinted, noised, usual, new = asked
     assert isinstance(hinted, AugmentedTask)
     assert hinted.hint_fraction == 1.0
@@ -170,9 +170,9 @@ def test_rewards_see_the_given_start_of_an_answer(make_recipe):
     recipe = make_recipe()
     task = augment_task(recipe.train_tasks[0], given_start="123")
     (plain,), (whole,) = (
-        recipe.score_texts([one], ["?"], ["de"], [[1]]).total for one in (recipe.train_tasks[0], task)
+        recipe.score_texts([one], ["?"], ["de"], [[1]], Step()).total for one in (recipe.train_tasks[0], task)
     )
-    (expected,) = recipe.score_texts([recipe.train_tasks[0]], ["?"], ["123de"], [[1]]).total
+    (expected,) = recipe.score_texts([recipe.train_tasks[0]], ["?"], ["123de"], [[1]], Step()).total
     assert whole == expected
     assert whole != plain
 
@@ -198,7 +198,7 @@ def test_training_is_on_the_question_as_it_was_asked(make_recipe):
 def test_probes_measure_a_question_before_it_is_asked(make_recipe):
     recipe = make_recipe(**{"augmentation.measure": "probe", "augmentation.probe_samples": 3})
     recipe.tracker.recent = [-1000.0]  # whatever is answered, it is easy
-    asked = recipe.augmented(recipe.policy, recipe.train_tasks[:2], seeded())
+    asked = recipe.augmented(recipe.policy, recipe.train_tasks[:2], seeded(), Step())
     assert all(isinstance(task, AugmentedTask) and task.noise_sigma == 0.3 for task in asked)
     assert recipe.samples_beside() == 6
     rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], seeded(), Step()), Step())
@@ -214,7 +214,7 @@ def test_without_scales_the_run_is_that_of_the_vlm_recipe(make_recipe, tmp_path,
     try:
         set_difficulty(recipe, q0=-5.0, q1=5.0)
         ids = [
-            VlmPayload.of(one.rollout(one.policy, one.train_tasks[:3], seeded(1))).response_ids
+            VlmPayload.of(one.rollout(one.policy, one.train_tasks[:3], seeded(1), Step())).response_ids
             for one in (recipe, plain)
         ]
         assert torch.equal(*ids)
@@ -249,7 +249,7 @@ def test_groups_stay_whole_whatever_the_micro_batch(tmp_path, tiny_folders, make
     recipe = make_recipe(steps=1, micro_batch=2, epochs=2)
     seen = []
     loss = recipe.loss
-    recipe.loss = lambda policy, part, counts: seen.append(part.num_rows) or loss(policy, part, counts)
+    recipe.loss = lambda policy, part, *rest: seen.append(part.num_rows) or loss(policy, part, *rest)
     trainer = Trainer(recipe, recipe.config, tmp_path / "whole", make_accelerator(), None)
     trainer.run()
     assert seen == [4] * 6
