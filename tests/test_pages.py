@@ -151,9 +151,12 @@ def field_of(schema, key):
         hint = next((kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind)), hint)
         if not dataclasses.is_dataclass(hint):
             return hint if typing.get_origin(hint) is dict else None
+        made = next((item.default_factory for item in dataclasses.fields(hint) if item.name == part), None)
         hint = typing.get_type_hints(hint).get(part)
         if hint is None:
             return None
+        if dataclasses.is_dataclass(hint) and made not in (None, dataclasses.MISSING):
+            hint = type(made())  # a default may have more options than its type
     return hint
 
 
