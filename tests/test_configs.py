@@ -12,6 +12,7 @@ from mmrl.training.compare.experiment import load_experiment
 from mmrl.training.compare.plans import plan_arm_run, plan_preparations
 from mmrl.training.runs import train
 from mmrl.vlm.tiny import build_tiny_vlm
+from tests.fitting import fitting, group_size
 from tests.vlm.builders import CORPUS
 from tests.vlm.pairs import write_pairs
 from tests.vlm.runs import write_questions
@@ -52,10 +53,10 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
     questions = write_pairs(tmp_path / "data") if pairs else write_questions(tmp_path / "data", text_only_last=False)
     overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"data.path={questions}", f"model.path={tiny[family]}"]
     overrides += [f"eval_data.{name}.path={questions}" for name in whole.eval_data]
-    overrides += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]
+    overrides += [group_size(whole, 2)]
     if whole.evaluation.revision is not None and whole.evaluation.revision.reasoner is not None:
         overrides.append(f"evaluation.revision.reasoner.path={tiny[family]}")
-    entry, config = load_run(path, overrides)
+    entry, config = load_run(path, fitting(whole, overrides))
     run_dir = train(entry, config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1, 2]
@@ -117,6 +118,6 @@ def test_experiment_is_valid_and_fair(path, tmp_path):
         plan = plan_arm_run(experiment, tmp_path, arm, experiment.seeds[0], experiment.sweep.values[0])
         _, config = load_run(plan.config, plan.overrides)
         steps.add(config.trainer.steps)
-        samples.append(config.trainer.tasks_per_step * config.trainer.samples_per_task)
+        samples.append(config.trainer.tasks_per_step * getattr(config.trainer, "samples_per_task", 1))
     assert len(steps) == 1
     assert max(samples) <= 1.1 * min(samples)  # an arm that adds traces of its own starts from a little less

@@ -21,6 +21,7 @@ from mmrl.core import CATALOGUE
 from mmrl.recipes import RECIPES, find_recipe
 from mmrl.rewards import REWARDS
 from mmrl.training.record.tracking import describe_metric
+from tests.fitting import fitting, group_size
 from tests.pages import README, ROOT, read_page
 
 INSTALL, VLM, REWARDS_PAGE = (read_page(f"docs/{name}.md") for name in ("install", "vlm", "rewards"))
@@ -186,14 +187,14 @@ def quick(tmp_path, monkeypatch):
         data = tmp_path / "data"
         texts = [
             *(f"output_dir={run_dir}", f"model.path={model}", "trainer.steps=2", "trainer.tasks_per_step=2"),
-            *("trainer.minibatches_per_step=1", f"trainer.samples_per_task={min(2, config.trainer.samples_per_task)}"),
+            *("trainer.minibatches_per_step=1", group_size(config, 2)),
             *("evaluation.max_tasks=4", "sampler.max_new_tokens=6", "tracking.strict=true"),
             *(f"data.path={data}/{run_dir.name}.jsonl", "data.build_options.count=8"),
         ]
         for split in config.eval_data:
             place = f"eval_data.{split}"
             texts += [f"{place}.path={data}/{split}.jsonl", f"{place}.build_options.count=6"]
-        return texts
+        return fitting(config, texts)
 
     with warnings.catch_warnings():
         yield overrides

@@ -10,6 +10,7 @@ import pytest
 
 from mmrl.config import load_run
 from mmrl.training.runs import train
+from tests.fitting import fitting, group_size
 
 RUNS = sorted((Path(__file__).parents[2] / "configs/agents").glob("*.yaml"))
 SMALL = [
@@ -52,10 +53,10 @@ def small_grid(**options):
 def test_config_builds_and_takes_two_steps(path, tmp_path, tiny_folders):
     _, whole = load_run(path)
     overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"model.path={tiny_folders['qwen2_5_vl']}"]
-    overrides += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]
+    overrides += [group_size(whole, 2)]
     if hasattr(whole, "digirl"):
         overrides += [f"digirl.path={tmp_path / 'experts'}", *RECORDED]
-    entry, config = load_run(path, overrides)
+    entry, config = load_run(path, fitting(whole, overrides))
     rows = [json.loads(line) for line in (train(entry, config) / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["loss/total"] is not None for row in rows)

@@ -13,6 +13,7 @@ from diffusion import digits
 from diffusion.shapes.building import build_prompts
 from mmrl.config import load_run
 from tests.diffusion.runs import MATCHED_RECIPES, TRAJECTORY_RECIPES, build, make_trainer, run_config, tiny_model
+from tests.fitting import fitting, group_size
 
 CONFIGS = Path(__file__).parents[2] / "configs/diffusion"
 FILES = sorted(CONFIGS.glob("*.yaml"))
@@ -51,14 +52,15 @@ def overrides_of(whole, folder, models):
     source = whole.images if hasattr(whole, "images") else next(iter(whole.eval_data.values()))
     subject = "digits" if "digits" in str(source.build) else "shapes"
     found = [*SMALL, f"output_dir={folder / 'run'}", f"model.path={models[subject]}", "model.build=null"]
-    for name, data in {"data": whole.data, **whole.eval_data}.items():
+    prompts = {"data": whole.data} if hasattr(whole, "data") else {}
+    for name, data in {**prompts, **whole.eval_data}.items():
         if data.path and data.build is None:
             build_prompts(str(folder / f"{name}.jsonl"), kinds=["single"])
-    if any("path" in reward.options for reward in whole.rewards):  # weights that are not there
+    if any("path" in reward.options for reward in getattr(whole, "rewards", ())):  # weights that are not there
         found += ["rewards=[{name: caption_colour}]"]
-    if whole.data.path:
+    if prompts:
         found += [f"data.path={folder / 'data.jsonl'}"]
-        found += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]
+        found += [group_size(whole, 2)]
     found += [f"eval_data.{name}.path={folder / f'{name}.jsonl'}" for name in whole.eval_data]
     if hasattr(whole, "critic"):
         found += ["critic.warmup_updates=0"]
@@ -71,7 +73,7 @@ def overrides_of(whole, folder, models):
     if hasattr(whole, "images"):
         found += [f"images.path={folder / 'images.npz'}"]
         found += ["images.build_options.count=12"] if subject == "shapes" else []
-    return found
+    return fitting(whole, found)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

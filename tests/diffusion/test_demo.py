@@ -15,12 +15,12 @@ from mmrl.training import stages
 ROOT = Path(__file__).parents[2]
 COMMON = [
     *("evaluation.max_tasks=3", "evaluation.samples=2"),
-    *("evaluation.every=1", "trainer.steps=2", "sampler.eval_steps=2", "tracking.quiet=true", "tracking.strict=true"),
+    *("evaluation.every=1", "trainer.steps=2", "tracking.quiet=true", "tracking.strict=true"),
 ]
 SMALL = {
-    "demo_pretrain.yaml": [],
+    "demo_pretrain.yaml": ["evaluation.sampler.eval_steps=2"],
     "demo_awm.yaml": [
-        *("sampler.steps=4", "trainer.tasks_per_step=2", "trainer.samples_per_task=2"),
+        *("sampler.eval_steps=2", "sampler.steps=4", "trainer.tasks_per_step=2", "trainer.samples_per_task=2"),
         "trainer.minibatches_per_step=1",
     ],
 }

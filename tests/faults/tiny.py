@@ -53,7 +53,7 @@ def _vlm(config: Any, folder: Path) -> None:
     config.eval_data = {"held_out": dataclasses.replace(config.data)}
     config.evaluation.max_tasks = 3
     isolate = config.recipe in ISOLATED
-    config.rewards = [
+    getattr(config, "scoring", config).rewards = [
         RewardConfig(name=f"{ROOT}/tests/vlm/user_reward.py:letters", isolate=isolate),
         RewardConfig(name="exact", weight=0.5),
     ]
@@ -73,9 +73,10 @@ def _diffusion(config: Any, folder: Path) -> None:
 
     config.eval_data = {"held_out": PromptConfig(path=str(write_prompts(folder / "held_out.txt")))}
     config.evaluation = dataclasses.replace(config.evaluation, samples=1)
-    config.sampler.eval_steps = 2
+    scoring = config if hasattr(config, "sampler") else config.evaluation
+    scoring.sampler.eval_steps = 2
     if config.recipe in ISOLATED:
-        config.rewards += [RewardConfig(name=f"{ROOT}/tests/faults/user_rewards.py:brightness", weight=0.5)]
+        scoring.rewards += [RewardConfig(name=f"{ROOT}/tests/faults/user_rewards.py:brightness", weight=0.5)]
 
 
 def _robotics(config: Any, folder: Path) -> None:

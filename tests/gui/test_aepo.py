@@ -21,6 +21,7 @@ from mmrl.training.loop.terms import Step
 from mmrl.training.record.samples import read_samples
 from mmrl.training.runs import train
 from mmrl.vlm.payload import VlmPayload
+from tests.fitting import fitting, group_size
 from tests.gui.screens import run_config, small_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -176,9 +177,9 @@ def test_a_configuration_builds_and_takes_two_steps(path, tmp_path, model):
     overrides = [f"output_dir={tmp_path / 'run'}", f"model.path={small.model.path}", f"data.path={small.data.path}"]
     overrides += [f"eval_data.{name}.path={small.data.path}" for name in whole.eval_data]
     overrides += ["trainer.steps=2", "trainer.tasks_per_step=2", "trainer.warmup_steps=0", "trainer.learning_rate=1e-3"]
-    overrides += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}", "model.dtype=float32"]
+    overrides += [group_size(whole, 2), "model.dtype=float32"]
     overrides += ["trainer.mixed_precision=none", "sampler.max_new_tokens=20", "evaluation.max_tasks=2"]
     overrides += ["tracking.quiet=true", "tracking.tensorboard=false", "tracking.strict=true", "trainer.micro_batch=0"]
-    entry, config = load_run(path, overrides)
+    entry, config = load_run(path, fitting(whole, overrides))
     run_dir = train(entry, config)
     assert [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()] == [1, 2]

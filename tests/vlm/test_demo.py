@@ -14,7 +14,7 @@ from mmrl.vlm import demo
 ROOT = Path(__file__).parents[2]
 MODEL = "{hidden: 32, layers: 1, vision_hidden: 32, vision_depth: 1, min_pixels: 3136, max_pixels: 12544}"
 SMALL = {
-    "digits_sft.yaml": [f"model.build_options={MODEL}", "trainer.samples_per_task=1"],
+    "digits_sft.yaml": [f"model.build_options={MODEL}"],
     "digits_papo.yaml": ["trainer.samples_per_task=2"],
 }
 COMMON = [
