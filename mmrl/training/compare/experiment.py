@@ -297,9 +297,9 @@ def _check_number(key: str, value: str | int | float, word: str) -> None:
 
 
 def _check_cost(name: str, weights: Mapping[str, float]) -> None:
-    from mmrl.training.record.tracking import metric_definitions
+    from mmrl.training.record.tracking import METRICS, metric_definitions
 
-    counters = [metric for metric in metric_definitions() if metric.startswith("cost/")]
+    counters = [metric for metric in METRICS | metric_definitions() if metric.startswith("cost/")]
     if not weights:
         raise ValueError(f"`work.costs.{name}` is empty; give weights of {', '.join(counters)}")
     for counter, weight in weights.items():
