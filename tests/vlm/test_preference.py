@@ -262,7 +262,7 @@ def test_scores_of_the_data_are_read_where_the_loss_wants_them(tmp_path, tiny_fo
 def test_held_out_questions_without_pairs_need_rewards(tmp_path, tiny_folders):
     config = pair_config(tmp_path, tiny_folders[MODEL])
     config.eval_data["heldout"].path = str(tmp_path / "data/questions.jsonl")
-    with pytest.raises(UserError, match="has no columns 'chosen' and 'rejected', and rewards is empty"):
+    with pytest.raises(UserError, match="has no columns 'chosen' and 'rejected', and evaluation.rewards is empty"):
         PreferenceRecipe(config)
     config.evaluation.rewards = [RewardConfig(name="exact")]
     PreferenceRecipe(config).close()
