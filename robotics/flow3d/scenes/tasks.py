@@ -58,7 +58,7 @@ class Furniture:
 
     def draw(self, split: str, rng: np.random.Generator) -> Layout:
         """x, y, yaw of each piece; raises UserError for an unknown split."""
-        while not self.fits(layout := draw_layout(self, split, rng)):
+        while not self.fits(layout := draw_layout(self.areas, self.apart_m, split, rng)):
             pass
         return layout
 
