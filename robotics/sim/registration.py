@@ -11,7 +11,7 @@ from __future__ import annotations
 def register() -> None:
     """Register the environments of both tables; a second call changes nothing.
 
-    Every argument of the environments but the task can be given to `gymnasium.make`, such as `arm="ur5e"`. They truncate
+    Every argument but the task can be given to `gymnasium.make`, such as `arm="ur5e"`. The environments truncate
     themselves, so no time limit is wrapped around them.
     """
     import gymnasium
