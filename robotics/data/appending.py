@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 def check_appendable(
     folder: Path, info: Mapping[str, Any], fps: int | None, features: Mapping[str, Any] | None, robot_type: str | None
 ) -> None:
-    """Refuse to append where the dataset has other things than asked for."""
-    theirs = {key: _essence(feature) for key, feature in info["features"].items()}
-    ours = theirs if features is None else {key: _essence(one) for key, one in complete_features(features).items()}
+    """Refuse to append to a dataset with other features, rate or robot than the given ones."""
+    theirs = {key: (one["dtype"], list(one["shape"])) for key, one in info["features"].items()}
+    ours = theirs
+    if features is not None:
+        ours = {key: (one["dtype"], list(one["shape"])) for key, one in complete_features(features).items()}
     different = [key for key in ours | theirs if ours.get(key) != theirs.get(key) and key != SUCCESS]
     if different:
         raise UserError(f"{folder} has other features than asked for: {', '.join(different)}")
@@ -40,16 +42,13 @@ def check_appendable(
 
 
 def row_schema(folder: Path) -> pa.Schema | None:
-    """Columns of the rows in `meta/episodes`; None where there are none.
-
-    Those of the first file: lerobot reads all files with the columns of the first.
-    """
+    """Columns of the rows in `meta/episodes`, those of the first file as in lerobot; None without rows."""
     files = numbered_files(folder / "meta/episodes", ".parquet")
     return read_schema(files[0]).remove_metadata() if files else None
 
 
 def aligned_rows(table: pa.Table, schema: pa.Schema | None) -> pa.Table:
-    """Rows with the columns and types of those that are there; what is lacking is null."""
+    """Rows with the columns and types of those that are there; missing columns are null."""
     import pyarrow as pa
 
     if schema is None:
@@ -61,10 +60,7 @@ def aligned_rows(table: pa.Table, schema: pa.Schema | None) -> pa.Table:
 
 
 def remove_leftovers(series: FileSeries, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Remove files that no row points to.
-
-    An interruption leaves them; readers that take all files would take them for frames.
-    """
+    """Remove files that no row points to: an interruption leaves them, and readers would take them for frames."""
     folder = series.folder / series.prefix
     used = {series.path(series.number_in(row)) for row in rows}
     for path in [*numbered_files(folder, series.suffix), *folder.glob("chunk-*/.*.partial.*")]:
@@ -75,8 +71,8 @@ def remove_leftovers(series: FileSeries, rows: Sequence[Mapping[str, Any]]) -> N
 def remove_joined(data: FileSeries, rows: Sequence[Mapping[str, Any]]) -> None:
     """Remove frames from joined files whose rows do not point there yet.
 
-    Between a join and the rows that point to it, the episodes lie in the joined file and in their own. More images
-    than a video needs do no harm, but readers count on the place of a frame among all frames.
+    Between a join and the rows that point to it, the episodes are in the joined file and in their own. Extra images in
+    a video do no harm, but readers count on the index of a frame among all frames.
     """
     held: dict[Path, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -85,7 +81,3 @@ def remove_joined(data: FileSeries, rows: Sequence[Mapping[str, Any]]) -> None:
         if count_rows(path) > sum(row["length"] for row in episodes):
             numbers = [row["episode_index"] for row in episodes]
             write_table(read_table(path, filters=[("episode_index", "in", numbers)]), path)
-
-
-def _essence(feature: Mapping[str, Any]) -> tuple[str, list[int]]:
-    return feature["dtype"], list(feature["shape"])

@@ -1,4 +1,4 @@
-"""Images of an episode: cut out of a video that holds many episodes, or as PNG, and TIFF for depth."""
+"""Images of an episode: cut out of a video of many episodes, or as PNG, and TIFF for depth."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def read_clip(
     Args:
         path: of the video.
         start_s: seconds from the beginning of the video to the episode's first frame.
-        length: T, frames of the episode.
+        length: T.
         fps: frames a second.
-        size: (H, W) pixels of the images; what the video has beyond them is padding.
+        size: (H, W) pixels; what the video has beyond them is padding.
         pixels: rgb24, or gray12le for the codes of depth.
 
     Returns:
@@ -40,15 +40,15 @@ def read_clip(
     decoded = np.zeros(length, np.bool_)
     to_array = frame_to_array(pixels)
     for time_s, frame in _timed_frames(path, start_s):
-        place = round((time_s - start_s) * fps)
-        if place >= length:
+        index = round((time_s - start_s) * fps)
+        if index >= length:
             break
-        if place < 0:
+        if index < 0:
             continue
         if frame.height < height or frame.width < width:
             raise UserError(f"{path} is {frame.width}x{frame.height}; the features say {width}x{height}")
-        frames[place] = to_array(frame)[:height, :width]
-        decoded[place] = True
+        frames[index] = to_array(frame)[:height, :width]
+        decoded[index] = True
     if not decoded.any():
         raise UserError(f"{path} has no readable frame from {start_s:.3f} s on, where an episode of {length} should be")
     latest = np.maximum.accumulate(np.where(decoded, np.arange(length), -1))
@@ -56,11 +56,7 @@ def read_clip(
 
 
 def describe_video(path: Path, depth: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `meta/info.json` says of the videos of a feature.
-
-    Returns:
-        Size, codec, pixel format and rate under lerobot's names.
-    """
+    """Size, codec, pixel format and rate of a feature's video, by lerobot's names in `meta/info.json`."""
     import av
 
     with av.open(str(path)) as container:
@@ -80,11 +76,7 @@ def describe_video(path: Path, depth: Mapping[str, Any] | None = None) -> dict[s
 
 
 def encode_png(frame: NDArray[np.uint8]) -> bytes:
-    """Pack an image without loss.
-
-    Args:
-        frame: (H, W, 3) uint8.
-    """
+    """PNG of an image (H, W, 3) uint8."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -93,15 +85,7 @@ def encode_png(frame: NDArray[np.uint8]) -> bytes:
 
 
 def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
-    """Unpack an image.
-
-    Args:
-        content: of a PNG or any other file that Pillow knows.
-        size: (H, W) that it should have.
-
-    Returns:
-        (H, W, 3) uint8; None where it cannot be read or has another size.
-    """
+    """Image (H, W, 3) uint8 of any file that Pillow reads; None where it cannot, or the size (H, W) is another."""
     try:
         frame = np.asarray(decode_image(content, size[0] * size[1]).convert("RGB"))
     except (OSError, ValueError):
@@ -110,15 +94,7 @@ def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
 
 
 def decode_depth(content: bytes, size: Sequence[int]) -> NDArray[Any] | None:
-    """Unpack depth.
-
-    Args:
-        content: of a TIFF or a PNG of 16 bits, or of a TIFF of floats.
-        size: (H, W) that it should have.
-
-    Returns:
-        (H, W) in the stored unit and type; None where it cannot be read, has another size, colours or 8 bits.
-    """
+    """Depth (H, W) in stored unit and type, of a TIFF or a PNG of 16 bits; None where it cannot be read as that."""
     try:
         depth = np.asarray(decode_image(content, size[0] * size[1]))
     except (OSError, ValueError):
@@ -143,35 +119,24 @@ def _timed_frames(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
             check_pixels(video.codec_context.width, video.codec_context.height, MAX_IMAGE_PIXELS)
         except ImageError as error:
             raise UserError(f"{path} cannot be decoded: {error}") from error
-        # Without it the decoder paints over what is broken and says nothing.
+        # Without it the decoder conceals what is broken.
         video.codec_context.options = {"err_detect": "explode"}
         video.codec_context.thread_type = "NONE"
         # Backward to the key frame; the half millisecond is for starts that are rounded down.
         container.seek(int((start_s + 5e-4) / video.time_base), stream=video)
-        for packet in _packets(container, video):
-            for frame in _decode(packet):
-                if frame.pts is not None:
+        packets = container.demux(video)
+        while True:
+            try:
+                packet = next(packets)
+            except (StopIteration, av.error.FFmpegError):
+                return
+            try:
+                frames = packet.decode()
+            except av.error.FFmpegError:
+                continue
+            for frame in frames:
+                if not frame.is_corrupt and frame.pts is not None:
                     yield float(frame.pts * frame.time_base), frame
-
-
-def _packets(container: Any, video: Any) -> Iterator[Any]:
-    import av
-
-    packets = container.demux(video)
-    while True:
-        try:
-            yield next(packets)
-        except (StopIteration, av.error.FFmpegError):
-            return
-
-
-def _decode(packet: Any) -> Sequence[Any]:
-    import av
-
-    try:
-        return [frame for frame in packet.decode() if not frame.is_corrupt]
-    except av.error.FFmpegError:
-        return []
 
 
 PIXELS: dict[str, tuple[tuple[int, ...], type]] = {"rgb24": ((3,), np.uint8), "gray12le": ((), np.uint16)}

@@ -1,4 +1,4 @@
-"""An episode that is given to `EpisodeWriter`, checked and completed to the columns of the dataset."""
+"""An episode given to `EpisodeWriter`: checks, and the dataset's bookkeeping columns."""
 
 from __future__ import annotations
 
@@ -24,17 +24,9 @@ def by_feature(features: Mapping[str, Any], images: Mapping[str, Any]) -> dict[s
 
 
 def checked_columns(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -> dict[str, NDArray]:
-    """Refuse an episode that does not fit the dataset.
+    """Columns (T, ...) by feature, without success and bookkeeping; depth as (T, H, W).
 
-    Args:
-        columns: (T, ...) by feature, without success and bookkeeping.
-        features: of the dataset.
-
-    Returns:
-        The same, depth as (T, H, W).
-
-    Raises:
-        ValueError: a feature is missing, unknown or of another shape, type or number of frames, or is not finite.
+    Raises ValueError where a feature is missing, unknown, not finite, or of another shape, type or number of frames.
     """
     wanted = {key: feature for key, feature in features.items() if key not in (*BOOKKEPT, SUCCESS)}
     if set(columns) != set(wanted):
@@ -45,7 +37,7 @@ def checked_columns(columns: Mapping[str, NDArray], features: Mapping[str, Any])
 
 
 def frame_tasks(task: str | Sequence[str], length: int) -> list[str]:
-    """Instruction of each frame; raises ValueError where the number of texts is not `length`."""
+    """Instruction of each frame; raises ValueError where there is another number of texts than `length`."""
     tasks = [task] * length if isinstance(task, str) else [str(one) for one in task]
     if len(tasks) != length:
         raise ValueError(f"task has {len(tasks)} texts; the episode has {length} frames, give one text or one for each")
@@ -55,19 +47,7 @@ def frame_tasks(task: str | Sequence[str], length: int) -> list[str]:
 def bookkeeping(
     features: Mapping[str, Any], number: int, first: int, fps: int, success: bool | None, task_index: Sequence[int]
 ) -> dict[str, NDArray]:
-    """The columns that a dataset has beside those of the robot.
-
-    Args:
-        features: of the dataset, which may lack `next.success`.
-        number: of the episode.
-        first: place of its first frame among all frames of the dataset.
-        fps: frames a second.
-        success: whether the task was done in the end.
-        task_index: T numbers of instructions.
-
-    Returns:
-        (T,) by name.
-    """
+    """Bookkeeping columns (T,) of episode `number`, whose first frame has the index `first` in the dataset."""
     length = len(task_index)
     frames, reached = np.arange(length), np.zeros(length, np.bool_)
     reached[-1] = bool(success)
@@ -96,15 +76,11 @@ def _checked(key: str, values: NDArray, feature: Mapping[str, Any], length: int)
         return values
     if depth:
         values = values.reshape(shape[:-1])
-        _check_unit(key, values, feature)
+        unit, known = depth_unit_of(values), (feature.get("info") or {}).get("depth_unit")
+        if unit is None:
+            raise ValueError(f"{key} has type {values.dtype}; depth is uint16 in millimetres or float32 in metres")
+        if known and known != unit:
+            raise ValueError(f"{key} has type {values.dtype}, which is {unit!r}; the dataset holds depth in {known!r}")
     if not np.isfinite(values.astype(np.float64)).all():
         raise ValueError(f"{key} has values that are not finite")
     return values
-
-
-def _check_unit(key: str, values: NDArray, feature: Mapping[str, Any]) -> None:
-    unit, known = depth_unit_of(values), (feature.get("info") or {}).get("depth_unit")
-    if unit is None:
-        raise ValueError(f"{key} has type {values.dtype}; depth is uint16 in millimetres or float32 in metres")
-    if known and known != unit:
-        raise ValueError(f"{key} has type {values.dtype}, which is {unit!r}; the dataset holds depth in {known!r}")

@@ -1,10 +1,10 @@
 """Depth of a LeRobotDataset: TIFF without loss, or a video of 12-bit codes.
 
 An image holds whole millimetres (uint16) or metres (float32), as `depth_unit` of the feature says. A video holds codes
-q = 0..4095, by default spread over the logarithm, which is finer near the camera: with a shift s and the bounds a and
-b in metres, d = exp(log(a + s) + q / 4095 (log(b + s) - log(a + s))) - s. With lerobot's a = 0.01, b = 10 and s = 3.5 a
-step is 1.2 mm near and 4.4 mm far away. What lies beyond the bounds, such as 0 for "not measured", is clipped to them.
-The codes themselves are encoded without loss, HEVC in gray12le.
+q = 0..4095, by default uniform in the logarithm, which is finer near the camera: with a shift s and the bounds a and b
+in metres, d = exp(log(a + s) + q / 4095 (log(b + s) - log(a + s))) - s. With lerobot's a = 0.01, b = 10 and s = 3.5 a
+step is 1.2 mm near and 4.4 mm far away. Depth beyond the bounds, such as 0 for "not measured", is clipped to them. The
+codes themselves are encoded without loss, HEVC in gray12le.
 
 Source: huggingface/lerobot 0.6.1, src/lerobot/datasets/depth_utils.py, src/lerobot/configs/video.py.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEPTH_DTYPES = {"mm": np.dtype(np.uint16), "m": np.dtype(np.float32)}
-"""Type of the values by the unit that a feature's info calls `depth_unit`."""
+"""Type of the values by a feature's `depth_unit`."""
 MOST = 4095
 ENCODER, PIXELS = "libx265", "gray12le"
 GOP = 2
@@ -36,20 +36,16 @@ GOP = 2
 
 @dataclass(frozen=True)
 class DepthCodes:
-    """How metres become the 12-bit codes of a video, and back."""
+    """Conversion of metres to the 12-bit codes of a video, and back."""
 
-    depth_min: float = 0.01
-    """Metres of code 0."""
-    depth_max: float = 10.0
-    """Metres of code 4095."""
-    shift: float = 3.5
-    """Metres added before the logarithm; the larger, the more even are the steps."""
-    use_log: bool = True
-    """Whether the codes are spread over the logarithm; else over the metres."""
+    depth_min: float = 0.01  # metres of code 0
+    depth_max: float = 10.0  # metres of code 4095
+    shift: float = 3.5  # metres added before the logarithm; the larger, the more even the steps
+    use_log: bool = True  # else uniform in metres
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any] | None) -> Self:
-        """Those that a feature's info names; lerobot's defaults where it does not."""
+        """From a feature's info; lerobot's defaults where it has none."""
         given = {name: (info or {}).get(f"video.{name}") for name in cls.__dataclass_fields__}
         codes = cls(**{name: value for name, value in given.items() if value is not None})
         numbers = (codes.depth_min, codes.depth_max, codes.shift)
@@ -60,18 +56,18 @@ class DepthCodes:
         return codes
 
     def to_info(self) -> dict[str, Any]:
-        """Its part of a feature's info."""
+        """Entries for a feature's info."""
         return {f"video.{name}": getattr(self, name) for name in self.__dataclass_fields__}
 
     def encode(self, depth_m: NDArray[np.float32]) -> NDArray[np.uint16]:
-        """Codes of metres, of any shape; clipped to the bounds."""
+        """12-bit codes of metres of any shape, clipped to the bounds."""
         low, high = self._ends()
         clipped = np.clip(depth_m.astype(np.float64), self.depth_min, self.depth_max)
         spread = np.log(clipped + self.shift) if self.use_log else clipped
         return np.rint((spread - low) / (high - low) * MOST).astype(np.uint16)
 
     def decode(self, codes: NDArray[np.uint16]) -> NDArray[np.float32]:
-        """Metres of codes, of any shape."""
+        """Metres of codes of any shape."""
         low, high = self._ends()
         spread = low + codes.astype(np.float64) * ((high - low) / MOST)
         depth_m = np.exp(spread) - self.shift if self.use_log else spread
@@ -89,25 +85,13 @@ def depth_unit_of(values: NDArray[Any]) -> str | None:
 
 
 def metres_of(values: NDArray[Any], unit: str | None = None) -> NDArray[np.float32]:
-    """Metres of stored depth.
-
-    Args:
-        values: whole millimetres or metres, of any shape.
-        unit: "mm" or "m", as the feature's info says; by the type where it says nothing.
-
-    Returns:
-        The same shape.
-    """
+    """Metres of stored depth of any shape: by the feature's unit "mm" or "m", or by the type where it is None."""
     metres = unit == "m" if unit else np.issubdtype(values.dtype, np.floating)
     return values.astype(np.float32) if metres else (values * 0.001).astype(np.float32)
 
 
 def encode_tiff(depth: NDArray[Any]) -> bytes:
-    """Pack depth without loss.
-
-    Args:
-        depth: (H, W) uint16 millimetres or float32 metres.
-    """
+    """TIFF without loss of depth (H, W): uint16 millimetres or float32 metres."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -116,14 +100,7 @@ def encode_tiff(depth: NDArray[Any]) -> bytes:
 
 
 def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes: DepthCodes) -> Path:
-    """Write depth as a video of codes; under its name there is never half of one.
-
-    Args:
-        path: of the file; missing folders are made.
-        depth_m: (T, H, W) metres.
-        fps: frames a second.
-        codes: how metres become codes.
-    """
+    """Write depth (T, H, W) in metres as a video of codes, atomically."""
     import av
 
     options = {"g": str(GOP), "bf": "0", "x265-params": "lossless=1:log-level=none"}
@@ -133,10 +110,10 @@ def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes:
             stream: Any = output.add_stream(ENCODER, rate=rate, options=options)
             stream.height, stream.width, stream.pix_fmt = *depth_m.shape[1:], PIXELS
             stream.codec_context.thread_count = 1  # the bytes would depend on the number of threads
-            for place, frame in enumerate(codes.encode(depth_m)):
-                picture = av.VideoFrame.from_ndarray(frame, format=PIXELS)
-                picture.pts, picture.time_base = place, 1 / rate
-                output.mux(stream.encode(picture))
+            for index, coded in enumerate(codes.encode(depth_m)):
+                frame = av.VideoFrame.from_ndarray(coded, format=PIXELS)
+                frame.pts, frame.time_base = index, 1 / rate
+                output.mux(stream.encode(frame))
             output.mux(stream.encode())
         except (ValueError, av.error.FFmpegError) as error:
             height, width = depth_m.shape[1:]

@@ -1,4 +1,4 @@
-"""What `LeRobotReader` gives: episodes, and frames with the actions around them."""
+"""Results of `LeRobotReader`: episodes, and frames with the actions around them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class EpisodeData:
     """One episode of T frames."""
 
     number: int
-    """Of the episode."""
+    """Index of the episode."""
     state: NDArray[np.float32]
     """(T, S) before each action; (T, 0) where the dataset has none."""
     action: NDArray[np.float32]
     """(T, A); (T, 0) where the dataset has none."""
     images: Mapping[str, NDArray[np.uint8]]
-    """(T, H, W, 3) RGB by camera, decoded anew with each look."""
+    """(T, H, W, 3) RGB by camera, decoded at each access."""
     depth_m: Mapping[str, NDArray[np.float32]]
-    """(T, H, W) metres by depth camera, decoded anew with each look."""
+    """(T, H, W) metres by depth camera, decoded at each access."""
     task: str
     """Instruction of the first frame."""
     frame_tasks: Sequence[str]
@@ -48,17 +48,17 @@ class FrameSample:
     """A frame and the actions around it."""
 
     episode: int
-    """Number of the episode."""
+    """Index of the episode."""
     frame: int
-    """Number of the frame within the episode."""
+    """Index of the frame within the episode."""
     state: NDArray[np.float32]
     """(S,)."""
     action: NDArray[np.float32]
-    """(K, A) an action for each time asked for; the nearest of the episode beyond its ends."""
+    """(K, A) an action for each requested time; the nearest of the episode beyond its ends."""
     valid: NDArray[np.bool_]
-    """(K,) False where the time lies beyond the episode's ends."""
+    """(K,) False where the time is beyond the episode's ends."""
     images: Mapping[str, NDArray[np.uint8]]
-    """(H, W, 3) by camera, of those asked for."""
+    """(H, W, 3) by requested camera."""
     task: str
     """Instruction of the frame."""
 
@@ -73,13 +73,13 @@ def action_chunks(actions: NDArray, offsets: Sequence[int]) -> tuple[NDArray, ND
     Returns:
         (T, K, A) actions, the first or last of the episode beyond its ends, and (T, K) whether there was one.
     """
-    places = np.arange(len(actions))[:, None] + np.asarray(offsets, np.int64)
-    inside = np.clip(places, 0, len(actions) - 1)
-    return actions[inside], inside == places
+    index = np.arange(len(actions))[:, None] + np.asarray(offsets, np.int64)
+    inside = np.clip(index, 0, len(actions) - 1)
+    return actions[inside], inside == index
 
 
 class LazyImages(Mapping[str, "NDArray[Any]"]):
-    """Images by camera, decoded when one asks."""
+    """Images by camera, decoded on access."""
 
     def __init__(self, decoders: Mapping[str, Callable[[], NDArray[Any]]]) -> None:
         self._decoders = decoders

@@ -1,8 +1,8 @@
-"""Features of a LeRobotDataset: what a frame holds, as `meta/info.json` describes it.
+"""Features of a LeRobotDataset: the contents of a frame, as in `meta/info.json`.
 
-A feature has a dtype, a shape and names. A camera has the dtype video or image, an image of shape (H, W, 3), or
-(3, H, W) in datasets from elsewhere; one with `is_depth_map` in its info holds depth, (H, W, 1). Everything else is a
-column of numbers, truths or texts.
+A feature has a dtype, a shape and names. A camera has the dtype video or image and the shape (H, W, 3), or (3, H, W) in
+datasets from elsewhere; with `is_depth_map` in its info it is depth, (H, W, 1). The others are columns of numbers,
+booleans or texts.
 
 Source: huggingface/lerobot 0.6.1, src/lerobot/datasets/feature_utils.py, src/lerobot/utils/feature_utils.py.
 """
@@ -17,7 +17,7 @@ from mmrl.errors import UserError
 STATE, ACTION, SUCCESS = "observation.state", "action", "next.success"
 IMAGE_PREFIX = "observation.images."
 MOST_AXES = 5
-"""Of a feature of numbers, which lerobot stores as Array2D to Array5D."""
+"""Of a numeric feature, which lerobot stores as Array2D to Array5D."""
 
 
 def robot_features(
@@ -54,14 +54,7 @@ def robot_features(
 
 
 def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
-    """Check features and add those that every dataset made here has.
-
-    Args:
-        features: name -> dtype, shape, names and, of a depth camera, info, as in `meta/info.json`.
-
-    Raises:
-        UserError: a name, type or shape that this writer does not store.
-    """
+    """Check features (name -> dtype, shape, names, info) and add those of every dataset made here."""
     complete = {}
     for key, feature in features.items():
         dtype, shape = feature.get("dtype"), [int(size) for size in feature.get("shape", ())]
@@ -78,12 +71,12 @@ def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def camera_features(features: Mapping[str, Any], dtypes: Sequence[str] = ("video", "image")) -> list[str]:
-    """Names of the cameras' features that are stored as one of `dtypes`, in their order, without depth."""
+    """Cameras' features stored as one of `dtypes`, in their order, without depth."""
     return [key for key, feature in features.items() if feature["dtype"] in dtypes and not is_depth(feature)]
 
 
 def depth_features(features: Mapping[str, Any], dtypes: Sequence[str] = ("video", "image")) -> list[str]:
-    """Names of the depth cameras' features that are stored as one of `dtypes`, in their order."""
+    """Depth cameras' features stored as one of `dtypes`, in their order."""
     return [key for key, feature in features.items() if feature["dtype"] in dtypes and is_depth(feature)]
 
 
@@ -94,7 +87,7 @@ def is_depth(feature: Mapping[str, Any]) -> bool:
 
 
 def camera_name(key: str) -> str:
-    """What a camera is called here: the name of its feature without `observation.images.`."""
+    """Name of a camera: that of its feature without `observation.images.`."""
     return key.removeprefix(IMAGE_PREFIX)
 
 
@@ -117,7 +110,7 @@ def _camera(shape: list[int], video: bool) -> dict[str, Any]:
 
 
 def _wanted_shape(feature: Mapping[str, Any], depth: bool) -> str:
-    """What the shape should be where it cannot be stored; empty where it can."""
+    """Expected shape where a feature cannot be stored; empty where it can."""
     shape = feature["shape"]
     positive = min(shape, default=0) >= 1
     if feature["dtype"] in IMAGES:
@@ -132,13 +125,11 @@ def _wanted_shape(feature: Mapping[str, Any], depth: bool) -> str:
 IMAGES = ("video", "image")
 FLOATS, INTEGERS = ("float16", "float32", "float64"), ("int8", "int16", "int32", "int64")
 DTYPES = (*FLOATS, *INTEGERS, "uint8", "uint16", "uint32", "uint64", "bool")
+INTEGER = {"dtype": "int64", "shape": [1], "names": None}
 COLUMNS: dict[str, dict[str, Any]] = {
     SUCCESS: {"dtype": "bool", "shape": [1], "names": None},
     "timestamp": {"dtype": "float32", "shape": [1], "names": None},
-    "frame_index": {"dtype": "int64", "shape": [1], "names": None},
-    "episode_index": {"dtype": "int64", "shape": [1], "names": None},
-    "index": {"dtype": "int64", "shape": [1], "names": None},
-    "task_index": {"dtype": "int64", "shape": [1], "names": None},
+    **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), INTEGER),
 }
 BOOKKEPT = tuple(key for key in COLUMNS if key != SUCCESS)
 """Columns that every dataset has, whoever wrote it."""

@@ -1,11 +1,11 @@
-"""LeRobotDataset v3.0 as files: their names and the small JSON files.
+"""File names of LeRobotDataset v3.0, and its small JSON files.
 
 A dataset is a folder. `meta/info.json` names the features and the file patterns, `meta/tasks.parquet` the instructions,
-`meta/episodes/` holds a row for each episode that says where its frames lie, `data/` the frames without images and
+`meta/episodes/` has a row for each episode that points to its frames, `data/` the frames without images and
 `videos/<feature>/` the images; a file holds many episodes, in their order.
 
 This follows lerobot 0.4.4 to 0.6.1 (codebase version v3.0), whose default limits are 100 MB for data and 200 MB for
-videos. Beyond it every dataset made here has the feature `next.success` and the episode column `success`.
+videos. Every dataset made here also has the feature `next.success` and the episode column `success`.
 
 Source: huggingface/lerobot, src/lerobot/datasets/utils.py, lerobot_dataset.py; docs/source/lerobot-dataset-v3.mdx.
 """
@@ -41,7 +41,7 @@ def numbered_files(folder: Path, suffix: str) -> list[Path]:
 
 
 def dataset_file(folder: Path, pattern: str, **values: int | str) -> Path:
-    """A file that a dataset's metadata names, which lies inside the dataset."""
+    """A file named by a dataset's metadata, which must be inside the dataset."""
     try:
         fields = [(name, format_) for _, name, format_, _ in string.Formatter().parse(pattern) if name is not None]
         for name, format_ in fields:
@@ -70,5 +70,5 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(content: Any, path: Path) -> None:
-    """Write a JSON file, replacing what is there in one step."""
+    """Write a JSON file atomically."""
     write_atomically(path, json.dumps(content, indent=4, ensure_ascii=False))

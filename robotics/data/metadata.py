@@ -1,4 +1,4 @@
-"""What a LeRobotDataset says of itself, checked before anything is made of it: a folder may say anything."""
+"""Checks of a LeRobotDataset's metadata before it is used: a folder may contain anything."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mmrl.errors import UserError
 from mmrl.hub.images import MAX_IMAGE_PIXELS, check_pixels
 
 LONGEST_VECTOR = 1_000_000
-"""Entries of one feature in one frame."""
+"""Entries of a feature in a frame."""
 
 
 @contextmanager
 def named_errors(what: str) -> Iterator[None]:
-    """Turn whatever a wrong content makes Python, NumPy and Arrow raise into one line."""
+    """Turn what Python, NumPy and Arrow raise for wrong contents into a UserError of one line."""
     try:
         yield
     except UserError:
@@ -55,10 +55,9 @@ def _check_feature(name: str, feature: Any, path: Path) -> None:
     shape = feature.get("shape")
     if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
         raise UserError(f"{where} has shape {shape!r:.80}; expected a list of whole numbers")
-    if not isinstance(feature.get("names"), list | dict | None):
-        raise UserError(f"{where} has names {feature['names']!r:.80}; expected a list")
-    if not isinstance(feature.get("info"), dict | None):
-        raise UserError(f"{where} has info {feature['info']!r:.80}; expected an object")
+    for key, kinds, expected in (("names", list | dict | None, "a list"), ("info", dict | None, "an object")):
+        if not isinstance(feature.get(key), kinds):
+            raise UserError(f"{where} has {key} {feature[key]!r:.80}; expected {expected}")
     if feature["dtype"] in ("video", "image"):
         if len(shape) != 3:
             raise UserError(f"{where} has shape {shape}; an image has three sizes")
@@ -71,18 +70,15 @@ def _check_feature(name: str, feature: Any, path: Path) -> None:
 
 
 def check_row(row: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Check a row of `meta/episodes`: whole numbers where places and lengths stand."""
+    """Check that indices, lengths and times of a row of `meta/episodes` are numbers."""
     for name in ("episode_index", "length", "data/chunk_index", "data/file_index"):
         if not _is_count(row.get(name)):
             raise UserError(f"{path}: {name} is {row.get(name)!r}; expected a whole number")
     for name, value in row.items():
-        if name.startswith("videos/") and not (_is_number(value) and value >= 0):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if name.startswith("videos/") and not (number and value >= 0):
             raise UserError(f"{path}: {name} of episode {row['episode_index']} is {value!r}; expected a number")
     return row
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_count(value: Any) -> bool:

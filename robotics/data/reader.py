@@ -1,6 +1,6 @@
-"""Reading of LeRobotDataset v3.0, whoever wrote it: episodes, frames with action chunks, statistics.
+"""Reading of LeRobotDataset v3.0 from any writer: episodes, frames with action chunks, statistics.
 
-Images are decoded when they are looked at. Followed is lerobot 0.4.4 to 0.6.1; see `robotics.data.layout`.
+Images are decoded on access. Follows lerobot 0.4.4 to 0.6.1; see `robotics.data.layout`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from robotics.data.layout import (
 )
 from robotics.data.metadata import check_info, check_row, named_errors
 from robotics.data.statistics import Statistics
-from robotics.data.tables import column_array, column_names, read_table, task_texts
+from robotics.data.tables import column_array, read_schema, read_table, task_texts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,14 +54,11 @@ TIME_TOLERANCE_S = 1e-4
 
 
 class LeRobotReader:
-    """Reads a dataset that lies in a folder.
+    """Reads a dataset in a folder.
 
         reader = LeRobotReader("demos")
         for sample in reader.frames(delta_timestamps=[k / reader.fps for k in range(8)]):
             ...
-
-    Args:
-        folder: of the dataset.
 
     Raises:
         UserError: a file is missing or broken, of another version, or episodes that the info counts are not there;
@@ -84,11 +81,11 @@ class LeRobotReader:
             self.episodes: list[dict[str, Any]] = self._episode_rows()
             """Rows of `meta/episodes` without the statistics, by number of the episode."""
             self.tasks: list[str] = self._task_texts()
-            """Instructions by number."""
+            """Instructions by index."""
             self.stats: dict[str, Statistics] = self._statistics()
             """Statistics by feature; empty where the dataset has none."""
         self.counts: Counter[str] = Counter()
-        """`corrupt_frames`: images looked at that could not be decoded and repeat a neighbour."""
+        """`corrupt_frames`: images accessed that could not be decoded and repeat a neighbour."""
 
     @property
     def fps(self) -> float:
@@ -117,13 +114,10 @@ class LeRobotReader:
         return (self.episode(number) for number in range(len(self)))
 
     def episode(self, number: int) -> EpisodeData:
-        """Read an episode.
+        """Read an episode, whose images are decoded on access.
 
         Args:
             number: 0 to `len(reader) - 1`.
-
-        Returns:
-            The episode; its images are not decoded yet.
 
         Raises:
             UserError: there is no such episode, or its part of a file is missing, broken or of another length.
@@ -131,26 +125,24 @@ class LeRobotReader:
         if not 0 <= number < len(self):
             raise UserError(f"no episode {number}; {self.folder} has {len(self)}, numbered from 0")
         with named_errors(f"episode {number} of {self.folder}"):
-            return self._read_episode(number)
-
-    def _read_episode(self, number: int) -> EpisodeData:
-        row = self.episodes[number]
-        table = self._frames_of(row)
-        columns = {name: self._values(name, table) for name in table.column_names if self._is_number(name)}
-        length = len(table)
-        tasks = [self._task(int(one)) for one in columns["task_index"]]
-        return EpisodeData(
-            number=number,
-            state=_matrix(columns.pop(STATE, None), length),
-            action=_matrix(columns.pop(ACTION, None), length),
-            images=self._images(camera_features(self.info["features"]), row, table),
-            depth_m=self._images(depth_features(self.info["features"]), row, table),
-            task=tasks[0],
-            frame_tasks=tasks,
-            success=_success(row, columns.get(SUCCESS)),
-            timestamp_s=np.asarray(columns["timestamp"], np.float32),
-            extra={name: values for name, values in columns.items() if name not in BOOKKEPT},
-        )
+            row = self.episodes[number]
+            table, features = self._frames_of(row), self.info["features"]
+            numeric = [name for name in table.column_names if name in features and not _is_image(features[name])]
+            columns = {name: self._values(name, table) for name in numeric}
+            length = len(table)
+            tasks = [self._task(int(one)) for one in columns["task_index"]]
+            return EpisodeData(
+                number=number,
+                state=_matrix(columns.pop(STATE, None), length),
+                action=_matrix(columns.pop(ACTION, None), length),
+                images=self._images(camera_features(features), row, table),
+                depth_m=self._images(depth_features(features), row, table),
+                task=tasks[0],
+                frame_tasks=tasks,
+                success=_success(row, columns.get(SUCCESS)),
+                timestamp_s=np.asarray(columns["timestamp"], np.float32),
+                extra={name: values for name, values in columns.items() if name not in BOOKKEPT},
+            )
 
     def _images(self, keys: Sequence[str], row: Mapping[str, Any], table: pa.Table) -> LazyImages:
         return LazyImages({camera_name(key): self._decoder(key, row, table) for key in keys})
@@ -161,34 +153,12 @@ class LeRobotReader:
         return values.astype(declared, copy=False) if same_kind else values
 
     def images(self, number: int, camera: str) -> NDArray[np.uint8]:
-        """Decode the images of an episode.
-
-        Args:
-            number: 0 to `len(reader) - 1`.
-            camera: one of `cameras`.
-
-        Returns:
-            (T, H, W, 3) uint8 RGB.
-
-        Raises:
-            UserError: there is no such episode or camera, or the file is missing or broken.
-        """
+        """Decode the images (T, H, W, 3) uint8 RGB of an episode and one of `cameras`; raises UserError."""
         self._check_cameras([camera])
         return self.episode(number).images[camera]
 
     def image_contents(self, number: int, feature: str) -> list[bytes]:
-        """Image files of an episode as they are stored, such as depth of 16 bits.
-
-        Args:
-            number: 0 to `len(reader) - 1`.
-            feature: whole name of one with dtype image.
-
-        Returns:
-            T files.
-
-        Raises:
-            UserError: there is no such episode or feature, or a file is missing.
-        """
+        """Image files of an episode as they are stored, such as depth of 16 bits: T files of an image feature."""
         if self.info["features"].get(feature, {}).get("dtype") != "image":
             raise UserError(f"{self.folder} has no feature {feature!r} with dtype image")
         self.episode(number)
@@ -201,15 +171,12 @@ class LeRobotReader:
         cameras: Sequence[str] = (),
         episodes: Sequence[int] | None = None,
     ) -> Iterator[FrameSample]:
-        """Go through the frames in order.
+        """Iterate over the frames in order.
 
         Args:
-            delta_timestamps: K times in seconds, relative to the frame, of the actions wanted; multiples of 1/fps.
-            cameras: whose images are wanted.
-            episodes: numbers of the episodes; all when None.
-
-        Returns:
-            Iterator over the frames.
+            delta_timestamps: K times in seconds, relative to the frame, of the actions; multiples of 1/fps.
+            cameras: whose images are included.
+            episodes: their indices; all when None.
 
         Raises:
             UserError: a time is no multiple of 1/fps, or a camera or episode is unknown.
@@ -246,14 +213,14 @@ class LeRobotReader:
         rows: dict[int, dict[str, Any]] = {}
         total = self.info["total_episodes"]
         for path in numbered_files(self.folder / "meta/episodes", ".parquet"):
-            wanted = [name for name in column_names(path) if not name.startswith("stats/")]
+            wanted = [name for name in read_schema(path).names if not name.startswith("stats/")]
             chunk, file = (int(part.rpartition("-")[2]) for part in (path.parent.name, path.stem))
             for row in read_table(path, columns=wanted).to_pylist():
-                # Where it was found, because merged datasets may still name the file that it was in before.
+                # The folder where it was found, because merged datasets may still name the file it was in before.
                 row |= {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file}
                 # A killed writer may leave a row twice, of which the first is newer, and one that info does not count.
                 rows.setdefault(check_row(row, path)["episode_index"], row)
-        # the first that is missing is looked for among as many numbers as there are rows, whatever total says
+        # Search as many numbers as there are rows, whatever total says.
         first = next(number for number in range(len(rows) + 1) if number not in rows)
         if first < total:
             lacking = total - sum(number < total for number in rows)
@@ -280,11 +247,10 @@ class LeRobotReader:
     def _frames_of(self, row: Mapping[str, Any]) -> pa.Table:
         path = self._path(self.info.get("data_path") or DATA_PATH, "data", row)
         table = read_table(path, filters=[("episode_index", "=", row["episode_index"])])
-        lacking = [
-            name for name in self.info["features"] if not self._is_video(name) and name not in table.column_names
-        ]
-        if lacking:
-            raise UserError(f"{path} lacks the columns {', '.join(lacking)} that {INFO_PATH} names")
+        stored = [name for name, feature in self.info["features"].items() if feature["dtype"] != "video"]
+        missing = [name for name in stored if name not in table.column_names]
+        if missing:
+            raise UserError(f"{path} lacks the columns {', '.join(missing)} that {INFO_PATH} names")
         if len(table) != row["length"]:
             raise UserError(
                 f"episode {row['episode_index']} has {len(table)} frames in {path}; meta/episodes says {row['length']}"
@@ -324,7 +290,10 @@ class LeRobotReader:
         return self._counted(np.stack(filled), np.array([frame is not None for frame in frames]))
 
     def _contents(self, cells: Sequence[Mapping[str, Any]]) -> list[bytes]:
-        return [cell["bytes"] or self._image_file(cell["path"]).read_bytes() for cell in cells]
+        def stored(path: str) -> bytes:
+            return dataset_file(self.folder, path.replace("{", "{{").replace("}", "}}")).read_bytes()
+
+        return [cell["bytes"] or stored(cell["path"]) for cell in cells]
 
     def _counted(self, frames: NDArray[Any], decoded: NDArray[np.bool_]) -> NDArray[Any]:
         self.counts["corrupt_frames"] += int((~decoded).sum())
@@ -334,15 +303,9 @@ class LeRobotReader:
         chunk, file = row[f"{prefix}/chunk_index"], row[f"{prefix}/file_index"]
         return dataset_file(self.folder, pattern, chunk_index=chunk, file_index=file, **names)
 
-    def _image_file(self, path: str) -> Path:
-        return dataset_file(self.folder, path.replace("{", "{{").replace("}", "}}"))
 
-    def _is_video(self, name: str) -> bool:
-        return self.info["features"][name]["dtype"] == "video"
-
-    def _is_number(self, name: str) -> bool:
-        feature = self.info["features"].get(name)
-        return feature is not None and feature["dtype"] not in IMAGES
+def _is_image(feature: Mapping[str, Any]) -> bool:
+    return feature["dtype"] in IMAGES
 
 
 def _matrix(values: NDArray | None, length: int) -> NDArray[np.float32]:

@@ -1,8 +1,7 @@
-"""Numbered files that grow by an episode at a time and are readable at any moment.
+"""Numbered files that grow by an episode at a time and are readable at any time.
 
-Each new episode gets a file of its own; together such files are the tail of the series. Closing joins the tail: the
-joined file takes the place of the first of them, and the others are left for the caller to remove once nothing points
-to them any more.
+Each new episode gets a file of its own; such files are the tail of the series. Closing joins the tail: the joined file
+replaces the first of them, and the caller removes the others once nothing points to them any more.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Segment:
-    """File of the tail, and the row of the episode in it."""
+    """A file of the tail, and the row of its episode."""
 
     path: Path
     size: int
@@ -26,24 +25,15 @@ class _Segment:
 class FileSeries:
     """Files of one kind: data, episode rows, or the videos of a camera."""
 
-    folder: Path
-    """Of the dataset."""
-    prefix: str
-    """Of the columns that point to these files, and of the files."""
-    suffix: str
-    """.parquet or .mp4."""
-    limit: int
-    """Bytes that a file of several episodes does not exceed."""
-    chunk: int
-    """Files in a folder chunk-XXX."""
-    join: Callable[[Sequence[Path], Path], None] | None = None
-    """Joins files into one, which may be the first of them; None where the caller writes the joined file."""
-    fps: int = 0
-    """Frames a second of a video, whose rows say where in the file an episode lies; else 0."""
-    number: int = 0
-    """Of the next file."""
+    folder: Path  # of the dataset
+    prefix: str  # of the files, and of the columns that point to them
+    suffix: str  # .parquet or .mp4
+    limit: int  # bytes that a file of several episodes does not exceed
+    chunk: int  # files in a folder chunk-XXX
+    join: Callable[[Sequence[Path], Path], None] | None = None  # into one, maybe the first; None: the caller does it
+    fps: int = 0  # of a video, whose rows hold the times of an episode in the file; else 0
+    number: int = 0  # of the next file
     tail: list[_Segment] = field(default_factory=list)
-    """Files that are not joined yet."""
 
     @property
     def size(self) -> int:
@@ -51,7 +41,7 @@ class FileSeries:
         return sum(segment.size for segment in self.tail)
 
     def path(self, number: int) -> Path:
-        """Path of a file by its number through all chunks: `<prefix>/chunk-XXX/file-YYY<suffix>`."""
+        """Path of a file by its number over all chunks: `<prefix>/chunk-XXX/file-YYY<suffix>`."""
         chunk, file = divmod(number, self.chunk)
         return self.folder / self.prefix / f"chunk-{chunk:03d}" / f"file-{file:03d}{self.suffix}"
 
@@ -65,20 +55,20 @@ class FileSeries:
         return int(row[f"{self.prefix}/chunk_index"] * self.chunk + row[f"{self.prefix}/file_index"])
 
     def append(self, row: dict[str, Any]) -> None:
-        """Take the file with the next number, which has been written, into the tail; `row` gets the columns to it."""
+        """Add the file with the next number, already written, to the tail; `row` gets the columns that point to it."""
         path = self.path(self.number)
         row |= self.pointers(self.number) | self._times(0, row["length"])
         self.tail.append(_Segment(path, path.stat().st_size, row))
         self.number += 1
 
     def undo(self, row: Mapping[str, Any]) -> None:
-        """Drop the last file where it is the one of an episode, `row`, that was not finished."""
+        """Drop the last file if it belongs to an unfinished episode, `row`."""
         if self.tail and self.tail[-1].row is row:
             self.tail.pop().path.unlink(missing_ok=True)
             self.number -= 1
 
     def close(self) -> list[Path]:
-        """Join the tail and point its rows to the joined file; the next number is the one behind it."""
+        """Join the tail and point its rows to the joined file; returns the files that nothing needs any more."""
         tail, self.tail = self.tail, []
         if not tail:
             return []

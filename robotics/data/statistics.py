@@ -1,9 +1,9 @@
 """Statistics of features: of one episode, of many episodes together, and quantiles of the whole.
 
 Each feature has min, max, mean, population standard deviation, count and the quantiles 1, 10, 50, 90 and 99 %. The
-quantiles of an episode are exact. Episodes are aggregated as lerobot does it, which takes the mean of their quantiles;
-that is not the quantile of all frames (the 1 % one of episodes that differ is too high), so `EpisodeWriter` computes
-the numbers of all features but images anew from all frames when it finishes.
+quantiles of an episode are exact. Episodes are aggregated as in lerobot, by the mean of their quantiles; that is not
+the quantile of all frames (the 1 % of episodes that differ is too high), so `EpisodeWriter` recomputes all features but
+images from all frames when it finishes.
 
 Source: huggingface/lerobot 0.6.1, src/lerobot/datasets/compute_stats.py.
 """
@@ -57,21 +57,14 @@ def image_statistics(frames: NDArray[np.uint8]) -> Statistics:
 
 
 def depth_statistics(frames: NDArray) -> Statistics:
-    """Statistics of depth over the pixels of some frames, chosen as those of colours are.
-
-    Args:
-        frames: (T, H, W) in the unit of the feature, T >= 1.
-
-    Returns:
-        Each (1, 1, 1) float64 in the same unit; count (1,), the number of frames used.
-    """
+    """Statistics (1, 1, 1) of depth (T, H, W) over pixels chosen as for images; count (1,), the frames used."""
     chosen = _sampled_pixels(frames)
     found = _array_statistics(chosen.reshape(-1, 1).astype(np.float64))
     return {name: one.reshape(1, 1, 1) for name, one in found.items()} | {"count": np.array([len(chosen)])}
 
 
 def sampled_frames(length: int) -> int:
-    """Frames of an episode that its statistics are taken of: all up to 100, then length ** 0.75, at most 10,000."""
+    """Frames of an episode used for its statistics: all up to 100, then length ** 0.75, at most 10,000."""
     return max(min(length, 100), min(int(length**0.75), 10_000))
 
 

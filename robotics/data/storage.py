@@ -1,4 +1,4 @@
-"""How a dataset is cut into files, and the `meta/info.json` of a new one."""
+"""Sizes of a dataset's files, and the `meta/info.json` of a new one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from robotics.data.layout import DATA_PATH, VERSION, VIDEO_PATH
 
 @dataclass(frozen=True)
 class StorageSettings:
-    """How a dataset is cut into files; the defaults are lerobot's."""
+    """Sizes of a dataset's files and the encoder of its videos; the defaults are lerobot's."""
 
     data_mb: float = 100
     """Size that a data or metadata file does not exceed, unless a single episode does."""
@@ -44,7 +44,7 @@ def new_info(fps: int, features: dict[str, Any], robot: str | None, settings: St
 
 
 def kept_settings(info: Mapping[str, Any], settings: StorageSettings) -> StorageSettings:
-    """Settings for appending: the limits that a dataset was made with, and the encoder of `settings`."""
+    """Settings for appending: the limits that a dataset was made with, and the given encoder."""
     return StorageSettings(
         data_mb=info.get("data_files_size_in_mb", settings.data_mb),
         video_mb=info.get("video_files_size_in_mb", settings.video_mb),

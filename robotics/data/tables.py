@@ -1,4 +1,4 @@
-"""Parquet files of a LeRobotDataset: their columns, and arrays to columns and back."""
+"""Parquet files of a LeRobotDataset: columns, and conversion to and from arrays."""
 
 from __future__ import annotations
 
@@ -27,24 +27,17 @@ def data_schema(features: Mapping[str, Any]) -> pa.Schema:
     columns: list[tuple[str, Any]] = []
     described: dict[str, Any] = {}
     for key, feature in features.items():
-        if feature["dtype"] == "video":
-            continue
         if feature["dtype"] == "image":
             columns.append((key, pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
             described[key] = {"_type": "Image"}
-            continue
-        columns.append((key, _column_type(pa.type_for_alias(feature["dtype"]), feature["shape"])))
-        described[key] = _described(feature["dtype"], feature["shape"])
+        elif feature["dtype"] != "video":
+            columns.append((key, _column_type(pa.type_for_alias(feature["dtype"]), feature["shape"])))
+            described[key] = _described(feature["dtype"], feature["shape"])
     return pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": described}})})
 
 
 def episode_table(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -> pa.Table:
-    """Frames of an episode as they lie in a data file.
-
-    Args:
-        columns: (T, ...) by feature; images (T, H, W, 3) uint8 become PNG, depth (T, H, W) TIFF; videos are left out.
-        features: of the dataset.
-    """
+    """Frames of an episode as in a data file: images (T, H, W, 3) become PNG, depth TIFF; videos are left out."""
     import pyarrow as pa
 
     schema = data_schema(features)
@@ -52,11 +45,7 @@ def episode_table(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -
 
 
 def column_array(column: pa.ChunkedArray) -> NDArray:
-    """Values of a column in their own type.
-
-    Returns:
-        (T,) or (T, n, ...); texts and anything else as objects.
-    """
+    """Values (T,) or (T, n, ...) of a column in their own type; texts and anything else as objects."""
     import pyarrow as pa
 
     whole, shape = column.combine_chunks(), [len(column)]
@@ -64,8 +53,8 @@ def column_array(column: pa.ChunkedArray) -> NDArray:
         whole = whole.storage
     if _has_structs(whole.type):
         cells = np.empty(len(whole), object)
-        for place, content in enumerate(whole.to_pylist()):
-            cells[place] = content
+        for index, content in enumerate(whole.to_pylist()):
+            cells[index] = content
         return cells
     while pa.types.is_nested(whole.type):
         shape.append(_list_length(whole))
@@ -74,7 +63,7 @@ def column_array(column: pa.ChunkedArray) -> NDArray:
 
 
 def task_table(tasks: Sequence[str]) -> pa.Table:
-    """Instructions as `meta/tasks.parquet` has them: pandas takes the texts as the index of the numbers."""
+    """`meta/tasks.parquet`, in which pandas takes the texts as the index of the numbers."""
     import pyarrow as pa
 
     described = {
@@ -90,7 +79,7 @@ def task_table(tasks: Sequence[str]) -> pa.Table:
 
 
 def task_texts(table: pa.Table) -> list[str]:
-    """Instructions of `meta/tasks.parquet`, whose column of texts has no settled name."""
+    """Instructions of `meta/tasks.parquet`, whose text column has no fixed name."""
     texts = [name for name in table.column_names if name != "task_index"]
     numbers = table["task_index"].to_pylist() if "task_index" in table.column_names else []
     if set(numbers) != set(range(len(table))) or not texts:
@@ -102,7 +91,7 @@ def task_texts(table: pa.Table) -> list[str]:
 
 
 def read_table(path: Path, **options: Any) -> pa.Table:
-    """Read a parquet file, with options of `pyarrow.parquet`; raises UserError where it cannot be read."""
+    """Read a parquet file, with options of `pyarrow.parquet`; raises UserError."""
     import pyarrow.parquet as pq
 
     with _named_errors(path):
@@ -110,22 +99,17 @@ def read_table(path: Path, **options: Any) -> pa.Table:
 
 
 def count_rows(path: Path) -> int:
-    """Number of rows of a parquet file, from the description at its end; raises UserError where it cannot be read."""
-    return int(_description(path).num_rows)
-
-
-def column_names(path: Path) -> list[str]:
-    """Names of the columns of a parquet file; raises UserError where it cannot be read."""
-    return list(read_schema(path).names)
+    """Number of rows of a parquet file, from its footer; raises UserError."""
+    return int(_footer(path).num_rows)
 
 
 def read_schema(path: Path) -> pa.Schema:
-    """Columns of a parquet file and their types; raises UserError where it cannot be read."""
-    return _description(path).schema.to_arrow_schema()
+    """Columns of a parquet file and their types; raises UserError."""
+    return _footer(path).schema.to_arrow_schema()
 
 
 def write_table(tables: pa.Table | Sequence[pa.Table], path: Path) -> None:
-    """Write a parquet file with a row group for each table; replaces what is there at once."""
+    """Write a parquet file with a row group for each table, atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -146,11 +130,11 @@ def _named_errors(path: Path) -> Iterator[None]:
         raise UserError(f"the dataset lacks {path}")
     try:
         yield
-    except (pa.ArrowException, OSError, TypeError, ValueError) as error:  # what wrong types make of a filter
+    except (pa.ArrowException, OSError, TypeError, ValueError) as error:  # the last two by filters of wrong types
         raise UserError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def _description(path: Path) -> Any:
+def _footer(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     with _named_errors(path):

@@ -1,14 +1,14 @@
-"""Writing of LeRobotDataset v3.0: an episode at a time, safe against a kill at any moment.
+"""Writing of LeRobotDataset v3.0: an episode at a time, safe against a kill at any time.
 
-A parquet or mp4 file that still grows is unreadable, so each episode first gets files of its own and is there once
-`meta/info.json` counts it. `finish`, and a file at its limit, join such files: the joined file takes the place of
-the first, the rows of `meta/episodes` are replaced to point to it, and only then the others go. Whatever the moment
-of a kill, `LeRobotReader` finds each finished episode once; lerobot's own reader, which takes all files it sees, does
-so after `finish`, or after the dataset was opened for writing again, which removes what was left over.
+A parquet or mp4 file that still grows is unreadable, so each episode first gets files of its own and counts once
+`meta/info.json` counts it. `finish`, and a file at its limit, join such files: the joined file replaces the first, the
+rows of `meta/episodes` are rewritten to point to it, and only then the others go. Whenever it is killed,
+`LeRobotReader` finds each finished episode once; lerobot's own reader, which takes all files it sees, does so after
+`finish`, or after the dataset was opened for writing again, which removes leftovers.
 
-Deviations from lerobot 0.6.1: H.264 at crf 18 instead of AV1 at crf 30, for it plays everywhere and every PyAV encodes
-it; `meta/stats.json` has the quantiles of all frames instead of the mean of the episodes'; a dataset made here stores
-success. One that lerobot made is appended to as it is, and lerobot appends to one that was made here.
+Deviations from lerobot 0.6.1: H.264 at crf 18 instead of AV1 at crf 30, because it plays everywhere and every PyAV
+encodes it; `meta/stats.json` has the quantiles of all frames instead of the mean of the episodes'; a dataset made here
+stores success. Datasets made by lerobot are appended to as they are, and lerobot appends to those made here.
 """
 
 from __future__ import annotations
@@ -48,25 +48,24 @@ MEGABYTE = 1024**2
 
 
 class EpisodeWriter:
-    """Writes episodes into a folder, behind those that are there.
+    """Writes episodes into a folder, after those that are there.
 
         features = robot_features(state=8, action=7, cameras={"front": (128, 128)})
         with EpisodeWriter("demos", fps=20, features=features, robot_type="panda") as writer:
             writer.add_episode(states, actions, {"front": frames}, task="stack the cubes", success=True)
 
-    One process writes at a time. A dataset that exists keeps the limits it was made with, whoever made it:
-    `EpisodeWriter("demos")` appends to it.
+    One process writes at a time. An existing dataset keeps the limits it was made with; `EpisodeWriter("demos")`
+    appends to it.
 
     Args:
         folder: of the dataset; made when missing.
         fps: frames a second, a whole number; that of the dataset when None.
-        features: from `robot_features`, with more of them if wanted; those of the dataset when None.
-        robot_type: name of the robot; that of the dataset when None.
+        features: from `robot_features`, or more; those of the dataset when None.
+        robot_type: that of the dataset when None.
         settings: sizes of files and the encoder; `StorageSettings()` when None.
 
     Raises:
-        UserError: fps or a feature is not possible or missing, or the dataset that is there has others; pyarrow is not
-            installed.
+        UserError: fps or a feature is invalid or missing, or the existing dataset has others; pyarrow is not installed.
     """
 
     def __init__(
@@ -126,9 +125,9 @@ class EpisodeWriter:
         """Keep a frame in memory until `save_episode`.
 
         Args:
-            state: (S,) what the robot saw before the action; None where the dataset has no state.
-            action: (A,) what it did.
-            images: (H, W, 3) uint8 by camera, seen before the action; depth (H, W) as in `add_episode`.
+            state: (S,) before the action; None where the dataset has no state.
+            action: (A,).
+            images: (H, W, 3) uint8 by camera, before the action; depth (H, W) as in `add_episode`.
             extra: values of the other features by name.
 
         Raises:
@@ -142,18 +141,7 @@ class EpisodeWriter:
             self._frames.setdefault(key, []).append(value)
 
     def save_episode(self, task: str | Sequence[str], success: bool | None) -> int:
-        """Write the frames kept by `add_frame` as an episode.
-
-        Args:
-            task: instruction, or one for each frame.
-            success: whether the task was done in the end; as in `add_episode`.
-
-        Returns:
-            Number of the episode.
-
-        Raises:
-            ValueError: there are no frames, or as in `add_episode`.
-        """
+        """Write the frames kept by `add_frame` as an episode; arguments and result as in `add_episode`."""
         columns = {key: np.stack(values) for key, values in self._frames.items()}
         number = self._add(columns, task, success)
         self._frames = {}
@@ -175,21 +163,21 @@ class EpisodeWriter:
         """Write an episode; it is in the dataset when this returns.
 
         Args:
-            states: (T, S) what the robot saw before each action; None where the dataset has no state.
+            states: (T, S) before each action; None where the dataset has no state.
             actions: (T, A).
-            images: (T, H, W, 3) uint8 by camera, seen before each action; by depth camera (T, H, W) uint16 millimetres
-                or float32 metres, the same in all episodes.
+            images: (T, H, W, 3) uint8 by camera, before each action; by depth camera (T, H, W) uint16 millimetres or
+                float32 metres, the same in all episodes.
             task: instruction, or T of them, one for each frame.
-            success: whether the task was done in the end; `next.success` is true in the last frame then. None where
-                the dataset, made elsewhere, does not store it.
-            extra: (T, ...) values of the other features by name; (T,) where a frame has one.
+            success: whether the task was solved; `next.success` is True in the last frame then. None where the dataset,
+                made elsewhere, does not store it.
+            extra: (T, ...) values of the other features by name.
 
         Returns:
-            Number of the episode.
+            Index of the episode.
 
         Raises:
-            ValueError: a feature is missing, unknown or of another shape, type or number of frames, a value is not
-                finite, or success is given or not given against what the dataset stores.
+            ValueError: a feature is missing, unknown, not finite, or of another shape, type or number of frames, or
+                success does not fit what the dataset stores.
         """
         given = {STATE: states, ACTION: actions, **by_feature(self.features, images or {}), **(extra or {})}
         columns = {key: np.asarray(value) for key, value in given.items() if value is not None}
@@ -253,7 +241,8 @@ class EpisodeWriter:
             self._place(series, row)
         write_table(episode_table(columns, self.features), self._data.path(self._data.number))
         self._place(self._data, row)
-        statistics = {key: _statistics(self.features[key], one) for key, one in columns.items() if self._measured(key)}
+        stored = {key: one for key, one in columns.items() if self.features[key]["dtype"] != "string"}
+        statistics = {key: _statistics(self.features[key], one) for key, one in stored.items()}
         row |= {f"stats/{key}/{name}": one.tolist() for key, part in statistics.items() for name, one in part.items()}
         row |= self._meta.pointers(self._meta.number)
         write_table(_row_table([row], self._row_schema), self._meta.path(self._meta.number))
@@ -266,9 +255,6 @@ class EpisodeWriter:
             write_depth_mp4(path, metres_of(frames), self.fps, codes)
         else:
             write_mp4(path, frames, self.fps, self.settings.video)
-
-    def _measured(self, key: str) -> bool:
-        return self.features[key]["dtype"] != "string"
 
     def _place(self, series: FileSeries, row: dict[str, Any]) -> None:
         written = series.path(series.number)
@@ -317,7 +303,7 @@ class EpisodeWriter:
             row |= self._meta.pointers(number)
         write_table(_row_table(self._rows, self._row_schema), self._meta.path(number))
         self._meta.number = number
-        # One file of all rows of this writer, to be written again with the next join.
+        # One file with all rows of this writer, to be rewritten by the next join.
         self._meta.append(self._rows[0])
         for path in stale:
             path.unlink()

@@ -9,7 +9,7 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.training.loop.seeds import make_generator
-from robotics.serving.opening import ServedPolicy, open_served_policy
+from robotics.serving.opening import open_served_policy
 from robotics.serving.queue import choose_chunks
 from robotics.serving.settings import ServeConfig
 from robotics.sim.control import ACTION_SIZE
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STATES = {STATE_SIZE: "state", PROPRIO_SIZE: "proprio"}
 ANY_SIDE = 64
-"""Pixels of the images of a policy that takes any number and whose run is not known."""
+"""Pixels of the images of a policy that takes any size and whose run is not known."""
 
 
 class PolicyActor:
@@ -44,8 +44,11 @@ class PolicyActor:
         if views != len(run.get("views", ())):
             raise UserError(f"{folder} sees {views + 1} cameras, but no run beside it names them; play it by its run")
         self._n_action_steps = int(self._served.about.get("n_action_steps", policy.chunk))
-        self._state = _state_kind(self._served, folder)
-        size = self._served.format.image_size
+        size, state_size = self._served.format.image_size, self._served.format.state_size
+        if state_size not in (None, *STATES):
+            known = ", ".join(f"{name} with {entries}" for entries, name in STATES.items())
+            raise UserError(f"{folder} reads a state of {state_size} entries; the tabletop has {known}")
+        self._state = STATES[state_size] if state_size is not None else ""
         kinds = [*([self._state] if self._state else []), *(["rgb"] if size else [])]
         self.options: dict[str, Any] = {
             "observation": kinds or ["proprio"],
@@ -76,14 +79,3 @@ class PolicyActor:
             chunk = choose_chunks(self._served, inputs, self._generator)[0]
             self._chunk = list(chunk.actions[: self._n_action_steps])
         return self._chunk.pop(0)
-
-
-def _state_kind(served: ServedPolicy, folder: Path) -> str:
-    """Kind of observation that is the policy's state; empty where it reads none."""
-    size = served.format.state_size
-    if size is None:
-        return ""
-    if size not in STATES:
-        known = ", ".join(f"{name} with {entries}" for entries, name in STATES.items())
-        raise UserError(f"{folder} reads a state of {size} entries; the tabletop has {known}")
-    return STATES[size]

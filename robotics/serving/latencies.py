@@ -1,4 +1,4 @@
-"""Latencies of answers and reasons of refusals, for the log."""
+"""Latencies of answers, and reasons of refusals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 KEPT = 10_000
 """Latest latencies from which quantiles are taken."""
 MOST_REASONS = 50
-"""Reasons that are told apart."""
 
 
 class AnswerCounts:
@@ -18,9 +17,8 @@ class AnswerCounts:
     def __init__(self) -> None:
         self.answers = 0
         self.rows = 0
-        """Sum of the batch sizes."""
-        self.refused: Counter[str] = Counter()
-        """Reasons of messages that were refused or that the policy failed at."""
+        self.rows = 0  # sum of the batch sizes
+        self.refused: Counter[str] = Counter()  # by reason
         self._infer_ms: deque[float] = deque(maxlen=KEPT)
         self._total_ms: deque[float] = deque(maxlen=KEPT)
 
@@ -32,7 +30,7 @@ class AnswerCounts:
         self._total_ms.append(total_ms)
 
     def refuse(self, reason: str) -> bool:
-        """Count a refusal; returns whether to log it: the first of each kind, and no endless number of kinds."""
+        """Count a refusal; returns whether to log it: the first of each kind, with a limit on kinds."""
         kind = reason if reason in self.refused or len(self.refused) < MOST_REASONS else "further reasons"
         self.refused[kind] += 1
         return self.refused[kind] == 1

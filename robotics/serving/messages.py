@@ -1,8 +1,8 @@
 """Messages as openpi's client packs them: dictionaries in msgpack, arrays as bytes with their dtype and shape.
 
 An array is {b"__ndarray__": True, b"data": its bytes in row-major order, b"dtype": "<f4", b"shape": [K, D]}, a NumPy
-number {b"__npgeneric__": True, b"data": a number, b"dtype": "<f4"}. Booleans, integers and floats are read, nothing
-that would need pickle.
+number {b"__npgeneric__": True, b"data": a number, b"dtype": "<f4"}. Only booleans, integers and floats are read, never
+a pickle.
 
 Source: openpi-client 0.1.2, the format of its `msgpack_numpy`; it comes from lebedov/msgpack-numpy.
 """
@@ -28,7 +28,7 @@ ARRAY, NUMBER = b"__ndarray__", b"__npgeneric__"
 
 
 class BadMessageError(UserError):
-    """A message that cannot be answered; says what was sent and what is expected."""
+    """A message that cannot be answered."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def unpack(data: bytes | str) -> dict[str, Any]:
 
 
 def describe_value(value: Any) -> str:
-    """What a message holds in an entry, in a few words."""
+    """A message's entry in a few words."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {value.shape}"
     if isinstance(value, Unreadable):

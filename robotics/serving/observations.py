@@ -1,7 +1,7 @@
-"""From a robot's message to the inputs of a policy, and what such a message has to hold.
+"""Conversion of a robot's message to the inputs of a policy, with checks.
 
-Shapes: H x W pixels, S state entries, V further cameras, n observations in a row: 1, or a policy's past and the present
-one, the oldest first.
+Shapes: H x W pixels, S state entries, V further cameras, n observations: 1, or a policy's past and the present one, the
+oldest first.
 """
 
 from __future__ import annotations
@@ -25,18 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ObservationFormat:
-    """What a policy reads of a message."""
+    """Entries of a message that a policy reads."""
 
-    image_size: tuple[int | None, int | None] | None
-    """(H, W) of the image, None for any number of pixels; None for a policy that gets no image."""
-    state_size: int | None
-    """S; None for a policy that gets no state."""
-    config: ServeConfig
-    """Names of the entries and the usual instruction."""
-    views: int = 0
-    """V, further cameras; their entries are the first of `config.view_keys`."""
-    past: int = 0
-    """P, observations before the present one that the policy takes; a robot that sends them sends P + 1 in a row."""
+    image_size: tuple[int | None, int | None] | None  # (H, W), None in it for any; None without images
+    state_size: int | None  # S; None without a state
+    config: ServeConfig  # names of the entries, and the default instruction
+    views: int = 0  # V; their entries are the first of `config.view_keys`
+    past: int = 0  # P observations before the present one; a robot sends P + 1 of them, or one
 
     def __post_init__(self) -> None:
         if self.views > len(self.config.view_keys):
@@ -64,13 +59,13 @@ class ObservationFormat:
         return PolicyInputs(instructions=(prompt,), **present, **past)
 
     def unused(self, message: Mapping[str, Any]) -> list[str]:
-        """Entries that the policy does not read."""
+        """Entries that are not read."""
         return sorted(set(message) - set(self.describe()))
 
     def describe(self) -> dict[str, Any]:
-        """Entries that are read, with dtype and shape; None in a shape stands for any number.
+        """Entries that are read, with dtype and shape, None in it for any number.
 
-        With `n_obs_steps`, as many may stand in a row, along an axis before those of the shape.
+        With `n_obs_steps`, as many may be stacked along an axis before those of the shape.
         """
         image, state = {}, {}
         if self.image_size is not None:
@@ -80,7 +75,7 @@ class ObservationFormat:
         return {**image, **state, self.config.prompt_key: {"dtype": "text", "default": self.config.prompt or None}}
 
     def example(self) -> PolicyInputs:
-        """Inputs of zeros, the past included, with 64 pixels where any number will do."""
+        """Inputs of zeros with a past, and 64 pixels where any number will do."""
         image = np.zeros([pixels or 64 for pixels in self.image_size or (0, 0)] + [3], np.uint8)
         zeros = dict.fromkeys((self.config.image_key, *self._view_keys), image)
         zeros |= {self.config.state_key: np.zeros(self.state_size or 0, np.float32)}
@@ -97,11 +92,11 @@ class ObservationFormat:
         if self.image_size is None:
             return None
         shape = ", ".join("any" if pixels is None else str(pixels) for pixels in self.image_size) + ", 3"
-        expected = f"uint8 ({shape}){self._or_in_a_row(shape)}, RGB"
+        expected = f"uint8 ({shape}){self._or_stacked(shape)}, RGB"
         value = self._entry(message, key, expected, problems)
         if value is None:
             return None
-        rows = self._in_a_row(value, 3)
+        rows = self._stacked(value, 3)
         if rows is not None and rows.dtype == np.uint8 and rows.shape[3] == 3 and min(rows.shape) > 0:
             height, width = self.image_size
             if height in (None, rows.shape[1]) and width in (None, rows.shape[2]):
@@ -125,19 +120,19 @@ class ObservationFormat:
     def _state(self, message: Mapping[str, Any], problems: list[str]) -> NDArray[np.float32] | None:
         if self.state_size is None:
             return None
-        key, expected = self.config.state_key, f"float32 ({self.state_size},){self._or_in_a_row(str(self.state_size))}"
+        key, expected = self.config.state_key, f"float32 ({self.state_size},){self._or_stacked(str(self.state_size))}"
         value = self._entry(message, key, expected, problems)
         if value is None:
             return None
-        rows = self._in_a_row(value, 1)
+        rows = self._stacked(value, 1)
         if rows is None or rows.shape[1] != self.state_size or rows.dtype.kind not in "iuf":
             problems.append(f"{key} is {describe_value(value)}; expected {expected}")
             return None
         with np.errstate(over="ignore"):
             state = rows.astype(np.float32)
         if not np.isfinite(state).all():
-            places = sorted({int(entry) for entry in np.argwhere(~np.isfinite(state))[:, 1]})
-            problems.append(f"{key} is not finite in the entries {places[:10]}; expected finite float32 numbers")
+            entries = sorted({int(entry) for entry in np.argwhere(~np.isfinite(state))[:, 1]})
+            problems.append(f"{key} is not finite in the entries {entries[:10]}; expected finite float32 numbers")
         return state
 
     def _prompt(self, message: Mapping[str, Any], problems: list[str]) -> str:
@@ -151,13 +146,13 @@ class ObservationFormat:
             problems.append(f"{key} is {describe_value(value)}; expected a text")
         return str(value)
 
-    def _in_a_row(self, value: NDArray[Any], axes: int) -> NDArray[Any] | None:
-        """An entry of `axes` axes as observations in a row (n, ...); None where it is neither one nor P + 1 of them."""
+    def _stacked(self, value: NDArray[Any], axes: int) -> NDArray[Any] | None:
+        """An entry of `axes` axes as observations (n, ...); None where it is neither one nor P + 1 of them."""
         if value.ndim == axes:
             return value[None]
         return value if self.past and value.ndim == axes + 1 and len(value) == self.past + 1 else None
 
-    def _or_in_a_row(self, shape: str) -> str:
+    def _or_stacked(self, shape: str) -> str:
         return f" or ({self.past + 1}, {shape}), the oldest first" if self.past else ""
 
     def _kind(self, dtype: str, *shape: int | None) -> dict[str, Any]:
@@ -178,5 +173,5 @@ class ObservationFormat:
 
 
 def _before(rows: torch.Tensor | None) -> torch.Tensor | None:
-    """The past (1, P, ...) of observations in a row (n, ...); None without one."""
+    """The past (1, P, ...) of stacked observations (n, ...); None without one."""
     return None if rows is None or len(rows) == 1 else rows[:-1][None]

@@ -1,4 +1,4 @@
-"""The policy of a run, a checkpoint or an exported folder, ready to answer robots."""
+"""The policy of a run, a checkpoint or an exported folder, ready for serving."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class ServedPolicy:
     """A policy and what its answers depend on."""
 
     policy: ActionPolicy
-    """On the device that it runs on, in evaluation mode."""
+    """On its device, in evaluation mode."""
     format: ObservationFormat
-    """What it reads of a message."""
+    """Entries of a message that it reads."""
     config: ServeConfig
-    """How it chooses actions."""
+    """Choice of actions."""
     scale: ActionStatistics | None = None
-    """Statistics that convert its actions to the units of the data that it was cloned from; None = they need none."""
+    """Statistics that convert its actions to the units of the data that it was cloned from; None = no conversion."""
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Where it comes from and what it was trained with, for the metadata."""
+    """Source and training settings, for the metadata."""
     autocast: Callable[[], Any] = torch.no_grad
-    """Context in which it runs, with the numerical precision of its run."""
+    """Context in which it runs, with the precision of its run."""
 
     def unknown_words(self, instruction: str) -> list[str]:
-        """Words of an instruction that a policy with a vocabulary of its own has not learned."""
+        """Words of an instruction that a policy with its own vocabulary has not learned."""
         vocabulary = getattr(self.policy, "vocabulary", None)
         found = vocabulary.unknown_words(instruction) if isinstance(vocabulary, Vocabulary) else []
         return list(dict.fromkeys(found))
@@ -73,9 +73,6 @@ class ServedPolicy:
             image_size: (H, W) of its images, None in it for any number; None without images.
             state_size: entries of its state; None without a state.
             views: further cameras; as many as the policy sees when None.
-
-        Raises:
-            UserError: `config.view_keys` has too few entries for them.
         """
         scale = "none" if policy.statistics is None else "bounds_q99"
         cameras = (policy.views or 0) if views is None else views
@@ -84,15 +81,12 @@ class ServedPolicy:
 
 
 def open_served_policy(folder: Path, config: ServeConfig, step: int | None = None) -> ServedPolicy:
-    """Open a policy.
+    """Open a policy on the GPU where there is one.
 
     Args:
         folder: of a run, of which the best (else newest) checkpoint is taken, or of a saved or exported policy.
         config: options.
         step: take the run's checkpoint of this step.
-
-    Returns:
-        The policy, on the GPU where there is one.
 
     Raises:
         UserError: the folder holds no robot policy, or no such checkpoint.
@@ -101,23 +95,22 @@ def open_served_policy(folder: Path, config: ServeConfig, step: int | None = Non
         return _of_run(folder, config, step)
     if step is not None:
         raise UserError(f"--step is {step}, but {folder} is not a run folder: it holds no config.yaml")
+    is_export = (folder / ABOUT_FILE).is_file()
     if is_saved_policy(folder):
         policy = open_policy(folder)
         served = ServedPolicy.from_policy(policy, config, *_inputs(policy, ANY_SIZE))
-        exported = read_json_object(folder / ABOUT_FILE) if _is_export(folder) else {}
+        exported = read_json_object(folder / ABOUT_FILE) if is_export else {}
         about: dict[str, Any] = {"source": str(folder)}
         about |= {name: exported[name] for name in ("recipe", "step") if name in exported}
         return _placed(served, make_accelerator(), about)
-    also = (
-        f"; the module of your own that {ABOUT_FILE} names is served from its run folder" if _is_export(folder) else ""
-    )
+    also = f"; the module of your own that {ABOUT_FILE} names is served from its run folder" if is_export else ""
     raise UserError(f"{folder} is neither a run folder (config.yaml) nor a robot policy (policy.json){also}")
 
 
 def _of_run(run_dir: Path, config: ServeConfig, step: int | None) -> ServedPolicy:
     entry, run = load_run(run_dir / "config.yaml")
     if not isinstance(run, RobotConfig):
-        kinds = ", ".join(row.name for row in RECIPES.values() if _trains_robots(row))
+        kinds = ", ".join(row.name for row in RECIPES.values() if row.module.startswith("robotics.vla."))
         raise UserError(f"{run_dir} is a run of the recipe {entry.name}; policies can be served of: {kinds}")
     checkpoint = chosen_checkpoint(run_dir, step)
     model = checkpoint / "model"
@@ -140,7 +133,7 @@ def _of_run(run_dir: Path, config: ServeConfig, step: int | None) -> ServedPolic
 
 
 def _users_policy(run: RobotConfig, model: Path) -> tuple[ActionPolicy, ImageSize, int | None]:
-    """A module of the user's own, whose sizes are those of the run's simulator."""
+    """A user's own module, whose sizes are those of the run's simulator."""
     if ":" not in run.model.kind:
         raise UserError(
             f"{model} holds the weights of a module of your own, but the run's model.kind is '{run.model.kind}' and "
@@ -155,7 +148,7 @@ def _users_policy(run: RobotConfig, model: Path) -> tuple[ActionPolicy, ImageSiz
 
 
 def _inputs(policy: ActionPolicy, image_size: ImageSize) -> tuple[ImageSize, int | None]:
-    """Sizes of what a saved policy reads; those of images are given where it takes any."""
+    """Image and state sizes that a saved policy reads; the given image size where it takes any."""
     config = getattr(policy, "config", None)
     config = getattr(config, "encoder", config)
     return getattr(config, "image_size", image_size), getattr(config, "state_size", None)
@@ -164,11 +157,3 @@ def _inputs(policy: ActionPolicy, image_size: ImageSize) -> tuple[ImageSize, int
 def _placed(served: ServedPolicy, accelerator: Accelerator, about: dict[str, Any]) -> ServedPolicy:
     served.policy.to(accelerator.device)
     return dataclasses.replace(served, about=about, autocast=accelerator.autocast)
-
-
-def _is_export(folder: Path) -> bool:
-    return (folder / ABOUT_FILE).is_file()
-
-
-def _trains_robots(row: Any) -> bool:
-    return row.module.startswith("robotics.vla.")

@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 class Chunk:
     """A policy's answer to one observation."""
 
-    actions: NDArray[np.float32]
-    """(K, D)."""
-    infer_ms: float
-    """Duration of the call of the policy."""
-    batch_size: int
-    """Observations that it answered."""
+    actions: NDArray[np.float32]  # (K, D)
+    infer_ms: float  # duration of the call of the policy
+    batch_size: int  # observations that it answered
 
 
 @dataclass(frozen=True, eq=False)  # tensors cannot be compared by ==
@@ -41,7 +38,7 @@ class _Request:
 
     @property
     def shapes(self) -> list[torch.Size | None]:
-        """Of the parts of the inputs; requests with the same ones can be answered at once."""
+        """Shapes of the inputs; requests with equal ones can be batched."""
         parts = (getattr(self.inputs, name) for name in INPUT_SHAPES)
         return [None if part is None else part.shape for part in parts]
 
@@ -53,7 +50,7 @@ class PolicyQueue:
         robot 2  ──▶┤ waiting ──▶ the policy's thread: up to max_batch at once ──▶ answers
         robot 3  ──▶┘
 
-    Nothing waits for others to come: a call takes what came in during the one before.
+    A call takes what arrived during the one before; it does not wait for more.
     """
 
     def __init__(self, served: ServedPolicy) -> None:
@@ -88,7 +85,7 @@ class PolicyQueue:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _next_batch(self) -> list[_Request]:
-        """Take the oldest request and those that can be answered with it."""
+        """Take the oldest request and those that can be batched with it."""
         first = self._waiting[0]
         alike = [request for request in self._waiting if request.shapes == first.shapes]
         batch = alike[: self._served.config.max_batch]
@@ -99,7 +96,7 @@ class PolicyQueue:
         return batch
 
     def _answers(self, batch: list[_Request]) -> list[Chunk | Exception]:
-        """A chunk or an exception for each; where the policy raises, each is asked for alone to find the culprit."""
+        """A chunk or an exception for each; where the policy raises, each is asked alone to find the culprit."""
         try:
             inputs = PolicyInputs.concat([request.inputs for request in batch])
             return list(choose_chunks(self._served, inputs, _joint_generator(batch)))
@@ -110,7 +107,7 @@ class PolicyQueue:
 
 
 def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.Generator) -> list[Chunk]:
-    """Ask the policy once."""
+    """Call the policy once."""
     policy, temperature = served.policy, served.config.temperature
     began = time.perf_counter()
     with torch.no_grad(), served.autocast():
@@ -125,7 +122,7 @@ def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.G
 
 
 def _joint_generator(batch: list[_Request]) -> torch.Generator:
-    """The robot's own where it is alone, else one that is seeded by a draw from each."""
+    """The robot's own generator where it is alone, else one seeded by a draw from each."""
     if len(batch) == 1:
         return batch[0].generator
     seeds = [int(torch.randint(2**62, (), generator=request.generator)) for request in batch]

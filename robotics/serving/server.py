@@ -1,12 +1,12 @@
 """The websocket server: metadata to each robot that connects, then an answer to each of its observations.
 
-What is sent and received is that of openpi's server, so that `openpi_client.WebsocketClientPolicy` can talk to it: the
-first message to a robot is the metadata; each message from it is an observation, each answer a dictionary with
-`actions` (K, D) float32, `server_timing` and `policy_timing`; a text in place of an answer is an error. `GET /healthz`
-answers 200.
+The messages are those of openpi's server, so that `openpi_client.WebsocketClientPolicy` works with it: the first
+message to a robot is the metadata; each message from it is an observation, each answer a dictionary with `actions`
+(K, D) float32, `server_timing` and `policy_timing`; a text instead of an answer is an error. `GET /healthz` answers
+200.
 
-Differences: an error does not end the connection, the next message is answered; {"endpoint": "reset"} starts the
-robot's random numbers again.
+Differences: an error does not end the connection, the next message is answered; {"endpoint": "reset"} restarts the
+robot's random numbers.
 
 Source: openpi-client 0.1.2; Physical-Intelligence/openpi src/openpi/serving/websocket_policy_server.py.
 """
@@ -44,7 +44,7 @@ FORMAT = 1
 """Version of the metadata and of the entries of answers; grows when one changes its meaning."""
 CLOSE_TIMEOUT_S = 2.0
 ENDS = {1000: "left", 1001: "was sent away", 1006: "left without closing"}
-"""What a close code says; openpi's client never closes, its program just ends."""
+"""By close code; openpi's client never closes, its program just ends."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PACKAGES = ("websockets", "msgpack")
 """Of the extra `serve`."""
@@ -80,7 +80,7 @@ class PolicyServer:
         self._metadata = pack(self._describe(_try_policy(served)))
 
     def run(self) -> None:
-        """Answer until Ctrl-C, SIGTERM or SIGHUP, of which none that the process ignores counts.
+        """Answer until Ctrl-C, SIGTERM or SIGHUP, unless the process ignores them.
 
         Raises:
             RunStopped: one of them ended it.
@@ -89,7 +89,7 @@ class PolicyServer:
         found: list[int] = []
 
         def stop(signum: int) -> None:
-            if found:  # a policy may not come back
+            if found:  # a policy may not return
                 os._exit(128 + signum)
             found.append(signum)
             self.stop()
@@ -109,18 +109,14 @@ class PolicyServer:
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def serve(self, started: Callable[[], object] = lambda: None) -> None:
-        """Answer until `stop` is called.
-
-        Args:
-            started: called when the server listens and `port` is its own.
-
-        Raises:
-            UserError: the address is taken or not of this machine.
-        """
+        """Answer until `stop` is called; `started` is called when the server listens and `port` is its own."""
         self._loop, self._stopping, self._queue = asyncio.get_running_loop(), asyncio.Event(), PolicyQueue(self._served)
         async with await self._listen() as server:
             self.port = next(iter(server.sockets)).getsockname()[1]
-            self._log_start()
+            versions = ", ".join(f"{name} {_version(name)}" for name in ("mmrl-suite", *PACKAGES))
+            LOGGER.info("%s; protocol of %s, format %d", versions, PROTOCOL, FORMAT)
+            place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+            LOGGER.info("serving at ws://%s, health at http://%s/healthz; Ctrl-C ends", place, place)
             started()
             tasks = [asyncio.create_task(self._queue.run()), asyncio.create_task(self._log_regularly())]
             await self._stopping.wait()
@@ -152,14 +148,16 @@ class PolicyServer:
             raise UserError(f"cannot listen at {self.host}, port {self.port}: {way}") from error
 
     async def _talk(self, connection: ServerConnection) -> None:
-        """Everything between a robot's coming and going."""
+        """Serve one connection."""
         from websockets.exceptions import ConnectionClosed
 
         self.robots += 1
         robot = _Robot(self.robots, self._served.config.seed)
         self._present.add(robot.number)
         agent = connection.request.headers.get("User-Agent", "unknown client") if connection.request else "unknown"
-        LOGGER.info("%s connected from %s (%s)", robot, _address(connection), agent[:80])
+        address = connection.remote_address
+        source = f"{address[0]}:{address[1]}" if address else "an unknown address"
+        LOGGER.info("%s connected from %s (%s)", robot, source, agent[:80])
         try:
             with contextlib.suppress(ConnectionClosed):
                 await connection.send(self._metadata)
@@ -167,7 +165,9 @@ class PolicyServer:
                     await self._answer(robot, connection, data)
         finally:
             self._present.discard(robot.number)
-            LOGGER.info("%s %s: %s", robot, _how_it_ended(connection), robot.counts.summary())
+            code, reason = connection.close_code, connection.close_reason
+            end = ENDS.get(code or 0) or f"was lost (code {code}{f', {reason}' if reason else ''})"
+            LOGGER.info("%s %s: %s", robot, end, robot.counts.summary())
 
     async def _answer(self, robot: _Robot, connection: ServerConnection, data: bytes | str) -> None:
         began = time.perf_counter()
@@ -191,7 +191,7 @@ class PolicyServer:
                 counts.add(chunk.infer_ms, robot.previous_ms, chunk.batch_size)
 
     def _refuse(self, robot: _Robot, error: Exception) -> str:
-        """Count and log an error, with a traceback where it is none of the suite's; returns what the robot is told."""
+        """Count and log an error, with a traceback if it is unexpected; returns what the robot is told."""
         expected = isinstance(error, UserError | RunError)
         what = "message refused" if isinstance(error, BadMessageError) else "the policy gave no answer"
         reason = " ".join(str(error).split())
@@ -204,7 +204,7 @@ class PolicyServer:
         return text
 
     def _note_unread(self, robot: _Robot, message: dict[str, Any], prompt: str) -> None:
-        """Log once what the policy does not see of a robot's messages."""
+        """Log once which parts of a robot's messages the policy does not use."""
         if robot.prompt is None:
             unused = self._served.format.unused(message)
             if unused:
@@ -222,14 +222,6 @@ class PolicyServer:
             if self.counts.answers + self.counts.refused.total() > seen:
                 seen = self.counts.answers + self.counts.refused.total()
                 LOGGER.info("%d robots now, %d so far: %s", len(self._present), self.robots, self.counts.summary())
-
-    def _log_start(self) -> None:
-        versions = ", ".join(f"{name} {_version(name)}" for name in ("mmrl-suite", *PACKAGES))
-        LOGGER.info("%s; protocol of %s, format %d", versions, PROTOCOL, FORMAT)
-        place = f"[{self.host}]" if ":" in self.host else self.host
-        LOGGER.info(
-            "serving at ws://%s:%d, health at http://%s:%d/healthz; Ctrl-C ends", place, self.port, place, self.port
-        )
 
     def _describe(self, chunk: Chunk) -> dict[str, Any]:
         """The metadata."""
@@ -249,19 +241,17 @@ class PolicyServer:
 
 
 class _Robot:
-    """A connection."""
+    """A connection, with random numbers that do not depend on other robots."""
 
     def __init__(self, number: int, seed: int) -> None:
         self.number, self._seed = number, seed
         self.counts = AnswerCounts()
-        self.previous_ms: float | None = None
-        """Duration of the answer before."""
-        self.prompt: str | None = None
-        """The last instruction."""
+        self.previous_ms: float | None = None  # duration of the answer before
+        self.prompt: str | None = None  # the last instruction
         self.reset()
 
     def reset(self) -> None:
-        """Begin its random numbers anew; they do not depend on other robots."""
+        """Restart its random numbers."""
         self.generator = make_generator(self._seed, "serve")
 
     def __str__(self) -> str:
@@ -269,7 +259,7 @@ class _Robot:
 
 
 def _try_policy(served: ServedPolicy) -> Chunk:
-    """Ask once with an observation of zeros: a policy that cannot answer is refused, and later calls are quick."""
+    """Ask once with an observation of zeros: refuses a policy that cannot answer, and warms up the others."""
     try:
         return choose_chunks(served, served.format.example(), make_generator(served.config.seed, "serve"))[0]
     except UserError as error:
@@ -295,16 +285,6 @@ def _as_answer(chunk: Chunk, previous_ms: float | None, began: float) -> dict[st
 
 def _answer_health_check(connection: ServerConnection, request: Request) -> Response | None:
     return connection.respond(http.HTTPStatus.OK, "OK\n") if request.path == "/healthz" else None
-
-
-def _address(connection: ServerConnection) -> str:
-    address = connection.remote_address
-    return f"{address[0]}:{address[1]}" if address else "an unknown address"
-
-
-def _how_it_ended(connection: ServerConnection) -> str:
-    code, reason = connection.close_code, connection.close_reason
-    return ENDS.get(code or 0) or f"was lost (code {code}{f', {reason}' if reason else ''})"
 
 
 def _version(package: str) -> str:

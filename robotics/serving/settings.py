@@ -18,14 +18,14 @@ class ServeConfig:
     max_batch: int = bounded(8, at_least=1)
     """Observations that the policy answers at once where so many wait; 1 = one after the other."""
     image_key: str = "observation/image"
-    """Entry of a message that holds the camera image. Nested entries are joined with `/`."""
+    """Entry of a message with the camera image. Nested entries are joined with `/`."""
     view_keys: list[str] = field(default_factory=lambda: ["observation/wrist_image"])
-    """Entries that hold the images of further cameras, in the order in which the policy sees them; those that it does
-    not see are not read."""
+    """Entries with the images of further cameras, in the order in which the policy sees them; extra ones are not
+    read."""
     state_key: str = "observation/state"
-    """Entry that holds the robot's state."""
+    """Entry with the robot's state."""
     prompt_key: str = "prompt"
-    """Entry that holds the instruction."""
+    """Entry with the instruction."""
     prompt: str = ""
     """Instruction for messages without one; empty = they are refused."""
     log_every_s: float = bounded(60.0, above=0)

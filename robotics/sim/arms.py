@@ -1,8 +1,8 @@
-"""The robot arms that come with the package: where their models lie, how they start, and their kinematics.
+"""Robot arms that come with the package: model files, home poses and kinematics.
 
 Both are MJCF with primitives; kinematics, masses and gains are those of the real arms (sources in the files). The site
-`grip` lies between the fingertips. Its frame has z along the fingers and y along the line on which they close; at home
-z points down at the table and x away from the base.
+`grip` is between the fingertips, z along the fingers and y along the line on which they close; at home z points down at
+the table and x away from the base.
 """
 
 from __future__ import annotations
@@ -25,26 +25,17 @@ ASSETS = Path(__file__).parent / "assets"
 
 @dataclass(frozen=True)
 class ArmModel:
-    """An arm with a two-finger gripper; its base stands at the origin of the scene."""
+    """An arm with a two-finger gripper, its base at the origin of the scene."""
 
     name: str
-    """Key in `ARMS`."""
-    file: str
-    """MJCF file in the folder of assets."""
-    joints: tuple[str, ...]
-    """Hinge joints from the base to the hand; an actuator of the same name takes a target angle in radians."""
-    home_rad: tuple[float, ...]
-    """Angles at the start of an episode: the grip about 20 cm above the middle of the table, pointing down."""
-    licence: str
-    """Where the numbers come from and under which licence."""
-    fingers: tuple[str, str] = ("left_finger", "right_finger")
-    """Slide joints, metres from the closed position each."""
-    gripper: str = "gripper"
-    """Actuator that takes the target of one finger in metres."""
+    file: str  # MJCF in the folder of assets, or an absolute path
+    joints: tuple[str, ...]  # hinges from base to hand; an actuator of the same name takes a target angle in rad
+    home_rad: tuple[float, ...]  # at the start of an episode
+    licence: str  # source of the numbers and its licence
+    fingers: tuple[str, str] = ("left_finger", "right_finger")  # slide joints, metres from the closed position each
+    gripper: str = "gripper"  # actuator that takes the target of one finger in metres
     grip_site: str = "grip"
-    """Site between the fingertips."""
-    opening_m: float = 0.04
-    """Way of one finger from closed to open."""
+    opening_m: float = 0.04  # travel of one finger
 
     @property
     def path(self) -> Path:
@@ -69,7 +60,7 @@ class ArmModel:
 
 
 class ForwardKinematics:
-    """Where grip and joint axes are, for many sets of angles at once; knows nothing of masses or contacts."""
+    """Pose and Jacobian of the grip for many sets of angles at once."""
 
     def __init__(self, model: mujoco.MjModel, arm: ArmModel) -> None:
         joints = [int(model.joint(name).id) for name in arm.joints]
@@ -87,21 +78,16 @@ class ForwardKinematics:
         self._links, self._sines, self._cosines = links, links @ cross, links @ cross @ cross
 
     def __call__(self, joint_rad: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Pose of the grip and how it changes with the angles.
+        """(R, 4, 4) T_world_grip at angles (R, J) in rad, and its Jacobian (R, 6, J).
 
-        Args:
-            joint_rad: (R, J) angles.
-
-        Returns:
-            (R, 4, 4) T_world_grip, and the Jacobian (R, 6, J): the velocity of the grip's origin (m/s) in the first
-            three rows and its angular velocity (rad/s) in the last, both in world axes, by joint velocity.
+        Rows of the Jacobian: velocity of the grip's origin (m/s), then angular velocity (rad/s), in world axes.
         """
         sine, cosine = np.sin(joint_rad)[..., None, None], np.cos(joint_rad)[..., None, None]
         poses = self._links + sine * self._sines + (1.0 - cosine) * self._cosines
         for joint in range(1, joint_rad.shape[1]):
             poses[:, joint] = poses[:, joint - 1] @ poses[:, joint]
         grip = poses[:, -1] @ self._tool
-        # An axis is not moved by the turn about it, so the pose after the turn gives it as well.
+        # A joint's axis is not moved by the turn about it, so the pose after the turn gives it as well.
         ax, ay, az = (poses[..., :3, :3] @ self._axes)[..., 0].transpose(2, 0, 1)
         x, y, z = (grip[:, None, :3, 3] - poses[..., :3, 3]).transpose(2, 0, 1)
         jacobian = np.stack([ay * z - az * y, az * x - ax * z, ax * y - ay * x, ax, ay, az], axis=1)

@@ -1,7 +1,7 @@
 """Choice of the OpenGL renderer: each is tried in a process of its own, because a broken driver may crash it.
 
-MuJoCo reads `MUJOCO_GL` when it is imported and takes a window library when it is not set, which fails on a machine
-without a screen. Here the contexts are opened directly, so the choice may also be made after the import.
+MuJoCo reads `MUJOCO_GL` when it is imported and takes a window library when it is unset, which fails on a machine
+without a screen. Here contexts are opened directly, so the choice may also be made after the import.
 """
 
 from __future__ import annotations
@@ -37,14 +37,10 @@ def find_backend(preferred: str | None = None) -> Backend | None:
     """Choose a renderer and set `MUJOCO_GL` to it, for child processes and for mujoco's own renderer.
 
     Args:
-        preferred: the only one to try; that of `MUJOCO_GL` when None, and where neither is set those that this
-            system can have, EGL before OSMesa.
+        preferred: the only one to try; that of `MUJOCO_GL` when None, else all of this system, EGL before OSMesa.
 
     Returns:
         The first that rendered an image in a process of its own; None if none did or `MUJOCO_GL` is off.
-
-    Raises:
-        UserError: there is no backend of the preferred name.
     """
     for name in _candidates(preferred):
         backend, _ = probe_backend(name)
@@ -55,17 +51,7 @@ def find_backend(preferred: str | None = None) -> Backend | None:
 
 
 def require_backend(preferred: str | None = None) -> Backend:
-    """Choose a renderer, or list what was tried.
-
-    Args:
-        preferred: as in `find_backend`.
-
-    Returns:
-        What `find_backend` found.
-
-    Raises:
-        UserError: nothing works; the message lists each attempt and the packages that help.
-    """
+    """Choose a renderer as `find_backend` does; raises UserError with each attempt and the packages that help."""
     backend = find_backend(preferred)
     if backend is not None:
         return backend
@@ -81,15 +67,12 @@ def require_backend(preferred: str | None = None) -> Backend:
 
 
 PROBED = "MMRL_PROBED_RENDERER"
-"""Environment variable in which a parent process tells its children what it has found, as name|device."""
+"""Environment variable with a parent process's result, as name|device."""
 
 
 @functools.cache
 def probe_backend(name: str) -> tuple[Backend | None, str]:
-    """Render a small image in a process of its own; each name is tried once.
-
-    A process whose parent has done so finds the result in the variable MMRL_PROBED_RENDERER.
-    """
+    """Render a small image in a process of its own, once for each name; children take the result from `PROBED`."""
     probed, _, device = os.environ.get(PROBED, "").partition("|")
     if probed == name:
         return Backend(name, device), ""
@@ -115,13 +98,7 @@ def probe_backend(name: str) -> tuple[Backend | None, str]:
 
 
 def open_context(name: str, width: int, height: int) -> Any:
-    """Open an off-screen OpenGL context; it belongs to the calling thread.
-
-    Args:
-        name: name of a backend that was probed.
-        width: pixels.
-        height: pixels.
-    """
+    """Open an off-screen OpenGL context of a probed renderer, in pixels; it belongs to the calling thread."""
     _check_name(name)
     return importlib.import_module(CONTEXT_MODULES[name]).GLContext(width, height)
 

@@ -2,13 +2,13 @@
 
 The actions of a chunk are first turned into joint targets, which do not depend on the physics; then the physics of the
 whole chunk runs in one call a row (`ImageRollout`), and only images that a policy or a video needs are rendered. Rows
-may have different tasks. Their trajectories are those of `TabletopEnv` with the same layouts and actions, bit for bit.
+may have different tasks. Trajectories equal those of `TabletopEnv` with the same layouts and actions, bit for bit.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +21,7 @@ from robotics.sim.arms import find_arm
 from robotics.sim.backends import Backend, probe_backend, require_backend
 from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
-from robotics.sim.films import FilmRenderer
+from robotics.sim.films import VideoRenderer, video_size
 from robotics.sim.object_poses import object_poses
 from robotics.sim.randomization import RandomizationConfig
 from robotics.sim.recent import RecentObservations
@@ -34,9 +34,8 @@ from robotics.sim.variant import ActionDelay, SceneVariant
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    from robotics.sim.scene_results import Chunk, Look, Observation
-    from robotics.sim.variations import Draws
-    from robotics.sim.warp_physics import WarpPhysics
+    from robotics.sim.opening import SimConfig
+    from robotics.sim.scene_results import Chunk, Observation
 
 STATES = {"full": STATE_SIZE, "proprio": PROPRIO_SIZE}
 LOOKS = ("policy", "film")
@@ -54,8 +53,7 @@ class BatchSettings:
     views: tuple[str, ...] = ()
     """Further cameras, whose images are observed beside the camera's, in this order."""
     look: str = choice("policy", LOOKS)
-    """policy: images are those of the camera; film: for people, see `robotics.sim.films`, which takes some 50 times as
-    long."""
+    """policy: images are those of the camera; film: for people (`robotics.sim.films`), some 50 times slower."""
     state: str = choice("full", STATES)
     """full, with the poses of the pieces, or proprio, the robot's own state."""
     reward: str = "sparse"
@@ -72,9 +70,9 @@ class BatchSettings:
     """Warp's device, such as cuda:0; a GPU where there is one when None."""
 
     def validate(self) -> None:
-        """Refuse a device without a choice of it, and further cameras that nobody draws; raises UserError."""
+        """Refuse a device without a choice of it, and further cameras that are not drawn; raises UserError."""
         if self.views and (self.image_size is None or self.look == "film"):
-            why = "image_size is None" if self.image_size is None else "films are drawn by a camera of their own"
+            why = "image_size is None" if self.image_size is None else "videos are drawn by a camera of their own"
             raise UserError(f"views has {', '.join(self.views)}, but {why}; leave it empty")
         if self.device is not None and self.physics != "warp":
             raise UserError(f"device is {self.device!r} with physics {self.physics}; only warp has a choice of devices")
@@ -82,7 +80,7 @@ class BatchSettings:
 
 @dataclass
 class _Group:
-    """Rows of one task and split; its scenes are numbered from 0."""
+    """Rows of one task and split; scenes are numbered from 0 within it."""
 
     scene: TabletopScene
     rollout: ImageRollout
@@ -93,14 +91,14 @@ class TabletopBatch:
     """Runs episodes of the tabletop tasks; implements `RobotSim`.
 
     The state has 22 entries, see `SceneSensors.state`, or with `state="proprio"` its first 10. Noise and delays of a
-    domain randomisation are in what is observed; `full_state`, rewards, `object_poses` and recorded frames are exact.
+    domain randomisation are in observations; `full_state`, rewards, `object_poses` and recorded frames are exact.
 
     Args:
         tasks: keys of `TASKS` that episodes may name.
         arm: key in `ARMS`.
         settings: observation, reward, horizon and control.
         workers: threads; the usable cores when None.
-        backend: name of a renderer that was probed; chosen and probed when None.
+        backend: name of a probed renderer; chosen and probed when None.
 
     Raises:
         UserError: there is no such task, arm, camera, state or reward, or no renderer.
@@ -135,12 +133,24 @@ class TabletopBatch:
         self.horizon = max(self._horizon(name) for name in self._tasks)
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._rendering = self._render_settings()
-        self._drawing = _find_drawing(backend) if self._rendering is not None else None
+        self._rendering: RenderSettings | None = None
+        self._drawing: Backend | None = None
+        if self.image_size is not None:
+            self._rendering = RenderSettings(self.image_size[1], self.image_size[0], self.settings.camera, self.views)
+            check_fields(self._rendering, "image")
+            check_cameras(next(iter(self._scenes.values())).model, (self.settings.camera, *self.views))
+            if backend is None:
+                self._drawing = require_backend()
+            else:
+                self._drawing = probe_backend(backend)[0] or Backend(backend, "unknown device")
         self._workers = workers
         self._controller = CartesianController(self.arm, self.settings.control)
         self._rollouts: dict[tuple[str, str], ImageRollout] = {}
-        self._warp = _describe_warp(self.settings)
+        self._warp: str | None = None
+        if self.settings.physics == "warp":
+            from robotics.sim.warp_physics import describe_warp
+
+            self._warp = describe_warp(self.settings.device)
         self._groups: list[_Group] = []
         self._full = np.zeros((0, STATE_SIZE), np.float32)
         self._variants: dict[int, SceneVariant] = {}
@@ -157,19 +167,7 @@ class TabletopBatch:
         return dict.fromkeys(SPLITS, LAYOUTS)
 
     def reset(self, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
-        """Begin episodes in rows 0..R-1, ending those that still run.
-
-        Args:
-            episodes: R of them, of the tasks of this simulator.
-            past: P, control steps before that observations also tell of, until the next call; images of those within a
-                chunk have to be drawn.
-
-        Returns:
-            Result of a chunk of no steps.
-
-        Raises:
-            UserError: there is no episode, or one names what does not exist.
-        """
+        """Begin episodes in rows 0..R-1, see `RobotSim.reset`; with a past of P control steps until the next reset."""
         if not episodes:
             raise UserError("no episodes to begin")
         seeds = [layout_seed(episode.split, episode.layout) for episode in episodes]
@@ -181,27 +179,16 @@ class TabletopBatch:
         self._variants, self._delays = {}, {}
         self._past, self._recent = past, {}
         self._vary(dict(enumerate(episodes)))
-        output = self._empty(self.live, 0)
-        commands = self._controller.commands(self.live)
-        for group in self._groups:
-            rows = group.rows.tolist()
-            variants = [self._variants.get(row) for row in rows]
-            observation = group.rollout.reset([seeds[row] for row in rows], variants, past)
-            self._observe(group, observation, commands[group.rows], np.ones(len(group.rows), bool), output)
-        self._begin_past(output)
-        return replace(output, drawn=self._drawn(output.rows))
+        return self._begin(self.live, dict(enumerate(seeds)), past)
 
     def restart(self, episodes: Mapping[int, EpisodeSpec]) -> ChunkResult:
-        """Begin episodes in some rows while the others go on.
+        """Begin episodes in some rows while the others continue.
 
         Args:
             episodes: by row; each of the task and split that its row had at the last `reset`.
 
         Returns:
             Result of a chunk of no steps, for these rows.
-
-        Raises:
-            UserError: there is no such row, it has another task or split, or the layout does not exist.
         """
         rows = np.array(sorted(episodes), np.int64)
         seeds = {row: layout_seed(episode.split, episode.layout) for row, episode in episodes.items()}
@@ -210,40 +197,40 @@ class TabletopBatch:
         self._controller.restart(rows)
         self._elapsed[rows] = 0
         self._vary(episodes)
+        return self._begin(rows, seeds)
+
+    def _begin(self, rows: NDArray[np.int64], seeds: Mapping[int, int], past: int | None = None) -> ChunkResult:
+        """Begin episodes in some rows: in all of them with a past given, which resets the rollouts."""
         output = self._empty(rows, 0)
         for group in self._groups:
             scenes = np.flatnonzero(np.isin(group.rows, rows))
-            if len(scenes):
-                begun = group.rows[scenes]
-                variants = [self._variants.get(row) for row in begun.tolist()]
-                observation = group.rollout.restart(scenes, [seeds[row] for row in begun], variants)
-                self._observe(group, observation, self._controller.commands(begun), np.ones(len(begun), bool), output)
-        self._begin_past(output)
-        return replace(output, drawn=self._drawn(rows))
+            if not len(scenes):
+                continue
+            begun = group.rows[scenes]
+            chosen = [seeds[row] for row in begun.tolist()]
+            variants = [self._variants.get(row) for row in begun.tolist()]
+            if past is None:
+                observation = group.rollout.restart(scenes, chosen, variants)
+            else:
+                observation = group.rollout.reset(chosen, variants, past)
+            self._observe(group, observation, self._controller.commands(begun), np.ones(len(begun), bool), output)
+        for index, row in enumerate(rows.tolist() if self._past else ()):
+            self._recent[row] = RecentObservations(self._past)
+            self._add_present(row, index, output)
+        drawn = {row: self._variants[row].drawn for row in rows.tolist() if row in self._variants}
+        return replace(output, drawn=drawn)
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
-        """Step the live rows.
-
-        Args:
-            actions: (L, K, 5) dx, dy, dz, dyaw, gripper of the live rows; values outside -1..1 are clipped.
-            record: rows of which every control step is rendered.
-
-        Returns:
-            The result; rows that ended or failed are no longer in `live`.
-
-        Raises:
-            UserError: the shape does not fit, an action is not finite, no row is live, or there are no images to
-                record.
-        """
+        """Step the live rows, see `RobotSim.step_chunk`; actions (L, K, 5) are dx, dy, dz, dyaw, gripper."""
         if not len(self.live):
             raise UserError("no row is live; reset first")
         if record and self._rendering is None:
             raise UserError("nothing can be recorded without images; give an image_size")
         moves = check_actions(actions, len(self.live))
         live = self.live
-        for place, row in enumerate(live.tolist()):
+        for index, row in enumerate(live.tolist()):
             if row in self._delays:
-                moves[place] = self._delays[row](moves[place])
+                moves[index] = self._delays[row](moves[index])
         plan = self._controller.plan(live, moves)
         output = self._empty(live, moves.shape[1])
         frames: dict[int, NDArray[np.uint8]] = {}
@@ -251,20 +238,27 @@ class TabletopBatch:
             rows = group.rows[group.rollout.live]
             if not len(rows):
                 continue
-            places = np.searchsorted(live, rows)
+            at = np.searchsorted(live, rows)
             wanted = {int(np.searchsorted(group.rows, row)) for row in record if row in rows}
-            chunk = group.rollout.step_chunk(plan.controls[places], wanted)
-            self._collect(chunk, places, output)
+            chunk = group.rollout.step_chunk(plan.controls[at], wanted)
+            output.rewards[at], output.steps[at] = chunk.rewards, chunk.steps
+            output.success[at] = output.terminated[at] = chunk.dones.any(axis=1)
+            output.truncated[at], output.failed[at] = chunk.truncated, chunk.failed
             self._elapsed[rows] += chunk.steps
-            ends = plan.commands[places, np.maximum(chunk.steps - 1, 0)]
+            ends = plan.commands[at, np.maximum(chunk.steps - 1, 0)]
             self._observe(group, chunk.observation, ends, ~chunk.failed, output)
             if self._past:
-                self._look_back(group, chunk, plan.commands[places], output)
+                self._add_chunk_past(group, chunk, plan.commands[at], output)
             frames |= {int(group.rows[scene]): recorded for scene, recorded in chunk.recorded.items()}
-        return self._finish(output, frames)
+        self.live = live[~(output.terminated | output.truncated | output.failed)]
+        broken = [int(row) for row in live[output.failed]]
+        self.counts["diverged"] += len(broken)
+        self.counts["dropped"] += len(broken)
+        reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of diverging numbers or of a full buffer")
+        return replace(output, reasons=reasons, frames=frames)
 
     def full_state(self) -> NDArray[np.float32]:
-        """Full state (L, 22) of the live rows as last observed, for scripted experts, whatever the policy observes."""
+        """Full state (L, 22) of the live rows as last observed, for scripted experts."""
         return self._full[self.live]
 
     def describe(self) -> Mapping[str, Any]:
@@ -272,17 +266,17 @@ class TabletopBatch:
         import mujoco
 
         settings = asdict(self.settings)
-        if self.settings.look == "policy":  # evaluations from before there was another one keep their fingerprint
-            del settings["look"]
-        if not self.settings.randomization.active():
-            del settings["randomization"]
-        if not self.views:
-            del settings["views"]
-        del settings["device"]
-        if self._warp is None:
-            del settings["physics"]
-        else:
+        # Entries that say nothing are left out, so that fingerprints of evaluations from before they existed hold.
+        unset = {
+            "look": self.settings.look == "policy",
+            "randomization": not self.settings.randomization.active(),
+            "views": not self.views,
+            "device": True,
+            "physics": self._warp is None,
+        }
+        if self._warp is not None:
             settings["physics"] = self._warp
+        settings = {name: value for name, value in settings.items() if not unset.get(name)}
         return {
             "simulator": "tabletop",
             "tasks": {name: self._horizon(name) for name in self._tasks},
@@ -315,14 +309,6 @@ class TabletopBatch:
     def _physics_step(self) -> float:
         return float(next(iter(self._scenes.values())).model.opt.timestep)
 
-    def _render_settings(self) -> RenderSettings | None:
-        if self.image_size is None:
-            return None
-        rendering = RenderSettings(self.image_size[1], self.image_size[0], self.settings.camera, self.views)
-        check_fields(rendering, "image")
-        check_cameras(next(iter(self._scenes.values())).model, (self.settings.camera, *self.views))
-        return rendering
-
     def _arrange(self, episodes: Sequence[EpisodeSpec]) -> list[_Group]:
         rows: dict[tuple[str, str], list[int]] = {}
         for row, episode in enumerate(episodes):
@@ -341,6 +327,13 @@ class TabletopBatch:
         if known is None or known.scenes < len(rows):
             if known is not None:
                 known.close()
+            drawing, physics, video = self._drawing.name if self._drawing else None, None, None
+            if self._warp is not None:
+                from robotics.sim.warp_physics import WarpPhysics
+
+                physics = WarpPhysics(scene.model, len(rows), PHYSICS_STEPS, self.settings.device)
+            if self.settings.look == "film" and self.image_size is not None:
+                video = partial(VideoRenderer, scene, self.image_size, drawing)
             known = self._rollouts[key] = ImageRollout(
                 scene.model,
                 scene,
@@ -349,23 +342,11 @@ class TabletopBatch:
                 substeps=PHYSICS_STEPS,
                 horizon=self._horizon(task),
                 workers=self._workers,
-                backend=self._drawing.name if self._drawing else None,
-                film=self._film(scene),
-                physics=self._physics(scene, len(rows)),
+                backend=drawing,
+                video=video,
+                physics=physics,
             )
         return _Group(scene, known, rows)
-
-    def _physics(self, scene: TabletopScene, rows: int) -> WarpPhysics | None:
-        if self._warp is None:
-            return None
-        from robotics.sim.warp_physics import WarpPhysics
-
-        return WarpPhysics(scene.model, rows, PHYSICS_STEPS, self.settings.device)
-
-    def _film(self, scene: TabletopScene) -> Callable[[], FilmRenderer] | None:
-        if self.settings.look != "film" or self.image_size is None or self._drawing is None:
-            return None
-        return partial(FilmRenderer, scene, self.image_size, self._drawing.name)
 
     def _check_restart(self, episodes: Mapping[int, EpisodeSpec]) -> None:
         kinds = {int(row): (group.scene.task.name, group.scene.split) for group in self._groups for row in group.rows}
@@ -390,22 +371,22 @@ class TabletopBatch:
         sound: NDArray[np.bool_],
         out: ChunkResult,
     ) -> None:
-        """Enter the observations of a group's scenes; failed ones stay zero."""
+        """Write the observations of a group's scenes into the result; failed rows stay zero."""
         rows = group.rows[seen.scenes[sound]]
-        places = np.searchsorted(out.rows, rows)
+        at, views = np.searchsorted(out.rows, rows), out.observation.views
         self._full[rows] = measured = group.scene.sensors.state(seen.sensordata[sound], commands[sound])
         if self._variants:
             measured = group.scene.sensors.state(seen.measured[sound], commands[sound])
-        out.observation.state[places] = measured[:, : self.state_size]
+        out.observation.state[at] = measured[:, : self.state_size]
         assert out.object_poses is not None
-        out.object_poses[places] = object_poses(group.scene, seen.qpos[sound], seen.sensordata[sound])
+        out.object_poses[at] = object_poses(group.scene, seen.qpos[sound], seen.sensordata[sound])
         if out.observation.images is not None and seen.frames is not None:
-            out.observation.images[places] = seen.frames[sound]
-        if out.observation.views is not None and seen.views is not None:
-            out.observation.views[places] = seen.views[sound]
-        for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+            out.observation.images[at] = seen.frames[sound]
+        if views is not None and seen.views is not None:
+            views[at] = seen.views[sound]
+        for row, index in zip(rows.tolist(), at.tolist(), strict=True):
             if row in self._variants:
-                self._add_noise(row, int(self._elapsed[row]), _parts(out, place))
+                self._add_noise(row, int(self._elapsed[row]), _parts(out, index))
 
     def _add_noise(self, row: int, step: int, parts: Mapping[str, NDArray[Any]]) -> None:
         """Add the noise of a control step to an observation."""
@@ -413,39 +394,29 @@ class TabletopBatch:
         parts["state"][:] = variant.noisy_state(parts["state"], step)
         if "images" in parts and self.settings.look == "policy":
             parts["images"][:] = variant.noisy_image(parts["images"], step)
-        if "views" in parts:
-            for image, name in zip(parts["views"], self.views, strict=True):
-                image[:] = variant.noisy_image(image, step, name)
+        for image, name in zip(parts.get("views", ()), self.views if "views" in parts else (), strict=True):
+            image[:] = variant.noisy_image(image, step, name)
 
-    def _begin_past(self, out: ChunkResult) -> None:
-        """Start the pasts of rows whose episodes have just begun."""
-        for place, row in enumerate(out.rows.tolist() if self._past else ()):
-            self._recent[row] = RecentObservations(self._past)
-            self._add_present(row, place, out)
-
-    def _look_back(self, group: _Group, chunk: Chunk, commands: NDArray[np.float64], out: ChunkResult) -> None:
-        """Enter what the rows of a group that go on looked like before; `commands` are (L, K, 5), theirs."""
-        for at, scene in enumerate(chunk.scenes.tolist()):
+    def _add_chunk_past(self, group: _Group, chunk: Chunk, commands: NDArray[np.float64], out: ChunkResult) -> None:
+        """Write the pasts of a group's rows that continue, given their commands (L, K, 5)."""
+        for index, scene in enumerate(chunk.scenes.tolist()):
             if scene not in group.rollout.live:
                 continue
-            row, looks, step = int(group.rows[scene]), chunk.observation.earlier[at], int(chunk.steps[at]) - 1
+            row, looks, step = int(group.rows[scene]), chunk.observation.earlier[index], int(chunk.steps[index]) - 1
             for back, look in zip(range(len(looks), 0, -1), looks, strict=True):
-                parts = self._seen_then(group.scene, look, commands[at, step - back])
+                state = group.scene.sensors.state(look.measured[None], commands[index, step - back][None])
+                seen = {"state": state[0, : self.state_size], "images": look.frame, "views": look.views}
+                parts = {name: part for name, part in seen.items() if part is not None}
                 if row in self._variants:
                     self._add_noise(row, int(self._elapsed[row]) - back, parts)
                 self._recent[row].add(parts)
             self._add_present(row, int(np.searchsorted(out.rows, row)), out)
 
-    def _seen_then(self, scene: TabletopScene, look: Look, command: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
-        state = scene.sensors.state(look.measured[None], command[None])[0, : self.state_size]
-        parts = {"state": state, "images": look.frame, "views": look.views}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def _add_present(self, row: int, place: int, out: ChunkResult) -> None:
-        """Add what a row observes now to its recent observations, and enter those before."""
-        self._recent[row].add(_parts(out, place))
+    def _add_present(self, row: int, index: int, out: ChunkResult) -> None:
+        """Add a row's observation to its recent ones, and write those before it into the result."""
+        self._recent[row].add(_parts(out, index))
         for name, part in self._recent[row].before().items():
-            getattr(out.observation, f"past_{name}")[place] = part
+            getattr(out.observation, f"past_{name}")[index] = part
 
     def _vary(self, episodes: Mapping[int, EpisodeSpec]) -> None:
         """Draw the variants of the episodes that begin in some rows."""
@@ -456,42 +427,30 @@ class TabletopBatch:
             if variant is not None:
                 self._variants[row], self._delays[row] = variant, ActionDelay(variant.action_delay)
 
-    def _drawn(self, rows: NDArray[np.int64]) -> dict[int, Draws]:
-        return {row: self._variants[row].drawn for row in rows.tolist() if row in self._variants}
 
-    def _collect(self, chunk: Chunk, places: NDArray[np.int64], output: ChunkResult) -> None:
-        done = chunk.dones.any(axis=1)
-        output.rewards[places], output.steps[places] = chunk.rewards, chunk.steps
-        output.success[places] = output.terminated[places] = done
-        output.truncated[places], output.failed[places] = chunk.truncated, chunk.failed
+def open_tabletop(config: SimConfig, height: int | None = None) -> TabletopBatch:
+    """Start the simulator of a configuration; with the look of videos of a height in pixels where one is given."""
+    size = (config.image_size, config.image_size) if config.image_size else None
+    settings = BatchSettings(
+        image_size=video_size(height) if height else size,
+        look="film" if height else "policy",
+        camera=config.camera or "front",
+        views=tuple(config.views),
+        state=config.state,
+        reward="dense",  # `success` is a flag of its own
+        horizon=config.horizon or None,
+        randomization=config.randomization,
+        physics="mujoco" if height else config.physics,
+    )
+    if config.options:
+        raise UserError(f"sim.options has {', '.join(sorted(config.options))}; allowed: nothing")
+    return TabletopBatch(config.tasks or ["reach"], config.arm, settings, workers=config.workers or None)
 
-    def _finish(self, output: ChunkResult, frames: dict[int, NDArray[np.uint8]]) -> ChunkResult:
-        self.live = output.rows[~(output.terminated | output.truncated | output.failed)]
-        broken = [int(row) for row in output.rows[output.failed]]
-        self.counts["diverged"] += len(broken)
-        self.counts["dropped"] += len(broken)
-        reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of diverging numbers or of a full buffer")
-        return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
 
-
-def _parts(out: ChunkResult, place: int) -> dict[str, NDArray[Any]]:
-    """What one row observes, to be written to."""
+def _parts(out: ChunkResult, index: int) -> dict[str, NDArray[Any]]:
+    """Writable parts of a row's observation."""
     seen = {name: getattr(out.observation, name) for name in ("state", "images", "views")}
-    return {name: part[place] for name, part in seen.items() if part is not None}
-
-
-def _describe_warp(settings: BatchSettings) -> str | None:
-    if settings.physics != "warp":
-        return None
-    from robotics.sim.warp_physics import describe_warp
-
-    return describe_warp(settings.device)
-
-
-def _find_drawing(name: str | None) -> Backend:
-    if name is None:
-        return require_backend()
-    return probe_backend(name)[0] or Backend(name, "unknown device")
+    return {name: part[index] for name, part in seen.items() if part is not None}
 
 
 COUNTS = ("crashed", "hung", "memory", "raised", "restarted", "dropped", "diverged")

@@ -1,4 +1,4 @@
-"""What `mmrl sim` does: install suites, check simulators with their scripted experts, and show episodes."""
+"""Implementation of `mmrl sim`: install suites, check simulators with their scripted experts, and show episodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def setup(name: str, folder: Path | None, say: Say) -> None:
 
 
 def experts(name: str, episodes: int, options: Sequence[str], say: Say, replay: bool = False) -> bool:
-    """Run the experts of all tasks and print how often they succeed.
+    """Run the experts of all tasks and print how often they succeed; returns whether no environment failed.
 
     Args:
         name: tabletop, metaworld, or another simulator with experts.
@@ -26,12 +26,6 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say, replay: 
         options: `field=value` of `SimConfig`.
         say: takes lines to print.
         replay: also print how often the actions of one episode solve the others.
-
-    Returns:
-        Whether no environment failed.
-
-    Raises:
-        UserError: an unknown simulator or option, or it has no experts.
     """
     from mmrl.config import fill
     from robotics.sim.expert_check import check_experts, replay_experts, replay_line, summary_lines

@@ -1,9 +1,9 @@
 """From small motions of the gripper to joint targets, without looking at the physics.
 
-An action moves a COMMANDED pose of the grip, which always points down; damped least squares on the kinematics turns it
+An action moves a commanded pose of the grip, which always points down; damped least squares on the kinematics turns it
 into joint angles, starting at the angles commanded before. The physical state is never read, so the controls of a whole
-chunk of actions are known before its first physics step, and `mujoco.rollout` can take them at once. What the arm does
-not follow (contacts, lag of its servos) shows in the observation, not in the command.
+chunk are known before its first physics step, and `mujoco.rollout` can take them at once. What the arm does not follow
+(contacts, servo lag) shows in the observation, not in the command.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ CLOSED, OPEN = 1.0, -1.0
 
 @dataclass(frozen=True)
 class ControlSettings:
-    """How far an action of full size goes and where it may lead."""
+    """Sizes of actions, the workspace and the inverse kinematics."""
 
     step_m: float = bounded(0.04, above=0)
-    """Way along an axis in one control step."""
+    """Motion along an axis in one control step."""
     turn_rad: float = bounded(0.3, above=0)
     """Turn about the vertical in one control step."""
     low_m: tuple[float, float, float] = (0.3, -0.3, 0.012)
@@ -43,9 +43,9 @@ class ControlSettings:
     yaw_rad: float = bounded(1.0, above=0)
     """Largest turn to either side."""
     damping: float = bounded(0.02, above=0)
-    """Damping of the least squares: how much joint motion is worth an error of the pose."""
+    """Damping of the least squares."""
     posture: float = 0.1
-    """Share of the way back to the home posture in an iteration, within what leaves the grip where it is."""
+    """Fraction of the distance to the home posture moved in an iteration, in the null space of the grip's pose."""
     joint_step_rad: float = 0.25
     """Largest change of an angle in an iteration."""
     iterations: int = bounded(3, above=0)
@@ -59,12 +59,10 @@ class ControlSettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """Controls of L rows for K control steps, and where the grip was sent."""
+    """Controls and commanded poses of L rows for K control steps."""
 
-    controls: NDArray[np.float64]
-    """(L, K, J + 1) joint targets in radians and the target of a finger in metres."""
-    commands: NDArray[np.float64]
-    """(L, K, 5) commanded x, y, z (m, world), yaw (rad) and gripper (1 closed, -1 open) after each control step."""
+    controls: NDArray[np.float64]  # (L, K, J + 1) joint targets in rad, and the target of a finger in metres
+    commands: NDArray[np.float64]  # (L, K, 5) commanded x, y, z (m, world), yaw (rad), gripper (1 closed, -1 open)
 
 
 class CartesianController:
@@ -89,32 +87,32 @@ class CartesianController:
         self._command = np.empty((0, COMMAND_SIZE))
 
     def reset(self, rows: int) -> None:
-        """Begin with so many rows, all at home with the gripper open."""
+        """Begin with all rows at home, the gripper open."""
         self._joint_rad = np.tile(self._home, (rows, 1))
         self._command = np.tile(self.home_command, (rows, 1))
 
     def restart(self, rows: ArrayLike) -> None:
-        """Put some rows back home, with the gripper open."""
+        """Put some rows back home, the gripper open."""
         chosen = np.asarray(rows, np.int64)
         self._joint_rad[chosen], self._command[chosen] = self._home, self.home_command
 
     def commands(self, rows: ArrayLike) -> NDArray[np.float64]:
-        """(L, 5) command of each of some rows as it stands."""
+        """(L, 5) present commands of some rows."""
         return self._command[np.asarray(rows, np.int64)]
 
     def plan(self, rows: ArrayLike, actions: ArrayLike) -> Plan:
         """Move the commands of some rows by a chunk of actions.
 
         Args:
-            rows: (L,) numbers of the rows.
-            actions: (L, K, 5) dx, dy, dz, dyaw as shares of the largest step, and the gripper, which closes above 0 and
-                opens otherwise; what lies outside -1..1 is clipped.
+            rows: (L,) indices.
+            actions: (L, K, 5) dx, dy, dz, dyaw as fractions of the largest step, and the gripper, which closes above 0
+                and opens otherwise; clipped to -1..1.
 
         Returns:
-            Controls and commands. Rows do not influence each other: the bits of one are those it has alone.
+            Controls and commands; the bits of a row do not depend on the others.
 
         Raises:
-            UserError: the shape does not fit, or an action is not a finite number.
+            UserError: the shape does not fit, or an action is not finite.
         """
         chosen = np.asarray(rows, np.int64)
         moves = check_actions(actions, len(chosen))
@@ -155,18 +153,7 @@ class CartesianController:
 
 
 def check_actions(actions: ArrayLike, rows: int) -> NDArray[np.float64]:
-    """Check a chunk of actions and clip it.
-
-    Args:
-        actions: (L, K, 5).
-        rows: L.
-
-    Returns:
-        (L, K, 5) float64 in -1..1.
-
-    Raises:
-        UserError: the shape is another, or an entry is NaN or infinite.
-    """
+    """Actions (L, K, 5) of L rows clipped to -1..1; raises UserError for another shape or what is not finite."""
     array = np.asarray(actions, np.float64)
     if array.ndim != 3 or (array.shape[0], array.shape[2]) != (rows, ACTION_SIZE) or array.shape[1] < 1:
         raise UserError(
@@ -192,7 +179,7 @@ def _goal_axes(command: NDArray[np.float64]) -> NDArray[np.float64]:
 def _pose_error(
     pose: NDArray[np.float64], command: NDArray[np.float64], goal: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """(R, 6) way and turn from the pose to the command in world axes; the turn is axis times sine of the angle."""
+    """(R, 6) translation and rotation from pose to command in world axes; the rotation is axis times sine of angle."""
     # The skew part of goal @ pose^T is the sum of the cross products of the columns.
     turn = goal @ pose[:, :3, :3].transpose(0, 2, 1)
     error = np.empty((len(command), 6))

@@ -41,11 +41,11 @@ else:
 
 
 class RowEnv(Protocol):
-    """One environment as the worker drives it; what a factory of one's own may return.
+    """One environment as the worker drives it; a user's factory may return it.
 
-    Optional are `expert()`, (A,) what an expert of its own would do now; for several cameras `views`, the names of the
-    further ones, with `render_views()`, (V, H, W, 3) uint8 RGB of this moment in their order; and `action_bounds`, two
-    arrays (A,), what -1 and 1 are in its own units.
+    Optional: `expert()`, (A,) the action of an expert of its own; for several cameras `views`, the names of the further
+    ones, with `render_views()`, (V, H, W, 3) uint8 RGB in their order; `action_bounds`, two arrays (A,), the meaning of
+    -1 and 1 in its own units.
     """
 
     action_size: int
@@ -78,11 +78,11 @@ class RowEnv(Protocol):
         ...
 
     def state(self) -> np.ndarray:
-        """(S,) of this moment."""
+        """(S,) present state."""
         ...
 
     def render(self) -> np.ndarray:
-        """(H, W, 3) uint8 RGB of this moment."""
+        """(H, W, 3) uint8 RGB of the present state."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
@@ -142,14 +142,14 @@ class EnvService:
         self._env.close()
 
     def reset(self, fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Begin an episode and observe it; `past` asks for that many control steps before in all that follows."""
+        """Begin an episode and observe it; `past` asks for that many control steps before in later replies."""
         self._elapsed, self._recent = 0, recent.RecentObservations(int(fields.get("past", 0)))
         draw = {"draw": fields["draw"]} if "draw" in fields else {}
         self._env.reset(fields["task"], int(fields["layout"]), fields["split"], int(fields["seed"]), **draw)
         return self._with_past(self._observe())
 
     def _drawn(self) -> dict[str, Any]:
-        """What was drawn for the episode, where something was that JSON holds."""
+        """The episode's domain randomisation, if the environment reports one as JSON."""
         found = self._env.domain_draw() if hasattr(self._env, "domain_draw") else {}
         try:
             json.dumps(found, allow_nan=False)
@@ -158,19 +158,12 @@ class EnvService:
         return {"drawn": found} if found else {}
 
     def step_chunk(self, actions: np.ndarray, record: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Act until the chunk or the episode ends, or its numbers are no longer finite.
-
-        Args:
-            actions: (K, A).
-            record: whether to draw every control step.
+        """Act (K, A) until the chunk or the episode ends, or numbers are no longer finite.
 
         Returns:
-            `diverged`, which says what was not finite at which control step, where something was; and rewards (steps,),
-            flags (3,) success, terminated and truncated, what the end looks like, where the episode goes on also the
-            control steps before that `reset` was asked for, and frames (steps, H, W, 3) where recorded.
-
-        Raises:
-            ValueError: state or image has another shape than at the beginning.
+            `diverged`, the first number that was not finite, if any; and rewards (steps,), flags (3,) success,
+            terminated and truncated, the last observation, the requested past while the episode continues, and
+            frames (steps, H, W, 3) where recorded.
         """
         rewards, frames = [], []
         success = terminated = truncated = False
@@ -198,11 +191,11 @@ class EnvService:
         return {}, result
 
     def expert(self) -> dict[str, np.ndarray]:
-        """(A,) what the environment's own expert would do now."""
+        """(A,) action of the environment's own expert."""
         return {"action": np.asarray(self._env.expert(), np.float64)}  # type: ignore[attr-defined]
 
     def render(self) -> dict[str, np.ndarray]:
-        """(H, W, 3) image of this moment."""
+        """(H, W, 3) image of the present state."""
         return {"image": self._draw()}
 
     def _observe(self, drawn: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -215,7 +208,7 @@ class EnvService:
         return seen
 
     def _with_past(self, seen: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What is seen now and, under names with `past_`, in the control steps before that are asked for."""
+        """Add the requested past, under names with `past_`."""
         if not self._recent.past:
             return seen
         self._recent.add(seen)

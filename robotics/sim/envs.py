@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -25,13 +23,12 @@ from robotics.sim.arms import find_arm
 from robotics.sim.backends import require_backend
 from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.films import FILM_SIZE, Caption, FilmRenderer, write_caption
-from robotics.sim.observation_delay import ObservationDelay
+from robotics.sim.films import VIDEO_SIZE, Caption, VideoRenderer, write_caption
 from robotics.sim.randomization import RandomizationConfig, read_randomization
 from robotics.sim.rendering import FrameRenderer, RenderSettings, check_cameras, update_poses
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
 from robotics.sim.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
-from robotics.sim.variant import ActionDelay, SceneVariant
+from robotics.sim.variant import ActionDelay, ObservationDelay, SceneVariant
 from robotics.sim.variations import restore_model
 
 if TYPE_CHECKING:
@@ -47,7 +44,10 @@ CONTROL_HZ = 10
 LOOKS = ("film", "policy")
 POLICY_SIZE = (256, 256)
 SHOWN_PARTS = 5
-"""Parts of a control step after each of which the scene is shown to those who watch."""
+"""Parts of a control step after each of which watchers see the scene."""
+OBSERVATIONS = ("state", "proprio", "rgb", "depth", "segmentation")
+RENDERED = OBSERVATIONS[2:]
+MAX_ID = 2**24
 
 
 class SimulationDiverged(RunError):  # noqa: N818 - named for what happened
@@ -57,15 +57,12 @@ class SimulationDiverged(RunError):  # noqa: N818 - named for what happened
 class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     """One tabletop task with one arm.
 
-    Observations are a dictionary with the chosen kinds: `state` (22,) float32, see `SceneSensors.state`;
-    `proprio` (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32 metres;
-    `segmentation` (H, W, 2) int32 object number and type, -1 where there is nothing; and `views` (V, H, W, 3) uint8 of
-    the further cameras where there are some.
-    `info` has success, instruction, layout, split and dense_reward, and randomization, what was drawn for the episode,
-    where something is randomised. Its noise and delays are in what is observed; the property `state`, films, windows
-    and rewards are exact, and depth and segmentation have no noise.
-
-    Args:
+    Observations are a dictionary with the chosen kinds: `state` (22,) float32, see `SceneSensors.state`; `proprio`
+    (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32 metres;
+    `segmentation` (H, W, 2) int32 object id and type, -1 for the background; and `views` (V, H, W, 3) uint8 of further
+    cameras. `info` has success, instruction, layout, split and dense_reward, and randomization, the episode's draw,
+    where something is randomised. Noise and delays are in observations; the property `state`, videos, windows and
+    rewards are exact, and depth and segmentation have no noise.
         task: key in `TASKS`.
         arm: key in `ARMS`.
         observation: kinds, see above.
@@ -74,19 +71,18 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         views: further cameras, whose images are the entry `views`.
         horizon: control steps until truncation; that of the task when None.
         render_mode: rgb_array; human, a window that shows the episode in real time; or None.
-        split: of the layouts that `reset` draws where its options name none.
+        split: of the layouts that `reset` draws unless its options name one.
         reward: sparse, 1 with the step that solves the task, or dense in 0..1.
         control: step sizes and workspace.
         render_size: (H, W) pixels of `render()`; (480, 640) for the look film and (256, 256) for policy when None.
-        render_look: what `render()` draws. film: for people, with lights and shadows from a camera of its own, a
-            caption, and at the end a ring around the goal, green after a success and red after a failure. policy: what
-            the policy's camera sees, as in `rgb`. Observations do not depend on it.
-        randomization: what differs from episode to episode, a configuration or a dictionary of its fields. Films and
-            windows keep their own look.
+        render_look: film, for people: lights and shadows, a camera of its own, a caption, and at the end a ring around
+            the goal, green after a success and red after a failure; or policy, the policy's camera as in `rgb`.
+            Observations do not depend on it.
+        randomization: what differs from episode to episode, a configuration or a dictionary of its fields.
+        views: further cameras, observed as `views`.
 
     Raises:
-        UserError: there is no such task, arm, camera, kind of observation, split, reward or look, no renderer for it,
-            no display for a window, or a range of the randomisation is not possible.
+        UserError: an argument is unknown or out of range, or there is no renderer or no display for a window.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["human", "rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - as in the base
@@ -112,40 +108,56 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             raise UserError(f"horizon is {horizon}; must be at least 1")
         chosen = read_randomization(randomization)
         self._scene = scene = TabletopScene(find_task(task), find_arm(arm), split, reward, chosen)
-        self.kinds, self._views = _check_kinds(observation), tuple(views)
+        self.kinds = (observation,) if isinstance(observation, str) else tuple(observation)
+        if not self.kinds or any(kind not in OBSERVATIONS for kind in self.kinds):
+            raise UserError(f"observation is {self.kinds}; it takes at least one of {', '.join(OBSERVATIONS)}")
+        if render_look not in LOOKS:
+            raise UserError(f"render_look is {render_look!r}; there are {' and '.join(LOOKS)}")
+        if render_mode not in (None, *self.metadata["render_modes"]):
+            raise UserError(f"render_mode is {render_mode!r}; there are human, rgb_array and None")
+        if render_mode == "human":
+            from robotics.sim.viewer import check_display
+
+            check_display()
         check_cameras(scene.model, (camera, *views))
-        self.split, self.reward = split, reward
+        self.split, self.reward, self.render_mode = split, reward, render_mode
+        self._views, self._look = tuple(views), render_look
         self.horizon = horizon or scene.task.horizon
-        self.render_mode, self._look = _check_render_mode(render_mode), _check_look(render_look)
-        self._draws = bool(views) or any(KINDS[kind].rendered for kind in self.kinds)
-        renders = render_mode == "rgb_array" or self._draws
-        self._backend = require_backend().name if renders else ""
+        self._draws = bool(views) or any(kind in RENDERED for kind in self.kinds)
+        self._backend = require_backend().name if render_mode == "rgb_array" or self._draws else ""
 
         import mujoco
 
         self._lib = mujoco
-        # Variants are written into a model of the environment's own; the scene's stays nominal.
+        # Variants are written into a copy of the model; the scene's stays nominal.
         self.model = copy.copy(scene.model) if chosen.active() else scene.model
         self.data = mujoco.MjData(self.model)
         self._variant: SceneVariant | None = None
         self._delay = ActionDelay(0)
         self._seen = ObservationDelay(self.model, self.data, 0)
         self.controller = CartesianController(scene.arm, control)
-        seen, self._film_size = render_size or POLICY_SIZE, render_size or FILM_SIZE
+        seen, self._video_size = render_size or POLICY_SIZE, render_size or VIDEO_SIZE
         self._settings = {
             "observe": RenderSettings(image_size[1], image_size[0], camera),
             "render": RenderSettings(seen[1], seen[0], camera),
         }
-        self._renderers: dict[str, FrameRenderer] = {}
-        self._film: FilmRenderer | None = None
-        self._viewer: SceneViewer | None = None
-        self._watchers: list[Watcher] = []
         for settings in self._settings.values():
             check_fields(settings, "image")
+        self._renderers: dict[str, FrameRenderer] = {}
+        self._video: VideoRenderer | None = None
+        self._viewer: SceneViewer | None = None
+        self._watchers: list[Watcher] = []
         self._layout, self._elapsed, self._over = -1, 0, True
         self._outcome: Outcome = ""
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
-        parts: dict[str, spaces.Space[Any]] = {kind: KINDS[kind].space(image_size) for kind in self.kinds}
+        every: dict[str, spaces.Space[Any]] = {
+            "state": spaces.Box(-np.inf, np.inf, (STATE_SIZE,), np.float32),
+            "proprio": spaces.Box(-np.inf, np.inf, (PROPRIO_SIZE,), np.float32),
+            "rgb": spaces.Box(0, 255, (*image_size, 3), np.uint8),
+            "depth": spaces.Box(0.0, np.inf, image_size, np.float32),
+            "segmentation": spaces.Box(-1, MAX_ID, (*image_size, 2), np.int32),
+        }
+        parts = {kind: every[kind] for kind in self.kinds}
         if views:
             parts["views"] = spaces.Box(0, 255, (len(views), *image_size, 3), np.uint8)
         self.observation_space = spaces.Dict(parts)
@@ -157,11 +169,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
         Args:
             seed: for drawing the layout.
-            options: layout, a number, drawn if missing; split, the environment's own if missing; draw, a number,
-                which draw of the randomisation, 0 if missing, None for the nominal scene.
-
-        Returns:
-            Observation and info.
+            options: layout, a number, drawn if missing; split, the environment's own if missing; draw, the number of
+                the randomisation's draw, 0 if missing, None for the nominal scene.
 
         Raises:
             UserError: an option is unknown or out of range.
@@ -186,13 +195,10 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observe(), self._info(success, dense)
 
     def step(self, action: NDArray[np.floating]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Move for one control step, a tenth of a second.
+        """Move for one control step, a tenth of a second; terminated once the task is solved.
 
         Args:
             action: (5,) dx, dy, dz, dyaw, gripper; clipped to -1..1.
-
-        Returns:
-            Observation, reward, terminated (the task is solved), truncated (by the horizon), info.
 
         Raises:
             UserError: the action has another shape or is not finite, or no episode runs.
@@ -210,8 +216,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self.data.ctrl[:] = self.controller.plan(ROW, moves).controls[0, 0]
         self._run_physics()
         self._elapsed += 1
-        self._check_sound()
-        self._seen.note(self.data)
+        self._check_diverged()
+        self._seen.add(self.data)
         success, dense = self._success_and_reward()
         truncated = not success and self._elapsed >= self.horizon
         self._over = success or truncated
@@ -221,26 +227,20 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observe(), reward, success, truncated, self._info(success, dense)
 
     def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
-        """Render the scene as (H, W, 3) RGB; None if the environment has no render mode or shows a window."""
+        """Render the scene as (H, W, 3) RGB; None without a render mode, or with a window."""
         if self.render_mode != "rgb_array":
             return None
         if self._look == "policy":
             return self.policy_image()
-        if self._film is None:
-            self._film = FilmRenderer(self._scene, self._film_size, self._backend)
-        return write_caption(self._film.rgb(self.data, outcome=self._outcome), self._caption())
+        if self._video is None:
+            self._video = VideoRenderer(self._scene, self._video_size, self._backend)
+        return write_caption(self._video.rgb(self.data, outcome=self._outcome), self._caption())
 
     def policy_image(self, camera: str | None = None) -> NDArray[np.uint8]:
-        """Render what a policy sees, whatever the look of `render()`; needs a render mode.
+        """Render (H, W, 3) RGB as a policy sees it, in the size of `render()`; needs a render mode.
 
         Args:
-            camera: a further camera; the policy's own when None.
-
-        Returns:
-            (H, W, 3) RGB in the size of `render()`.
-
-        Raises:
-            UserError: there is no such camera.
+            camera: a further camera; the policy's own when None. Raises UserError for an unknown one.
         """
         update_poses(self.model, self._seen.data)
         return self._policy_image("render", camera)
@@ -249,18 +249,14 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """Free the renderers and close the window."""
         while self._renderers:
             self._renderers.popitem()[1].close()
-        for shown in (self._film, self._viewer):
+        for shown in (self._video, self._viewer):
             if shown is not None:
                 shown.close()
-        self._film = self._viewer = None
+        self._video = self._viewer = None
         self._watchers.clear()
 
     def watch(self, watcher: Watcher) -> None:
-        """Show the scene to someone 50 times in a simulated second from now on, which changes nothing in it.
-
-        Args:
-            watcher: called with the state, not to be changed, and the caption of that moment.
-        """
+        """Call a function with state and caption 50 times in a simulated second; it must not change the state."""
         self._watchers.append(watcher)
 
     @property
@@ -270,7 +266,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     @property
     def scene(self) -> TabletopScene:
-        """What is simulated."""
+        """The scene that is simulated."""
         return self._scene
 
     @property
@@ -280,7 +276,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     @property
     def state(self) -> NDArray[np.float32]:
-        """(22,) full state of the scene, whether observed or not."""
+        """(22,) exact full state, whether observed or not."""
         return self._scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
 
     def _run_physics(self) -> None:
@@ -291,12 +287,12 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
                 self._show((part + 1) / parts)
 
     def _show(self, part: float = 0.0) -> None:
-        """Show the scene to those who watch, a part of a control step after the last one."""
+        """Call the watchers, a part of a control step after the last one."""
         if self.render_mode == "human" and self._viewer is None:
             from robotics.sim.viewer import SceneViewer
 
-            self._viewer = SceneViewer(self._scene)
-            self.watch(partial(self._viewer.show, wait_s=1.0 / CONTROL_HZ / SHOWN_PARTS))
+            self._viewer = viewer = SceneViewer(self._scene)
+            self.watch(lambda data, caption: viewer.show(data, caption, wait_s=1.0 / CONTROL_HZ / SHOWN_PARTS))
         for watcher in self._watchers:
             watcher(self.data, self._caption(part))
 
@@ -308,18 +304,18 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         task = self._scene.task
         return bool(task.success(reading)[0]), float(task.dense_reward(reading)[0])
 
-    def _check_sound(self) -> None:
+    def _check_diverged(self) -> None:
         warnings = self.data.warning.number
         if warnings.any():
             self._over = True
-            kinds = [self._lib.mjtWarning(int(number)).name for number in np.flatnonzero(warnings)]
+            kinds = [self._lib.mjtWarning(int(index)).name for index in np.flatnonzero(warnings)]
             raise SimulationDiverged(
                 f"the simulation of {self._scene.task.name} failed in control step {self._elapsed} of layout "
-                f"{self._layout} ({', '.join(kinds)}); reset to go on"
+                f"{self._layout} ({', '.join(kinds)}); reset to continue"
             )
 
     def _vary(self, episode: EpisodeSpec) -> None:
-        """Draw the episode's variant and write it into the model."""
+        """Write the episode's variant into the model."""
         if self.model is self._scene.model:
             return
         restore_model(self.model, self._scene.model)
@@ -342,13 +338,21 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     def _observe(self) -> dict[str, Any]:
         if self._draws:
             update_poses(self.model, self._seen.data)
-        seen = {kind: KINDS[kind].observe(self) for kind in self.kinds}
+        seen = {kind: self._observe_kind(kind) for kind in self.kinds}
         if self._views:
             seen["views"] = np.stack([self._policy_image("observe", view) for view in self._views])
         return seen
 
+    def _observe_kind(self, kind: str) -> NDArray[Any]:
+        if kind in ("state", "proprio"):
+            return self._measured_state()[: STATE_SIZE if kind == "state" else PROPRIO_SIZE]
+        if kind == "rgb":
+            return self._policy_image("observe")
+        renderer = self._renderer("observe")
+        return (renderer.depth if kind == "depth" else renderer.segmentation)(self._seen.data)
+
     def _measured_state(self) -> NDArray[np.float32]:
-        """(22,) state as it is observed, late and with noise where that is drawn."""
+        """(22,) state as observed, delayed and noisy where that is drawn."""
         commands = self.controller.commands(ROW)
         state: NDArray[np.float32] = self._scene.sensors.state(self._seen.sensordata[None], commands)[0]
         return state if self._variant is None else self._variant.noisy_state(state, self._elapsed)
@@ -361,66 +365,3 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if purpose not in self._renderers:
             self._renderers[purpose] = FrameRenderer(self.model, self._settings[purpose], self._backend)
         return self._renderers[purpose]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """One kind of observation: its space by image size, its function, and whether it renders."""
-
-    space: Callable[[tuple[int, int]], spaces.Box]
-    observe: Callable[[TabletopEnv], Any]
-    rendered: bool
-
-
-def _check_kinds(observation: Sequence[str]) -> tuple[str, ...]:
-    kinds = (observation,) if isinstance(observation, str) else tuple(observation)
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or not kinds:
-        raise UserError(f"observation is {tuple(kinds)}; it takes at least one of {', '.join(KINDS)}")
-    return kinds
-
-
-def _check_render_mode(mode: str | None) -> str | None:
-    if mode is not None and mode not in TabletopEnv.metadata["render_modes"]:
-        raise UserError(f"render_mode is {mode!r}; there are human, rgb_array and None")
-    if mode == "human":
-        from robotics.sim.viewer import check_display
-
-        check_display()
-    return mode
-
-
-def _check_look(look: str) -> str:
-    if look not in LOOKS:
-        raise UserError(f"render_look is {look!r}; there are {' and '.join(LOOKS)}")
-    return look
-
-
-def _numbers(size: int) -> spaces.Box:
-    return spaces.Box(-np.inf, np.inf, (size,), np.float32)
-
-
-LARGEST_ID = 2**24
-OBSERVATIONS = ("state", "proprio", "rgb", "depth", "segmentation")
-
-KINDS: dict[str, _Kind] = {
-    "state": _Kind(lambda size: _numbers(STATE_SIZE), lambda env: env._measured_state(), rendered=False),
-    "proprio": _Kind(
-        lambda size: _numbers(PROPRIO_SIZE), lambda env: env._measured_state()[:PROPRIO_SIZE], rendered=False
-    ),
-    "rgb": _Kind(
-        lambda size: spaces.Box(0, 255, (*size, 3), np.uint8),
-        lambda env: env._policy_image("observe"),
-        rendered=True,
-    ),
-    "depth": _Kind(
-        lambda size: spaces.Box(0.0, np.inf, size, np.float32),
-        lambda env: env._renderer("observe").depth(env._seen.data),
-        rendered=True,
-    ),
-    "segmentation": _Kind(
-        lambda size: spaces.Box(-1, LARGEST_ID, (*size, 2), np.int32),
-        lambda env: env._renderer("observe").segmentation(env._seen.data),
-        rendered=True,
-    ),
-}

@@ -4,9 +4,8 @@ R episodes run at the same time, each in a row. Actions come in chunks of K cont
 which the live rows are observed. A row whose environment failed has no result: its reward is NaN, and it does not count
 as an episode without success.
 
-A policy that takes several observations in a row asks `begin_episodes` for a past: what the P control steps before
-looked like, those within a chunk too. At control step t these are t - P .. t - 1, where the first observation of the
-episode stands for steps before it.
+A policy that takes several observations asks `begin_episodes` for a past of P control steps, those within a chunk
+included. At control step t it is t - P .. t - 1; the first observation of the episode stands for steps before it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class EpisodeSpec:
     """One episode to run; equal specifications start from the same state, bit for bit."""
 
     task: str
-    """Name of a task of the simulator, a key of `sim.tasks()`: one of `TASKS` (reach, push, ...) that `TabletopBatch`
-    was made for, the id of a Gymnasium environment, or a task of a suite."""
+    """A key of `sim.tasks()`: a tabletop task (reach, push, ...), a Gymnasium environment's id, or a suite's task."""
     instruction: str
     """Language instruction; may be empty."""
     layout: int
@@ -36,8 +34,7 @@ class EpisodeSpec:
     split: str = "train"
     """train or held_out, which share no layout."""
     draw: int | None = 0
-    """Which draw of the simulator's domain randomisation; None = the nominal scene. Nothing differs where nothing is
-    randomised."""
+    """Number of the domain randomisation's draw; None = the nominal scene."""
 
 
 @dataclass(frozen=True)
@@ -47,34 +44,26 @@ class RobotObservation:
     rows: NDArray[np.int64]
     """(R,) numbers of the episodes, ascending."""
     state: NDArray[np.float32]
-    """(R, S) proprioception and other state; the simulator's docstring names the entries."""
+    """(R, S) proprioception and other state, as the simulator's docstring lists."""
     images: NDArray[np.uint8] | None
     """(R, H, W, 3) RGB; None without images."""
     views: NDArray[np.uint8] | None = None
-    """(R, V, H, W, 3) RGB of V further cameras, in the order of the simulator's `views`; None without them."""
+    """(R, V, H, W, 3) RGB of V further cameras, in the order of the simulator's `views`."""
     past_state: NDArray[np.float32] | None = None
-    """(R, P, S) of the P control steps before, the oldest first; zeros where the episode has ended; None without a
-    past."""
+    """(R, P, S) of the past, the oldest first; zeros where the episode has ended."""
     past_images: NDArray[np.uint8] | None = None
-    """(R, P, H, W, 3) of the same control steps; None without a past or without images."""
+    """(R, P, H, W, 3) of the past."""
     past_views: NDArray[np.uint8] | None = None
-    """(R, P, V, H, W, 3) of the same control steps; None without a past or without further cameras."""
+    """(R, P, V, H, W, 3) of the past."""
 
     def of(self, rows: ArrayLike) -> RobotObservation:
-        """Some of the rows.
-
-        Args:
-            rows: numbers that are in this observation, ascending.
-
-        Returns:
-            Their observation, which shares memory if it is all rows.
-        """
+        """Observation of some rows (ascending numbers); shares memory if it is all rows."""
         wanted = np.asarray(rows, np.int64)
         if np.array_equal(wanted, self.rows):
             return self
-        places = np.searchsorted(self.rows, wanted)
+        index = np.searchsorted(self.rows, wanted)
         parts = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "rows"}
-        chosen = {name: None if part is None else part[places] for name, part in parts.items()}
+        chosen = {name: None if part is None else part[index] for name, part in parts.items()}
         return RobotObservation(wanted, **chosen)  # type: ignore[arg-type]
 
 
@@ -103,10 +92,10 @@ class ChunkResult:
     frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
     """By recorded row, the frames (steps, H, W, 3) of its control steps."""
     object_poses: NDArray[np.float64] | None = None
-    """(L, 4, 4) T_world_object, at the end of the chunk or episode, of the piece that the task acts on, NaN where the
-    environment failed; None where the simulator does not tell."""
+    """(L, 4, 4) T_world_object of the piece that the task acts on, at the end; NaN where the environment failed, None
+    where the simulator does not tell."""
     drawn: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By row, what the domain randomisation drew for the episode that begins; empty where nothing was."""
+    """By row, the domain randomisation's draw for an episode that begins."""
 
     @classmethod
     def empty(
@@ -118,16 +107,7 @@ class ChunkResult:
         views: int = 0,
         past: int = 0,
     ) -> ChunkResult:
-        """Make a result of zeros.
-
-        Args:
-            rows: (L,) numbers of the episodes, ascending.
-            length: K.
-            state_size: S.
-            image_size: (H, W); None without images.
-            views: V, further cameras.
-            past: P, control steps before.
-        """
+        """Zeros for a chunk of K = length actions in some rows, with V views and a past of P control steps."""
         count, shape = len(rows), None if image_size is None else (*image_size, 3)
         observation = RobotObservation(
             rows,
@@ -138,23 +118,16 @@ class ChunkResult:
             past_images=_black(shape, count, past),
             past_views=_black(shape, count, past, views),
         )
-        return cls(
-            rows=rows,
-            rewards=np.zeros((count, length)),
-            steps=np.zeros(count, np.int64),
-            success=np.zeros(count, bool),
-            terminated=np.zeros(count, bool),
-            truncated=np.zeros(count, bool),
-            failed=np.zeros(count, bool),
-            observation=observation,
-        )
+        flags = {name: np.zeros(count, bool) for name in ("success", "terminated", "truncated", "failed")}
+        rewards, steps = np.zeros((count, length)), np.zeros(count, np.int64)
+        return cls(rows=rows, rewards=rewards, steps=steps, observation=observation, **flags)
 
 
 class RobotSim(Protocol):
     """Many episodes at once. A row is live until its episode ends; only live rows take actions.
 
-    One with several cameras also has an attribute `views`, see `views_of`. One that keeps a past also takes
-    `past: int = 0` in `reset`, P, and then gives `RobotObservation.past_state` and so on until the next `reset`.
+    With several cameras it also has an attribute `views`, see `views_of`. If it keeps a past, `reset` takes
+    `past: int = 0`, P, and fills `RobotObservation.past_state` and so on until the next `reset`.
     """
 
     @property
@@ -226,21 +199,21 @@ class RobotSim(Protocol):
 
 
 def views_of(sim: object) -> tuple[str, ...]:
-    """Names of a simulator's further cameras, in the order of `RobotObservation.views`; none without that attribute."""
+    """Names of a simulator's further cameras, in the order of `RobotObservation.views`."""
     return tuple(getattr(sim, "views", ()))
 
 
 def keeps_past(sim: RobotSim) -> bool:
-    """Whether a simulator can tell what the control steps before looked like."""
+    """Whether a simulator can observe the past."""
     return "past" in inspect.signature(sim.reset).parameters
 
 
 def begin_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
-    """Begin episodes, with a past where one is wanted and the simulator keeps one."""
+    """Begin episodes, with a past where one is requested and the simulator keeps one."""
     options = {"past": past} if past and keeps_past(sim) else {}
     return sim.reset(episodes, **options)
 
 
 def _black(shape: tuple[int, ...] | None, *counts: int) -> NDArray[np.uint8] | None:
-    """Black images (*counts, *shape); None without images, or where there would be none beside that of a row."""
+    """Black images (*counts, *shape); None without images, or with no views or past."""
     return None if shape is None or not all(counts[1:]) else np.zeros((*counts, *shape), np.uint8)

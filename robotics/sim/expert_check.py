@@ -1,4 +1,4 @@
-"""Do the scripted experts of a simulator solve its tasks here? The first thing to ask of an installation."""
+"""Success of a simulator's scripted experts: the first check of an installation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ def check_experts(sim: RobotSim, episodes: int = 5, split: str = "train") -> Ite
     """Run every task's expert.
 
     Args:
-        sim: a simulator whose tasks have scripted experts.
+        sim: a simulator whose tasks have scripted experts, else UserError.
         episodes: of each task.
-        split: where their layouts come from.
+        split: of their layouts.
 
     Yields:
-        Task, successes, episodes with a result, and episodes whose environment failed; as they come.
-
-    Raises:
-        UserError: the simulator has no experts.
+        Task, successes, episodes with a result, and episodes whose environment failed.
     """
     for task in sim.tasks():
         wanted = _episodes(sim, task, episodes, split)
@@ -39,15 +36,9 @@ def check_experts(sim: RobotSim, episodes: int = 5, split: str = "train") -> Ite
 def run_expert(
     sim: RobotSim, episodes: Sequence[EpisodeSpec], motions: NDArray[np.float32] | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Run episodes of one task with its expert, a control step at a time.
+    """Run R episodes of one task with its expert; returns (R,) success and (R,) whether the environment failed.
 
-    Args:
-        sim: the simulator.
-        episodes: R of them, at most its capacity.
-        motions: (R, horizon, A) zeros to write the actions to; after the end the fingers stay as they are.
-
-    Returns:
-        (R,) whether each succeeded, and (R,) whether its environment failed.
+    Actions are written to motions (R, horizon, A), zeros at first; after the end the fingers stay as they are.
     """
     choose = expert_of(sim, episodes[0].task)
     begun = sim.reset(episodes)
@@ -66,20 +57,17 @@ def run_expert(
 
 
 def replay_experts(sim: RobotSim, task: str, episodes: int = 20, split: str = "train") -> NDArray[np.float64]:
-    """Replay what the expert did in one episode in all others, without observing: what needs no looking.
+    """Replay the expert's actions of one episode in all others, open loop.
 
     Args:
         sim: a simulator whose tasks have scripted experts.
         task: name of the task.
-        episodes: R of them, each with a layout of its own.
-        split: where the layouts come from.
+        episodes: R, at least 2, each with a layout of its own.
+        split: of the layouts.
 
     Returns:
         (R, R): 1 where the actions of episode i solve episode j, else 0; NaN where an environment failed. After its
         last action an expert rests, with the fingers as they are.
-
-    Raises:
-        UserError: the simulator has no experts, or there are fewer than two episodes.
     """
     if episodes < 2:
         raise UserError(f"episodes is {episodes}; a replay needs at least 2, one to replay in another")
@@ -95,7 +83,7 @@ def replay_experts(sim: RobotSim, task: str, episodes: int = 20, split: str = "t
 
 
 def replay_line(solved: NDArray[np.float64]) -> str:
-    """Line that tells how far one motion gets, from what `replay_experts` returns."""
+    """Summary of `replay_experts`: how often one motion solves other episodes."""
     others = np.where(np.eye(len(solved), dtype=bool), np.nan, solved)
     failed = int(np.isnan(solved).sum())
     means = [float(np.nanmean(row)) for row in others if not np.isnan(row).all()]
@@ -120,13 +108,13 @@ def _episodes(sim: RobotSim, task: str, count: int, split: str) -> list[EpisodeS
 
 
 def _batches(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> list[Sequence[EpisodeSpec]]:
-    """As many at a time as the simulator takes."""
+    """Cut episodes into batches of the simulator's capacity."""
     size = sim.capacity or len(episodes)
     return [episodes[start : start + size] for start in range(0, len(episodes), size)]
 
 
 def expert_of(sim: RobotSim, task: str) -> Chooser:
-    """The expert of a task as a function that gives the actions (L, A) of the live rows."""
+    """Function that returns a task's expert actions (L, A) of the live rows."""
     known: Any = sim
     if hasattr(known, "full_state"):
         from robotics.sim.experts import Expert
@@ -139,7 +127,7 @@ def expert_of(sim: RobotSim, task: str) -> Chooser:
 
 
 def summary_lines(rows: Sequence[tuple[str, int, int, int]]) -> list[str]:
-    """Lines that tell how many tasks were solved how often."""
+    """Summary: how many tasks were solved how often."""
     always = sum(done == count and count > 0 for _, done, count, _ in rows)
     mostly = sum(count > 0 and done / count >= MOSTLY for _, done, count, _ in rows)
     done, count = sum(row[1] for row in rows), sum(row[2] for row in rows)

@@ -1,7 +1,7 @@
 """Scripted experts: one rule a task, from the state of a scene to an action.
 
-A rule looks at one state (`SceneSensors.state`) and keeps nothing, so it goes on from wherever noise, a policy or a
-failed grasp has left the scene. It moves the commanded pose, which nothing drags back, and decides by the physical one.
+A rule is a function of one state (`SceneSensors.state`), so it continues from wherever noise, a policy or a failed
+grasp has left the scene. It moves the commanded pose, which nothing drags back, and decides by the physical one.
 """
 
 from __future__ import annotations
@@ -24,38 +24,25 @@ if TYPE_CHECKING:
 class Scene:
     """One state vector by name; metres and radians, world frame."""
 
-    grip: NDArray[np.float64]
-    """(3,) where the grip is."""
-    opening: float
-    """Between the fingers."""
-    command: NDArray[np.float64]
-    """(3,) where the grip was sent."""
+    grip: NDArray[np.float64]  # (3,)
+    opening: float  # between the fingers
+    command: NDArray[np.float64]  # (3,) commanded grip
     command_yaw: float
-    """Turn it was sent to."""
-    closing: bool
-    """Whether the gripper is commanded to close."""
-    first: NDArray[np.float64]
-    """(3,) piece that is acted on."""
+    closing: bool  # the gripper is commanded to close
+    first: NDArray[np.float64]  # (3,) piece that is acted on
     first_yaw: float
-    """Its turn."""
-    second: NDArray[np.float64]
-    """(3,) other piece."""
-    goal: NDArray[np.float64]
-    """(3,) place."""
+    second: NDArray[np.float64]  # (3,) other piece
+    goal: NDArray[np.float64]  # (3,)
 
 
 @dataclass(frozen=True)
 class Move:
-    """Where to send the grip."""
+    """Target of the grip."""
 
-    point: NDArray[np.float64]
-    """(3,) target."""
-    gripper: float
-    """CLOSED or OPEN."""
+    point: NDArray[np.float64]  # (3,)
+    gripper: float  # CLOSED or OPEN
     yaw: float = 0.0
-    """Target turn."""
-    speed: float = 1.0
-    """Largest share of a full action."""
+    speed: float = 1.0  # largest share of a full action
 
 
 class Expert:
@@ -63,10 +50,9 @@ class Expert:
 
     Args:
         task: key in `EXPERTS`.
-        noise: standard deviation of what is added to the four motions of an action, for demonstrations that show how
-            to recover.
+        noise: standard deviation of noise on the four motions of an action, for demonstrations that show recovery.
         seed: of that noise.
-        control: settings of the controller that carries the actions out.
+        control: settings of the controller that executes the actions.
 
     Raises:
         UserError: there is no expert for the task, or the noise is negative.
@@ -86,7 +72,7 @@ class Expert:
 
         Args:
             observation_state: (22,) full state, see `SceneSensors.state`, or (R, 22) of rows with the same task.
-            info: not needed; taken so that policies and experts are called alike.
+            info: ignored; policies and experts share a signature.
 
         Returns:
             (5,) float32 action in -1..1, or (R, 5).
@@ -142,20 +128,12 @@ def _push(scene: Scene) -> Move:
         return Move(_at(scene.grip[:2], HOVER_M), CLOSED)
     if along > -CUBE_HALF_M or abs(across) > 0.5 * CUBE_HALF_M:
         return _go_over(scene, behind, CLOSED)
-    # Sent beyond the middle of the cube's far way, towards the side on which the cube strays.
+    # Aim beyond the middle of the cube's far side, towards the side to which the cube strays.
     target = scene.first[:2] + ahead * (min(distance, 0.04) - CUBE_HALF_M)
     side = np.array([-ahead[1], ahead[0]]) * across
     if scene.grip[2] > PUSH_Z_M + 0.02:
         return Move(behind, CLOSED)
     return Move(_at(target - 0.5 * side, PUSH_Z_M), CLOSED, speed=0.5)
-
-
-def _pick_place(scene: Scene) -> Move:
-    return _carry(scene, _above(scene.goal, CUBE_HALF_M + 0.004))
-
-
-def _stack(scene: Scene) -> Move:
-    return _carry(scene, _above(scene.second, 2 * CUBE_HALF_M + 0.004))
 
 
 def _carry(scene: Scene, target: NDArray[np.float64]) -> Move:
@@ -166,7 +144,7 @@ def _carry(scene: Scene, target: NDArray[np.float64]) -> Move:
     if not held:
         return _grasp(scene)
     yaw = scene.command_yaw
-    # The way from grip to cube, so that the cube and not the grip comes to the target.
+    # From grip to cube, so that the cube and not the grip reaches the target.
     shift = scene.grip - scene.first
     if _flat(scene.first, target) > 0.01:
         low = target[2] + CARRY_M
@@ -184,7 +162,7 @@ def _grasp(scene: Scene) -> Move:
 
 
 def _drawer(scene: Scene) -> Move:
-    """Lower the fingers into the gap behind the handle and pull it along the drawer's way."""
+    """Lower the fingers into the gap behind the handle and pull it along the drawer's axis."""
     out = -np.array([np.cos(scene.first_yaw), np.sin(scene.first_yaw)])
     gap = _at(scene.first[:2] - out * GAP_M, HOOK_Z_M)
     offset = (scene.grip - scene.first)[:2]
@@ -195,7 +173,7 @@ def _drawer(scene: Scene) -> Move:
 
 
 def _go_over(scene: Scene, point: NDArray[np.float64], gripper: float, yaw: float = 0.0) -> Move:
-    """Go to a point from above: up where something may be in the way, across, then down."""
+    """Reach a point from above: up where something may be in between, across, then down."""
     apart = _flat(scene.grip, point)
     if apart < 0.01:
         return Move(point, gripper, yaw)
@@ -234,8 +212,8 @@ EXPERTS: dict[str, Callable[[Scene], Move]] = {
     "reach": _reach,
     "reach_green": _reach,
     "push": _push,
-    "pick_place": _pick_place,
-    "stack": _stack,
+    "pick_place": lambda scene: _carry(scene, _above(scene.goal, CUBE_HALF_M + 0.004)),
+    "stack": lambda scene: _carry(scene, _above(scene.second, 2 * CUBE_HALF_M + 0.004)),
     "drawer": _drawer,
     "drawer_wide": _drawer,
 }

@@ -1,15 +1,15 @@
-"""Pictures of tabletop episodes for people: the presented scene from its own camera, with a caption."""
+"""Videos of tabletop episodes for people: the presented scene from its own camera, with a caption."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from robotics.sim.looks import CAMERA
-from robotics.sim.presentation import COLOURS, Outcome, PresentedScene
-from robotics.sim.rendering import FrameRenderer, RenderSettings
+from robotics.sim.presentation import COLOURS, PresentedScene
+from robotics.sim.rendering import FrameRenderer, Outcome, RenderSettings
 
 if TYPE_CHECKING:
     import mujoco
@@ -17,40 +17,30 @@ if TYPE_CHECKING:
 
     from robotics.sim.tasks import TabletopScene
 
-FILM_SIZE = (480, 640)
+VIDEO_SIZE = (480, 640)
 """(H, W) pixels."""
+SMALLEST_BAR_PX = 10
 
 
 @dataclass(frozen=True)
 class Caption:
-    """The line at the bottom of a picture."""
+    """The line at the bottom of an image."""
 
-    text: str
-    """Instruction of the task."""
-    seconds: float
-    """Simulated time since the start."""
+    text: str  # instruction of the task
+    seconds: float  # simulated time since the start
     outcome: Outcome = ""
 
     @property
     def ending(self) -> str:
         """Time, and how the episode ended."""
-        return {
-            "": f"{self.seconds:.1f} s",
-            "success": f"solved in {self.seconds:.1f} s",
-            "failure": f"not solved in {self.seconds:.1f} s",
-        }[self.outcome]
+        ends = {"": "", "success": "solved in ", "failure": "not solved in "}
+        return f"{ends[self.outcome]}{self.seconds:.1f} s"
 
 
-class FilmRenderer:
-    """Draws a scene as people see it: lights with shadows, materials, the camera `film`, and how the episode ended.
+class VideoRenderer:
+    """Draws a scene as people see it: lights with shadows, materials, the camera `film`, and how the episode ended."""
 
-    Args:
-        scene: that is simulated.
-        size: (H, W) pixels.
-        backend: name of a renderer that was probed; chosen and probed when None.
-    """
-
-    def __init__(self, scene: TabletopScene, size: tuple[int, int] = FILM_SIZE, backend: str | None = None) -> None:
+    def __init__(self, scene: TabletopScene, size: tuple[int, int] = VIDEO_SIZE, backend: str | None = None) -> None:
         self._presented = PresentedScene(scene)
         settings = RenderSettings(size[1], size[0], CAMERA, shadows=True, multisampling=True, reuse_static=False)
         self._renderer = FrameRenderer(self._presented.model, settings, backend)
@@ -58,18 +48,10 @@ class FilmRenderer:
     def rgb(
         self, data: mujoco.MjData, out: NDArray[np.uint8] | None = None, outcome: Outcome = ""
     ) -> NDArray[np.uint8]:
-        """Draw a state, without a caption.
-
-        Args:
-            data: state of the scene that is simulated; not changed.
-            out: (H, W, 3) uint8 to write to; a new array when None.
-            outcome: how the episode ended, see `PresentedScene.show`.
-
-        Returns:
-            (H, W, 3) uint8 RGB, the top row first.
-        """
+        """Draw (H, W, 3) RGB of a state, the top row first and without a caption, into out or a new array."""
         self._presented.show(data, outcome)
-        return self._renderer.rgb(self._presented.data, out) if out is not None else self._fresh()
+        drawn = self._renderer.rgb(self._presented.data, out)
+        return drawn if out is not None else drawn.copy()
 
     def close(self) -> None:
         """Free the OpenGL context; from the thread that made the renderer."""
@@ -81,33 +63,24 @@ class FilmRenderer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _fresh(self) -> NDArray[np.uint8]:
-        return self._renderer.rgb(self._presented.data).copy()
 
-
-def film_size(height: int) -> tuple[int, int]:
-    """(H, W) of a film of a height: 4:3, both even, as video encoders want them."""
+def video_size(height: int) -> tuple[int, int]:
+    """(H, W) of a video of a height: 4:3, both even, as video encoders need them."""
     even = max(2, height + height % 2)
     return even, 2 * round(even * 2 / 3)
 
 
 def write_caption(frame: NDArray[np.uint8], caption: Caption) -> NDArray[np.uint8]:
-    """Write a caption over the bottom of a picture.
+    """Copy of an image (H, W, 3) with a caption over its bottom: a bar, green after a success and red after a failure.
 
-    Args:
-        frame: (H, W, 3) uint8; not changed.
-        caption: what to write; the bar is green after a success and red after a failure. The words are left out where
-            the bar has fewer than 10 pixels.
-
-    Returns:
-        (H, W, 3) uint8.
+    The text is left out where the bar has fewer than 10 pixels.
     """
     from PIL import Image, ImageDraw, ImageFont
 
     height, width, _ = frame.shape
     bar = max(1, round(0.075 * height))
-    picture = Image.fromarray(frame)
-    pen = ImageDraw.Draw(picture)
+    image = Image.fromarray(frame)
+    pen = ImageDraw.Draw(image)
     colour = tuple(round(200 * part) for part in COLOURS[caption.outcome]) if caption.outcome else (32, 35, 40)
     pen.rectangle([0, height - bar, width, height], fill=colour)
     if bar >= SMALLEST_BAR_PX:
@@ -116,18 +89,12 @@ def write_caption(frame: NDArray[np.uint8], caption: Caption) -> NDArray[np.uint
         pen.text((width - margin, middle), caption.ending, "white", font, anchor="rm")
         room = width - 3 * margin - pen.textlength(caption.ending, font)
         pen.text((margin, middle), _shortened(caption.text, room, font), "white", font, anchor="lm")
-    return np.asarray(picture)
+    return np.asarray(image)
 
 
-def _shortened(text: str, room: float, font: object) -> str:
-    from PIL import ImageFont
-
-    assert isinstance(font, ImageFont.FreeTypeFont | ImageFont.ImageFont)
+def _shortened(text: str, room: float, font: Any) -> str:
     if font.getlength(text) <= room:
         return text
     while text and font.getlength(text + "…") > room:
         text = text[:-1]
     return text + "…"
-
-
-SMALLEST_BAR_PX = 10

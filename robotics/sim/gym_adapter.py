@@ -1,7 +1,7 @@
 """Any Gymnasium environment with continuous actions as the `RowEnv` of a worker.
 
-Loaded by its path in the environment's own Python, so it needs only Python 3.8 and numpy; it never imports gymnasium
-but is given an environment. Spaces are recognised by their class names, which gym and gymnasium share.
+Loaded by its path in the environment's own Python, so it needs only Python 3.8 and numpy. It never imports gymnasium:
+spaces are recognised by their class names, which gym and gymnasium share.
 """
 
 from __future__ import annotations
@@ -22,29 +22,26 @@ class EnvError(Exception):
 
 
 class GymRow:
-    """One Gymnasium environment, its observations cut into state and image, its actions scaled from -1..1.
+    """One Gymnasium environment, its observations split into state and image, its actions scaled from -1..1.
 
     Args:
         env: gymnasium.Env with a Box of actions. Its `metadata` may have `instruction`, and `image_size`, the (H, W) of
-            what `render` returns; without it an image is rendered to find out. `info` reports success, unless
-            `success_reward` is given.
-        task: name of its only task; the id it was made by when None.
+            `render`; without it an image is rendered to find out.
+        task: name of its only task; the registered id when None.
         instruction: language instruction; that of the environment's `metadata` when None.
-        state_keys: entries of a Dict observation that make the state, in this order; None = all but images. All entries
-            of an entry that is a Dict itself are used.
-        image_key: entry of a Dict observation that is the image (H, W, 3) uint8; None = the first such entry, or
-            `env.render()` without one; or `env.unwrapped.policy_image()` where there is such a method, for
-            environments that render something else for people.
-        views: further cameras: entries of a Dict observation that are images, or what
-            `env.unwrapped.policy_image(camera=name)` draws; of the size of the image. Those of `metadata` when empty.
-        size: side in pixels to which images are resized, by averaging areas; they stay as they are drawn when None.
+        state_keys: entries of a Dict observation that make the state, in this order; None = all but images. Nested
+            Dicts are flattened.
+        image_key: entry of a Dict observation that is the image (H, W, 3) uint8; None = the first such entry, else
+            `env.unwrapped.policy_image()` (of environments that render something else for people), else `env.render()`.
+        views: further cameras of the image's size: entries of a Dict observation, or cameras of
+            `env.unwrapped.policy_image(camera=name)`. Those of `metadata` when empty.
+        size: side in pixels to which images are resized, by averaging areas; None = as drawn.
         success_key: entry of `info` that reports success; None = `success` or `is_success`, one of which has to be in
             `info` by the end of the first episode; "" = these two, and no success where they are missing.
-        success_reward: a control step with at least this reward solves the task; for environments that do not report
-            success.
+        success_reward: a control step with at least this reward solves the task, where `info` does not report success.
         horizon: control steps of an episode; None = that of the registered id.
-        layout_options: whether to pass `reset` the options layout and split beside the seed, and draw, that of the
-            domain randomisation, where it is not 0.
+        layout_options: whether to pass `reset` the options layout, split, and draw (of the domain randomisation, where
+            it is not 0) beside the seed.
     """
 
     def __init__(
@@ -103,7 +100,7 @@ class GymRow:
         self._info = info if isinstance(info, Mapping) else {}
 
     def domain_draw(self) -> Mapping[str, Any]:
-        """What the environment's `info` says of its domain randomisation, `randomization`; empty where it does not."""
+        """Domain randomisation as reported in `info`."""
         found = self._info.get("randomization")
         return dict(found) if isinstance(found, Mapping) else {}
 
@@ -217,12 +214,7 @@ class GymRow:
 
 
 def resize(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize an image to a square; each pixel is the mean of the area that it covers.
-
-    Args:
-        image: (H, W, C) uint8.
-        size: pixels of a side.
-    """
+    """Resize an image (H, W, C) uint8 to a square; each pixel is the mean of the area that it covers."""
     height, width = image.shape[:2]
     rows = np.tensordot(_shares(height, size), image, 1)
     both = np.tensordot(_shares(width, size), rows, (1, 1))
@@ -265,7 +257,7 @@ def _is_image(space: Any) -> bool:
 def _split_keys(
     space: Any, state_keys: Sequence[str] | None, image_key: str | None
 ) -> tuple[list[str] | None, str | None]:
-    """Keys of state and image; "" is the image of an observation that is nothing else."""
+    """Keys of state and image; "" where the whole observation is an image."""
     if type(space).__name__ != "Dict":
         if state_keys is not None or image_key is not None:
             raise EnvError(f"observations are {space}; state_keys and image_key are for a Dict")

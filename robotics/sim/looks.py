@@ -1,6 +1,6 @@
-"""How a tabletop scene looks to people: lights with shadows, materials, and the camera `film`.
+"""How a tabletop scene looks in videos and windows: lights with shadows, materials, and the camera `film`.
 
-Policies never see any of it. It is put on a second model of the same scene, which moves nothing and is only drawn
+Policies never see any of it: it belongs to a second model of the same scene, which is only drawn
 (`robotics.sim.presentation`).
 """
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CAMERA = "film"
-"""Seen from the side and in front, so that the arm hides little and heights can be told."""
+"""From the side and in front, so that the arm hides little and heights can be judged."""
 RING = "outcome_ring"
-"""Body and geom of the ring around what a task is about; invisible until an episode has ended."""
+"""Body and geom of the ring around the goal; invisible until an episode has ended."""
 RING_RADIUS_M = 0.078
 
 
 def dress(spec: Any) -> None:
-    """Give a scene its look for films."""
+    """Give a scene its look for videos."""
     import mujoco
 
     visual = spec.visual
@@ -32,18 +32,12 @@ def dress(spec: Any) -> None:
     _add_materials(spec)
     _dress_room(spec)
     for geom in spec.geoms:
-        _dress_geom(geom)
+        if not geom.material:  # the arm files say colours only
+            geom.material = "film_matt" if max(geom.rgba[:3]) < 0.2 else "film_paint"
     spec.worldbody.add_camera(name=CAMERA, pos=CAMERA_POS, xyaxes=_look_at(CAMERA_POS, CAMERA_TARGET), fovy=CAMERA_FOVY)
-    ring = spec.worldbody.add_body(name=RING, mocap=True)
-    ring.add_geom(
-        name=RING,
-        type=mujoco.mjtGeom.mjGEOM_CYLINDER,
-        size=[RING_RADIUS_M, 0.0006, 0.0],
-        rgba=[0.0, 0.0, 0.0, 0.0],
-        material="outcome",
-        contype=0,
-        conaffinity=0,
-    )
+    ring, size = spec.worldbody.add_body(name=RING, mocap=True), [RING_RADIUS_M, 0.0006, 0.0]
+    hidden: dict[str, Any] = {"rgba": [0.0] * 4, "contype": 0, "conaffinity": 0}
+    ring.add_geom(name=RING, type=mujoco.mjtGeom.mjGEOM_CYLINDER, size=size, material="outcome", **hidden)
 
 
 def _replace_lights(spec: Any) -> None:
@@ -116,14 +110,6 @@ def _dress_room(spec: Any) -> None:
                 contype=0,
                 conaffinity=0,
             )
-
-
-def _dress_geom(geom: Any) -> None:
-    """A material by colour, since colours are all that the models say; what has a material keeps it."""
-    if geom.material:
-        return
-    shine = "film_matt" if max(geom.rgba[:3]) < 0.2 else "film_paint"
-    geom.material = shine
 
 
 def _look_at(position: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:

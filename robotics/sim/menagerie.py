@@ -1,7 +1,7 @@
-"""The makers' meshes of an arm, from a folder of google-deepmind/mujoco_menagerie that the user has.
+"""The makers' meshes of an arm, from a user's folder of google-deepmind/mujoco_menagerie.
 
-Only what people see takes them (`robotics.sim.presentation`): the model that is simulated, with its joints, inertias
-and contacts, and what policies see stay those of `robotics.sim.arms`.
+They are for people only (`robotics.sim.presentation`): joints, inertias, contacts and policies' images stay those of
+`robotics.sim.arms`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
 VARIABLE = "MUJOCO_MENAGERIE"
 """Environment variable with the folder."""
 FILES = {"panda": "franka_emika_panda/panda.xml", "ur5e": "universal_robots_ur5e/ur5e.xml"}
-"""Model of each arm in that folder."""
 SAME_M = 1e-3
-"""Largest distance between the frames of equal links; their orientations agree as closely, in radians."""
+"""Largest distance between the frames of equal links; in radians for their orientations."""
 
 
 def menagerie_folder() -> Path | None:
-    """Folder that the variable MUJOCO_MENAGERIE names; None where it is not set or empty."""
+    """Folder named by the variable MUJOCO_MENAGERIE; None where it is unset or empty."""
     given = os.environ.get(VARIABLE, "")
     return Path(given).expanduser() if given else None
 
 
 def add_meshes(spec: Any, arm: ArmModel, folder: Path) -> None:
-    """Show the links of an arm with the meshes of their makers; links for which there are none keep their shapes."""
+    """Show the links of an arm with the makers' meshes; links without any keep their shapes."""
     import mujoco
 
     path = folder / FILES[arm.name]
@@ -83,7 +82,7 @@ def _pose(body: Any) -> NDArray[np.float64]:
 
 
 def _check_frames(path: Path, names: list[str], own: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise UserError unless the links lie to each other as here; the base may be turned."""
+    """Raise UserError unless the links have the same relative poses as here; the base may be turned."""
     base = names[0]
     for name in names:
         here, there = (np.linalg.inv(frames[base][1]) @ frames[name][1] for frames in (own, given))
@@ -117,7 +116,7 @@ def _add_geom(spec: Any, body: Any, theirs: Any, geom: Any, folder: Path) -> Non
 
 
 def _mesh(spec: Any, theirs: Any, name: str, folder: Path) -> str:
-    """Name of a mesh in our model, added where it is not there yet."""
+    """Name of a mesh in our model, added if missing."""
     new = f"menagerie_{name}"
     if any(mesh.name == new for mesh in spec.meshes):
         return new

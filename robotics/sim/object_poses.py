@@ -1,4 +1,4 @@
-"""Where the piece that a tabletop task acts on is, as a pose, for whoever follows its points."""
+"""Pose of the piece that a tabletop task acts on."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ if TYPE_CHECKING:
 def object_poses(
     scene: TabletopScene, qpos: NDArray[np.float64], sensordata: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Poses of the piece that the task acts on.
+    """(R, 4, 4) T_world_object of the task's first piece: of a cube its body, of the drawer its handle.
 
     Args:
         scene: the task at its table.
         qpos: (R, nq) positions.
         sensordata: (R, nsensordata), see `SceneSensors`.
-
-    Returns:
-        (R, 4, 4) T_world_object: of a cube its body, of the drawer its handle, which only slides.
     """
     name = scene.task.roles.first
     poses = np.tile(np.eye(4), (len(qpos), 1, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -11,13 +12,13 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
 from robotics.sim.episodes import RobotSim, views_of
-from robotics.sim.films import film_size
 from robotics.sim.randomization import RandomizationConfig
+from robotics.sim.subprocess_settings import SubprocessSettings
 
 
 @dataclass
 class SimConfig:
-    """Where episodes run."""
+    """The simulator that runs episodes."""
 
     kind: str = choice("tabletop", lambda: SIMULATORS, or_function=True)
     """tabletop, gymnasium, libero, metaworld, robosuite, gymnasium_robotics, or module:function that returns a
@@ -32,7 +33,7 @@ class SimConfig:
     views: list[str] = rare(field(default_factory=list))
     """Further cameras, in the order in which the policy sees them, such as [wrist] (tabletop) or [robot0_eye_in_hand]
     (libero); their images have the same size. gymnasium: entries of the observation that are images, or cameras of an
-    environment with a method `policy_image(camera)`, such as those of the tabletop. gymnasium_robotics: none."""
+    environment with a method `policy_image(camera)`, such as the tabletop's. gymnasium_robotics: none."""
     horizon: int = bounded(0, at_least=0)
     """Control steps after which an episode is truncated; 0 = the task's own horizon."""
     workers: int = bounded(0, at_least=0)
@@ -51,53 +52,52 @@ class SimConfig:
     environment, with those of its adapter under `adapter`. Time limits and the like of the processes are `settings`."""
     randomization: RandomizationConfig = rare(field(default_factory=RandomizationConfig))
     """Domain randomisation of tabletop, and of gymnasium where the environment takes an argument `randomization`, as
-    those of the tabletop do (robotics.sim.registration:mmrl/Push-v0)."""
+    the tabletop's do (robotics.sim.registration:mmrl/Push-v0)."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
-        if (self.kind == "gymnasium") != bool(self.env):
-            raise ValueError(f"sim.env is '{self.env}' with sim.kind {self.kind}; gymnasium needs it, others have none")
-        if self.camera and self.kind in WITHOUT_CAMERAS:
-            raise ValueError(f"sim.camera is '{self.camera}', but {self.kind} has no choice of cameras; leave it empty")
-        self._check_views()
-        if self.kind in SUITES and self.randomization.active():
-            raise ValueError(
-                f"sim.randomization has {', '.join(self.randomization.active())} with sim.kind {self.kind}; there is "
-                "domain randomisation for tabletop and gymnasium"
-            )
-        if self.physics != "mujoco" and self.kind != "tabletop":
-            raise ValueError(f"sim.physics is {self.physics} with sim.kind {self.kind}; only tabletop has a choice")
-        doubled = sorted({"size", "horizon", "tasks", "camera", "views"} & set(self.options))
-        doubled = doubled if self.kind in SUITES else []
-        if doubled:
-            raise ValueError(
-                f"sim.options has {', '.join(doubled)}; set {', '.join(OWN_FIELDS.get(k, f'sim.{k}') for k in doubled)}"
-            )
-
-    def _check_views(self) -> None:
-        if not self.views:
-            return
-        named = ", ".join(self.views)
-        if not self.image_size:
-            raise ValueError(f"sim.views is [{named}] with sim.image_size 0, which is no images; set a size")
-        if self.kind in WITHOUT_VIEWS:
-            raise ValueError(f"sim.views is [{named}], but {self.kind} has one camera; leave it empty")
+        kind, views = self.kind, f"sim.views is [{', '.join(self.views)}]"
         doubled = [name for name in self.views if [self.camera, *self.views].count(name) > 1 or not name]
-        if doubled:
-            raise ValueError(
-                f"sim.views is [{named}] with sim.camera '{self.camera}'; name each camera once, "
-                f"'{doubled[0]}' is there twice or empty"
-            )
+        taken = sorted({"size", "horizon", "tasks", "camera", "views"} & set(self.options)) if kind in SUITES else []
+        fields = ", ".join("sim.image_size" if name == "size" else f"sim.{name}" for name in taken)
+        active = ", ".join(self.randomization.active()) if kind in SUITES else ""
+        problems = (
+            (
+                (kind == "gymnasium") != bool(self.env),
+                f"sim.env is '{self.env}' with sim.kind {kind}; gymnasium needs it, others have none",
+            ),
+            (
+                self.camera and kind in WITHOUT_CAMERAS,
+                f"sim.camera is '{self.camera}', but {kind} has no choice of cameras; leave it empty",
+            ),
+            (self.views and not self.image_size, f"{views} with sim.image_size 0, which is no images; set a size"),
+            (
+                self.views and kind == "gymnasium_robotics",
+                f"{views}, but {kind} has one camera; leave it empty",
+            ),
+            (
+                doubled,
+                f"{views} with sim.camera '{self.camera}'; name each camera once, '{''.join(doubled[:1])}' is there "
+                "twice or empty",
+            ),
+            (
+                active,
+                f"sim.randomization has {active} with sim.kind {kind}; there is domain randomisation for tabletop and "
+                "gymnasium",
+            ),
+            (
+                self.physics != "mujoco" and kind != "tabletop",
+                f"sim.physics is {self.physics} with sim.kind {kind}; only tabletop has a choice",
+            ),
+            (taken, f"sim.options has {', '.join(taken)}; set {fields}"),
+        )
+        for wrong, message in problems:
+            if wrong:
+                raise ValueError(message)
 
 
 def open_sim(config: SimConfig) -> RobotSim:
-    """Start a simulator.
-
-    Args:
-        config: kind of simulator and its options.
-
-    Returns:
-        The simulator; the caller closes it.
+    """Start a simulator, which the caller closes.
 
     Raises:
         UserError: a part of the configuration does not exist, or an option is unknown.
@@ -117,38 +117,26 @@ def open_sim(config: SimConfig) -> RobotSim:
     return sim
 
 
-def open_film_sim(config: SimConfig, height: int) -> RobotSim:
-    """Start a simulator for films: the same episodes, drawn for people where the simulator has a look for them.
+def open_video_sim(config: SimConfig, height: int) -> RobotSim:
+    """Start a simulator for videos: the same episodes, drawn for people where the simulator has a look for them.
 
     Args:
         config: of the simulator.
-        height: pixels of the films; the side of square images where the simulator has no such look.
+        height: pixels of the videos; the side of square images where the simulator has no such look.
     """
+    config = replace(config, workers=1, views=[])
     if config.kind == "tabletop":
-        return _open_tabletop(replace(config, workers=1, views=[]), film_size(height))
-    return open_sim(replace(config, image_size=height, workers=1, views=[]))
+        return _open_tabletop(config, height)
+    return open_sim(replace(config, image_size=height))
 
 
-def _open_tabletop(config: SimConfig, film: tuple[int, int] | None = None) -> RobotSim:
-    from robotics.sim.batch import BatchSettings, TabletopBatch
-
-    settings = BatchSettings(
-        image_size=film or ((config.image_size, config.image_size) if config.image_size else None),
-        look="film" if film else "policy",
-        camera=config.camera or "front",
-        views=tuple(config.views),
-        state=config.state,
-        reward="dense",  # `success` is a flag of its own
-        horizon=config.horizon or None,
-        randomization=config.randomization,
-        physics="mujoco" if film else config.physics,
-    )
-    known = _known("sim.options", config.options, ())
-    return TabletopBatch(config.tasks or ["reach"], config.arm, settings, workers=config.workers or None, **known)
+def _open_tabletop(config: SimConfig, height: int | None = None) -> RobotSim:
+    # By name: the scenes build on this package.
+    sim: RobotSim = importlib.import_module(TABLETOP).open_tabletop(config, height)
+    return sim
 
 
 def _open_gymnasium(config: SimConfig) -> RobotSim:
-    from robotics.sim.subprocess_settings import SubprocessSettings
     from robotics.sim.subprocess_sim import SubprocessSim
 
     options = dict(config.options)
@@ -165,7 +153,7 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
         adapter.setdefault("size", config.image_size)
     if config.views:
         adapter["views"] = list(config.views)
-    if config.randomization.active():  # what is drawn depends on the layout, which reset has to be told
+    if config.randomization.active():  # a draw depends on the layout, so reset has to be told
         options["randomization"] = asdict(config.randomization)
         adapter.setdefault("layout_options", True)
     return SubprocessSim(
@@ -201,24 +189,13 @@ def _known(where: str, given: dict[str, Any], names: tuple[str, ...]) -> dict[st
     return given
 
 
+TABLETOP = "robotics.sim.batch"
 POOL_SETTINGS = (
-    "python",
-    "renderer",
-    "environment",
-    "end_at_success",
-    "start_timeout_s",
-    "reset_timeout_s",
-    "call_timeout_s",
-    "heartbeat_timeout_s",
-    "memory_mb",
-    "reset_retries",
-    "max_restarts",
+    *("python", "renderer", "environment", "end_at_success", "memory_mb", "reset_retries", "max_restarts"),
+    *("start_timeout_s", "reset_timeout_s", "call_timeout_s", "heartbeat_timeout_s"),
 )
-
 SUITES = ("libero", "metaworld", "robosuite", "gymnasium_robotics")
 WITHOUT_CAMERAS = ("gymnasium", "gymnasium_robotics")
-WITHOUT_VIEWS = ("gymnasium_robotics",)
-OWN_FIELDS = {"size": "sim.image_size"}
 
 SIMULATORS: dict[str, Callable[[SimConfig], RobotSim]] = {
     "tabletop": _open_tabletop,

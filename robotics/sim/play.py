@@ -1,4 +1,4 @@
-"""Episodes to look at: in a window, as a film, or as a strip of pictures (`mmrl sim play`)."""
+"""Episodes to look at: in a window, as a video, or as a strip of images (`mmrl sim play`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from robotics.sim.arms import ARMS
 from robotics.sim.control import ACTION_SIZE
 from robotics.sim.envs import CONTROL_HZ, SHOWN_PARTS, TabletopEnv
 from robotics.sim.experts import Expert
-from robotics.sim.films import Caption, FilmRenderer, film_size, write_caption
-from robotics.sim.strips import FilmStrip, write_strips
+from robotics.sim.films import Caption, VideoRenderer, video_size, write_caption
+from robotics.sim.strips import ImageStrip, write_strips
 from robotics.sim.tasks import SPLITS, find_task
 
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from mmrl.hub.video import VideoRecorder
 
 Say = Callable[[str], object]
-FILM_HZ = 25
-"""Frames in a second of a film; the environment shows twice as many."""
+VIDEO_HZ = 25
+"""Frames in a second of a video; the environment shows twice as many."""
 HOLD_S = 1.0
-"""How long the end of an episode stays."""
+"""How long the end of an episode is shown."""
 
 
 @dataclass
 class PlaySettings:
-    """Which episodes are shown, and how."""
+    """Choice of the episodes, and how they are shown."""
 
     arm: str = choice("", ["", *ARMS])
     """panda or ur5e; empty = that of the policy's run, else panda."""
@@ -47,7 +47,7 @@ class PlaySettings:
     horizon: int = bounded(0, at_least=0)
     """Control steps after which an episode ends; 0 = the task's own."""
     height: int = bounded(480, at_least=48)
-    """Pixels of the film, which is 4:3."""
+    """Pixels of the video, which is 4:3."""
     temperature: float = bounded(0.0, at_least=0)
     """Spread of a policy's sampled actions; 0 = the most likely ones."""
     step: int | None = None
@@ -59,24 +59,24 @@ class Actor(Protocol):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `TabletopEnv` that it needs: arm, observation, camera, image_size."""
+        """Arguments of `TabletopEnv`: arm, observation, camera, image_size."""
 
     def reset(self, episode: int) -> None:
-        """Begin an episode, the number of which seeds random draws."""
+        """Begin an episode, whose number seeds random draws."""
 
     def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[np.floating]:
         """Choose an action (5,)."""
 
 
 class ExpertActor:
-    """The scripted expert of a task."""
+    """A task's scripted expert."""
 
     def __init__(self, task: str, seed: int) -> None:
         self._expert = Expert(task)
         self.options: dict[str, Any] = {"observation": "state"}
 
     def reset(self, episode: int) -> None:
-        """It keeps nothing."""
+        """Nothing to reset."""
 
     def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[np.float32]:
         """Choose an action (5,)."""
@@ -133,12 +133,12 @@ def play(
             **options,
         )
         stack.callback(env.close)
-        strips = [FilmStrip() for _ in range(episodes if strip else 0)]
-        film = None if shown else stack.enter_context(_Film(env, settings.height, video))
+        strips = [ImageStrip() for _ in range(episodes if strip else 0)]
+        recorder = None if shown else stack.enter_context(_Recorder(env, settings.height, video))
         solved = played = 0
         for number in range(episodes):
-            if film is not None:
-                film.strip = strips[number] if strip else None
+            if recorder is not None:
+                recorder.strip = strips[number] if strip else None
             info = _run(env, actor, number, seed, settings)
             if env.window_closed:
                 break
@@ -157,7 +157,7 @@ def play(
 
 
 def _run(env: TabletopEnv, actor: Actor, number: int, seed: int, settings: PlaySettings) -> dict[str, Any]:
-    """Run an episode; returns the last info with its number of control steps, as `steps`."""
+    """Run an episode; returns the last info, with the number of control steps as `steps`."""
     layout = {} if settings.layout is None else {"layout": settings.layout + number}
     observation, info = env.reset(seed=seed if number == 0 else None, options=layout)
     actor.reset(number)
@@ -168,23 +168,23 @@ def _run(env: TabletopEnv, actor: Actor, number: int, seed: int, settings: PlayS
     return {**info, "steps": steps}
 
 
-class _Film:
-    """Draws what the environment shows, for a film, a strip or both."""
+class _Recorder:
+    """Draws what the environment shows, for a video, a strip or both."""
 
     def __init__(self, env: TabletopEnv, height: int, video: Path | None) -> None:
-        self._env, self._size, self._video = env, film_size(height), video
+        self._env, self._size, self._video = env, video_size(height), video
         self._shown = 0
-        self.strip: FilmStrip | None = None
-        """Takes the pictures of the present episode."""
+        self.strip: ImageStrip | None = None
+        """Takes the images of the present episode."""
 
-    def __enter__(self) -> _Film:
+    def __enter__(self) -> _Recorder:
         from mmrl.hub.video import VideoRecorder
 
         with ExitStack() as stack:
-            self._renderer = stack.enter_context(FilmRenderer(self._env.scene, self._size))
+            self._renderer = stack.enter_context(VideoRenderer(self._env.scene, self._size))
             self._recorder: VideoRecorder | None = None
             if self._video is not None:
-                self._recorder = stack.enter_context(VideoRecorder(self._video, FILM_HZ))
+                self._recorder = stack.enter_context(VideoRecorder(self._video, VIDEO_HZ))
             self._env.watch(self._see)
             self._stack = stack.pop_all()
         return self
@@ -194,13 +194,13 @@ class _Film:
 
     def _see(self, data: mujoco.MjData, caption: Caption) -> None:
         self._shown = 0 if caption.seconds == 0 else self._shown + 1
-        in_film = self._recorder is not None and (self._shown % 2 == 0 or bool(caption.outcome))
+        in_video = self._recorder is not None and (self._shown % 2 == 0 or bool(caption.outcome))
         in_strip = self.strip is not None and self._shown % SHOWN_PARTS == 0
-        if not (in_film or in_strip):
+        if not (in_video or in_strip):
             return
         frame = self._renderer.rgb(data, outcome=caption.outcome)
-        if self._recorder is not None and in_film:
-            for _ in range(round(HOLD_S * FILM_HZ) if caption.outcome else 1):
+        if self._recorder is not None and in_video:
+            for _ in range(round(HOLD_S * VIDEO_HZ) if caption.outcome else 1):
                 self._recorder.add(write_caption(frame, caption))
         if self.strip is not None and in_strip:
             self.strip.add(frame, caption)

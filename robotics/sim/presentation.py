@@ -1,16 +1,16 @@
-"""A tabletop scene as people see it: a second model with a look of its own, which takes over the poses of the first.
+"""A tabletop scene as people see it: a second model with its own look, which takes over the poses of the first.
 
-The model that is simulated, and from which policies see, is not touched. So films and windows change neither physics
+The model that is simulated, and from which policies see, is not touched. So videos and windows change neither physics
 nor observations, and meshes may replace the shapes that collide.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from robotics.sim.looks import RING, dress
 from robotics.sim.menagerie import add_meshes, menagerie_folder
-from robotics.sim.rendering import update_poses
+from robotics.sim.rendering import Outcome, update_poses
 from robotics.sim.tabletop import PIECES, scene_spec
 
 if TYPE_CHECKING:
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
     from robotics.sim.tasks import TabletopScene
 
-Outcome = Literal["", "success", "failure"]
-"""How an episode ended; empty while it runs."""
-
 
 class PresentedScene:
-    """What a film or a window shows of a scene; with the arm's meshes where `MUJOCO_MENAGERIE` names their folder."""
+    """The scene of videos and windows, with the arm's meshes where `MUJOCO_MENAGERIE` names their folder."""
 
     def __init__(self, scene: TabletopScene) -> None:
         import mujoco
@@ -43,10 +40,10 @@ class PresentedScene:
 
     def show(self, data: mujoco.MjData, outcome: Outcome = "") -> None:
         """Take over the poses of a state."""
-        places = len(data.mocap_pos)
+        mocaps = len(data.mocap_pos)
         self.data.time = data.time
         self.data.qpos[:] = data.qpos
-        self.data.mocap_pos[:places], self.data.mocap_quat[:places] = data.mocap_pos, data.mocap_quat
+        self.data.mocap_pos[:mocaps], self.data.mocap_quat[:mocaps] = data.mocap_pos, data.mocap_quat
         update_poses(self.model, self.data)
         self.model.geom_rgba[self._ring_geom] = [*COLOURS[outcome], float(bool(outcome))]
         if outcome:

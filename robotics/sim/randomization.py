@@ -3,14 +3,14 @@
     config = RandomizationConfig(camera=CameraRanges(position_m=0.03), friction=[0.6, 1.4], action_delay=[0, 2])
     settings = BatchSettings(randomization=config)
 
-Everything is off by default, and a part that is off changes nothing. What an episode gets is a function of the seed
-here and of the episode's task, split, layout and `draw` alone, so it does not depend on the order of episodes, on
-threads or processes, or on which other parts are on. `EpisodeSpec.draw = None` asks for the nominal scene.
+Everything is off by default, and a part that is off changes nothing. An episode's draw is a function of the seed here
+and of the episode's task, split, layout and `draw` alone: the order of episodes, threads, processes and the other parts
+do not matter. `EpisodeSpec.draw = None` asks for the nominal scene.
 
 Ranges follow robosuite's `DomainRandomizationWrapper` (ARISE-Initiative/robosuite, robosuite/wrappers/
-domain_randomization_wrapper.py: shifts of lights, cameras and colours around their nominal values, textures) and
-Isaac Lab's events (isaac-sim/IsaacLab, isaaclab/envs/mdp/events.py: masses with their inertias, friction, gains of
-actuators; delays as whole control steps). They draw from a running generator, where a repeated episode differs.
+domain_randomization_wrapper.py: lights, cameras and colours around their nominal values, textures) and Isaac Lab's
+events (isaac-sim/IsaacLab, isaaclab/envs/mdp/events.py: masses with their inertias, friction, actuator gains; delays as
+whole control steps). They draw from a running generator, where a repeated episode differs.
 """
 
 from __future__ import annotations
@@ -185,18 +185,16 @@ def draw_delays(config: RandomizationConfig, stream: Stream) -> dict[str, int]:
 
 def read_randomization(given: RandomizationConfig | Mapping[str, Any] | None) -> RandomizationConfig:
     """Make a configuration from what a user gave, and check it."""
-    config = given if isinstance(given, RandomizationConfig) else _filled(dict(given or {}))
+    if isinstance(given, RandomizationConfig):
+        config = given
+    elif not given:  # a robot's own program makes environments without OmegaConf
+        config = RandomizationConfig()
+    else:
+        from mmrl.config import from_values
+
+        config = from_values(RandomizationConfig, dict(given), "randomization")
     check_config(config, "randomization")
     return config
-
-
-def _filled(values: dict[str, Any]) -> RandomizationConfig:
-    if not values:  # a robot's own program makes environments without OmegaConf
-        return RandomizationConfig()
-    from mmrl.config import from_values
-
-    filled: RandomizationConfig = from_values(RandomizationConfig, values, "randomization")
-    return filled
 
 
 RANGES = ("friction", "mass", "servo_gain", "action_delay", "observation_delay")

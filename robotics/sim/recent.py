@@ -1,4 +1,4 @@
-"""The last observations of an episode, for policies that take several in a row.
+"""The last observations of an episode, for policies that take several.
 
 Loaded by its path in an environment's own Python, so it needs only Python 3.8 and numpy.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class RecentObservations:
-    """What an episode looked like now and in the P control steps before."""
+    """The present observation of an episode and those of the P control steps before."""
 
     def __init__(self, past: int) -> None:
         self.past = past
@@ -24,9 +24,9 @@ class RecentObservations:
         self._seen.append({name: np.array(part) for name, part in parts.items()})
 
     def before(self) -> dict[str, Any]:
-        """Parts (P, ...) of the control steps before the last that was added, the oldest first.
+        """Parts (P, ...) of the control steps before the last one added, the oldest first.
 
-        The first observation of the episode stands for those before it.
+        The first observation of the episode stands for steps before it.
         """
         seen = list(self._seen)
         steps = [seen[0]] * (self.past + 1 - len(seen)) + seen[:-1]

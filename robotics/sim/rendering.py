@@ -1,13 +1,13 @@
-"""Images of MuJoCo scenes at a fraction of the default cost, and how they differ from the default ones.
+"""Fast images of MuJoCo scenes.
 
 With default settings a software renderer spends nearly all of a frame on one shadow map of 4096 x 4096 pixels. Three
 things are left out here, each with a switch:
 
 - shadows: the light that would be blocked arrives; colours of shaded parts change, shapes do not;
 - multisampling: edges are not smoothed;
-- parts that never move: they are drawn once, with their distances, and every later image takes over the moving
-  parts where these are nearer. No pixel changes by it. Where one would (shadows, smoothed edges, transparent or
-  mirroring surfaces) and where camera, lights or a fixed part move from image to image, everything is drawn.
+- parts that never move: they are drawn once, with their depth, and later images only add nearer moving parts. This
+  changes no pixel. Where it would (shadows, smoothed edges, transparent or mirroring surfaces), and where camera,
+  lights or a fixed part move between images, everything is drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -33,26 +33,28 @@ if TYPE_CHECKING:
 
 FREE_CAMERA = -1
 BACKGROUND_ID = -1
+Outcome = Literal["", "success", "failure"]
+"""How an episode ended; empty while it runs."""
 SpecOrModel = TypeVar("SpecOrModel")
 OPEN_RENDERERS: weakref.WeakSet[FrameRenderer] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class RenderSettings:
-    """What an image shows and what is left out of it to save time."""
+    """Size and camera of an image, and what is left out of it to save time."""
 
     width: int = bounded(128, at_least=1)
     """Pixels."""
     height: int = bounded(128, at_least=1)
     """Pixels."""
     camera: str | int = FREE_CAMERA
-    """Name or number of a camera of the model; -1 is the free camera at its default place."""
+    """Name or id of a camera of the model; -1 is the free camera at its default pose."""
     views: tuple[str | int, ...] = ()
-    """Further cameras, of which `ImageRollout` draws images of the same size."""
+    """Further cameras, whose images of the same size `ImageRollout` draws too."""
     shadows: bool = False
-    """Draw the shadows of the lights that cast one."""
+    """Draw shadows."""
     multisampling: bool = False
-    """Smooth edges with as many samples as the model says."""
+    """Smooth edges with the model's number of samples."""
     reuse_static: bool = True
     """Draw what never moves once; changes no pixel."""
 
@@ -74,42 +76,31 @@ def fast_visuals(spec_or_model: SpecOrModel, settings: RenderSettings | None = N
     visual.global_.offwidth = max(visual.global_.offwidth, chosen.width)
     visual.global_.offheight = max(visual.global_.offheight, chosen.height)
     if not chosen.shadows:
-        _stop_shadows(spec_or_model)
+        if hasattr(spec_or_model, "light_castshadow"):
+            spec_or_model.light_castshadow[:] = False
+        else:
+            for light in spec_or_model.lights:  # type: ignore[attr-defined]
+                light.castshadow = False
     return spec_or_model
-
-
-def _stop_shadows(spec_or_model: Any) -> None:
-    if hasattr(spec_or_model, "light_castshadow"):
-        spec_or_model.light_castshadow[:] = False
-        return
-    for light in spec_or_model.lights:
-        light.castshadow = False
 
 
 @dataclass
 class _Background:
-    """The parts that never move, seen from one place; rows run from the bottom of the image up."""
+    """The parts that never move, seen from one view; rows run from the bottom of the image up."""
 
-    view: NDArray[np.float64]
-    """Where camera, lights and those parts were."""
-    rgb: NDArray[np.uint8]
-    """(H*W, 3)."""
-    nearness: NDArray[np.float32]
-    """(H*W,) depth buffer, larger is nearer; 0 where nothing was drawn."""
+    view: NDArray[np.float64]  # poses of camera, lights and those parts
+    rgb: NDArray[np.uint8]  # (H*W, 3)
+    nearness: NDArray[np.float32]  # (H*W,) depth buffer, larger is nearer; 0 for the background
 
 
 @dataclass
-class _Sight:
-    """A camera, and what is known of the parts that never move as it sees them."""
+class _CameraState:
+    """A camera, and its background if that can be drawn apart from the moving parts."""
 
-    camera: Any
-    """MjvCamera."""
+    camera: Any  # MjvCamera
     separable: bool
-    """Whether those parts can be drawn apart from the others."""
     last_view: NDArray[np.float64] | None = None
-    """Where camera, lights and those parts were in its last image."""
     background: _Background | None = None
-    """None before they were drawn."""
 
 
 class FrameRenderer:
@@ -117,14 +108,13 @@ class FrameRenderer:
 
     Poses are taken from the MjData as they are: after `mj_step` they are those at the start of the last step
     (`update_poses` brings them up to date). Call `refresh` after a change of colours, materials or sizes, and `show`
-    after one of textures or to draw a variant of the model; meshes stay those of the model at the start, and so does
-    how finely round shapes are drawn (`visual/quality`).
+    after one of textures or to draw a variant of the model; meshes and `visual/quality` stay those of the first model.
 
     Args:
         model: MjModel; not changed.
         settings: size, cameras and what to leave out.
-        backend: name of one that was probed; chosen and probed when None.
-        max_geoms: most shapes in a scene.
+        backend: name of a probed renderer; chosen and probed when None.
+        max_geoms: most geoms in a scene.
 
     Raises:
         UserError: a camera does not exist, or there is no renderer.
@@ -165,7 +155,7 @@ class FrameRenderer:
         self._image = np.empty((height, width, 3), np.uint8)
         self._textures: NDArray[np.uint8] = model.tex_data.copy()
         self._separable = self.settings.reuse_static and not (self.settings.shadows or self.settings.multisampling)
-        self._sights: dict[str | int, _Sight] = {}
+        self._cameras: dict[str | int, _CameraState] = {}
         self.refresh()
 
     def rgb(
@@ -176,37 +166,31 @@ class FrameRenderer:
         Args:
             data: state whose poses are drawn.
             out: (H, W, 3) uint8 to write to; a buffer of the renderer, which the next call overwrites, when None.
-            camera: name or number of another camera than that of the settings.
+            camera: name or id; that of the settings when None. Raises UserError for an unknown one.
 
         Returns:
             (H, W, 3) uint8 RGB, the top row first.
-
-        Raises:
-            UserError: the model has no such camera.
         """
         out = self._image if out is None else out
         self._make_current()
-        sight = self._sight(self.settings.camera if camera is None else camera)
-        background = self._background_of(data, sight)
+        seen = self._camera(self.settings.camera if camera is None else camera)
+        background = self._background_of(data, seen)
         if background is None:
-            self._draw(data, sight, self._everything, self._sky)
+            self._draw(data, seen, self._everything, self._sky)
             self._lib.mjr_readPixels(self._rows, None, self._rect, self._mjr)
         else:
-            self._draw(data, sight, self._everything & ~self._static, sky=False)
+            self._draw(data, seen, self._everything & ~self._static, sky=False)
             self._lib.mjr_readPixels(self._rows, self._nearness, self._rect, self._mjr)
             self._lay_over(background)
         out[:] = self._rows[::-1]
         return out
 
     def depth(self, data: mujoco.MjData, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Measure the distance of what is seen, along the viewing direction.
+        """(H, W) float32 metres along the viewing direction, the top row first; the far plane where there is nothing.
 
         Args:
             data: state whose poses are drawn.
             out: (H, W) float32 to write to; a new array when None.
-
-        Returns:
-            (H, W) float32 metres, the top row first; the far end of the view where there is nothing.
         """
         out = np.empty(self._nearness.shape, np.float32) if out is None else out
         self._draw_identities(data)
@@ -222,14 +206,11 @@ class FrameRenderer:
         return out
 
     def segmentation(self, data: mujoco.MjData, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-        """Tell which object each pixel shows.
+        """(H, W, 2) int32 object id and type (mjtObj) of each pixel, the top row first; -1 for the background.
 
         Args:
             data: state whose poses are drawn.
             out: (H, W, 2) int32 to write to; a new array when None.
-
-        Returns:
-            (H, W, 2) int32 of object number and object type (mjtObj), the top row first; -1 where there is nothing.
         """
         out = np.empty((*self._nearness.shape, 2), np.int32) if out is None else out
         self._draw_identities(data)
@@ -243,17 +224,13 @@ class FrameRenderer:
         return out
 
     def refresh(self) -> None:
-        """Draw everything anew the next time, because colours, materials or what is visible have changed."""
-        for sight in self._sights.values():
-            sight.separable, sight.last_view, sight.background = self._separable, None, None
+        """Draw everything again the next time, because colours, materials or visibility have changed."""
+        for seen in self._cameras.values():
+            seen.separable, seen.last_view, seen.background = self._separable, None, None
         self._fixed_bodies = np.flatnonzero(self._model.body_weldid == 0)
 
     def show(self, model: mujoco.MjModel) -> None:
-        """Draw another model of the same scene from now on, with colours, lights, cameras and textures of its own.
-
-        Args:
-            model: a copy of the renderer's model in which numbers have changed, but not how many there are.
-        """
+        """Draw a copy of the model with other colours, lights, cameras or textures (but as many) from now on."""
         if model is not self._model:
             self._model = model
             self.refresh()
@@ -284,7 +261,7 @@ class FrameRenderer:
         return gl, mjr
 
     def _upload_textures(self) -> None:
-        """Hand the textures whose pixels have changed to the graphics card."""
+        """Upload textures whose pixels have changed to the graphics card."""
         bounds = [*self._model.tex_adr.tolist(), len(self._model.tex_data)]
         for number, (start, end) in enumerate(pairwise(bounds)):
             if not np.array_equal(self._model.tex_data[start:end], self._textures[start:end]):
@@ -298,51 +275,50 @@ class FrameRenderer:
             raise RuntimeError("this FrameRenderer has been closed")
         self._gl.make_current()
 
-    def _sight(self, camera: str | int) -> _Sight:
-        if camera not in self._sights:
-            self._sights[camera] = _Sight(_find_camera(self._model, camera), self._separable)
-        return self._sights[camera]
+    def _camera(self, camera: str | int) -> _CameraState:
+        if camera not in self._cameras:
+            self._cameras[camera] = _CameraState(_find_camera(self._model, camera), self._separable)
+        return self._cameras[camera]
 
-    def _draw(self, data: mujoco.MjData, sight: _Sight, categories: int, sky: bool) -> None:
+    def _draw(self, data: mujoco.MjData, seen: _CameraState, categories: int, sky: bool) -> None:
         self._scene.flags[self._lib.mjtRndFlag.mjRND_SKYBOX] = sky
-        self._lib.mjv_updateScene(self._model, data, self._option, None, sight.camera, int(categories), self._scene)
+        self._lib.mjv_updateScene(self._model, data, self._option, None, seen.camera, int(categories), self._scene)
         self._lib.mjr_render(self._rect, self._scene, self._mjr)
 
     def _draw_identities(self, data: mujoco.MjData) -> None:
-        # Depth too is read from this image: with its flat colours it is more accurate far away.
+        # Depth is read from this image too: with its flat colours it is more accurate far away.
         self._make_current()
         flags = [int(self._lib.mjtRndFlag.mjRND_SEGMENT), int(self._lib.mjtRndFlag.mjRND_IDCOLOR)]
         self._scene.flags[flags] = True
         try:
-            self._draw(data, self._sight(self.settings.camera), self._everything, self._sky)
+            self._draw(data, self._camera(self.settings.camera), self._everything, self._sky)
         finally:
             self._scene.flags[flags] = False
 
-    def _background_of(self, data: mujoco.MjData, sight: _Sight) -> _Background | None:
-        if not sight.separable:
+    def _background_of(self, data: mujoco.MjData, seen: _CameraState) -> _Background | None:
+        if not seen.separable:
             return None
-        view = self._view(data, sight)
-        if sight.background is not None and np.array_equal(view, sight.background.view):
-            return sight.background
-        # Worth drawing only for a view that stays: a camera on a moving hand would pay for it in every image.
-        stays = sight.last_view is not None and np.array_equal(view, sight.last_view)
-        sight.last_view = view
-        sight.background = self._draw_background(data, sight, view) if stays else None
-        return sight.background
-
-    def _view(self, data: mujoco.MjData, sight: _Sight) -> NDArray[np.float64]:
-        camera = sight.camera.fixedcamid
+        camera = seen.camera.fixedcamid
         parts = [data.xpos[self._fixed_bodies], data.xquat[self._fixed_bodies], data.light_xpos, data.light_xdir]
         if camera != FREE_CAMERA:
             parts += [data.cam_xpos[camera], data.cam_xmat[camera]]
-        return np.concatenate([np.ravel(part) for part in parts])
+        view = np.concatenate([np.ravel(part) for part in parts])
+        if seen.background is not None and np.array_equal(view, seen.background.view):
+            return seen.background
+        # Worth drawing only for a view that stays: a camera on a moving hand would pay for it in every image.
+        stays = seen.last_view is not None and np.array_equal(view, seen.last_view)
+        seen.last_view = view
+        seen.background = self._draw_background(data, seen, view) if stays else None
+        return seen.background
 
-    def _draw_background(self, data: mujoco.MjData, sight: _Sight, view: NDArray[np.float64]) -> _Background | None:
-        self._draw(data, sight, self._everything, self._sky)
-        sight.separable = not any(map(self._mixes, self._scene.geoms[: self._scene.ngeom]))
-        if not sight.separable:
+    def _draw_background(
+        self, data: mujoco.MjData, seen: _CameraState, view: NDArray[np.float64]
+    ) -> _Background | None:
+        self._draw(data, seen, self._everything, self._sky)
+        seen.separable = not any(map(self._mixes, self._scene.geoms[: self._scene.ngeom]))
+        if not seen.separable:
             return None
-        self._draw(data, sight, self._static, self._sky)
+        self._draw(data, seen, self._static, self._sky)
         rgb, nearness = np.empty_like(self._rows), np.empty_like(self._nearness)
         self._lib.mjr_readPixels(rgb, nearness, self._rect, self._mjr)
         return _Background(view, rgb.reshape(-1, 3), nearness.reshape(-1))
@@ -361,11 +337,9 @@ class FrameRenderer:
 
 
 def update_poses(model: mujoco.MjModel, data: mujoco.MjData) -> None:
-    """Compute the poses of everything that is drawn from the positions; `mj_step` leaves those of the step before.
+    """Compute the poses of everything drawn from the positions; `mj_step` leaves those of the step before.
 
-    Args:
-        model: MjModel.
-        data: MjData; nothing that the next `mj_step` starts from is changed.
+    Nothing that the next `mj_step` starts from is changed.
     """
     import mujoco
 
@@ -377,20 +351,15 @@ def update_poses(model: mujoco.MjModel, data: mujoco.MjData) -> None:
 
 
 def _close_at_exit(renderer: FrameRenderer) -> None:
-    # weakref.finalize would run after mujoco has ended the display, and OSMesa's own clean-up after PyOpenGL is gone.
-    # What is registered now, with a context open, runs before both.
+    # weakref.finalize would run after mujoco has ended the display, and OSMesa's own clean-up after PyOpenGL is gone;
+    # a handler registered now, with a context open, runs before both.
     if not OPEN_RENDERERS:
-        atexit.register(_close_all)
+        atexit.register(lambda: [one.close() for one in list(OPEN_RENDERERS)])
     OPEN_RENDERERS.add(renderer)
 
 
-def _close_all() -> None:
-    for renderer in list(OPEN_RENDERERS):
-        renderer.close()
-
-
 def _free_context(gl: Any, mjr: Any, owner: int) -> None:
-    # A thread that ended without closing may still hold the context, and EGL lets no other thread have it then.
+    # A thread that ended without closing may still hold the context, and EGL lets no other thread take it.
     if threading.get_ident() != owner:
         return
     gl.make_current()

@@ -1,4 +1,4 @@
-"""What a worker of a simulator says, checked on arrival: it runs code of others and may say anything."""
+"""Checks of a simulator worker's replies: it runs code of others and may send anything."""
 
 from __future__ import annotations
 
@@ -15,28 +15,25 @@ LARGEST = {"action_size": 1 << 16, "state_size": 1 << 24, "horizon": 1 << 31, "i
 
 
 def problem_in_hello(hello: Mapping[str, Any]) -> str:
-    """What is wrong with what a worker says of its environment; empty where nothing is."""
-    sizes = hello.get("image_size")
+    """What is wrong with a worker's description of its environment; empty where nothing is."""
+    sizes, views, bounds = hello.get("image_size"), hello.get("views", []), hello.get("action_bounds", [])
+    if sizes is not None and (not isinstance(sizes, list) or len(sizes) != 2):
+        return f"image_size is {sizes!r:.80}; expected two numbers"
     numbers = {name: hello.get(name) for name in ("action_size", "state_size", "horizon")}
-    numbers |= {f"image_size[{place}]": size for place, size in enumerate(sizes if isinstance(sizes, list) else ())}
+    numbers |= {f"image_size[{index}]": size for index, size in enumerate(sizes or ())}
     for name, number in numbers.items():
         least, most = int(name != "state_size"), LARGEST[name.partition("[")[0]]
         if type(number) is not int or not least <= number <= most:
             return f"{name} is {number!r:.80}; expected a whole number from {least} to {most}"
-    if sizes is not None and (not isinstance(sizes, list) or len(sizes) != 2):
-        return f"image_size is {sizes!r:.80}; expected two numbers"
-    named = {name: hello.get(name) for name in ("tasks", "layouts", "describe")}
-    for name, value in named.items():
-        if not isinstance(value, dict):
-            return f"{name} is {value!r:.80}; expected a dict"
+    for name in ("tasks", "layouts", "describe"):
+        if not isinstance(hello.get(name), dict):
+            return f"{name} is {hello.get(name)!r:.80}; expected a dict"
     if not all(isinstance(text, str) for text in hello["tasks"].values()):
         return f"tasks is {hello['tasks']!r:.80}; expected the instruction of each task"
     if not all(count is None or (type(count) is int and count >= 0) for count in hello["layouts"].values()):
         return f"layouts is {hello['layouts']!r:.80}; expected a number or None for each split"
-    views = hello.get("views", [])
     if not isinstance(views, list) or not all(isinstance(name, str) for name in views):
         return f"views is {views!r:.80}; expected the names of further cameras"
-    bounds = hello.get("action_bounds", [])
     if bounds and np.shape(bounds) != (2, hello["action_size"]):
         return f"action_bounds is {bounds!r:.80}; expected two lists of {hello['action_size']} numbers"
     missing = [name for name in ("python", "numpy", "expert") if name not in hello]
@@ -53,18 +50,7 @@ def misshapen(
     views: int = 0,
     past: int = 0,
 ) -> WorkerFailure | None:
-    """Find out what is wrong with the arrays of an answer.
-
-    Args:
-        request: that it answers.
-        answer: of the worker.
-        state_size: S.
-        action_size: A.
-        image_size: (H, W) of the image that the answer has to hold; None where it need not.
-        frame_size: (H, W) of recorded frames.
-        views: V, images of further cameras that an observation has to hold.
-        past: P, control steps before that the observation of an episode that goes on has to hold as well.
-    """
+    """What is wrong with the shapes of an answer, if anything: S, A, (H, W) of images and frames, V and P."""
     kind = request.fields["kind"]
     expected: dict[str, tuple[int, ...]] = {}
     if "diverged" in answer.fields:
@@ -93,7 +79,7 @@ def misshapen(
 
 
 def divergence(answer: Message) -> WorkerFailure | None:
-    """Numbers that are not finite come again from the same layout, so its process is kept and nothing is retried."""
+    """Find numbers that are not finite: they would come again from the same layout, so nothing is retried."""
     if "diverged" in answer.fields:
         return WorkerFailure("diverged", one_line(str(answer.fields["diverged"])))
     for name in ("state", "past_state", "rewards", "action"):

@@ -1,14 +1,13 @@
 """Many scenes of one model at once: physics in threads, images only at the end of an action chunk.
 
-Each scene keeps its own MjData, each worker thread its own renderer, and an idle worker takes the next scene that is
-still running. Both the physics (`mujoco.rollout`, one call a chunk) and the drawing release Python's lock. Which worker
-takes a scene changes nothing in it: the same seeds and actions give the same bits with any number of workers, the bits
-of a plain `mj_step` loop. `mujoco.rollout` starts its contact solver from zero in each call unless it is given
-otherwise, so every call is given the accelerations that the scene's last step left.
+Each scene keeps its own MjData, each worker thread its own renderer, and an idle worker takes the next running scene.
+Both the physics (`mujoco.rollout`, one call a chunk) and the drawing release the GIL. The same seeds and actions give
+the same bits with any number of workers, the bits of a plain `mj_step` loop: `mujoco.rollout` would start its contact
+solver from zero in each call, so every call is given the accelerations that the scene's last step left.
 
-What differs from such a loop: images show the poses of the state they come with, where a loop that draws after
-`mj_step` shows those of one physics step before; and where MuJoCo warns (numbers that blow up, full contact buffers) a
-loop goes on from a reset state, while here the scene has failed and is dropped.
+Differences to such a loop: images show the poses of the state they come with, where a loop that draws after `mj_step`
+shows those of one physics step before; and where MuJoCo warns (diverging numbers, full contact buffers) the scene has
+failed and is dropped, where a loop continues from a reset state.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
@@ -25,17 +23,16 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.workers.memory import usable_cores
 from robotics.sim.backends import require_backend
-from robotics.sim.rendering import RenderSettings
+from robotics.sim.rendering import Outcome, RenderSettings
 from robotics.sim.scene_results import Chunk, Look, Observation
 from robotics.sim.scene_steps import SceneSteps
-from robotics.sim.scene_worker import SceneWorker
+from robotics.sim.scene_worker import SceneWorker, VideoRenderer
 
 if TYPE_CHECKING:
     import mujoco
     from numpy.typing import ArrayLike, NDArray
 
-    from robotics.sim.films import FilmRenderer
-    from robotics.sim.presentation import Outcome
+    from robotics.sim.warp_physics import WarpPhysics
 
 
 class Variant(Protocol):
@@ -50,28 +47,8 @@ class Variant(Protocol):
         """Control steps by which `Observation.measured` and `frames` are late."""
 
 
-class BatchPhysics(Protocol):
-    """Physics of several scenes at once, in place of that of each worker; see `robotics.sim.warp_physics`."""
-
-    def run(
-        self, models: Sequence[mujoco.MjModel], datas: Sequence[mujoco.MjData], controls: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-        """Step L scenes without changing their states.
-
-        Args:
-            models: L, the rollout's or variants of it.
-            datas: L states to begin with.
-            controls: (L, K, nu).
-
-        Returns:
-            (L, K, nstate) full physics states and (L, K, nsensordata) sensor values after each control step, and (L,)
-            the number of control steps before the first that went wrong.
-        """
-        ...
-
-
 class SceneTask(Protocol):
-    """What is to be done in a scene. Methods are called from several threads, so they keep nothing between calls."""
+    """Start, rewards and end of episodes. Called from several threads, so nothing is kept between calls."""
 
     def reset(self, model: mujoco.MjModel, data: mujoco.MjData, rng: np.random.Generator) -> None:
         """Write the state at the start of an episode into data that has been reset."""
@@ -83,20 +60,7 @@ class SceneTask(Protocol):
 
 
 _Past = deque[tuple["NDArray[np.float64]", "NDArray[np.float64]"]]
-"""The last states and sensor values of a scene, the oldest first: those of its observation delay, of the past that is
-asked for, and the present."""
-
-
-@dataclass
-class _Output:
-    """Arrays that the workers fill row by row."""
-
-    rewards: NDArray[np.float64]
-    dones: NDArray[np.bool_]
-    steps: NDArray[np.int64]
-    failed: NDArray[np.bool_]
-    observation: Observation
-    recorded: dict[int, NDArray[np.uint8]]
+"""States and sensor values of a scene, the oldest first: its observation delay, the requested past, and the present."""
 
 
 class ImageRollout:
@@ -116,8 +80,8 @@ class ImageRollout:
         substeps: physics steps in a control step.
         horizon: control steps after which an episode is truncated; None for no limit.
         workers: threads; the usable cores when None.
-        backend: name of a renderer that was probed; chosen and probed when None.
-        film: makes what draws in place of `FrameRenderer`; called in the thread that draws.
+        backend: name of a probed renderer; chosen and probed when None.
+        video: makes a renderer in place of `FrameRenderer`; called in the thread that draws.
         physics: steps all scenes of a call at once; MuJoCo in the worker threads when None.
 
     Raises:
@@ -135,8 +99,8 @@ class ImageRollout:
         horizon: int | None = None,
         workers: int | None = None,
         backend: str | None = None,
-        film: Callable[[], FilmRenderer] | None = None,
-        physics: BatchPhysics | None = None,
+        video: Callable[[], VideoRenderer] | None = None,
+        physics: WarpPhysics | None = None,
     ) -> None:
         count = workers if workers is not None else min(usable_cores(), scenes)
         for name, value in (("scenes", scenes), ("substeps", substeps), ("workers", count), ("horizon", horizon)):
@@ -149,16 +113,16 @@ class ImageRollout:
         self.model, self.task, self.settings = model, task, settings
         self.substeps, self.horizon = substeps, horizon
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
-        """Numbers of the scenes whose episode goes on, ascending; `step_chunk` takes their actions in this order."""
+        """Running scenes, ascending; `step_chunk` takes their actions in this order."""
         self._data = [mujoco.MjData(model) for _ in range(scenes)]
         self._models = [model] * scenes
         self._pasts: list[_Past] = [deque(maxlen=1) for _ in range(scenes)]
         self._delays, self._past = [0] * scenes, 0
         self._elapsed = np.zeros(scenes, np.int64)
         self._physics = physics
-        self._workers = [SceneWorker(model, settings, name, film) for _ in range(count)]
+        self._workers = [SceneWorker(model, settings, name, video) for _ in range(count)]
         self._close = weakref.finalize(self, _close_workers, self._workers)
-        # The interpreter ends the threads first, and with them what could free their contexts.
+        # The interpreter ends the threads first, and they alone could free their contexts.
         self._close.atexit = False
 
     @property
@@ -167,7 +131,7 @@ class ImageRollout:
         return len(self._data)
 
     def data(self, scene: int) -> mujoco.MjData:
-        """State of a scene after the last call; writing to it changes what comes next."""
+        """State of a scene after the last call; what is written to it counts from the next call on."""
         return self._data[scene]
 
     def reset(self, seeds: Sequence[int], variants: Sequence[Variant | None] = (), past: int = 0) -> Observation:
@@ -175,9 +139,8 @@ class ImageRollout:
 
         Args:
             seeds: one a scene, from the first on; equal seeds give equal starts. Scenes without one rest.
-            variants: one a seed, None for the rollout's own model; all are None when empty.
-            past: control steps before the end of a chunk that are observed as well, until the next call; they have to
-                be drawn.
+            variants: one a seed, None for the rollout's own model; all None when empty.
+            past: control steps before the end of a chunk that are observed (and drawn) too, until the next call.
 
         Returns:
             Observation of the scenes that were given a seed.
@@ -191,16 +154,7 @@ class ImageRollout:
         return self._begin(self.live, seeds, variants)
 
     def restart(self, scenes: ArrayLike, seeds: Sequence[int], variants: Sequence[Variant | None] = ()) -> Observation:
-        """Begin an episode in some scenes while the others go on.
-
-        Args:
-            scenes: (R,) their numbers, ascending.
-            seeds: R, one each.
-            variants: as in `reset`.
-
-        Returns:
-            Observation of these scenes.
-        """
+        """Begin an episode in R scenes (ascending numbers) while the others continue; arguments as in `reset`."""
         chosen = np.asarray(scenes, np.int64)
         self.live = np.union1d(self.live, chosen)
         return self._begin(chosen, seeds, variants)
@@ -234,26 +188,21 @@ class ImageRollout:
 
         Args:
             actions: (L, K, nu) controls of the L live scenes, each held for `substeps` physics steps.
-            record: numbers of scenes of which every control step is rendered.
-
-        Returns:
-            Rewards, ends and the observation at the end of the chunk.
-
-        Raises:
-            UserError: the shape does not fit, or no scene is live.
+            record: scenes of which every control step is rendered.
         """
         controls = np.ascontiguousarray(actions, np.float64)
         self._check(controls)
         scenes, length = self.live, controls.shape[1]
         room = np.full(len(scenes), length) if self.horizon is None else self.horizon - self._elapsed[scenes]
         taken = np.minimum(room, length)
-        output = _Output(
+        output = Chunk(
+            scenes=scenes,
             rewards=np.zeros((len(scenes), length)),
             dones=np.zeros((len(scenes), length), bool),
             steps=np.zeros(len(scenes), np.int64),
+            truncated=np.zeros(len(scenes), bool),
             failed=np.zeros(len(scenes), bool),
             observation=self._allocate(scenes),
-            recorded={},
         )
 
         together = None
@@ -272,7 +221,12 @@ class ImageRollout:
             self._advance(worker, row, given, done, output, scene in record)
 
         self._in_parallel(advance, len(scenes))
-        return self._finish(scenes, output)
+        self._elapsed[scenes] += output.steps
+        ended = output.dones.any(axis=1)
+        if self.horizon is not None:
+            output.truncated[:] = (self._elapsed[scenes] >= self.horizon) & ~ended & ~output.failed
+        self.live = scenes[~(ended | output.truncated | output.failed)]
+        return output
 
     def close(self) -> None:
         """Stop the threads and free the renderers."""
@@ -296,7 +250,7 @@ class ImageRollout:
 
     def _allocate(self, scenes: NDArray[np.int64]) -> Observation:
         rows, model = len(scenes), self.model
-        frames, views = self._pictures(rows)
+        frames, views = self._image_buffers(rows)
         return Observation(
             scenes=scenes,
             qpos=np.empty((rows, model.nq)),
@@ -308,8 +262,8 @@ class ImageRollout:
             earlier=[[] for _ in scenes] if self._past else [],
         )
 
-    def _pictures(self, *rows: int) -> tuple[NDArray[np.uint8] | None, NDArray[np.uint8] | None]:
-        """Room for images (*rows, H, W, 3) and those of further cameras (*rows, V, H, W, 3)."""
+    def _image_buffers(self, *rows: int) -> tuple[NDArray[np.uint8] | None, NDArray[np.uint8] | None]:
+        """Buffers of images (*rows, H, W, 3) and of further cameras (*rows, V, H, W, 3)."""
         if self.settings is None:
             return None, None
         shape, cameras = (self.settings.height, self.settings.width, 3), len(self.settings.views)
@@ -331,20 +285,20 @@ class ImageRollout:
         row: int,
         controls: NDArray[np.float64],
         done: tuple[NDArray[np.float64], NDArray[np.float64], int],
-        output: _Output,
+        output: Chunk,
         record: bool,
     ) -> None:
-        """Score and observe what one scene did in a chunk, and write its row of the output.
+        """Score and observe a scene's chunk, and write its row of the output.
 
-        The physics of all K control steps ran in one call, before anything is scored. So the scene may have run past
-        the end of its episode; it is then set back to the state of the last step that counts, the one observed.
+        The physics of all K control steps ran in one call, so the scene may have run past the end of its episode; it is
+        then set back to the state of the last step that counts, the one observed.
         """
         scene = int(output.observation.scenes[row])
         model, data = self._models[scene], self._data[scene]
         states, sensors, sound = done
         qpos, qvel = worker.physics.split(states[:sound])
         rewards, ends = self._score(SceneSteps(controls[:sound], qpos, qvel, sensors[:sound]))
-        # What goes wrong after the end of an episode, in steps that only fill up the chunk, is not its failure.
+        # Failures after the end of the episode, in steps that only fill up the chunk, do not count.
         if sound < len(controls) and not ends.any():
             output.failed[row], output.rewards[row] = True, np.nan
             self._observe(worker, scene, sensors[-1], output.observation, row)
@@ -367,7 +321,7 @@ class ImageRollout:
     def _observe(
         self, worker: SceneWorker, scene: int, sensors: NDArray[np.float64], observation: Observation, row: int
     ) -> None:
-        """Enter a scene as it is now, and what it reports of itself, which may be late."""
+        """Write a scene's observation, delayed or not."""
         model, data = self._models[scene], self._data[scene]
         state, measured = self._shown(scene)
         observation.qpos[row], observation.qvel[row] = data.qpos, data.qvel
@@ -384,16 +338,16 @@ class ImageRollout:
             worker.physics.restore(data, self._pasts[scene][-1][0])
 
     def _shown(self, scene: int, back: int = 0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """State and sensor values that a scene reports, or reported some control steps ago."""
+        """State and sensor values that a scene reports now, or reported some control steps ago."""
         past = self._pasts[scene]
         return past[max(0, len(past) - 1 - back - self._delays[scene])]
 
     def _look_back(self, worker: SceneWorker, scene: int, count: int) -> list[Look]:
-        """What a scene reported after each of the control steps before the present one; its state stays."""
+        """What a scene reported in the control steps before the present one; its state is left as it is."""
         data, looks = self._data[scene], []
         for back in range(count, 0, -1):
             state, measured = self._shown(scene, back)
-            frame, views = self._pictures()
+            frame, views = self._image_buffers()
             if frame is not None:
                 worker.physics.restore(data, state)
                 worker.draw(self._models[scene], data, frame, views)
@@ -414,23 +368,6 @@ class ImageRollout:
                 f"control steps; expected ({count},) twice"
             )
         return rewards, ends
-
-    def _finish(self, scenes: NDArray[np.int64], output: _Output) -> Chunk:
-        self._elapsed[scenes] += output.steps
-        ended = output.dones.any(axis=1)
-        late = np.zeros(len(scenes), bool) if self.horizon is None else self._elapsed[scenes] >= self.horizon
-        truncated = late & ~ended & ~output.failed
-        self.live = scenes[~(ended | truncated | output.failed)]
-        return Chunk(
-            scenes=scenes,
-            rewards=output.rewards,
-            dones=output.dones,
-            steps=output.steps,
-            truncated=truncated,
-            failed=output.failed,
-            observation=output.observation,
-            recorded=output.recorded,
-        )
 
 
 def _close_workers(workers: list[SceneWorker]) -> None:

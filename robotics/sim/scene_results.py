@@ -1,4 +1,4 @@
-"""What `ImageRollout` returns: how scenes look, and what they did in a chunk of actions."""
+"""Results of `ImageRollout`: observations of scenes, and what they did in a chunk of actions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Look:
-    """What one scene reports of itself after a control step, late where its variant has an observation delay."""
+    """One scene after a control step, delayed where its variant has an observation delay."""
 
-    measured: NDArray[np.float64]
-    """(nsensordata,)."""
-    frame: NDArray[np.uint8] | None
-    """(H, W, 3) RGB; None without images."""
-    views: NDArray[np.uint8] | None
-    """(V, H, W, 3) RGB of the settings' further cameras; None without them."""
+    measured: NDArray[np.float64]  # (nsensordata,)
+    frame: NDArray[np.uint8] | None  # (H, W, 3) RGB
+    views: NDArray[np.uint8] | None  # (V, H, W, 3) RGB of the further cameras
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What the scenes look like at one moment; the arrays are the caller's to keep."""
+    """Observation of R scenes; the arrays belong to the caller."""
 
     scenes: NDArray[np.int64]
     """(R,) number of the scene in each row, ascending."""
@@ -36,24 +33,17 @@ class Observation:
     sensordata: NDArray[np.float64]
     """(R, nsensordata) with the delay described in `SceneSteps`."""
     measured: NDArray[np.float64]
-    """(R, nsensordata) sensor values as the scene reports them: late where its variant has an observation delay."""
+    """(R, nsensordata) sensor values with the scene's observation delay."""
     frames: NDArray[np.uint8] | None
-    """(R, H, W, 3) RGB, as late as `measured`; None without images."""
+    """(R, H, W, 3) RGB, delayed as `measured`; None without images."""
     views: NDArray[np.uint8] | None = None
-    """(R, V, H, W, 3) RGB of the settings' further cameras, as late as `measured`; None without them."""
+    """(R, V, H, W, 3) RGB of the further cameras, delayed as `measured`; None without them."""
     earlier: list[list[Look]] = field(default_factory=list)
-    """R lists for the control steps of the chunk just before, at most the past's, the oldest first; empty in scenes
-    whose episode has ended. No lists without a past, and none at the beginning of an episode."""
+    """R lists with the last control steps of the chunk, at most the past's, the oldest first; empty where the episode
+    has ended. No lists without a past, and none at the beginning of an episode."""
 
     def of(self, scenes: ArrayLike) -> Observation:
-        """Rows of some of the scenes.
-
-        Args:
-            scenes: numbers of scenes that are in this observation, ascending.
-
-        Returns:
-            Observation of these without `earlier`, sharing memory where it is all of them.
-        """
+        """Rows of some scenes (ascending numbers) without `earlier`; shares memory where it is all of them."""
         wanted = np.asarray(scenes, np.int64)
         if np.array_equal(wanted, self.scenes):
             return self
@@ -72,13 +62,13 @@ class Chunk:
     rewards: NDArray[np.float64]
     """(L, K); 0 after the end, NaN throughout where the scene failed."""
     dones: NDArray[np.bool_]
-    """(L, K); True at the control step with which the task said that the episode ended."""
+    """(L, K); True at the control step that ended the episode."""
     steps: NDArray[np.int64]
     """(L,) control steps that count; 0 where the scene failed."""
     truncated: NDArray[np.bool_]
     """(L,) whether the horizon was reached without the task's end."""
     failed: NDArray[np.bool_]
-    """(L,) whether MuJoCo warned; such an episode has no result and must not be taken for one without success."""
+    """(L,) whether MuJoCo warned; such an episode has no result, and is no failure of the policy."""
     observation: Observation
     """At the end of the chunk, or of the episode where that came first; a row for every scene of the chunk."""
     recorded: dict[int, NDArray[np.uint8]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a task is given to score: the control steps of one scene."""
+"""What a task scores: the control steps of one scene."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SceneSteps:
-    """What happened to one scene in K control steps."""
+    """K control steps of one scene."""
 
     actions: NDArray[np.float64]
     """(K, nu) controls."""

@@ -1,4 +1,4 @@
-"""What steps and draws one scene at a time: a thread of `ImageRollout` with its physics and its renderer."""
+"""A worker thread of `ImageRollout`, which steps and draws one scene at a time."""
 
 from __future__ import annotations
 
@@ -6,22 +6,32 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from robotics.sim.films import FilmRenderer
-from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
+from robotics.sim.rendering import FrameRenderer, Outcome, RenderSettings, update_poses
 
 if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-    from robotics.sim.presentation import Outcome
+
+class VideoRenderer(Protocol):
+    """Draws a scene for people, with a model of its own, and shows how an episode ended."""
+
+    def rgb(
+        self, data: mujoco.MjData, out: NDArray[np.uint8] | None = None, outcome: Outcome = ""
+    ) -> NDArray[np.uint8]:
+        """Draw (H, W, 3)."""
+        ...
+
+    def close(self) -> None:
+        """Free the OpenGL context."""
 
 
 class Physics:
-    """Runs a scene through control steps with one call of `mujoco.rollout`; for any variant of the model."""
+    """Runs a scene, of any variant of the model, through control steps with one call of `mujoco.rollout`."""
 
     def __init__(self, model: mujoco.MjModel) -> None:
         import mujoco
@@ -40,13 +50,7 @@ class Physics:
     def run(
         self, model: mujoco.MjModel, data: mujoco.MjData, controls: NDArray[np.float64], substeps: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
-        """Step a scene; its data is left as a `mj_step` loop would leave it.
-
-        Args:
-            model: the scene's model.
-            data: state of the scene.
-            controls: (K, nu), each held for the substeps.
-            substeps: physics steps in a control step.
+        """Step a scene with controls (K, nu), each held for the substeps; leaves its data as a `mj_step` loop would.
 
         Returns:
             (K, nstate) full physics states and (K, nsensordata) sensor values after each control step, and the number
@@ -56,7 +60,7 @@ class Physics:
         steps = len(controls) * substeps
         start, held = np.empty((1, size)), np.empty(inputs)
         self._lib.mj_getState(self._model, data, start[0], self._full)
-        # All that a user may have set counts (forces, mocap poses, equalities); rollout clears what it is not given.
+        # Rollout clears what it is not given, so all that a user may have set is passed: forces, mocap poses, ...
         self._lib.mj_getState(self._model, data, held, self._user)
         given = np.empty((1, len(controls), substeps, inputs))
         given[:] = held
@@ -83,7 +87,7 @@ class Physics:
         return states[..., self._qpos], states[..., self._qvel]
 
     def state(self, data: mujoco.MjData) -> NDArray[np.float64]:
-        """(nstate,) full physics state of a scene as it is now."""
+        """(nstate,) full physics state of a scene."""
         state = np.empty(self._sizes[0])
         self._lib.mj_getState(self._model, data, state, self._full)
         return state
@@ -96,7 +100,7 @@ class Physics:
         return min(int(full.argmin()) if not full.all() else len(times), len(times) - 1)
 
     def restore(self, data: mujoco.MjData, state: NDArray[np.float64]) -> None:
-        """Put a scene back into a state that `run` returned."""
+        """Set a scene to a state that `run` returned."""
         self._lib.mj_setState(self._model, data, np.ascontiguousarray(state), self._full)
 
 
@@ -108,20 +112,22 @@ class SceneWorker:
         model: mujoco.MjModel,
         settings: RenderSettings | None,
         backend: str,
-        film: Callable[[], FilmRenderer] | None,
+        video: Callable[[], VideoRenderer] | None,
     ) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="image-rollout")
         self.physics = Physics(model)
-        self.renderer: FrameRenderer | FilmRenderer | None = None
+        self.renderer: FrameRenderer | VideoRenderer | None = None
         self._shape: tuple[int, ...] = ()
         self._views = () if settings is None else settings.views
         if settings is not None:
             self._shape = (settings.height, settings.width, 3)
-            make: Callable[[], FrameRenderer | FilmRenderer] = film or partial(FrameRenderer, model, settings, backend)
+            make: Callable[[], FrameRenderer | VideoRenderer] = video or partial(
+                FrameRenderer, model, settings, backend
+            )
             self.renderer = self._thread.submit(make).result()
 
     def start(self, work: Callable[[SceneWorker, int], None], waiting: deque[int]) -> Future[None]:
-        """Take rows that wait until none is left."""
+        """Work on waiting rows until none is left."""
         return self._thread.submit(self._drain, work, waiting)
 
     def draw(
@@ -131,11 +137,11 @@ class SceneWorker:
         out: NDArray[np.uint8],
         views: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Draw a scene as it is now, into `views` as the further cameras see it."""
+        """Draw a scene, and what the further cameras see into `views`."""
         if self.renderer is None:
             return
         update_poses(model, data)
-        if isinstance(self.renderer, FrameRenderer):  # films have a model of their own, and no further cameras
+        if isinstance(self.renderer, FrameRenderer):  # renderers of videos have a model of their own and one camera
             self.renderer.show(model)
             for camera, image in zip(self._views, () if views is None else views, strict=views is not None):
                 self.renderer.rgb(data, image, camera)
@@ -144,12 +150,12 @@ class SceneWorker:
     def draw_all(
         self, model: mujoco.MjModel, data: mujoco.MjData, states: NDArray[np.float64], outcome: Outcome
     ) -> NDArray[np.uint8]:
-        """Draw a scene in each of some states, and leave it in the last one, where the episode ended if it did."""
+        """Draw a scene in each of some states, and leave it in the last one."""
         frames = np.empty((len(states), *self._shape), np.uint8)
         for state, frame in zip(states, frames, strict=True):
             self.physics.restore(data, state)
             self.draw(model, data, frame)
-        if isinstance(self.renderer, FilmRenderer) and outcome:
+        if outcome and self.renderer is not None and not isinstance(self.renderer, FrameRenderer):
             self.renderer.rgb(data, frames[-1], outcome)
         return frames
 

@@ -1,4 +1,4 @@
-"""Scenes and tasks that come with the package."""
+"""The scene of the rendering benchmark and of the documentation's first example."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ ARM_CUBES = Path(__file__).parent / "assets" / "arm_cubes.xml"
 def load_arm_cubes() -> mujoco.MjModel:
     """Load a 6-axis arm with a gripper and two cubes on a table, seen by the camera `front`.
 
-    Returns:
-        MjModel with 8 position actuators (6 joint angles in radians, 2 fingers in metres), the sensors `grip_pos`,
-        `red_cube_pos` and `green_cube_pos` (world frame, metres) and the keyframe `home`. Lights cast shadows as by
-        MuJoCo's defaults.
+    8 position actuators (6 joint angles in radians, 2 fingers in metres), the sensors `grip_pos`, `red_cube_pos` and
+    `green_cube_pos` (world frame, metres) and the keyframe `home`. Lights cast shadows as by MuJoCo's defaults.
     """
     import mujoco
 

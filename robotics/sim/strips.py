@@ -1,4 +1,4 @@
-"""An episode as a row of pictures with the time of each, for documents."""
+"""An episode as a strip of images with the time of each, for documents."""
 
 from __future__ import annotations
 
@@ -19,45 +19,42 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class FilmStrip:
-    """The pictures of an episode."""
+class ImageStrip:
+    """The images of an episode."""
 
-    frames: list[NDArray[np.uint8]] = field(default_factory=list)
-    """(H, W, 3) each."""
+    frames: list[NDArray[np.uint8]] = field(default_factory=list)  # (H, W, 3) each
     captions: list[Caption] = field(default_factory=list)
 
     def add(self, frame: NDArray[np.uint8], caption: Caption) -> None:
-        """Append a picture."""
+        """Append an image."""
         self.frames.append(frame)
         self.captions.append(caption)
 
     def draw(self, count: int = 6, side: int = 176) -> Image.Image:
-        """Lay moments side by side, under a line with instruction and end.
+        """At most count images side by side, under a line with instruction and end; first and last are among them.
 
-        Args:
-            count: most pictures; evenly spaced, with the first and the last.
-            side: pixels of a picture, which shows a square of the frame without its margins on the left and right.
+        Each shows a square of the frame, side pixels wide, without its margins on the left and right.
         """
         from PIL import Image, ImageDraw, ImageFont
 
-        places = np.unique(np.linspace(0, len(self.frames) - 1, count).round().astype(int))
-        row = Image.new("RGB", (len(places) * (side + GAP_PX) - GAP_PX, HEAD_PX + side), "white")
+        indices = np.unique(np.linspace(0, len(self.frames) - 1, count).round().astype(int))
+        row = Image.new("RGB", (len(indices) * (side + GAP_PX) - GAP_PX, HEAD_PX + side), "white")
         pen, font = ImageDraw.Draw(row), ImageFont.load_default(FONT_PX)
         end = self.captions[-1]
         pen.text((2, HEAD_PX / 2), end.text, INK, font, anchor="lm")
         colour = tuple(round(180 * part) for part in COLOURS[end.outcome])
         pen.text((row.width - 2, HEAD_PX / 2), end.ending, colour, font, anchor="rm")
-        for number, place in enumerate(places):
-            left = number * (side + GAP_PX)
-            picture = Image.fromarray(self.frames[place])
-            margin = round(MARGIN * (picture.width - picture.height))
-            square = picture.crop((margin, 0, margin + picture.height, picture.height))
+        for column, index in enumerate(indices):
+            left = column * (side + GAP_PX)
+            image = Image.fromarray(self.frames[index])
+            margin = round(MARGIN * (image.width - image.height))
+            square = image.crop((margin, 0, margin + image.height, image.height))
             row.paste(square.resize((side, side), Image.Resampling.LANCZOS), (left, HEAD_PX))
-            _write_time(pen, (left, HEAD_PX + side), self.captions[place], ImageFont.load_default(TIME_PX))
+            _write_time(pen, (left, HEAD_PX + side), self.captions[index], ImageFont.load_default(TIME_PX))
         return row
 
 
-def write_strips(path: Path, strips: Sequence[FilmStrip]) -> None:
+def write_strips(path: Path, strips: Sequence[ImageStrip]) -> None:
     """Write strips under each other as a PNG of 256 colours."""
     from PIL import Image
 
@@ -83,7 +80,7 @@ def _write_time(pen: Any, corner: tuple[int, int], caption: Caption, font: Any) 
 
 
 MARGIN = 0.7
-"""Share of what a square leaves out that lies to the left of it."""
+"""Part of the width outside the square that is left of it."""
 HEAD_PX, GAP_PX, ROW_GAP_PX = 22, 3, 8
 FONT_PX, TIME_PX = 14, 11
 INK = (32, 35, 40)

@@ -1,4 +1,4 @@
-"""Which environment runs in subprocesses, how it is started, and how long to wait for it."""
+"""Settings of environments in subprocesses: which, how they are started, and timeouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVICE = Path(__file__).resolve().with_name("env_service.py")
 
 @dataclass(frozen=True)
 class SubprocessSettings:
-    """Which environment, in which Python, and how long to wait for it."""
+    """The environment, its Python, and timeouts."""
 
     factory: str
     """`gymnasium:make`, `module:function` or `file.py:function`; returns a gymnasium.Env or an env_service.RowEnv."""
@@ -39,7 +39,7 @@ class SubprocessSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables on top of this process's."""
     end_at_success: bool = True
-    """Whether the control step that succeeds ends the episode where the environment itself goes on."""
+    """Whether success ends an episode where the environment itself continues."""
     start_timeout_s: float = bounded(180.0, above=0)
     """Seconds for imports and construction."""
     reset_timeout_s: float = bounded(120.0, above=0)
@@ -47,14 +47,14 @@ class SubprocessSettings:
     call_timeout_s: float = bounded(120.0, above=0)
     """Seconds for a chunk of actions."""
     heartbeat_timeout_s: float = bounded(30.0, above=0)
-    """Seconds without a heartbeat, which only code that keeps Python's lock, or a stopped process, leaves out."""
+    """Seconds without a heartbeat, missed only while code holds the GIL or the process is stopped."""
     memory_mb: float | None = bounded(None, above=0)
-    """MiB that a process may hold with what it starts, looked at while it works; its episode fails beyond that, and a
-    fresh process takes its place. None = any."""
+    """MiB that a process and its children may hold while it works; beyond that its episode fails and a fresh process
+    takes over. None = any."""
     reset_retries: int = bounded(2, at_least=0)
     """How often an episode that did not begin is tried again."""
     max_restarts: int = bounded(20, at_least=1)
-    """Restarts a worker without one episode that came to its end, after which the run stops."""
+    """Restarts of workers without a completed episode in between, after which the run stops."""
 
     def validate(self) -> None:
         """Check that the environment's options are JSON; raises UserError."""
@@ -76,7 +76,7 @@ def choose_renderer(settings: SubprocessSettings) -> Backend | None:
 
 
 def worker_spec(settings: SubprocessSettings, renderer: Backend | None) -> WorkerSpec:
-    """Say how a worker is started."""
+    """Command, environment variables and timeouts of a worker."""
     options = {
         "factory": settings.factory,
         "kwargs": dict(settings.kwargs),

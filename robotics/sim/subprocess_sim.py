@@ -6,9 +6,9 @@
         while len(sim.live):
             chunk = sim.step_chunk(policy(first.observation.of(sim.live)))
 
-A worker that dies, hangs or raises takes one episode with it: the row has failed, and the start of another process
-overlaps with the episodes that go on. An episode that cannot begin is tried again in a fresh process a few times and
-then dropped. Nothing of this is ever a reward of 0.
+A worker that dies, hangs or raises costs one episode: the row has failed, and another process starts while the other
+episodes continue. An episode that cannot begin is retried in a fresh process a few times and then dropped. None of this
+is ever a reward of 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HELD_OUT_SEED = 1 << 30
 
 
 def layout_seed(episode: EpisodeSpec) -> int:
-    """Seed of an episode below 2**32: the layout's number, in a range of its own for every split."""
+    """Seed of an episode below 2**32: the layout's number, in a separate range for every split."""
     known = {"train": 0, "held_out": HELD_OUT_SEED}
     start = known[episode.split] if episode.split in known else 2 * HELD_OUT_SEED + zlib.crc32(episode.split.encode())
     return (start + episode.layout) % (1 << 32)
@@ -79,7 +79,7 @@ class SubprocessSim:
         self.views: tuple[str, ...] = tuple(self._hello.get("views", ()))
         """Names of the further cameras."""
         self.action_bounds: Sequence[Sequence[float]] | None = self._hello.get("action_bounds") or None
-        """What -1 and 1 are in the environment's own units, A numbers each; None where it does not tell."""
+        """Meaning of -1 and 1 in the environment's own units, A numbers each; None where it does not tell."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -95,19 +95,10 @@ class SubprocessSim:
         return dict(self._hello["layouts"])
 
     def reset(self, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
-        """Begin episodes; one that does not begin is tried again in a fresh process, then it has failed.
+        """Begin episodes, see `RobotSim.reset`; with a past of P control steps until the next reset.
 
-        Args:
-            episodes: R of them, at most one a worker.
-            past: P, control steps before that observations also tell of, until the next call; images of those within a
-                chunk have to be drawn.
-
-        Returns:
-            Result of a chunk of no steps.
-
-        Raises:
-            UserError: there are too many, or there is no such task, split or layout.
-            RunError: no episode comes to an end any more, only restarts happen.
+        One that does not begin is retried in a fresh process, then it has failed. Raises RunError when there are only
+        restarts, but no completed episodes.
         """
         self._check_episodes(episodes)
         self._slots, self._broken, self._past = self._assign(episodes), {}, past
@@ -121,18 +112,7 @@ class SubprocessSim:
         return result
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
-        """Step the live rows.
-
-        Args:
-            actions: (L, K, A) in -1..1, in the order of `live`; what lies outside is clipped.
-            record: rows of which every control step is rendered.
-
-        Returns:
-            What happened; rows that ended or failed have left `live`.
-
-        Raises:
-            UserError: the shape does not fit, an action is not finite, or the environment cannot draw.
-        """
+        """Step the live rows; see `RobotSim.step_chunk`."""
         controls = np.asarray(actions, np.float64)
         self._check_actions(controls, record)
         rows = self.live
@@ -149,13 +129,9 @@ class SubprocessSim:
         return result
 
     def expert_actions(self) -> NDArray[np.float64]:
-        """Ask the environments' own experts for their next actions.
+        """(L, A) next actions of the environments' own experts, in the order of `live`; zeros for a failed row.
 
-        Returns:
-            (L, A) in the order of `live`; zeros for a row that failed, which the next `step_chunk` reports.
-
-        Raises:
-            UserError: the environment has no expert.
+        Raises UserError where the environment has none.
         """
         if not self._hello["expert"]:
             raise UserError(f"the environment {self._settings.factory} has no expert of its own")
@@ -168,13 +144,7 @@ class SubprocessSim:
         return actions
 
     def render(self, row: int) -> NDArray[np.uint8]:
-        """Draw a row as it is now.
-
-        Args:
-            row: number of an episode of the last `reset`, ended or not.
-
-        Returns:
-            (H, W, 3) RGB.
+        """Draw (H, W, 3) RGB of a row of the last `reset`, ended or not.
 
         Raises:
             UserError: there is no such row, or the environment cannot draw.
@@ -188,7 +158,7 @@ class SubprocessSim:
         return answer.arrays["image"]
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that a number measured here depends on."""
+        """Everything that a measured number depends on."""
         settings = self._settings
         return {
             "simulator": settings.factory,
@@ -204,11 +174,11 @@ class SubprocessSim:
         }
 
     def processes(self) -> list[int]:
-        """Numbers of the processes that run now."""
+        """PIDs of the running workers."""
         return self._pool.processes()
 
     def memory_mb(self) -> float:
-        """Memory in 10^6 bytes of the process that holds most now, with what it started."""
+        """Memory in 10^6 bytes of the worker that holds most, its children included."""
         return self._pool.memory_bytes() / 1e6
 
     def close(self) -> None:
@@ -275,7 +245,7 @@ class SubprocessSim:
             raise UserError(f"rows cannot be recorded: {self._settings.factory} does not draw")
 
     def _assign(self, episodes: Sequence[EpisodeSpec]) -> list[int]:
-        """A worker each, the one that has the task's scene where there is one: changing it may take seconds."""
+        """A worker for each row, preferably one with the task's scene: changing it may take seconds."""
         free = list(range(self.capacity))
         slots: dict[int, int] = {}
         for row, episode in enumerate(episodes):
@@ -291,7 +261,7 @@ class SubprocessSim:
         return [slots[row] for row in range(len(episodes))]
 
     def _ask(self, requests: Mapping[int, Request]) -> dict[int, Answer]:
-        """Answers by row; a row that failed before is not asked again."""
+        """Answers by row; failed rows are not asked again."""
         answers: dict[int, Answer] = {row: self._broken[row] for row in requests if row in self._broken}
         asked = {self._slots[row]: request for row, request in requests.items() if row not in answers}
         found = self._pool.ask(asked, self._settings.call_timeout_s, check=self._misshapen)
@@ -299,13 +269,13 @@ class SubprocessSim:
         return answers
 
     def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
-        """What is wrong with the arrays of an answer."""
+        """Check the shapes of an answer."""
         size = self._frame_size if request.fields["kind"] == "render" else self.image_size
         sizes = (self.state_size, self.action_size, size, self._frame_size, len(self.views), self._past)
         return misshapen(request, answer, *sizes)
 
     def _note_failures(self, answers: Mapping[int, Answer]) -> dict[int, Answer]:
-        """Remember the rows that failed, those with numbers that are not finite among them."""
+        """Remember rows that failed, including those with numbers that are not finite."""
         noted: dict[int, Answer] = {}
         for row, answer in answers.items():
             failure = divergence(answer) if isinstance(answer, Message) else answer

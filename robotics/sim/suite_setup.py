@@ -4,7 +4,7 @@
     with open_suite("libero", {"suite": "libero_spatial"}, workers=4) as sim: ...
 
 These packages need versions of mujoco, robosuite and others that exclude each other and this package's own, so each
-gets a virtual environment, by default in the user's cache folder. MMRL_SUITES names another folder for all.
+gets a virtual environment, by default in the user's cache folder, or in the folder named by MMRL_SUITES.
 """
 
 from __future__ import annotations
@@ -35,16 +35,13 @@ LINUX_ONLY = "linux"
 class SuiteRecipe:
     """How to install a suite."""
 
-    steps: tuple[tuple[str, ...], ...]
-    """Arguments of pip, one call each."""
-    factory: str
-    """File that a worker loads."""
+    steps: tuple[tuple[str, ...], ...]  # arguments of pip, one call each
+    factory: str  # file that a worker loads
     advice: str
-    """What to do next."""
 
 
 def suite_folder(name: str, folder: str | Path | None = None) -> Path:
-    """Where a suite's environment lies or will lie."""
+    """Folder of a suite's environment."""
     _recipe(name)
     if folder is not None:
         return Path(folder).expanduser().absolute()
@@ -71,7 +68,7 @@ def suite_settings(
     images: bool = True,
     folder: str | Path | None = None,
 ) -> SubprocessSettings:
-    """Settings of a pool of a suite's episodes, to be changed with `dataclasses.replace` where they do not suit."""
+    """Settings of a pool of a suite's episodes."""
     python, given = suite_python(name, folder), dict(options or {})
     if name == "libero":
         given.setdefault("config_folder", str(suite_folder(name, folder) / "libero-config"))
@@ -145,7 +142,7 @@ def setup_suite(
 
 
 def _check(name: str, place: Path) -> str:
-    """Begin an episode; missing assets are no fault of the installation."""
+    """Begin an episode; missing assets are no failure of the installation."""
     start = time.monotonic()
     settings = suite_settings(name, workers=1, images=False, folder=place)
     try:
@@ -170,7 +167,7 @@ def _python_in(folder: Path) -> Path:
 
 
 def _for_this_system(step: Sequence[str]) -> list[str]:
-    """Elsewhere than on Linux the usual index has torch without CUDA."""
+    """Use the default index except on Linux: its torch has no CUDA there."""
     if TORCH_INDEX[0] in step and not sys.platform.startswith(LINUX_ONLY):
         return [part for part in step if part not in TORCH_INDEX]
     return list(step)

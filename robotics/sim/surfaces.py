@@ -1,4 +1,4 @@
-"""Textures that table and floor may have: blank ones in a model that is built for it, and patterns to put into them."""
+"""Textures of table and floor: blank ones for a model that is built with them, and patterns to write into them."""
 
 from __future__ import annotations
 
@@ -14,42 +14,28 @@ if TYPE_CHECKING:
 SURFACES = ("table", "floor")
 """Materials of `tabletop.xml`."""
 SIDE_PX = 64
-WHITE = 255
 
 
 def add_blank_textures(spec: Any) -> None:
-    """Give the materials of the surfaces a texture each, white, which leaves their colours as they are."""
+    """Give the materials of the surfaces a white texture each, which leaves their colours as they are."""
     import mujoco
 
+    kind = mujoco.mjtTexture.mjTEXTURE_2D
     for name in SURFACES:
-        blank = np.full((SIDE_PX, SIDE_PX, 3), WHITE, np.uint8)
-        texture = spec.add_texture(
-            name=_texture(name), type=mujoco.mjtTexture.mjTEXTURE_2D, width=SIDE_PX, height=SIDE_PX, nchannel=3
-        )
-        texture.data = blank.tobytes()
+        texture = spec.add_texture(name=_texture(name), type=kind, width=SIDE_PX, height=SIDE_PX, nchannel=3)
+        texture.data = np.full((SIDE_PX, SIDE_PX, 3), 255, np.uint8).tobytes()
         spec.material(name).textures[mujoco.mjtTextureRole.mjTEXROLE_RGB] = _texture(name)
 
 
 def write_texture(model: mujoco.MjModel, surface: str, shade: NDArray[np.float64]) -> None:
-    """Put a pattern on a surface.
-
-    Args:
-        model: with blank textures; changed.
-        surface: one of `SURFACES`.
-        shade: (64, 64) factors of the surface's colour in 0..1.
-    """
-    number = int(model.texture(_texture(surface)).id)
-    start = int(model.tex_adr[number])
-    pixels = np.repeat(np.rint(WHITE * shade).astype(np.uint8).reshape(-1), 3)
+    """Write a pattern, factors (64, 64) of the surface's colour in 0..1, into a model with blank textures."""
+    start = int(model.tex_adr[int(model.texture(_texture(surface)).id)])
+    pixels = np.repeat(np.rint(255 * shade).astype(np.uint8).reshape(-1), 3)
     model.tex_data[start : start + pixels.size] = pixels
 
 
 def draw_pattern(kind: str, contrast: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw a pattern.
-
-    Returns:
-        (64, 64) factors of a colour, from 1 - contrast to 1.
-    """
+    """(64, 64) factors of a colour, from 1 - contrast to 1."""
     pattern = PATTERNS_OF[kind](rng)
     low, high = pattern.min(), pattern.max()
     return 1.0 - contrast * (pattern - low) / max(high - low, 1e-9)
@@ -65,21 +51,17 @@ def _stripes(rng: np.random.Generator) -> NDArray[np.float64]:
     return (np.sin(2 * np.pi * rng.integers(2, 9) * _along(rng)) > 0).astype(np.float64)
 
 
-def _gradient(rng: np.random.Generator) -> NDArray[np.float64]:
-    return _along(rng)
-
-
 def _noise(rng: np.random.Generator) -> NDArray[np.float64]:
     """Blocks of 4 x 4 pixels; single pixels would blur into grey."""
     return rng.random((SIDE_PX // 4, SIDE_PX // 4)).repeat(4, axis=0).repeat(4, axis=1)
 
 
 def _along(rng: np.random.Generator) -> NDArray[np.float64]:
-    """(64, 64) way along a random direction, one side long."""
+    """(64, 64) distance along a random direction; a side is 1 long."""
     angle = rng.uniform(0.0, 2 * np.pi)
-    place = np.linspace(0.0, 1.0, SIDE_PX, endpoint=False)
-    way: NDArray[np.float64] = np.cos(angle) * place[:, None] + np.sin(angle) * place
-    return way
+    side = np.linspace(0.0, 1.0, SIDE_PX, endpoint=False)
+    ramp: NDArray[np.float64] = np.cos(angle) * side[:, None] + np.sin(angle) * side
+    return ramp
 
 
 def _texture(surface: str) -> str:
@@ -89,6 +71,6 @@ def _texture(surface: str) -> str:
 PATTERNS_OF: dict[str, Callable[[np.random.Generator], NDArray[np.float64]]] = {
     "checker": _checker,
     "stripes": _stripes,
-    "gradient": _gradient,
+    "gradient": _along,
     "noise": _noise,
 }

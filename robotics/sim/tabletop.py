@@ -1,20 +1,20 @@
-"""Scenes: an arm at a table with a few pieces on it, and what is measured in them.
+"""Scenes of an arm at a table with a few pieces on it, and their sensors.
 
-The table's top is at z = 0 and the arm's base at the origin; x points away from the base. Pieces that are handled are
-free bodies, 5 cm cubes; places (zone, plate, cabinet) are set down for an episode and do not move.
+The table's top is at z = 0 and the arm's base at the origin; x points away from the base. Cubes (5 cm) are free bodies;
+places (zone, plate, cabinet) are set down at the start of an episode and do not move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
 from robotics.sim.arms import ASSETS
-from robotics.sim.surfaces import add_blank_textures
 
 if TYPE_CHECKING:
     import mujoco
@@ -25,66 +25,49 @@ if TYPE_CHECKING:
 Layout = Mapping[str, tuple[float, float, float]]
 """x, y (m) and yaw (rad) of each piece, by name."""
 CUBE_HALF_M = 0.025
+PLACE_RADIUS_M = 0.06
 PHYSICS_STEPS = 25
 """Physics steps of 4 ms in a control step: 10 Hz."""
 PROPRIO_SIZE = 10
 """Leading entries of the state that a robot knows of itself."""
 STATE_SIZE = 22
-"""See `SceneSensors.state`."""
+"""Entries of `SceneSensors.state`."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A thing on the table."""
+    """Something on the table."""
 
-    kind: str
-    """cube: a free body; place: a flat disc without contacts or a plate, set down; drawer: the cabinet."""
+    kind: str  # cube: a free body; place: a flat disc without contacts, or a plate; drawer: the cabinet
     body: str
-    """Body that a layout puts down."""
-    handle: str
-    """Site at the point that is measured."""
+    handle: str  # site at the point that is measured
     rgba: tuple[float, float, float, float]
-    """Colour."""
-    height_m: float
-    """Height of that point above the table while the piece lies there."""
+    height_m: float  # of that point above the table while the piece is at rest
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Which pieces of a scene play which part; None where there is none."""
+    """Pieces by their part in the task."""
 
-    first: str
-    """The piece that is acted on."""
-    second: str | None = None
-    """Another piece: a distractor or the one below."""
-    goal: str | None = None
-    """The place to bring it to."""
+    first: str  # acted on
+    second: str | None = None  # a distractor, or the one below
+    goal: str | None = None  # where to bring it
 
 
 @dataclass(frozen=True)
 class SceneReading:
-    """What the sensors say, with any leading shape; world frame, metres, seconds; zeros for roles not taken."""
+    """Named sensor values with any leading shape; world frame, metres, seconds; zeros for roles not taken."""
 
-    grip: NDArray[np.float64]
-    """(..., 3) between the fingertips."""
-    yaw: NDArray[np.float64]
-    """(...) of the grip, rad."""
-    opening: NDArray[np.float64]
-    """(...) between the fingers beyond the closed position."""
-    first: NDArray[np.float64]
-    """(..., 3) centre of the cube or of the drawer's handle."""
-    first_yaw: NDArray[np.float64]
-    """(...) rad."""
-    first_speed: NDArray[np.float64]
-    """(...) m/s."""
-    second: NDArray[np.float64]
-    """(..., 3)."""
-    second_yaw: NDArray[np.float64]
-    """(...) rad."""
-    goal: NDArray[np.float64]
-    """(..., 3)."""
-    drawer: NDArray[np.float64]
-    """(...) way that the drawer is open."""
+    grip: NDArray[np.float64]  # (..., 3) between the fingertips
+    yaw: NDArray[np.float64]  # (...) of the grip, rad
+    opening: NDArray[np.float64]  # (...) between the fingers beyond the closed position
+    first: NDArray[np.float64]  # (..., 3) centre of the cube, or the drawer's handle
+    first_yaw: NDArray[np.float64]  # (...) rad
+    first_speed: NDArray[np.float64]  # (...) m/s
+    second: NDArray[np.float64]  # (..., 3)
+    second_yaw: NDArray[np.float64]  # (...) rad
+    goal: NDArray[np.float64]  # (..., 3)
+    drawer: NDArray[np.float64]  # (...) how far the drawer is open
 
 
 class SceneSensors:
@@ -115,17 +98,11 @@ class SceneSensors:
         )
 
     def state(self, sensordata: NDArray[np.float64], commands: NDArray[np.float64]) -> NDArray[np.float32]:
-        """What a policy may be given.
+        """State (R, 22) of a policy, from sensor values (R, nsensordata) and the controller's commands (R, 5).
 
-        Args:
-            sensordata: (R, nsensordata).
-            commands: (R, 5) of the controller.
-
-        Returns:
-            (R, 22): grip x y z, yaw, opening of the gripper; commanded x y z, yaw, gripper (1 closed, -1 open), which
-            end what a robot knows of itself; then the piece that is acted on (x y z yaw), the second one (x y z yaw),
-            the goal (x y z) and the way that the drawer is open. Metres and radians; the yaw of pieces is that of a
-            square, within a turn of 45 degrees to either side.
+        Grip x y z, yaw, gripper opening; commanded x y z, yaw, gripper (1 closed, -1 open), the last that a robot knows
+        of itself; then the first piece (x y z yaw), the second (x y z yaw), the goal (x y z) and how far the drawer is
+        open. Metres and radians; the yaw of pieces is that of a square, within 45 degrees to either side.
         """
         found = self.read(sensordata)
         parts = [
@@ -137,43 +114,46 @@ class SceneSensors:
         return np.concatenate(columns, axis=1).astype(np.float32)
 
 
-def build_scene(arm: ArmModel, pieces: Sequence[str], roles: Roles, textured: bool = False) -> mujoco.MjModel:
-    """Put an arm and some pieces on the table."""
-    spec = scene_spec(arm, pieces, roles)
-    if textured:
-        add_blank_textures(spec)
-    return spec.compile()
+def include_files(name: str, files: Sequence[Path]) -> mujoco.MjSpec:
+    """Spec of a scene made of MJCF files: included rather than attached, so names keep no prefix."""
+    import mujoco
+
+    parts = "".join(f"<include file={quoteattr(str(file))}/>" for file in files)
+    return mujoco.MjSpec.from_string(f"<mujoco model={quoteattr(name)}>{parts}</mujoco>")
 
 
 def scene_spec(arm: ArmModel, pieces: Sequence[str], roles: Roles) -> mujoco.MjSpec:
-    """The scene of `build_scene` before it is compiled, for whoever adds to it."""
-    import mujoco
-
-    # Included rather than attached: the names stay those of the files, without a prefix.
-    files = [ASSETS / "tabletop.xml", arm.path, *(ASSETS / f"{name}.xml" for name in pieces if name in FILES)]
-    parts = "".join(f"<include file={quoteattr(str(file))}/>" for file in files)
-    spec = mujoco.MjSpec.from_string(f'<mujoco model="tabletop_{arm.name}">{parts}</mujoco>')
+    """An arm and some pieces at the table, not compiled yet."""
+    files = [ASSETS / "tabletop.xml", arm.path, *(ASSETS / "drawer.xml" for name in pieces if name == "drawer")]
+    spec = include_files(f"tabletop_{arm.name}", files)
     for name in pieces:
-        if name not in FILES:
-            BUILDERS[PIECES[name].kind](spec, name, PIECES[name])
-    _measure_grip(spec, arm)
-    _measure_pieces(spec, roles)
+        piece = PIECES[name]
+        if piece.kind == "cube":
+            _add_cube(spec, name, piece)
+        elif piece.kind == "place":
+            _add_place(spec, name, piece)
+    _add_sensors(spec, arm, roles)
     return spec
+
+
+def place_body(
+    model: mujoco.MjModel, data: mujoco.MjData, body: str, position: Sequence[float], quaternion: Sequence[float]
+) -> None:
+    """Put a free or a mocap body somewhere."""
+    found = model.body(body)
+    if found.mocapid[0] >= 0:
+        data.mocap_pos[found.mocapid[0]], data.mocap_quat[found.mocapid[0]] = position, quaternion
+    else:
+        start = int(model.jnt_qposadr[int(found.jntadr[0])])
+        data.qpos[start : start + 7] = *position, *quaternion
 
 
 def place_pieces(model: mujoco.MjModel, data: mujoco.MjData, layout: Layout) -> None:
     """Put the pieces down, at rest."""
     for name, (x, y, yaw) in layout.items():
         piece = PIECES[name]
-        body = model.body(piece.body)
-        quaternion = np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)
-        if piece.kind == "cube":
-            start = int(model.jnt_qposadr[int(body.jntadr[0])])
-            data.qpos[start : start + 7] = x, y, piece.height_m, *quaternion
-        else:
-            mocap = int(body.mocapid[0])
-            data.mocap_pos[mocap] = x, y, 0.0
-            data.mocap_quat[mocap] = quaternion
+        height = piece.height_m if piece.kind == "cube" else 0.0
+        place_body(model, data, piece.body, (x, y, height), (np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)))
 
 
 def _add_cube(spec: Any, name: str, piece: Piece) -> None:
@@ -196,7 +176,7 @@ def _add_cube(spec: Any, name: str, piece: Piece) -> None:
 
 
 def _add_place(spec: Any, name: str, piece: Piece) -> None:
-    """A disc: painted on the table where it has no height, else a plate that carries things."""
+    """Add a disc: painted on the table where it has no height, else a plate that carries things."""
     import mujoco
 
     body = spec.worldbody.add_body(name=piece.body, mocap=True)
@@ -215,33 +195,27 @@ def _add_place(spec: Any, name: str, piece: Piece) -> None:
     body.add_site(name=piece.handle, pos=[0.0, 0.0, piece.height_m], size=[0.004] * 3, rgba=[0, 0, 0, 0])
 
 
-def _measure_grip(spec: Any, arm: ArmModel) -> None:
+def _add_sensors(spec: Any, arm: ArmModel, roles: Roles) -> None:
     import mujoco
 
     kinds, site, joint = mujoco.mjtSensor, mujoco.mjtObj.mjOBJ_SITE, mujoco.mjtObj.mjOBJ_JOINT
-    spec.add_sensor(name="grip_pos", type=kinds.mjSENS_FRAMEPOS, objtype=site, objname=arm.grip_site)
-    spec.add_sensor(name="grip_axis", type=kinds.mjSENS_FRAMEXAXIS, objtype=site, objname=arm.grip_site)
-    for number, finger in enumerate(arm.fingers):
-        name = ("left_finger", "right_finger")[number]
-        spec.add_sensor(name=name, type=kinds.mjSENS_JOINTPOS, objtype=joint, objname=finger)
-
-
-def _measure_pieces(spec: Any, roles: Roles) -> None:
-    import mujoco
-
-    kinds, site = mujoco.mjtSensor, mujoco.mjtObj.mjOBJ_SITE
+    wanted = [("grip_pos", kinds.mjSENS_FRAMEPOS, site, arm.grip_site)]
+    wanted += [("grip_axis", kinds.mjSENS_FRAMEXAXIS, site, arm.grip_site)]
+    for name, finger in zip(("left_finger", "right_finger"), arm.fingers, strict=True):
+        wanted += [(name, kinds.mjSENS_JOINTPOS, joint, finger)]
     for role, name in (("first", roles.first), ("second", roles.second), ("goal", roles.goal)):
         if name is None:
             continue
         handle = PIECES[name].handle
-        spec.add_sensor(name=f"{role}_pos", type=kinds.mjSENS_FRAMEPOS, objtype=site, objname=handle)
+        wanted += [(f"{role}_pos", kinds.mjSENS_FRAMEPOS, site, handle)]
         if role != "goal":
-            spec.add_sensor(name=f"{role}_axis", type=kinds.mjSENS_FRAMEXAXIS, objtype=site, objname=handle)
+            wanted += [(f"{role}_axis", kinds.mjSENS_FRAMEXAXIS, site, handle)]
         if role == "first":
-            spec.add_sensor(name="first_velocity", type=kinds.mjSENS_FRAMELINVEL, objtype=site, objname=handle)
+            wanted += [("first_velocity", kinds.mjSENS_FRAMELINVEL, site, handle)]
         if PIECES[name].kind == "drawer":
-            joint = mujoco.mjtObj.mjOBJ_JOINT
-            spec.add_sensor(name="drawer", type=kinds.mjSENS_JOINTPOS, objtype=joint, objname="drawer")
+            wanted += [("drawer", kinds.mjSENS_JOINTPOS, joint, "drawer")]
+    for name, kind, objtype, target in wanted:
+        spec.add_sensor(name=name, type=kind, objtype=objtype, objname=target)
 
 
 def _heading(axis: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -257,8 +231,6 @@ def _length(vector: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.sqrt(vector[..., 0] ** 2 + vector[..., 1] ** 2 + vector[..., 2] ** 2)
 
 
-PLACE_RADIUS_M = 0.06
-
 PIECES: dict[str, Piece] = {
     "red_cube": Piece("cube", "red_cube", "red_cube", (0.9, 0.1, 0.1, 1.0), CUBE_HALF_M),
     "green_cube": Piece("cube", "green_cube", "green_cube", (0.1, 0.75, 0.2, 1.0), CUBE_HALF_M),
@@ -266,8 +238,3 @@ PIECES: dict[str, Piece] = {
     "yellow_plate": Piece("place", "yellow_plate", "yellow_plate", (0.98, 0.85, 0.1, 1.0), 0.01),
     "drawer": Piece("drawer", "cabinet", "handle", (1.0, 0.55, 0.05, 1.0), 0.05),
 }
-
-BUILDERS: dict[str, Callable[[Any, str, Piece], None]] = {"cube": _add_cube, "place": _add_place}
-
-FILES = ("drawer",)
-"""Pieces that are a file of their own."""

@@ -1,34 +1,26 @@
-"""The tabletop tasks: their instructions, how an episode starts, when it is done and how far it is.
+"""The tabletop tasks: instructions, initial layouts, success and progress.
 
-A layout is a number within a split. Its pieces are drawn from a generator of their own for every pair of number and
-split, and they stand on a checkerboard: the centres of all pieces of a train layout lie on fields of one colour, those
-of a held_out layout on the other. So no held-out layout is seen in training, and not even a piece where a held-out one
-lies.
+A layout is a number within a split; every pair of number and split has its own generator. Pieces stand on a
+checkerboard: those of train layouts on squares of one colour, those of held_out layouts on the other, so that training
+shows no held-out layout, nor even one piece where a held-out layout has one.
 
-Success and progress are functions of one moment, with nothing kept between calls. Where a thing in passing would count,
-success asks for a thing at rest and an open gripper.
+Success and progress are functions of one transition, without memory. Where passing by would count, success asks for a
+piece at rest and an open gripper.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.errors import UserError
 from robotics.sim.randomization import RandomizationConfig
-from robotics.sim.tabletop import (
-    CUBE_HALF_M,
-    Layout,
-    Roles,
-    SceneReading,
-    SceneSensors,
-    build_scene,
-    place_pieces,
-)
+from robotics.sim.surfaces import add_blank_textures
+from robotics.sim.tabletop import CUBE_HALF_M, Layout, Roles, SceneReading, SceneSensors, place_pieces, scene_spec
 from robotics.sim.variant import SceneVariants
 
 if TYPE_CHECKING:
@@ -40,58 +32,43 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "held_out")
 REWARDS = ("sparse", "dense")
-FIELD_M = 0.06
-"""Side of a field of the checkerboard."""
+SQUARE_M = 0.06
+"""Side of a square of the checkerboard."""
 LAYOUTS = 2**31
 """Layouts in a split: 0..LAYOUTS - 1."""
-TRIES = 20000
-"""Draws until a layout counts as impossible; the fullest table takes 400 in the mean."""
+MAX_DRAWS = 20000
+"""Draws before a layout counts as impossible; the fullest table takes 400 on average."""
 
 
 @dataclass(frozen=True)
 class Area:
-    """Where a piece may lie."""
+    """Where a piece may be placed."""
 
-    x_m: tuple[float, float]
-    """Nearest and farthest."""
-    y_m: tuple[float, float]
-    """Rightmost and leftmost, seen from the base."""
-    yaw_rad: float = 0.0
-    """Largest turn to either side."""
+    x_m: tuple[float, float]  # nearest and farthest
+    y_m: tuple[float, float]  # rightmost and leftmost, seen from the base
+    yaw_rad: float = 0.0  # largest turn to either side
 
 
 @dataclass(frozen=True)
 class TabletopTask:
-    """One task, with everything that is needed to set it up and to score it."""
+    """One task: what sets it up and scores it."""
 
     name: str
-    """Key in `TASKS`."""
     instruction: str
-    """Language instruction."""
     roles: Roles
-    """Which pieces are acted on."""
-    areas: dict[str, Area]
-    """Where each piece lies at the start; also the pieces of the scene, in order."""
-    apart_m: tuple[float, float]
-    """Least and greatest distance between two pieces."""
+    areas: dict[str, Area]  # where each piece starts; also the pieces of the scene, in order
+    apart_m: tuple[float, float]  # least and greatest distance between two pieces
     success: Callable[[SceneReading], NDArray[np.bool_]]
-    """Whether the task is done."""
-    progress: Callable[[SceneReading], NDArray[np.float64]]
-    """How far it is, in 0..1."""
-    horizon: int
-    """Control steps after which an episode ends."""
+    progress: Callable[[SceneReading], NDArray[np.float64]]  # 0..1
+    horizon: int  # control steps
 
     def dense_reward(self, reading: SceneReading) -> NDArray[np.float64]:
-        """Hand-written reward of each moment.
-
-        Args:
-            reading: sensors, with any leading shape.
-        """
+        """Hand-written reward of readings with any leading shape: 1 at success, else at most 0.95."""
         return np.where(self.success(reading), 1.0, 0.95 * np.clip(self.progress(reading), 0.0, 1.0))
 
 
 class TabletopScene:
-    """A task at a table with an arm: the model, and starts and scores for `ImageRollout`."""
+    """A task at a table with an arm: the model, initial states and scores for `ImageRollout`."""
 
     def __init__(
         self,
@@ -105,13 +82,16 @@ class TabletopScene:
         _check_choice("reward", reward, REWARDS)
         self.task, self.arm, self.split, self.reward = task, arm, split, reward
         config = randomization or RandomizationConfig()
-        self.model = build_scene(arm, tuple(task.areas), task.roles, textured="textures" in config.active())
+        spec = scene_spec(arm, tuple(task.areas), task.roles)
+        if "textures" in config.active():
+            add_blank_textures(spec)
+        self.model = spec.compile()
         self.variants = SceneVariants(self.model, arm, tuple(task.areas), config)
         self.sensors = SceneSensors(self.model)
         self._joints = [int(self.model.joint(name).qposadr[0]) for name in (*arm.joints, *arm.fingers)]
         self._home = np.array([*arm.home_rad, arm.opening_m, arm.opening_m])
         self._controls = [int(self.model.actuator(name).id) for name in (*arm.joints, arm.gripper)]
-        # Targets pass through a filter whose state must start at them, or the arm would set off from zero angles.
+        # Targets pass through a filter whose state must start at them, or the arm would move from zero angles.
         self._filtered = np.flatnonzero(self.model.actuator_actadr >= 0)
 
     def for_split(self, split: str) -> TabletopScene:
@@ -122,11 +102,11 @@ class TabletopScene:
         return self if split == self.split else other
 
     def reset(self, model: mujoco.MjModel, data: mujoco.MjData, rng: np.random.Generator) -> None:
-        """Put arm and pieces where an episode starts."""
+        """Put arm and pieces at the start of an episode."""
         data.qpos[self._joints] = self._home
         data.ctrl[self._controls] = self._home[:-1]
         data.act[:] = data.ctrl[self._filtered]
-        place_pieces(model, data, draw_layout(self.task, self.split, rng))
+        place_pieces(model, data, draw_layout(self.task.areas, self.task.apart_m, self.split, rng))
 
     def score(self, steps: SceneSteps) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Reward and success of each control step."""
@@ -150,34 +130,20 @@ def layout_seed(split: str, layout: int) -> int:
     return 2 * layout + SPLITS.index(split)
 
 
-class Placing(Protocol):
-    """Pieces and where they may lie: a `TabletopTask`, or furniture of another room."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in errors."""
-
-    @property
-    def areas(self) -> dict[str, Area]:
-        """Where each piece may lie."""
-
-    @property
-    def apart_m(self) -> tuple[float, float]:
-        """Least and greatest distance between two pieces."""
-
-
-def draw_layout(task: Placing, split: str, rng: np.random.Generator) -> Layout:
-    """Choose where the pieces lie: within their areas, apart from each other, on fields of the split's colour."""
-    near, far = task.apart_m
-    for _ in range(TRIES):
-        places = {name: _draw_pose(area, rng) for name, area in task.areas.items()}
-        if not all(_on_field(x, y, split) for x, y, _ in places.values()):
+def draw_layout(
+    areas: Mapping[str, Area], apart_m: tuple[float, float], split: str, rng: np.random.Generator
+) -> Layout:
+    """Draw where the pieces stand: within their areas, apart from each other, on squares of the split's colour."""
+    near, far = apart_m
+    for _ in range(MAX_DRAWS):
+        poses = {name: _draw_pose(area, rng) for name, area in areas.items()}
+        if not all(_on_square(x, y, split) for x, y, _ in poses.values()):
             continue
-        points = np.array([pose[:2] for pose in places.values()])
-        gaps = [np.hypot(*(one - other)) for at, one in enumerate(points) for other in points[:at]]
+        points = np.array([pose[:2] for pose in poses.values()])
+        gaps = [np.hypot(*(one - other)) for index, one in enumerate(points) for other in points[:index]]
         if all(near <= gap <= far for gap in gaps):
-            return places
-    raise RuntimeError(f"no layout of {task.name} was found in {TRIES} draws")
+            return poses
+    raise RuntimeError(f"no layout of {', '.join(areas)} was found in {MAX_DRAWS} draws")
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -190,8 +156,8 @@ def _draw_pose(area: Area, rng: np.random.Generator) -> tuple[float, float, floa
     return float(x), float(y), float(yaw)
 
 
-def _on_field(x: float, y: float, split: str) -> bool:
-    return int(np.floor(x / FIELD_M) + np.floor(y / FIELD_M)) % 2 == SPLITS.index(split)
+def _on_square(x: float, y: float, split: str) -> bool:
+    return int(np.floor(x / SQUARE_M) + np.floor(y / SQUARE_M)) % 2 == SPLITS.index(split)
 
 
 def _gap(one: NDArray[np.float64], other: NDArray[np.float64], axes: int = 3) -> NDArray[np.float64]:
@@ -244,7 +210,7 @@ def _stack_progress(found: SceneReading) -> NDArray[np.float64]:
 
 
 def _carry_progress(found: SceneReading, target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Approach, then hold (lifted, with the fingers on it), then the way to the target, which needs no holding."""
+    """Progress of a carried cube: approach, hold (fingers on it), then closeness to the target, held or not."""
     near = _nearness(_gap(found.grip, found.first), 0.1)
     held = (_gap(found.grip, found.first) < 0.03) & (found.opening < 2 * CUBE_HALF_M + 0.005)
     return 0.2 * near + 0.2 * held + 0.6 * _nearness(_gap(found.first, target), 0.1) ** 2
@@ -259,7 +225,6 @@ def _open_progress(found: SceneReading) -> NDArray[np.float64]:
 
 
 TOUCH_M = 0.035
-"""Between grip and the centre of a cube that counts as touched."""
 ZONE_M = 0.04
 PLATE_M = 0.045
 STACK_M = 0.02
@@ -272,78 +237,46 @@ WHOLE = Area((0.38, 0.62), (-0.2, 0.2))
 CUBE_AREA = Area(WHOLE.x_m, WHOLE.y_m, yaw_rad=0.3)
 REACH_AREAS = {"red_cube": CUBE_AREA, "green_cube": CUBE_AREA}
 
+
+def _task(
+    name: str,
+    instruction: str,
+    roles: Roles,
+    areas: dict[str, Area],
+    apart_m: tuple[float, float],
+    criteria: tuple[Callable[[SceneReading], NDArray[np.bool_]], Callable[[SceneReading], NDArray[np.float64]]],
+    horizon: int = 60,
+) -> TabletopTask:
+    return TabletopTask(name, instruction, roles, areas, apart_m, *criteria, horizon)
+
+
+TOUCH, OPEN = (_touched, _touch_progress), (_opened, _open_progress)
+PLACED, STACKED = (_placed, _place_progress), (_stacked, _stack_progress)
+PLATE_AREAS = {"red_cube": CUBE_AREA, "yellow_plate": WHOLE}
+DRAWER_AREAS = {"drawer": Area((0.56, 0.64), (-0.11, 0.11), yaw_rad=0.2)}
+# One fixed motion opens the drawer above in four of ten layouts, and in at best two of ten here.
+WIDE_AREAS = {"drawer": Area((0.54, 0.66), (-0.2, 0.2), yaw_rad=0.6)}
+PUSH_ROLES, PUSH_AREAS = Roles("red_cube", goal="blue_zone"), {"red_cube": CUBE_AREA, "blue_zone": WHOLE}
+PLACE_ROLES, STACK_ROLES = Roles("red_cube", goal="yellow_plate"), Roles("red_cube", second="green_cube")
+GREEN_ROLES = Roles("green_cube", second="red_cube")
+
 TASKS: dict[str, TabletopTask] = {
     task.name: task
     for task in (
-        TabletopTask(
-            name="reach",
-            instruction="touch the red cube",
-            roles=Roles("red_cube", second="green_cube"),
-            areas=REACH_AREAS,
-            apart_m=(0.12, 1.0),
-            success=_touched,
-            progress=_touch_progress,
-            horizon=60,
+        _task("reach", "touch the red cube", STACK_ROLES, REACH_AREAS, (0.12, 1.0), TOUCH),
+        _task("reach_green", "touch the green cube", GREEN_ROLES, REACH_AREAS, (0.12, 1.0), TOUCH),
+        _task(
+            "push",
+            "push the red cube into the blue zone",
+            PUSH_ROLES,
+            PUSH_AREAS,
+            (0.12, 0.22),
+            (_pushed, _push_progress),
+            100,
         ),
-        TabletopTask(
-            name="reach_green",
-            instruction="touch the green cube",
-            roles=Roles("green_cube", second="red_cube"),
-            areas=REACH_AREAS,
-            apart_m=(0.12, 1.0),
-            success=_touched,
-            progress=_touch_progress,
-            horizon=60,
-        ),
-        TabletopTask(
-            name="push",
-            instruction="push the red cube into the blue zone",
-            roles=Roles("red_cube", goal="blue_zone"),
-            areas={"red_cube": CUBE_AREA, "blue_zone": WHOLE},
-            apart_m=(0.12, 0.22),
-            success=_pushed,
-            progress=_push_progress,
-            horizon=100,
-        ),
-        TabletopTask(
-            name="pick_place",
-            instruction="put the red cube on the yellow plate",
-            roles=Roles("red_cube", goal="yellow_plate"),
-            areas={"red_cube": CUBE_AREA, "yellow_plate": WHOLE},
-            apart_m=(0.14, 1.0),
-            success=_placed,
-            progress=_place_progress,
-            horizon=80,
-        ),
-        TabletopTask(
-            name="stack",
-            instruction="stack the red cube on the green cube",
-            roles=Roles("red_cube", second="green_cube"),
-            areas=REACH_AREAS,
-            apart_m=(0.14, 1.0),
-            success=_stacked,
-            progress=_stack_progress,
-            horizon=80,
-        ),
-        TabletopTask(
-            name="drawer",
-            instruction="open the drawer",
-            roles=Roles("drawer"),
-            areas={"drawer": Area((0.56, 0.64), (-0.11, 0.11), yaw_rad=0.2)},
-            apart_m=(0.0, 1.0),
-            success=_opened,
-            progress=_open_progress,
-            horizon=60,
-        ),
-        TabletopTask(  # what opens one drawer opens four in ten above and at best two in ten here
-            name="drawer_wide",
-            instruction="open the drawer",
-            roles=Roles("drawer"),
-            areas={"drawer": Area((0.54, 0.66), (-0.2, 0.2), yaw_rad=0.6)},
-            apart_m=(0.0, 1.0),
-            success=_opened,
-            progress=_open_progress,
-            horizon=60,
-        ),
+        _task("pick_place", "put the red cube on the yellow plate", PLACE_ROLES, PLATE_AREAS, (0.14, 1.0), PLACED, 80),
+        _task("stack", "stack the red cube on the green cube", STACK_ROLES, REACH_AREAS, (0.14, 1.0), STACKED, 80),
+        _task("drawer", "open the drawer", Roles("drawer"), DRAWER_AREAS, (0.0, 1.0), OPEN),
+        _task("drawer_wide", "open the drawer", Roles("drawer"), WIDE_AREAS, (0.0, 1.0), OPEN),
     )
 }

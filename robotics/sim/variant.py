@@ -1,11 +1,12 @@
-"""One episode's variant of a scene: its own model, delays of actions and observations, and noise on what is seen."""
+"""One episode's variant of a scene: its own model, delays of actions and observations, and sensor noise."""
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,33 +23,22 @@ if TYPE_CHECKING:
     from robotics.sim.episodes import EpisodeSpec
 
 HOLD = np.array([*(ACTION_SIZE - 1) * [0.0], OPEN])
-"""The action of an arm that has been told nothing: no motion, the gripper open."""
+"""The action before the first one arrives: no motion, gripper open."""
 
 
 @dataclass(frozen=True)
 class SceneVariant:
-    """What was drawn for one episode."""
+    """One episode's draw of the domain randomisation."""
 
     model: mujoco.MjModel
-    """The scene's model with what was drawn."""
-    drawn: Draws
-    """What was drawn, by name; JSON."""
-    action_delay: int
-    """Control steps by which actions come late."""
-    observation_delay: int
-    """Control steps by which measured state and images come late."""
+    drawn: Draws  # by name; JSON
+    action_delay: int  # control steps
+    observation_delay: int  # control steps
     noise: NoiseLevels
-    """Noise on measured state and images."""
     stream: Stream
-    """Generators of the episode."""
 
     def noisy_state(self, state: NDArray[np.float32], step: int) -> NDArray[np.float32]:
-        """Add noise to a measured state.
-
-        Args:
-            state: (22,) or (10,), see `SceneSensors.state`.
-            step: control steps since the beginning of the episode.
-        """
+        """Measured state (22,) or (10,) with the noise of a control step of the episode."""
         scale = noise_scale(self.noise)
         if not scale.any():
             return state
@@ -56,16 +46,7 @@ class SceneVariant:
         return (state + noise[: len(state)]).astype(np.float32)
 
     def noisy_image(self, image: NDArray[np.uint8], step: int, view: str = "") -> NDArray[np.uint8]:
-        """Add noise to an image of a control step.
-
-        Args:
-            image: (H, W, 3).
-            step: control steps since the beginning of the episode.
-            view: name of the camera where it is a further one, which has noise of its own.
-
-        Returns:
-            (H, W, 3), rounded, and clipped to 0..255.
-        """
+        """Image (H, W, 3) with the noise of a control step, rounded and clipped; further cameras are named in view."""
         if not self.noise.image:
             return image
         stream = self.stream("image_noise", step, *([view] if view else []))
@@ -90,31 +71,55 @@ class SceneVariants:
         model = copy.copy(self._model) if model is None else model
         stream = Stream(self.config.seed, episode)
         drawn = vary_model(model, self.config, self._arm, self._pieces, stream)
-        delays = draw_delays(self.config, stream)
-        return SceneVariant(
-            model=model,
-            drawn=drawn | delays | _levels(self.config.sensor_noise),
-            action_delay=delays.get("action_delay", 0),
-            observation_delay=delays.get("observation_delay", 0),
-            noise=self.config.sensor_noise,
-            stream=stream,
-        )
+        delays, noise = draw_delays(self.config, stream), self.config.sensor_noise
+        levels = {f"sensor_noise.{name}": value for name, value in vars(noise).items() if is_on(value)}
+        late = delays.get("action_delay", 0), delays.get("observation_delay", 0)
+        return SceneVariant(model, drawn | delays | levels, *late, noise, stream)
 
 
 class ActionDelay:
-    """Carries out each action some control steps after it was given."""
+    """Executes each action some control steps after it was given."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._waiting: NDArray[np.float64] = np.tile(HOLD, (steps, 1))
 
     def __call__(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Take a chunk of actions (K, 5) and return the K that are carried out now."""
+        """Take a chunk of actions (K, 5) and return the K that are executed now."""
         if not self._steps:
             return actions
         queue = np.concatenate([self._waiting, actions])
         self._waiting = queue[len(actions) :]
         return queue[: len(actions)]
+
+
+class ObservationDelay:
+    """Remembers the last states of one scene's episode and shows the oldest of them."""
+
+    def __init__(self, model: mujoco.MjModel, data: mujoco.MjData, steps: int) -> None:
+        import mujoco
+
+        self._lib, self._model, self._steps = mujoco, model, steps
+        self._state, self._now = int(mujoco.mjtState.mjSTATE_INTEGRATION), data
+        self._size = mujoco.mj_stateSize(model, self._state)
+        self._past: deque[tuple[NDArray[np.float64], NDArray[np.float64]]] = deque(maxlen=steps + 1)
+        self.data: mujoco.MjData = mujoco.MjData(model) if steps else data
+        """The delayed state; its poses are as old as `mj_setState` leaves them (see `update_poses`)."""
+        self.add(data)
+
+    @property
+    def sensordata(self) -> NDArray[np.float64]:
+        """(nsensordata,) delayed sensor values."""
+        return self._past[0][1] if self._steps else self._now.sensordata
+
+    def add(self, data: mujoco.MjData) -> None:
+        """Add the state after another control step."""
+        if not self._steps:
+            return
+        state = np.empty(self._size)
+        self._lib.mj_getState(self._model, data, state, self._state)
+        self._past.append((state, np.array(data.sensordata)))
+        self._lib.mj_setState(self._model, self.data, self._past[0][0], self._state)
 
 
 def noise_scale(noise: NoiseLevels) -> NDArray[np.float64]:
@@ -124,8 +129,3 @@ def noise_scale(noise: NoiseLevels) -> NDArray[np.float64]:
     piece = [*3 * [noise.pieces_m], noise.pieces_rad]
     goal_and_drawer = 4 * [noise.pieces_m]
     return np.array([*measured, *commanded, *piece, *piece, *goal_and_drawer])
-
-
-def _levels(noise: NoiseLevels) -> dict[str, Any]:
-    """Noise as it is recorded."""
-    return {f"sensor_noise.{name}": value for name, value in vars(noise).items() if is_on(value)}

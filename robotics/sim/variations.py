@@ -1,12 +1,12 @@
-"""Writes the draws of a domain randomisation into a scene's model, and takes them out again.
+"""Write the draws of a domain randomisation into a scene's model, and undo them.
 
-Each part is one function that draws, writes and returns what it drew. Nothing else of the model changes, but for what
+Each part is one function that draws, writes and returns its draws. Nothing else of the model changes, except what
 MuJoCo derives from masses (`mj_setConst`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from robotics.sim.arms import ArmModel
 
 Draws = dict[str, Any]
-"""What was drawn, by names such as camera.front.position_m: numbers, lists of numbers and texts, as JSON holds them."""
+"""Draws by name, such as camera.front.position_m: numbers, lists of numbers and texts, as JSON holds them."""
 UNSET_RGBA = (0.5, 0.5, 0.5, 1.0)
 """Colour of a geom that takes its material's."""
 LOWEST_FOVY_DEG, HIGHEST_FOVY_DEG = 5.0, 150.0
@@ -34,26 +34,22 @@ class Layer:
     """A model to write to, and what is needed to write."""
 
     model: mujoco.MjModel
-    """Changed."""
     arm: ArmModel
-    """Its arm."""
-    pieces: tuple[str, ...]
-    """Its pieces, keys of `PIECES`."""
+    pieces: tuple[str, ...]  # keys of `PIECES`
     stream: Stream
-    """Generators of the episode."""
 
     def bodies_of(self, piece: str) -> NDArray[np.int64]:
-        """Numbers of the bodies of a piece."""
+        """Ids of the bodies of a piece."""
         root = int(self.model.body(PIECES[piece].body).id)
         return np.flatnonzero(self.model.body_rootid == root)
 
     def geoms_of(self, bodies: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the shapes of some bodies."""
+        """Ids of the geoms of some bodies."""
         return np.flatnonzero(np.isin(self.model.geom_bodyid, bodies))
 
     @property
     def arm_bodies(self) -> NDArray[np.int64]:
-        """Numbers of the bodies of the arm."""
+        """Ids of the bodies of the arm."""
         first = int(self.model.jnt_bodyid[int(self.model.joint(self.arm.joints[0]).id)])
         return np.flatnonzero(self.model.body_rootid == self.model.body_rootid[first])
 
@@ -61,7 +57,7 @@ class Layer:
 def vary_model(
     model: mujoco.MjModel, config: RandomizationConfig, arm: ArmModel, pieces: tuple[str, ...], stream: Stream
 ) -> Draws:
-    """Draw everything that belongs to a model and write it."""
+    """Draw and write everything that belongs to a model."""
     layer, found = Layer(model, arm, pieces, stream), Draws()
     for name, vary in VARY.items():
         part = getattr(config, name)
@@ -71,21 +67,20 @@ def vary_model(
 
 
 def restore_model(model: mujoco.MjModel, nominal: mujoco.MjModel) -> None:
-    """Give every number of a model the value that it has in another one of the same scene."""
-    for owner, source in ((model, nominal), *_parts(model, nominal)):
-        for name in _arrays(source):
+    """Copy every number of the nominal model into a model of the same scene."""
+    parts: tuple[tuple[Any, Any], ...] = (
+        (model, nominal),
+        (model.stat, nominal.stat),
+        (model.vis.headlight, nominal.vis.headlight),
+    )
+    for owner, source in parts:
+        for name in _array_names(source):
             getattr(owner, name)[...] = getattr(source, name)
-    for name in STATISTICS:
+    for name in ("extent", "meaninertia", "meanmass", "meansize"):
         setattr(model.stat, name, getattr(nominal.stat, name))
 
 
-def _parts(model: mujoco.MjModel, nominal: mujoco.MjModel) -> Iterator[tuple[Any, Any]]:
-    yield model.stat, nominal.stat
-    yield model.vis.headlight, nominal.vis.headlight
-
-
-def _arrays(owner: Any) -> list[str]:
-    """Names of the arrays that can be written to."""
+def _array_names(owner: Any) -> list[str]:
     kind = type(owner)
     if kind not in ARRAYS:
         values = {name: getattr(owner, name) for name in dir(owner) if not name.startswith("_")}
@@ -94,7 +89,7 @@ def _arrays(owner: Any) -> list[str]:
 
 
 def _vary_lights(layer: Layer, ranges: Any) -> Draws:
-    """Factors of brightness and colour are those of ambient and diffuse light, lamps and headlight alike."""
+    """Draw factors of brightness and colour, for ambient and diffuse light of lamps and headlight alike."""
     model, found = layer.model, Draws()
     factor = float(layer.stream("lights", "brightness").uniform(*ranges.brightness))
     found["lights.brightness"] = factor
@@ -154,7 +149,7 @@ def _vary_colours(layer: Layer, ranges: Any) -> Draws:
 
 
 def _shift_colours(model: mujoco.MjModel, geoms: NDArray[np.int64], shift: NDArray[np.float64]) -> None:
-    """Shift the channels of some shapes, in their materials where they take their colours from there."""
+    """Shift the channels of some geoms, in their materials where they take their colours from there."""
     has_material = (model.geom_matid[geoms] >= 0) & (model.geom_rgba[geoms] == UNSET_RGBA).all(axis=1)
     own, materials = geoms[~has_material], np.unique(model.geom_matid[geoms[has_material]])
     model.geom_rgba[own, :3] = np.clip(model.geom_rgba[own, :3] + shift, 0, 1)
@@ -178,7 +173,7 @@ def _vary_friction(layer: Layer, ends: Any) -> Draws:
 
 
 def _vary_mass(layer: Layer, ends: Any) -> Draws:
-    """A scaled mass of the same shape has its inertia scaled alike; MuJoCo derives more from both, by `mj_setConst`."""
+    """Scale masses, and inertias with them as of equal shapes; `mj_setConst` updates what MuJoCo derives from both."""
     import mujoco
 
     model, found = layer.model, Draws()
@@ -193,7 +188,7 @@ def _vary_mass(layer: Layer, ends: Any) -> Draws:
 
 
 def _vary_servo_gain(layer: Layer, ends: Any) -> Draws:
-    """Force = kp (target - angle) - kv velocity, both scaled alike; the largest force stays."""
+    """Force = kp (target - angle) - kv velocity, both scaled alike; the force limit stays."""
     model, found = layer.model, Draws()
     for name in layer.arm.joints:
         number = int(model.actuator(name).id)
@@ -227,7 +222,6 @@ def _listed(values: NDArray[np.float64]) -> list[float]:
 
 
 ARRAYS: dict[type, list[str]] = {}
-STATISTICS = ("extent", "meaninertia", "meanmass", "meansize")
 
 VARY: dict[str, Callable[[Layer, Any], Draws]] = {
     "lights": _vary_lights,
@@ -238,4 +232,4 @@ VARY: dict[str, Callable[[Layer, Any], Draws]] = {
     "mass": _vary_mass,
     "servo_gain": _vary_servo_gain,
 }
-"""By name of the part of `RandomizationConfig`."""
+"""By part of `RandomizationConfig`."""

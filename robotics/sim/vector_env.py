@@ -1,11 +1,11 @@
-"""The tabletop tasks as Gymnasium's `VectorEnv`, for the training loops of others: `TabletopBatch` with autoreset.
+"""The tabletop tasks as Gymnasium's `VectorEnv`, for other training loops: `TabletopBatch` with autoreset.
 
     envs = TabletopVectorEnv("push", 16, settings=BatchSettings(image_size=None, state="full"))
     observations, infos = envs.reset(seed=0)
     observations, rewards, terminations, truncations, infos = envs.step(actions)
 
-Observations, rewards, ends and layouts are those of `TabletopEnv` in `gymnasium.vector.SyncVectorEnv` with the same
-seeds and actions, bit for bit; the physics runs in threads.
+Equal, bit for bit, to `TabletopEnv` in `gymnasium.vector.SyncVectorEnv` with the same seeds and actions; the physics
+runs in threads.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ STATE_KEYS = {"full": "state", "proprio": "proprio"}
 class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
     """N tabletop episodes in the threads of this process.
 
-    Observations are a dictionary: `state` (N, 22) or `proprio` (N, 10) float32, see `TabletopEnv`, and `rgb`
-    (N, H, W, 3) uint8 where the settings have an image size, and `views` (N, V, H, W, 3) uint8 where they have further
-    cameras. `infos` has success, instruction, layout and split, and
-    randomization where the settings randomise something.
-    The autoreset modes are those of Gymnasium's vector environments, see `mmrl.workers.PoolVectorEnv`.
+    Observations are a dictionary: `state` (N, 22) or `proprio` (N, 10) float32, see `TabletopEnv`; with images `rgb`
+    (N, H, W, 3) uint8, and with further cameras `views` (N, V, H, W, 3) uint8. `infos` has success, instruction, layout
+    and split, and randomization where something is randomised. The autoreset modes are those of Gymnasium's vector
+    environments, see `mmrl.workers.PoolVectorEnv`.
 
-    An episode whose simulation diverges ends with `truncations` True, reward `failed_reward`, its last sound
+    An episode whose simulation diverges ends with `truncations` True, reward `failed_reward`, its last valid
     observation, and `failed` and `failure`, the reason, in its info.
 
     Args:
@@ -86,7 +85,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         self.autoreset_mode, self._failed_reward = AutoresetMode(autoreset_mode), failed_reward
         names = list(dict.fromkeys(tasks))
         self.batch = TabletopBatch(names, arm, settings, workers=workers, backend=backend)
-        """The simulator that runs the episodes; `full_state` and `counts` are of interest."""
+        """The simulator; see its `full_state` and `counts`."""
         self._key = STATE_KEYS[self.batch.settings.state]
         self._seen: dict[str, NDArray[Any]] = {self._key: np.zeros((num_envs, self.batch.state_size), np.float32)}
         parts: dict[str, spaces.Space[Any]] = {
@@ -124,13 +123,10 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         Args:
             seed: of the first environment, which counts up; a list with a seed or None for each; None for none.
             options: `layout`, a number, or a list with one for each environment, drawn where it is missing;
-                `reset_mask`, (N,) bool, chooses the environments that begin an episode.
+                `reset_mask`, (N,) bool, the environments that begin an episode.
 
         Returns:
             Observations of all environments, and infos of those that were reset.
-
-        Raises:
-            UserError: seed, mask or an option do not fit.
         """
         self._check_open()
         seeds = row_seeds(seed, self.num_envs)
@@ -145,13 +141,10 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         return self._look(), self._join(infos)
 
     def step(self, actions: Any) -> Step:
-        """Move every arm for one control step, a tenth of a second.
+        """Move every arm for one control step, a tenth of a second; terminations are solved tasks.
 
         Args:
             actions: (N, 5) dx, dy, dz, dyaw, gripper; clipped to -1..1.
-
-        Returns:
-            Observations, (N,) rewards, (N,) terminations (the task is solved), (N,) truncations, infos.
 
         Raises:
             UserError: the actions have another shape or are not finite, or an episode has to be begun first.
@@ -179,11 +172,11 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         return self._look(), rewards, flags[0], flags[1], self._join(infos)
 
     def render(self) -> tuple[Any, ...] | None:
-        """The images (H, W, 3) that were last observed; None without images."""
+        """Images (H, W, 3) as last observed; None without images."""
         return tuple(self._seen["rgb"].copy()) if "rgb" in self._seen else None
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Stop the threads and free the renderers; arguments, which are for other environments, change nothing."""
+        """Stop the threads and free the renderers."""
         self.batch.close()
 
     def _begin(self, rows: Sequence[int], layouts: Sequence[int | None]) -> dict[int, Any]:
@@ -211,12 +204,12 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         return {row: {"final_info": infos[row], "final_obs": last[row], **begun[row]} for row in rows}
 
     def _enter(self, result: ChunkResult, rewards: NDArray[np.float64], flags: NDArray[np.bool_]) -> dict[int, Any]:
-        """Enter a control step into rewards and (2, N) terminations and truncations; returns infos."""
+        """Write a control step into rewards and (2, N) terminations and truncations; returns infos."""
         rows, failed = result.rows, result.failed
         rewards[rows] = np.where(failed, self._failed_reward, result.rewards[:, 0])
         flags[0, rows], flags[1, rows] = result.terminated & ~failed, result.truncated | failed
         self._observe(result, ~failed)
-        infos = {int(row): self._info(int(row), bool(won)) for row, won in zip(rows, result.success, strict=True)}
+        infos = {int(row): self._info(int(row), bool(done)) for row, done in zip(rows, result.success, strict=True)}
         for row in rows[failed].tolist():
             infos[row] |= {"failed": True, "failure": result.reasons[row]}
         return infos

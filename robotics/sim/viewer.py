@@ -1,7 +1,6 @@
 """A window onto a tabletop scene: MuJoCo's passive viewer on the presented scene.
 
-The mouse turns the view. Pushing things with it, which the viewer also offers, changes what is shown and not what is
-simulated.
+The mouse turns the view. Pushing things with it, which the viewer also offers, changes only what is shown.
 """
 
 from __future__ import annotations
@@ -43,7 +42,11 @@ class SceneViewer:
         self._lib = mujoco
         self._due_s = self._drawn_s = time.monotonic()
         with self._handle.lock():
-            _aim(self._handle.cam)
+            camera, back = self._handle.cam, CAMERA_POS - CAMERA_TARGET
+            camera.type, camera.lookat[:] = mujoco.mjtCamera.mjCAMERA_FREE, CAMERA_TARGET
+            camera.distance = distance = float(np.linalg.norm(back))
+            camera.azimuth = float(np.degrees(np.arctan2(-back[1], -back[0])))
+            camera.elevation = -float(np.degrees(np.arcsin(back[2] / distance)))
 
     @property
     def is_open(self) -> bool:
@@ -51,11 +54,8 @@ class SceneViewer:
         return bool(self._handle.is_running())
 
     def show(self, data: mujoco.MjData, caption: Caption, wait_s: float = 0.0) -> None:
-        """Show a state; does nothing once the window has been closed.
-
-        Where drawing takes longer than the time that was simulated, states in between are left out.
-        """
-        if not self.is_open or self._leaves_out(caption, wait_s):
+        """Show a state, unless the window is closed or drawing is too slow for the simulated time."""
+        if not self.is_open or self._skips(caption, wait_s):
             return
         with self._handle.lock():
             self._presented.show(data, caption.outcome)
@@ -70,8 +70,8 @@ class SceneViewer:
         """Close the window."""
         self._handle.close()
 
-    def _leaves_out(self, caption: Caption, wait_s: float) -> bool:
-        """Whether the state is late and a newer one will follow soon; ends are always shown."""
+    def _skips(self, caption: Caption, wait_s: float) -> bool:
+        """Whether the state is late and a newer one will follow soon; starts and ends are always shown."""
         now = time.monotonic()
         begins = caption.seconds == 0.0
         self._due_s = now if begins else max(self._due_s + wait_s, now - MOST_LATE_S)
@@ -80,7 +80,7 @@ class SceneViewer:
 
 
 def check_display() -> None:
-    """Raise UserError, which says what to do, where no window can be opened."""
+    """Raise UserError with advice where no window can be opened."""
     if platform.system() == "Linux" and not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
         raise UserError(
             f"there is no display for a window: neither DISPLAY nor WAYLAND_DISPLAY is set. {WITHOUT_WINDOW}"
@@ -91,7 +91,7 @@ def check_display() -> None:
         raise UserError(
             f"a window needs the package glfw, which comes with mujoco: {error}. {WITHOUT_WINDOW}"
         ) from error
-    # The viewer's own thread would wait forever for a window that never comes.
+    # The viewer's own thread would wait forever for a window that never opens.
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         if not glfw.init():
@@ -99,23 +99,11 @@ def check_display() -> None:
             raise UserError(f"no window can be opened on the display: {why}. {WITHOUT_WINDOW}")
 
 
-def _aim(camera: Any) -> None:
-    import mujoco
-
-    back = CAMERA_POS - CAMERA_TARGET
-    distance = float(np.linalg.norm(back))
-    camera.type = mujoco.mjtCamera.mjCAMERA_FREE
-    camera.lookat[:] = CAMERA_TARGET
-    camera.distance = distance
-    camera.azimuth = float(np.degrees(np.arctan2(-back[1], -back[0])))
-    camera.elevation = -float(np.degrees(np.arcsin(back[2] / distance)))
-
-
 MOST_LATE_S = 0.5
-"""What is later than that is not made up for."""
+"""Delay beyond which the clock is set back instead of skipping states to catch up."""
 LONGEST_STILL_S = 0.1
-"""Between two pictures, however late they are."""
+"""Between two images, however late they are."""
 WITHOUT_WINDOW = (
-    "Write a film instead, render_mode='rgb_array' or `mmrl sim play TASK --video film.mp4`, or give the machine a "
+    "Write a video instead, render_mode='rgb_array' or `mmrl sim play TASK --video film.mp4`, or give the machine a "
     "display: ssh -X, or xvfb-run for a virtual one"
 )

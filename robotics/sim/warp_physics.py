@@ -1,10 +1,10 @@
-"""Physics of many scenes at once in mujoco_warp, for a GPU; the rest of a rollout stays as it is.
+"""Physics of many scenes at once in mujoco_warp, for a GPU; the rest of a rollout is that of `ImageRollout`.
 
 mujoco_warp steps copies of a scene ("worlds") together, in float32. The controls of a chunk are known before its first
 physics step (`robotics.sim.control`), so a chunk needs one upload of states, one launch for each control step and one
-download. Starts, scores, images and delays are those of `ImageRollout`, which keeps each scene's MjData.
+download.
 
-Trajectories agree with MuJoCo's within what float32 and another order of sums leave, which contacts enlarge; they are
+Trajectories agree with MuJoCo's within what float32 and another order of sums leave, which contacts amplify; they are
 not equal to the last bit, and on a GPU they differ from run to run.
 """
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("mmrl")
 
 INPUTS = ("qvel", "qpos", "act", "qacc_warmstart", "mocap_pos", "mocap_quat", "qfrc_applied", "xfrc_applied")
-"""What a world is given at the beginning of a chunk: its state and what a user may have set."""
+"""Uploaded at the beginning of a chunk: the state, and what a user may have set."""
 VARIED = (
     *("body_mass", "body_inertia", "body_subtreemass", "body_invweight0", "dof_invweight0"),
     *("geom_friction", "actuator_gainprm", "actuator_biasprm"),
 )
-"""Fields of the physics in which a variant's model may differ; see `robotics.sim.variations`."""
+"""Physics fields in which a variant's model may differ; see `robotics.sim.variations`."""
 UNLIMITED = 1e10
 """Positions and velocities beyond it have diverged; MuJoCo's mjMAXVAL."""
 HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
-"""Overflows that are none: the solver stopped at its last iteration, which MuJoCo does without a word."""
+"""Not overflows: the solver stopped at its last iteration, as MuJoCo does silently."""
 
 
 def find_warp() -> tuple[Any, Any]:
@@ -88,17 +88,13 @@ class WarpPhysics:
     def run(
         self, models: Sequence[mujoco.MjModel], datas: Sequence[mujoco.MjData], controls: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-        """Step some scenes.
+        """Step L scenes with controls (L, K, nu), each held for the substeps.
 
-        Args:
-            models: L, of each scene: the one of the class or copies in which numbers differ.
-            datas: L states; only the accelerations with which the next call's solver starts are written to.
-            controls: (L, K, nu), each held for the substeps.
+        Only the solver's warm start is written to the datas.
 
         Returns:
             (L, K, nstate) full physics states (time, qpos, qvel, act) and (L, K, nsensordata) sensor values after each
-            control step, and (L,) the number of control steps before the one in which a scene diverged or a buffer was
-            full, K where none did.
+            control step, and (L,) the control steps before the one that diverged or overflowed a buffer, K if none did.
         """
         count, length = controls.shape[:2]
         if count > self._scenes:
@@ -146,7 +142,7 @@ class WarpPhysics:
             self._library.step(self._constants, self._worlds)
 
     def _show(self, models: Sequence[mujoco.MjModel]) -> None:
-        """Give the worlds the numbers of their scenes' models, where they have others."""
+        """Update the worlds whose scenes' models have changed."""
         changed = [row for row, model in enumerate(models) if model is not self._shown[row]]
         if not changed:
             return

@@ -14,7 +14,7 @@ import numpy as np
 from mmrl.errors import RunError
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.films import Caption, write_caption
-from robotics.sim.opening import SimConfig, open_film_sim
+from robotics.sim.opening import SimConfig, open_video_sim
 from robotics.vla.collect import replay_episode
 from robotics.vla.tasks import episode_id
 
@@ -58,7 +58,7 @@ class ReplayVideos:
         if not chosen or (self.sim.image_size is None and not self.size):
             return
         with ExitStack() as stack:
-            sim = stack.enter_context(closing(open_film_sim(self.config, self.size))) if self.size else self.sim
+            sim = stack.enter_context(closing(open_video_sim(self.config, self.size))) if self.size else self.sim
             for row in chosen:
                 self._write_one(sim, row)
 

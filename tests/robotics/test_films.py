@@ -18,9 +18,9 @@ from robotics.sim.batch import BatchSettings, TabletopBatch
 from robotics.sim.envs import OBSERVATIONS, TabletopEnv
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.experts import Expert
-from robotics.sim.films import Caption, film_size, write_caption
+from robotics.sim.films import Caption, video_size, write_caption
 from robotics.sim.gym_adapter import GymRow
-from robotics.sim.opening import SimConfig, open_film_sim
+from robotics.sim.opening import SimConfig, open_video_sim
 from robotics.sim.presentation import PresentedScene
 from robotics.sim.tasks import TASKS, TabletopScene
 from robotics.vla.replays import ReplayVideos
@@ -186,12 +186,12 @@ def test_captions_say_what_happened_and_fit():
 @pytest.mark.usefixtures("backend")
 def test_the_batch_draws_the_film_that_the_environment_draws():
     actions = expert_actions("push", 2)
-    env = TabletopEnv("push", observation="state", render_mode="rgb_array", render_size=film_size(96))
+    env = TabletopEnv("push", observation="state", render_mode="rgb_array", render_size=video_size(96))
     env.reset(options={"layout": 2})
     for action in actions:
         env.step(action)
     bar = round(0.075 * 96) + 1
-    sim = open_film_sim(SimConfig(tasks=["push"], image_size=32), 96)
+    sim = open_video_sim(SimConfig(tasks=["push"], image_size=32), 96)
     sim.reset([EpisodeSpec("push", "", 2)])
     result = sim.step_chunk(actions[None], record=[0])
     assert result.success[0]

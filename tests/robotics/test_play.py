@@ -18,7 +18,7 @@ from robotics.sim.envs import TabletopEnv
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.films import Caption
 from robotics.sim.play import RandomActor
-from robotics.sim.strips import FilmStrip, write_strips
+from robotics.sim.strips import ImageStrip, write_strips
 from robotics.vla.collect import ActingSettings, run_episodes
 from robotics.vla.encoder import EncoderConfig
 from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
@@ -142,14 +142,14 @@ def test_random_actions_repeat_with_their_seed():
 
 
 def test_strips_take_moments_from_the_first_to_the_last(tmp_path):
-    strip = FilmStrip()
+    strip = ImageStrip()
     for number in range(21):
         strip.add(np.full((60, 80, 3), 10 * number, np.uint8), Caption("touch", number / 10))
     row = strip.draw(count=5, side=40)
     assert row.size == (5 * 40 + 4 * 3, 22 + 40)
     levels = [row.getpixel((number * 43 + 20, 25))[0] for number in range(5)]
     assert levels == [0, 50, 100, 150, 200]
-    write_strips(tmp_path / "a/strip.png", [strip, FilmStrip(), strip])
+    write_strips(tmp_path / "a/strip.png", [strip, ImageStrip(), strip])
     with Image.open(tmp_path / "a/strip.png") as page:
         assert page.height == 2 * (22 + 176) + 8
 

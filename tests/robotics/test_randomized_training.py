@@ -96,7 +96,7 @@ def test_demonstrations_hold_what_was_observed_and_say_what_was_drawn(tmp_path, 
 
 def test_a_sheet_shows_the_nominal_scene_first(backend):
     _, run = load_run(CONFIGS[0].with_name("demo_robot_randomized.yaml"), ["sim.image_size=32"])
-    sheet = draw_sheet(run.sim, "push", 3, pictures=5, columns=3)
+    sheet = draw_sheet(run.sim, "push", 3, images=5, columns=3)
     assert sheet.shape == (67, 102, 3)
     assert (sheet[35:, 70:] == 255).all()
     _, plain = load_run(CONFIGS[0].with_name("demo_robot_ppo.yaml"), ["sim.image_size=32"])

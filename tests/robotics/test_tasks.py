@@ -1,5 +1,3 @@
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -8,13 +6,16 @@ from robotics.sim import FrameRenderer, RenderSettings
 from robotics.sim.arms import ARMS
 from robotics.sim.scene_steps import SceneSteps
 from robotics.sim.tabletop import PIECES, PROPRIO_SIZE, STATE_SIZE, SceneReading
-from robotics.sim.tasks import FIELD_M, SPLITS, TASKS, TabletopScene, draw_layout, find_task, layout_seed
+from robotics.sim.tasks import SPLITS, SQUARE_M, TASKS, TabletopScene, draw_layout, find_task, layout_seed
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
 
 def layouts(task: str, split: str, count: int):
-    return [draw_layout(TASKS[task], split, np.random.default_rng(layout_seed(split, n))) for n in range(count)]
+    return [
+        draw_layout(TASKS[task].areas, TASKS[task].apart_m, split, np.random.default_rng(layout_seed(split, n)))
+        for n in range(count)
+    ]
 
 
 def started(task: str, arm: str = "panda", split: str = "train", layout: int = 0):
@@ -65,7 +66,7 @@ def test_no_piece_of_a_held_out_layout_lies_where_one_of_training_can(task):
     fields = {}
     for split in SPLITS:
         places = [pose for layout in layouts(task, split, 60) for pose in layout.values()]
-        fields[split] = {(int(np.floor(x / FIELD_M)), int(np.floor(y / FIELD_M))) for x, y, _ in places}
+        fields[split] = {(int(np.floor(x / SQUARE_M)), int(np.floor(y / SQUARE_M))) for x, y, _ in places}
     assert not fields["train"] & fields["held_out"]
     assert min(map(len, fields.values())) > 3
 
@@ -238,6 +239,5 @@ def test_unknown_names_are_listed():
 
 
 def test_a_task_without_room_says_so():
-    crowded = dataclasses.replace(TASKS["stack"], apart_m=(3.0, 4.0))
-    with pytest.raises(RuntimeError, match="no layout of stack"):
-        draw_layout(crowded, "train", np.random.default_rng(0))
+    with pytest.raises(RuntimeError, match="no layout of red_cube, green_cube"):
+        draw_layout(TASKS["stack"].areas, (3.0, 4.0), "train", np.random.default_rng(0))

@@ -15,7 +15,7 @@ from mmrl.training.loop.terms import Step
 from mmrl.training.loop.update import count_denominators
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, views_of
 from robotics.sim.gym_adapter import EnvError, GymRow
-from robotics.sim.opening import SimConfig, open_film_sim, open_sim
+from robotics.sim.opening import SimConfig, open_sim, open_video_sim
 from robotics.vla.collect import ActingSettings, run_episodes
 from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.vla.module_adapter import ModuleAdapter
@@ -115,7 +115,7 @@ def test_each_camera_has_noise_of_its_own():
 
 @pytest.mark.usefixtures("backend")
 def test_films_are_drawn_without_views():
-    sim = open_film_sim(SimConfig(tasks=["push"], views=["wrist"]), 48)
+    sim = open_video_sim(SimConfig(tasks=["push"], views=["wrist"]), 48)
     try:
         assert views_of(sim) == ()
     finally:

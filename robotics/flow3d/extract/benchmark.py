@@ -163,7 +163,7 @@ def _filmed(demonstrator: Any, first_seed: int, count: int) -> Iterator[RgbdVide
     for seed in range(first_seed, first_seed + TRIES * count):
         demonstrator.scene.reset(seed)
         try:
-            film = demonstrator.film()
+            film = demonstrator.video()
         except RunError:  # out of the arm's reach
             continue
         yield film

@@ -216,7 +216,7 @@ def _scene_videos(
     image_size: int,
     depth_noise: float,
 ) -> Iterator[tuple[str, Callable[[], RgbdVideo]]]:
-    from robotics.flow3d.scenes.demonstrations import DemonstrationConfig, films
+    from robotics.flow3d.scenes.demonstrations import DemonstrationConfig, videos
     from robotics.flow3d.scenes.scene import SceneConfig
     from robotics.flow3d.scenes.tasks import FLOW_TASKS
 
@@ -224,7 +224,7 @@ def _scene_videos(
         scene = SceneConfig(layouts=split, width=image_size, height=image_size, depth_noise=depth_noise)
         config = DemonstrationConfig(tuple(tasks or FLOW_TASKS), tuple(actors or FILMED_ACTORS), scene=scene)
         skipped: list[str] = []
-        for video in films(range(first, first + count), config, on_skip=partial(_note, skipped)):
+        for video in videos(range(first, first + count), config, on_skip=partial(_note, skipped)):
             # The simulator's mask of the gripper is nothing that an extractor would have.
             yield split, partial(replace, video, gripper_mask=None)
         if skipped:

@@ -9,7 +9,7 @@ from mmrl.lazy import lazy_names
 
 _NAMES = {
     "robotics.flow3d.scenes.arms": ("FLOW_ARMS", "HELD_OUT_ARMS"),
-    "robotics.flow3d.scenes.demonstrations": ("DemonstrationConfig", "demonstrations", "films", "instructed_clips"),
+    "robotics.flow3d.scenes.demonstrations": ("DemonstrationConfig", "demonstrations", "instructed_clips", "videos"),
     "robotics.flow3d.scenes.demonstrator": ("Demonstration", "Demonstrator"),
     "robotics.flow3d.scenes.scene": ("FlowScene", "SceneConfig"),
     "robotics.flow3d.scenes.tabletop": ("FlowTabletop",),

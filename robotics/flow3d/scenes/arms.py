@@ -1,6 +1,6 @@
 """Arms of the flow scenes: those of `robotics.sim`, starting out of the camera's way, and others.
 
-A gripper without an arm is an arm with slides: metres stand in place of radians for them.
+The free gripper is an arm with slides, whose "radians" are metres.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SCENE_ASSETS = Path(__file__).parent / "assets"
 HELD_OUT_ARMS = ("ur5e", "gen3")
 """Arms that training data do not show by default."""
 
-# All start drawn back, the grip at x = 0.25 m and z = 0.4 m and pointing down, so that the table is seen.
+# Home: drawn back, the grip at x = 0.25 m and z = 0.4 m and pointing down, so that the table is visible.
 FLOW_ARMS: dict[str, ArmModel] = {
     "panda": dataclasses.replace(ARMS["panda"], home_rad=(0.0, -1.0294, 0.0, -2.6999, 0.0, 1.6706, 0.7854)),
     "ur5e": dataclasses.replace(ARMS["ur5e"], home_rad=(-2.1364, -2.2458, 1.9651, -1.2901, -1.5708, -2.1364)),

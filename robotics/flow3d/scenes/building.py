@@ -1,4 +1,4 @@
-"""Build function for configurations: clips of the scenes' tasks in the format of `robotics.flow3d.data`."""
+"""Builder for configurations: clips of the scenes' tasks in the format of `robotics.flow3d.data`."""
 
 from __future__ import annotations
 
@@ -35,25 +35,24 @@ def build_clips(
     visibility: bool = False,
     first_picture: int = 0,
 ) -> Path:
-    """Draw first pictures of the tasks, and write them with their instructions and the true flow of each.
+    """Draw first images of the tasks, and write them with their instructions and the true flow of each.
 
     Args:
-        path: folder to write.
-        pictures: first pictures of the split train, with layouts of training data; the furniture takes turns.
-        held_out_pictures: those of the split held_out, with layouts that training data do not show and otherwise alike.
+        path: folder to write, which must not exist.
+        pictures: first images of the split train, with layouts of training data; the furniture takes turns.
+        held_out_pictures: those of the split held_out, with layouts that training data do not show.
         tasks: keys of `FLOW_TASKS`; all when empty.
         actors: who may be in view: arms, hand or nobody.
-        shapes: shapes of the moved things; those of training data when empty.
-        image_size: side of the pictures in pixels.
+        shapes: shapes of the objects; those of training data when empty.
+        image_size: side of the images in pixels.
         num_frames: T, frames of a flow.
         grid: N, query points a side.
-        visibility: let the actors carry the motions out and draw all frames of the flow to see which points are hidden,
-            one instruction a picture. It takes several times as long; without it every point counts as visible, and
-            each picture comes with all its instructions.
-        first_picture: number of the first picture of each split.
-
-    Raises:
-        UserError: a task, actor or shape does not exist, a number is out of range, or the folder exists already.
+        visibility: execute the motions and draw all frames of the flow to see which points are hidden, with one
+            instruction an image. It takes several times as long; without it every point counts as visible, and each
+            image comes with all its instructions.
+        first_picture: seed of the first image of each split.
+    """
+    """
     """
     if Path(path).exists():
         raise UserError(f"{path} exists already; name another folder or remove it")
@@ -64,7 +63,7 @@ def build_clips(
             for split, number in (("train", pictures), ("held_out", held_out_pictures)):
                 scene = SceneConfig(layouts=split, width=image_size, height=image_size)
                 seeds = range(first_picture, first_picture + number)
-                for clip in _clips(seeds, dataclasses.replace(config, scene=scene), encoding, visibility):
+                for clip in _build(seeds, dataclasses.replace(config, scene=scene), encoding, visibility):
                     writer.add(clip, split=split)
                     count += 1
         if not count:
@@ -73,7 +72,7 @@ def build_clips(
     return Path(path)
 
 
-def _clips(seeds: range, config: DemonstrationConfig, encoding: FlowEncoding, visibility: bool) -> Iterator[FlowClip]:
+def _build(seeds: range, config: DemonstrationConfig, encoding: FlowEncoding, visibility: bool) -> Iterator[FlowClip]:
     if not visibility:
         yield from instructed_clips(seeds, config, encoding)
         return

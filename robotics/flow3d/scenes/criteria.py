@@ -1,7 +1,7 @@
-"""When a task at the table is done: each criterion as an error in units of its tolerance.
+"""Success criteria of a task at the table, each as an error in units of its tolerance, met below 1.
 
-A criterion is met where its error is below 1. The error of an upper limit L on x is x / L, that of a lower limit
-2 - x / L, that of an interval the distance to its middle over half its length; that of a yes or no is 0 or infinite.
+The error of an upper limit L on x is x / L, of a lower limit 2 - x / L, of an interval the distance to its middle over
+half its length, of a boolean 0 or infinite.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CENTRE_M = 0.03
-"""Greatest distance between the middles of object and pad."""
+"""Greatest distance between the centres of object and pad."""
 UPRIGHT_RAD = math.radians(15)
 LEVEL_M = 0.01
 """Greatest distance of the object's underside from the table, once it is put down."""
@@ -33,33 +33,33 @@ INSERTED_RAD = math.radians(25)
 INSERTED_M = (-0.01, HOLDER_HEIGHT_M / 2)
 """Heights of the object's underside over that of its holder, once it is in."""
 OPEN_M, OTHER_CLOSED_M = 0.07, 0.02
-"""Least way of the drawer that is to be opened, and greatest way of the other one."""
+"""Least opening of the drawer in question, and greatest opening of the other one."""
 
 
 @dataclass(frozen=True)
 class SceneState:
-    """What a criterion looks at; poses are those of frames in the world frame."""
+    """Input of the criteria; poses are (4, 4) in the world frame."""
 
     T_world_object: NDArray[np.float64]
-    """(4, 4) the moved thing: its underside's middle, or the drawer's front."""
+    """The moved object: its underside's centre, or the drawer's front."""
     T_world_start: NDArray[np.float64]
-    """(4, 4) where that was at the start of the episode."""
+    """The object at the start of the episode."""
     pieces: Mapping[str, NDArray[np.float64]]
-    """(4, 4) of each piece of furniture."""
+    """Each piece of furniture."""
     openings_m: Mapping[str, float]
-    """Way that each drawer is open."""
+    """How far each drawer is open."""
     shape: Shape
-    """Size of the moved thing."""
+    """Size of the object."""
     released: bool = True
     """Whether no gripper holds it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Which criteria of a task are met, and by how much the others are not."""
+    """Errors of a task's criteria."""
 
     errors: Mapping[str, float]
-    """Error of each criterion by its name, in units of its tolerance; below 1 it is met."""
+    """By criterion, in units of its tolerance; below 1 it is met."""
 
     @property
     def criteria(self) -> dict[str, bool]:
@@ -68,17 +68,17 @@ class Outcome:
 
     @property
     def success(self) -> bool:
-        """Whether all are."""
+        """Whether all criteria are met."""
         return all(self.criteria.values())
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of those that are not."""
+        """Names of the criteria that are not met."""
         return tuple(name for name, met in self.criteria.items() if not met)
 
 
 def placed(state: SceneState, *, goal: str) -> dict[str, float]:
-    """Errors of an object that is to stand on a pad."""
+    """Errors of an object that should stand on a pad."""
     T = state.T_world_object
     return {
         "on the pad": _flat_m(T, state.pieces[goal]) / CENTRE_M,
@@ -89,7 +89,7 @@ def placed(state: SceneState, *, goal: str) -> dict[str, float]:
 
 
 def poured_out(state: SceneState) -> dict[str, float]:
-    """Errors of a vessel that is to be poured into the bowl."""
+    """Errors of a vessel that should be poured into the bowl."""
     lip = _lowest_rim_m(state)
     away = float(np.hypot(*(lip[:2] - state.pieces["bowl"][:2, 3])))
     return {
@@ -100,7 +100,7 @@ def poured_out(state: SceneState) -> dict[str, float]:
 
 
 def inserted(state: SceneState, *, goal: str) -> dict[str, float]:
-    """Errors of an object that is to be put into a holder."""
+    """Errors of an object that should be in a holder."""
     T, holder = state.T_world_object, state.pieces[goal]
     from_holder = holder[:3, :3].T @ (T[:3, 3] - holder[:3, 3])
     low, high = INSERTED_M
@@ -113,7 +113,7 @@ def inserted(state: SceneState, *, goal: str) -> dict[str, float]:
 
 
 def opened(state: SceneState, *, drawer: str) -> dict[str, float]:
-    """Errors of a drawer that is to be opened while the others stay closed."""
+    """Errors of a drawer that should be open while the others stay closed."""
     others = [way for name, way in state.openings_m.items() if name != drawer]
     return {
         "open": 2 - state.openings_m[drawer] / OPEN_M,
@@ -129,12 +129,12 @@ def _tilt_rad(T: NDArray[np.float64]) -> float:
     return math.acos(min(1.0, max(-1.0, float(T[2, 2]))))
 
 
-def _flat_m(T: NDArray[np.float64], place: NDArray[np.float64]) -> float:
-    return float(np.hypot(*(T[:2, 3] - place[:2, 3])))
+def _flat_m(T: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    return float(np.hypot(*(T[:2, 3] - other[:2, 3])))
 
 
 def _lowest_rim_m(state: SceneState) -> NDArray[np.float64]:
-    """The rim's lowest point: along the steepest way down in the plane of the rim."""
+    """(3,) lowest point of the rim: along the steepest descent in the plane of the rim."""
     T, shape = state.T_world_object, state.shape
     down = np.array([-T[2, 0], -T[2, 1], 0.0])
     size = float(np.linalg.norm(down))

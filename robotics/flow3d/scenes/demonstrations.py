@@ -1,6 +1,6 @@
 """Demonstrations by a hand, an arm, or nobody in view, and their true flow.
 
-That is exact, quick, and the same for every actor, so that only what is seen differs.
+The flow is exact and the same for every actor, so that only what is seen differs.
 
     for clip in demonstrations(range(2400), encoding=FlowEncoding()):
         writer.add(clip)
@@ -35,14 +35,14 @@ TRAINING_ACTORS = (HAND, NOBODY)
 
 @dataclass(frozen=True)
 class DemonstrationConfig:
-    """Which demonstrations are drawn."""
+    """Distribution of demonstrations."""
 
     tasks: tuple[str, ...] = tuple(FLOW_TASKS)
-    """What is done; taken in turn."""
+    """Tasks, taken in turn."""
     actors: tuple[str, ...] = TRAINING_ACTORS
-    """Who does it: arms, hand or nobody; drawn."""
+    """Actors to draw from: arms, hand or nobody."""
     shapes: tuple[str, ...] = ()
-    """Shapes of the moved things; drawn among those that a task has. Those of training data where empty."""
+    """Shapes of the objects, drawn among those of a task; those of training data where empty."""
     approach_frames: int = bounded(10, at_least=1)
     """Frames before the object moves."""
     motion_frames: int = bounded(31, at_least=2)
@@ -51,7 +51,7 @@ class DemonstrationConfig:
     """Everything else of a scene; its task, actor and shape are not used."""
 
     def validate(self) -> None:
-        """Refuse unknown tasks and shapes, and an actor that does not exist; raises UserError."""
+        """Refuse unknown tasks, shapes and actors; raises UserError."""
         known = {shape for name in self.tasks for shape in find_flow_task(name).shapes}
         if unknown := set(self.shapes) - known:
             raise UserError(f"shapes are {', '.join(sorted(unknown))}; the tasks have {', '.join(sorted(known))}")
@@ -64,7 +64,7 @@ class DemonstrationConfig:
             check_config(dataclasses.replace(self.scene, actor=actor, shape=""), "scene")
 
     def shapes_of(self, task: str) -> tuple[str, ...]:
-        """Shapes that a task is shown with."""
+        """Shapes that a task is demonstrated with."""
         own = FLOW_TASKS[task]
         return tuple(name for name in own.shapes if name in self.shapes) if self.shapes else own.shape_names(False)
 
@@ -79,61 +79,34 @@ def demonstrations(
     """True flow of many demonstrations; a clip is a function of its seed and the configuration alone.
 
     Args:
-        seeds: numbers of the episodes; tasks take turns with them.
-        config: what is drawn; defaults when None, which show no robot.
+        seeds: of the episodes; tasks take turns with them.
+        config: distribution; defaults when None, which show no robot.
         encoding: frames and points of a clip.
-        on_skip: told the seed and the reason where an arm reaches nothing or the object is hidden; None to raise.
-
-    Yields:
-        The clips, in order.
+        on_skip: called with seed and reason where an arm reaches nothing or the object is hidden; None to raise.
 
     Raises:
-        UserError: the configuration names something unknown.
         RunError: an episode gives no clip, without `on_skip`.
     """
     yield from _each(seeds, config, lambda one: one.clip(encoding), on_skip)
 
 
-def films(
+def videos(
     seeds: Iterable[int],
     config: DemonstrationConfig | None = None,
     *,
     on_skip: Callable[[int, str], None] | None = None,
 ) -> Iterator[RgbdVideo]:
-    """Demonstrations as a camera sees them, with the truth; see `demonstrations`.
-
-    Args:
-        seeds: numbers of the episodes; tasks take turns with them.
-        config: what is drawn; defaults when None. Its scene says how the depth is spoilt.
-        on_skip: told the seed and the reason where an arm reaches nothing; None to raise.
-
-    Yields:
-        The videos, in order.
-
-    Raises:
-        UserError: the configuration names something unknown.
-        RunError: an episode cannot be shown, without `on_skip`.
-    """
-    yield from _each(seeds, config, Demonstrator.film, on_skip)
+    """Demonstrations as a camera sees them, with the truth; arguments as in `demonstrations`."""
+    yield from _each(seeds, config, Demonstrator.video, on_skip)
 
 
 def instructed_clips(
     seeds: Iterable[int], config: DemonstrationConfig | None = None, encoding: FlowEncoding | None = None
 ) -> Iterator[FlowClip]:
-    """First pictures, each with all instructions that it can be given; see `Demonstrator.clips_of_first_picture`.
+    """First images, each with all instructions that it can be given; see `Demonstrator.clips_of_first_image`.
 
-    A model that is shown the same picture with several instructions has to listen to them.
-
-    Args:
-        seeds: numbers of the pictures; the furniture takes turns with them.
-        config: what is drawn; defaults when None, which show no robot. Its tasks are the instructions.
-        encoding: frames and points of a clip.
-
-    Yields:
-        The clips, those of a picture one after the other.
-
-    Raises:
-        UserError: the configuration names something unknown.
+    A model that sees the same image with several instructions has to use them. Arguments as in `demonstrations`; the
+    furniture takes turns with the seeds, and the tasks are the instructions.
     """
     chosen = config or DemonstrationConfig()
     check_config(chosen, "demonstrations")
@@ -144,7 +117,7 @@ def instructed_clips(
     try:
         for seed in seeds:
             tasks = list(groups.values())[seed % len(groups)]
-            yield from _prepare(stage, chosen, seed, tasks[0]).clips_of_first_picture(tasks, encoding)
+            yield from _prepare(stage, chosen, seed, tasks[0]).clips_of_first_image(tasks, encoding)
     finally:
         for demonstrator in stage.values():
             demonstrator.scene.close()

@@ -1,6 +1,6 @@
-"""One demonstration: a grip and the way of everybody, films of it, and the true flow of its object.
+"""One demonstration: a grip and everybody's trajectories, its video, and the true flow of its object.
 
-Nothing is simulated: the object moves along the ideal way of its task, X_t = T_t T_0^-1 X_0, and the actor with it.
+Nothing is simulated: the object follows the ideal motion of its task, X_t = T_t T_0^-1 X_0, and the actor with it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from robotics.flow3d.clip import Observation
     from robotics.flow3d.extract.video import RgbdVideo
 
-GRIPS = 4
+NUM_GRIPS = 4
 """Grips among which a hand chooses."""
-LEAST_PIXELS = 9
-"""Pixels of the object in the first picture without which there is nothing to ask for."""
+MIN_PIXELS = 9
+"""Pixels of the object in the first image without which there is no clip."""
 CLOSED_M = 0.02
-"""Way of a finger from the middle while an arm holds something, in pictures."""
+"""Distance of a finger from the middle in images of an arm that holds something."""
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Who is where in each of L frames."""
+    """Poses of object and actor in each of L frames."""
 
     T_world_object: NDArray[np.float64]
-    """(L, 4, 4); at rest in the frames of the approach and the first one after it."""
+    """(L, 4, 4); at rest during the approach and in the first frame after it."""
     T_world_hand: NDArray[np.float64] | None
     """(L, 4, 4) of a hand."""
     joint_rad: NDArray[np.float64] | None
@@ -66,16 +66,16 @@ class Demonstrator:
         self._ik: ArmIk | None = None
 
     def plan(self) -> Demonstration:
-        """Choose a grip and the way of everybody; raises RunError where the arm reaches none of the grips all along."""
+        """Choose a grip and everybody's trajectories; raises RunError where the arm can follow none of the grips."""
         scene, still = self.scene, np.tile(self.scene.start, (self._approach, 1, 1))
         scene.put_object(scene.start)
         motion = scene.ideal_motion(self._motion)
-        hand = self._hand_way(motion) if scene.config.actor == HAND else None
-        joints = self._arm_way(motion) if scene.arm is not None else None
+        hand = self._hand_trajectory(motion) if scene.config.actor == HAND else None
+        joints = self._arm_trajectory(motion) if scene.arm is not None else None
         return Demonstration(np.concatenate([still, motion]), hand, joints, self._approach)
 
     def show(self, demonstration: Demonstration, frame: int) -> None:
-        """Put everybody where they are in a frame."""
+        """Pose everybody as in a frame."""
         self.scene.put_object(demonstration.T_world_object[frame])
         if demonstration.T_world_hand is not None:
             self.scene.put_hand(demonstration.T_world_hand[frame])
@@ -84,16 +84,9 @@ class Demonstrator:
             self.scene.put_arm(demonstration.joint_rad[frame], opening)
 
     def clip(self, encoding: FlowEncoding | None = None) -> FlowClip:
-        """True flow of the episode: the first picture, before the actor arrives, and T frames of the motion.
+        """True flow of the episode: the first image, before the actor arrives, and T frames of the motion.
 
-        Args:
-            encoding: how many frames, and points a side; defaults when None.
-
-        Returns:
-            The clip; depth of its points is the true one.
-
-        Raises:
-            RunError: the object is hidden in the first picture, or out of reach.
+        Raises RunError where the object is hidden in the first image or out of reach.
         """
         form, scene, planned = encoding or FlowEncoding(), self.scene, self.plan()
         self.show(planned, 0)
@@ -104,15 +97,15 @@ class Demonstrator:
         visible = self._visible(uvz, planned, frames)
         return self._clip(observation, points, np.concatenate([uvz, visible], -1))
 
-    def clips_of_first_picture(self, tasks: Sequence[str], encoding: FlowEncoding | None = None) -> list[FlowClip]:
-        """The first picture of the episode with each of several instructions, and the true flow that follows each.
+    def clips_of_first_image(self, tasks: Sequence[str], encoding: FlowEncoding | None = None) -> list[FlowClip]:
+        """The first image of the episode with each of several instructions, and the true flow of each.
 
-        Nobody carries the motions out: later frames are not drawn, every point counts as visible, and an arm is not
-        asked whether it could do them. Pictures, points and places are those of `clip`.
+        Nobody executes the motions: later frames are not drawn, every point counts as visible, and an arm's reach is
+        not checked. Image, points and poses are those of `clip`.
 
         Args:
             tasks: with the furniture of the scene.
-            encoding: how many frames, and points a side; defaults when None.
+            encoding: frames, and points a side; defaults when None.
 
         Returns:
             A clip for each task whose object is seen.
@@ -127,36 +120,21 @@ class Demonstrator:
             scene.give(task)
             mask = seen.mask if scene.task.moved == moved else scene.object_mask()
             observation = dataclasses.replace(seen, instruction=scene.instruction, mask=mask)
-            if mask is None or mask.sum() < LEAST_PIXELS:
+            if mask is None or mask.sum() < MIN_PIXELS:
                 continue
             points = self._query_points(observation, depth_m, form.grid)
             found.append(self._clip(observation, points, self.flow_of(points, form.num_frames)))
         return found
 
     def flow_of(self, points: NDArray[np.float64], num_frames: int) -> NDArray[np.float64]:
-        """True flow of points of the object from where it is now, all of which count as visible.
-
-        Args:
-            points: (N, N, 3) in the picture of the scene as it is.
-            num_frames: T.
-
-        Returns:
-            (T, N, N, 4).
-        """
+        """(T, N, N, 4) true flow of points (N, N, 3) of the object as it is now, all visible."""
         scene = self.scene
         motion = scene.ideal_motion(self._motion)[frame_indices(self._motion, num_frames)[1:]]
         uvz = moved_points(points, motion @ inverse_pose(scene.object_pose()), scene.K, scene.T_world_cam)
         return np.concatenate([uvz, np.ones_like(uvz[..., :1])], -1)
 
     def goals(self, points: NDArray[np.float64]) -> dict[str, list[float]]:
-        """Where each instruction for the same object takes the middle of some points.
-
-        Args:
-            points: (..., 3) u, v, z in the picture of the episode's start.
-
-        Returns:
-            Instruction to (3,) in the world frame.
-        """
+        """Target (3,) of the centre of some points (..., 3) of the start, in the world frame, for each instruction."""
         scene, state = self.scene, self.scene.state(self.scene.start)
         start = apply_pose(scene.T_world_cam, lift(points, scene.K).reshape(-1, 3))
         return {
@@ -165,14 +143,10 @@ class Demonstrator:
             if other.furniture is scene.task.furniture and other.moved == scene.task.moved
         }
 
-    def film(self) -> RgbdVideo:
-        """The whole demonstration as a camera sees it, with the true masks and motion of the object.
+    def video(self) -> RgbdVideo:
+        """The whole demonstration (approach + motion frames) as a camera sees it, with true masks and motion.
 
-        Returns:
-            approach + motion frames; depth as the configuration of the scene spoils it.
-
-        Raises:
-            RunError: the object is out of reach.
+        Depth has the noise and holes of the scene's configuration. Raises RunError where the object is out of reach.
         """
         from robotics.flow3d.extract.video import RgbdVideo, VideoTruth
 
@@ -184,8 +158,8 @@ class Demonstrator:
             masks.append(scene.object_mask())
         self.show(planned, 0)
         T_cam_world, motions = inverse_pose(scene.T_world_cam), planned.T_world_object @ inverse_pose(scene.start)
-        places = np.argwhere(masks[0])[:, ::-1]
-        surface = np.concatenate([places + 0.5, scene.true_depth()[masks[0]][:, None]], -1)
+        uv = np.argwhere(masks[0])[:, ::-1]
+        surface = np.concatenate([uv + 0.5, scene.true_depth()[masks[0]][:, None]], -1)
         return RgbdVideo(
             rgb=np.stack([one.rgb for one in seen]),
             depth_m=np.stack([one.depth_m for one in seen]),
@@ -203,7 +177,7 @@ class Demonstrator:
         return f"simulator/{self.scene.config.actor}/{self.scene.task.name}"
 
     def _meta(self, points: NDArray[np.float64]) -> dict[str, Any]:
-        """What is known of the episode, and where each instruction for the same object takes the middle of points."""
+        """The episode's settings, and where each instruction for the same object takes the centre of some points."""
         config, task = self.scene.config, self.scene.task
         return {
             "task": task.name,
@@ -218,7 +192,7 @@ class Demonstrator:
         }
 
     def _query_points(self, observation: Observation, depth_m: NDArray[np.float32], grid: int) -> NDArray[np.float64]:
-        if observation.mask is None or observation.mask.sum() < LEAST_PIXELS:
+        if observation.mask is None or observation.mask.sum() < MIN_PIXELS:
             raise RunError(f"the object is hidden in the first picture of episode {self.scene.seed}")
         return points_in_mask(observation.mask, depth_m, grid)
 
@@ -226,7 +200,7 @@ class Demonstrator:
         return FlowClip(observation, points, flow, source=self._source, meta=self._meta(points))
 
     def _moved(self, points: NDArray[np.float64], T_world_object: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(T, N, N, 3) points when the object has been brought to T poses."""
+        """(T, N, N, 3) points of the object at T poses."""
         scene = self.scene
         return moved_points(points, T_world_object @ inverse_pose(scene.start), scene.K, scene.T_world_cam)
 
@@ -242,20 +216,20 @@ class Demonstrator:
         return points_visible(uvz, depth_of)
 
     def _hand_start(self) -> NDArray[np.float64]:
-        """(4, 4) where a hand comes from: behind the objects as the camera sees them, and in its view."""
+        """(4, 4) start of a hand: behind the objects as the camera sees them, and in its view."""
         rng = np.random.default_rng([self.scene.seed, 4])
         away = np.array([rng.uniform(0.16, 0.28), rng.uniform(-0.22, 0.22), rng.uniform(0.04, 0.14)])
         return make_pose(np.diag([1.0, -1.0, -1.0]), away)
 
-    def _hand_way(self, motion: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _hand_trajectory(self, motion: NDArray[np.float64]) -> NDArray[np.float64]:
         scene = self.scene
         rng = np.random.default_rng([scene.seed, 3])
-        choices = list(islice(scripted_grips(scene.state(), scene.task.family), GRIPS))
+        choices = list(islice(scripted_grips(scene.state(), scene.task.family), NUM_GRIPS))
         grip = choices[int(rng.integers(len(choices)))]
         way = reach_out(self._hand_start(), motion[0] @ grip, self._approach)
         return np.concatenate([way, motion @ grip])
 
-    def _arm_way(self, motion: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _arm_trajectory(self, motion: NDArray[np.float64]) -> NDArray[np.float64]:
         scene = self.scene
         if scene.arm is None:
             raise UserError("this scene has no arm")

@@ -3,14 +3,14 @@
     env = gymnasium.make("robotics.flow3d.scenes.registration:mmrl/Flow3DPour-v0", arm="ur5e")
     observation, info = env.reset(seed=0, options={"layout": 3})
 
-An action is the change of each joint's target, as a share of the way that the joint can go in a control step of 0.1 s,
-and last the gripper: above 0 closed, else open. It works for every arm, and for tasks that tilt things, which the
-robotics room's dx, dy, dz, dyaw cannot.
+An action is the change of each joint's target, as a fraction of the joint's range in a control step of 0.1 s, and last
+the gripper: above 0 closed, else open. It works for every arm, and for tasks that tilt things, which dx, dy, dz, dyaw
+of `TabletopEnv` cannot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TICKS = 5
-"""Of 20 ms in a control step."""
+"""Of 20 ms, in a control step."""
 CONTROL_HZ = 10
 OBSERVATIONS = ("joints", "object", "rgb", "depth", "mask")
 
@@ -36,23 +36,20 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     """One task with one arm.
 
     Observations are a dictionary with the chosen kinds: `joints` (J + 1,) float32 angles and whether something is held;
-    `object` (7,) float32 true place and quaternion of the moved thing; `rgb` (H, W, 3) uint8; `depth` (H, W) float32
-    metres; `mask` (H, W) uint8, 1 on pixels of the moved thing. `info` has success, failed, the names of the criteria
-    that are not met, instruction and layout.
+    `object` (7,) float32 true position and quaternion of the object; `rgb` (H, W, 3) uint8; `depth` (H, W) float32
+    metres; `mask` (H, W) uint8, 1 on the object. `info` has success, failed, the names of the unmet criteria,
+    instruction and layout.
 
     Args:
         task: key in `FLOW_TASKS`.
         arm: key in `FLOW_ARMS`.
         observation: kinds, see above.
-        shape: of the moved thing; the first one of training data where empty.
+        shape: of the object; the first one of training data where empty.
         split: of the layouts.
         looks: split of colours and background.
-        image_size: side of the pictures in pixels.
+        image_size: side of the images in pixels.
         horizon: control steps until truncation.
         render_mode: rgb_array or None.
-
-    Raises:
-        UserError: there is no such task, arm, shape, split or kind of observation, or no renderer.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - as in the base
@@ -78,18 +75,8 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if render_mode not in (None, "rgb_array"):
             raise UserError(f"render_mode is {render_mode!r}; there are rgb_array and None")
         self.render_mode, self.horizon = render_mode, horizon
-        self.scene = FlowTabletop(
-            SceneConfig(
-                task=task,
-                actor=arm,
-                shape=shape,
-                layouts=split,
-                colours=looks,
-                background=looks,
-                width=image_size,
-                height=image_size,
-            )
-        )
+        size = {"width": image_size, "height": image_size}
+        self.scene = FlowTabletop(SceneConfig(task, arm, shape, layouts=split, colours=looks, background=looks, **size))
         joints = len(self.scene.arm.joints)
         self._layout, self._elapsed, self._over = -1, 0, True
         self.action_space = spaces.Box(-1.0, 1.0, (joints + 1,), np.float32)
@@ -120,7 +107,7 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """Move for a tenth of a second.
 
         Args:
-            action: (J + 1,) shares of the joints' ways and the gripper; clipped to -1..1.
+            action: (J + 1,) fractions of the joints' ranges and the gripper; clipped to -1..1.
 
         Raises:
             UserError: the action has another shape or is not finite, or no episode runs.
@@ -131,7 +118,7 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             raise UserError(f"an action is {given}; expected {self.action_space.shape} finite numbers")
         if self._over:
             raise UserError("no episode runs; call reset first")
-        self._over = True  # until the step has gone well
+        self._over = True  # until the step has succeeded
         scene, moves = self.scene, np.clip(given, -1.0, 1.0)
         scene.drive(scene.target_rad() + moves[:-1] * scene.speeds / CONTROL_HZ, bool(moves[-1] > 0), TICKS)
         self._elapsed += 1
@@ -142,7 +129,7 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observe(), float(success), success, truncated, info
 
     def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
-        """The picture of the camera as (H, W, 3); None if the environment has no render mode."""
+        """The camera's image (H, W, 3); None without a render mode."""
         if self.render_mode is None:
             return None
         update_poses(self.scene.model, self.scene.data)
@@ -167,18 +154,11 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return {kind: KINDS[kind](scene) for kind in self.kinds}
 
 
-def _joints(scene: FlowTabletop) -> NDArray[np.float32]:
-    return np.append(scene.joint_rad(), float(scene.holds())).astype(np.float32)
-
-
-def _object(scene: FlowTabletop) -> NDArray[np.float32]:
-    body = scene.data.body(scene.task.moved)
-    return np.concatenate([body.xpos, body.xquat]).astype(np.float32)
-
-
-KINDS = {
-    "joints": _joints,
-    "object": _object,
+KINDS: dict[str, Callable[[FlowTabletop], NDArray[Any]]] = {
+    "joints": lambda scene: np.append(scene.joint_rad(), float(scene.holds())).astype(np.float32),
+    "object": lambda scene: np.concatenate(
+        [scene.data.body(scene.task.moved).xpos, scene.data.body(scene.task.moved).xquat]
+    ).astype(np.float32),
     "rgb": lambda scene: scene.renderer.rgb(scene.data).copy(),
     "depth": lambda scene: scene.true_depth().copy(),
     "mask": lambda scene: scene.object_mask().astype(np.uint8),

@@ -1,4 +1,4 @@
-"""Grips of scripted demonstrations: where a hand may take each thing, and which of them an arm reaches all along."""
+"""Grips of scripted demonstrations, and which of them an arm can follow."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ HANDLE_RAD = math.radians(35)
 
 
 def scripted_grips(state: SceneState, family: str) -> Iterator[NDArray[np.float64]]:
-    """Grips in the frame of the moved thing, the most natural first.
-
-    Yields:
-        (4, 4) T_object_grip.
-    """
+    """T_object_grip (4, 4) of grips, the most natural first."""
     T = state.T_world_object
     place = (T @ np.array([*state.shape.grip_m, 1.0]))[:3]
     for rotation in _orientations(state, family):
@@ -44,14 +40,9 @@ def reach_out(start: NDArray[np.float64], grip: NDArray[np.float64], frames: int
 def arm_path(
     ik: ArmIk, T_object_grip: NDArray[np.float64], T_world_object: NDArray[np.float64], approach: int
 ) -> NDArray[np.float64] | None:
-    """Angles of an arm that goes from home to a grip and then moves the object.
+    """Angles of an arm that goes from home to a grip and then moves the object by (L, 4, 4); None if out of reach.
 
-    Args:
-        ik: kinematics of the arm.
-        T_object_grip: (4, 4).
-        T_world_object: (L, 4, 4) motion of the object.
-        approach: poses on the way to the grip. They are followed too, because from a distant start the search may end
-            with an elbow in the table.
+    The approach poses are followed too: from a distant start the search may end with an elbow in the table.
     """
     grips = T_world_object @ T_object_grip
     way = reach_out(ik.pose(ik.home_rad), grips[0], approach)
@@ -67,7 +58,7 @@ def _orientations(state: SceneState, family: str) -> Iterator[NDArray[np.float64
         for sign in (1.0, -1.0):
             yield _frame(np.array([0.0, 0.0, -1.0]), sign * T[:3, thin])
         return
-    # A vessel that is tilted sideways is taken from the robot's side, so that the hand rolls and does not dive.
+    # A vessel that is tilted sideways is gripped from the robot's side, so that the hand rolls and does not dive.
     slopes = (30, 50, 15, 70, 90) if family == "pour" else (90, 65, 40)
     headings = (0, 30, -30, 50, -50) if family == "pour" else (0, 30, -30, 60, -60, 90, -90)
     handle = math.atan2(T[1, 0], T[0, 0]) if state.shape.has_front else None

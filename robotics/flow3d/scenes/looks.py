@@ -1,4 +1,4 @@
-"""Colours of objects, table tops, floors and light, drawn anew for each episode."""
+"""Colours of objects, table tops, floors and light, drawn for each episode."""
 
 from __future__ import annotations
 
@@ -22,21 +22,17 @@ FLOOR_RGB = {
 JITTER = 0.04
 """Largest change of a colour in an episode."""
 LIGHT = (0.75, 1.15)
-"""Least and greatest share of the usual light of the lamp."""
+"""Least and greatest factor of the lamp's light."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What an episode looks like."""
+    """Colours of an episode."""
 
-    object_rgb: tuple[float, float, float]
-    """Colour of the moved thing, or of the cabinet."""
-    table: int
-    """Number of the table top among those of its split."""
+    object_rgb: tuple[float, float, float]  # of the object, or of the cabinet
+    table: int  # index of the table top among those of its split
     floor_rgb: tuple[float, float, float]
-    """Colour of the floor."""
-    light: float
-    """Share of the usual light."""
+    light: float  # factor of the lamp's light
 
 
 class Painter:
@@ -50,12 +46,12 @@ class Painter:
         self._lamp = model.light_diffuse.copy()
         names = [model.material(number).name for number in range(model.nmat)]
         self._tops = {
-            split: [number for number, name in enumerate(names) if name.startswith("top_") and name.endswith(split)]
+            split: [index for index, name in enumerate(names) if name.startswith("top_") and name.endswith(split)]
             for split in ("train", "held_out")
         }
 
     def paint(self, look: Look, background: str) -> None:
-        """Give the model a look; renderers of it have to be refreshed."""
+        """Give the model a look; its renderers have to be refreshed."""
         model, tops = self._model, self._tops[background]
         model.geom_rgba[self._geoms, :3] = self._grey * look.object_rgb
         model.geom_matid[int(model.geom("table").id)] = tops[look.table % len(tops)]
@@ -64,25 +60,21 @@ class Painter:
 
 
 def draw_look(rng: np.random.Generator, objects: str, background: str) -> Look:
-    """Choose colours and light."""
+    """Draw colours and light."""
     thing = _jittered(OBJECT_RGB[objects], rng)
     table = int(rng.integers(1 << 16))
     floor = _jittered(FLOOR_RGB[background], rng)
-    return Look(_triple(thing), table, _triple(floor), float(rng.uniform(*LIGHT)))
+    return Look(thing, table, floor, float(rng.uniform(*LIGHT)))
 
 
-def _jittered(palette: tuple[tuple[float, ...], ...], rng: np.random.Generator) -> NDArray[np.float64]:
+def _jittered(palette: tuple[tuple[float, ...], ...], rng: np.random.Generator) -> tuple[float, float, float]:
     base = np.array(palette[int(rng.integers(len(palette)))])
-    return np.clip(base + rng.uniform(-JITTER, JITTER, 3), 0.0, 1.0)
-
-
-def _triple(values: NDArray[np.float64]) -> tuple[float, float, float]:
-    red, green, blue = (float(value) for value in values)
+    red, green, blue = np.clip(base + rng.uniform(-JITTER, JITTER, 3), 0.0, 1.0).tolist()
     return red, green, blue
 
 
 def depth_holes(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """(H, W) holes of a depth picture: squares of 2 to 8 pixels, as many as cover a share of it."""
+    """(H, W) holes of a depth image: squares of 2 to 8 pixels that cover a fraction of it."""
     holes = np.zeros(shape, dtype=np.bool_)
     while holes.mean() < share:
         side, row, column = int(rng.integers(2, 9)), int(rng.integers(shape[0])), int(rng.integers(shape[1]))

@@ -1,4 +1,4 @@
-"""Scripted ways of an object to where a task wants it: key poses, and the poses along the line through them."""
+"""Scripted trajectories of an object: key poses, and the poses along the line through them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 METRES_PER_RADIAN = 0.25
-"""Way in metres that takes as long as a turn by one radian."""
+"""Translation that takes as long as a rotation by one radian."""
 POUR_RAD = math.radians(78)
 POUR_ABOVE_M = 0.15
 """Height of the rim's lowest point over the table while pouring."""
 
 
 def along(poses: Sequence[NDArray[np.float64]], frames: int) -> NDArray[np.float64]:
-    """Poses on the way through key poses, slow at both ends.
+    """(frames, 4, 4) poses through key poses (at least two, both ends included), slow at both ends.
 
-    Args:
-        poses: (4, 4) each; at least two.
-        frames: how many poses, the first and the last key pose included.
-
-    Returns:
-        (frames, 4, 4); straight lines and turns about one axis between key poses.
+    Straight lines, and rotations about one axis, between key poses.
     """
     from scipy.spatial.transform import Rotation, Slerp
 
@@ -38,29 +33,20 @@ def along(poses: Sequence[NDArray[np.float64]], frames: int) -> NDArray[np.float
     ways = np.linalg.norm(np.diff(keys[:, :3, 3], axis=0), axis=-1)
     times = np.concatenate([[0.0], np.cumsum(np.maximum(ways + turns, 1e-6))])
     wanted = times[-1] * (1 - np.cos(np.linspace(0, np.pi, frames))) / 2
-    places = np.stack([np.interp(wanted, times, keys[:, axis, 3]) for axis in range(3)], -1)
+    positions = np.stack([np.interp(wanted, times, keys[:, axis, 3]) for axis in range(3)], -1)
     rotations = Slerp(times, Rotation.from_matrix(keys[:, :3, :3]))(np.clip(wanted, 0.0, times[-1]))
-    return make_pose(rotations.as_matrix(), places)
+    return make_pose(rotations.as_matrix(), positions)
 
 
-def moved(T: NDArray[np.float64], way_m: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+def moved(T: NDArray[np.float64], shift_m: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
     """A pose shifted in world axes."""
     shifted = T.copy()
-    shifted[:3, 3] += np.asarray(way_m)
+    shifted[:3, 3] += np.asarray(shift_m)
     return shifted
 
 
 def over(start: NDArray[np.float64], goal: NDArray[np.float64], height_m: float) -> list[NDArray[np.float64]]:
-    """Key poses that lift an object, carry it over its goal and set it down.
-
-    Args:
-        start: (4, 4) pose on the table.
-        goal: (4, 4) final pose.
-        height_m: how far it is lifted.
-
-    Returns:
-        Key poses for `along`.
-    """
+    """Key poses that lift an object by a height, carry it over its goal (4, 4) and set it down."""
     high = max(float(start[2, 3]), float(goal[2, 3])) + height_m
     above = [moved(T, (0, 0, high - T[2, 3])) for T in (start, goal)]
     return [start, *above, goal]
@@ -69,17 +55,10 @@ def over(start: NDArray[np.float64], goal: NDArray[np.float64], height_m: float)
 def poured(
     start: NDArray[np.float64], bowl_m: NDArray[np.float64], radius_m: float, height_m: float
 ) -> list[NDArray[np.float64]]:
-    """Key poses that lift a vessel and tilt it sideways, its rim over the middle of a bowl.
-
-    Args:
-        start: (4, 4) pose on the table, upright.
-        bowl_m: (3,) middle of the bowl on the table.
-        radius_m: of the vessel's rim.
-        height_m: of the vessel.
-    """
+    """Key poses that lift an upright vessel and tilt it sideways, its rim over the centre (3,) of a bowl."""
     side = 1.0 if bowl_m[1] > start[1, 3] else -1.0
     sine, cosine = side * math.sin(POUR_RAD), math.cos(POUR_RAD)
-    # Tilted to the left, +y, the turn about x is negative.
+    # Tilting to the left, +y, is a negative rotation about x.
     tilt = np.array([[1.0, 0.0, 0.0], [0.0, cosine, sine], [0.0, -sine, cosine]])
     lip = tilt @ np.array([0.0, side * radius_m, height_m])
     end = make_pose(tilt @ start[:3, :3], np.array([bowl_m[0], bowl_m[1], POUR_ABOVE_M]) - lip)

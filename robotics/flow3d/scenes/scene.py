@@ -1,4 +1,4 @@
-"""A task at a table with or without an arm: the model, episodes by seed, pictures, truth and criteria."""
+"""A task at a table with or without an arm: the model, episodes by seed, images, truth and criteria."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
-from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from robotics.flow3d.scenes.looks import Look, Painter, depth_holes, draw_look
 from robotics.flow3d.scenes.tasks import FLOW_TASKS, FlowTask, find_flow_task
 from robotics.sim.arms import ASSETS
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
+from robotics.sim.tabletop import include_files, place_body
 from robotics.sim.tasks import SPLITS, layout_seed
 
 if TYPE_CHECKING:
@@ -30,40 +30,40 @@ if TYPE_CHECKING:
 
 HAND, NOBODY = "hand", "nobody"
 ACTORS = (*FLOW_ARMS, HAND, NOBODY)
-"""Who moves the object: an arm, a hand that floats, or nobody in view."""
+"""Who moves the object: an arm, a floating hand, or nobody in view."""
 DEPTHS = ("clean", "holed", "missing")
 OUT_OF_VIEW_M = (-0.6, 0.0, 0.6)
-"""Where a hand waits that has not been put anywhere."""
+"""Where a hand waits until it is posed."""
 
 
 @dataclass(frozen=True)
 class SceneConfig:
-    """One task with one actor and one shape; what is drawn for each episode, and what the camera gives."""
+    """A task, an actor and a shape; the distribution of episodes; and the camera."""
 
     task: str = choice("place_red", lambda: FLOW_TASKS)
-    """What is to be done."""
+    """Task."""
     actor: str = choice("panda", ACTORS)
     """Who does it: an arm, hand, or nobody."""
     shape: str = ""
-    """Shape of the moved thing; the first one of training data where empty."""
+    """Shape of the object; the first one of training data where empty."""
     layouts: str = choice("train", SPLITS)
-    """Where things lie: on fields of training data, or on those kept out of them."""
+    """Split of the layouts."""
     colours: str = choice("train", SPLITS)
-    """Colours of the moved thing, or of the cabinet."""
+    """Split of the colours of the object, or of the cabinet."""
     background: str = choice("train", SPLITS)
-    """Table tops and floors."""
+    """Split of table tops and floors."""
     width: int = bounded(128, at_least=16)
-    """Pixels of a picture."""
+    """Pixels of an image."""
     height: int = bounded(128, at_least=16)
-    """Pixels of a picture."""
+    """Pixels of an image."""
     depth: str = choice("clean", DEPTHS)
     """clean; holed, with patches of zeros as of sensors at edges and on shiny things; missing, zeros everywhere."""
     depth_noise: float = bounded(0.0, at_least=0, below=1)
     """Standard deviation of the relative error of each pixel's depth."""
     hole_share: float = bounded(0.1, above=0, below=1)
-    """Share of pixels that holes cover, about."""
+    """Fraction of pixels that holes cover, about."""
     lose_after_m: float = bounded(0.0, at_least=0)
-    """How far an arm carries a thing before its gripper opens by mistake, once in an episode; 0 = never."""
+    """How far an arm carries an object before its gripper opens by mistake, once in an episode; 0 = never."""
 
     def validate(self) -> None:
         """Refuse a shape that the task does not have; raises UserError."""
@@ -73,7 +73,7 @@ class SceneConfig:
 
 
 class FlowScene:
-    """A scene without physics of its own: things are put where they are wanted, looked at, and judged.
+    """A scene without physics: objects are posed, looked at, and judged.
 
     Args:
         config: what to build; defaults when None.
@@ -108,16 +108,13 @@ class FlowScene:
         self.reset(0)
 
     def reset(self, seed: int) -> None:
-        """Begin an episode: draw where things lie and what they look like.
-
-        Args:
-            seed: number of the episode within the split of its layouts; at least 0.
-        """
+        """Begin an episode, whose seed is its number within the split of its layouts: draw layout and looks."""
         rng = np.random.default_rng(layout_seed(self.config.layouts, seed))
         layout = self.task.furniture.draw(self.config.layouts, rng)
         self._lib.mj_resetData(self.model, self.data)
         for name, (x, y, yaw) in layout.items():
-            self._set_down(name, (x, y, 0.0), yaw)
+            quaternion = math.cos(yaw / 2), 0.0, 0.0, math.sin(yaw / 2)
+            place_body(self.model, self.data, name, (x, y, 0.0), quaternion)
         if self.config.actor == HAND:
             self.put_hand(make_pose(np.eye(3), np.array(OUT_OF_VIEW_M)))
         self._rng = np.random.default_rng([seed, 1])
@@ -130,14 +127,7 @@ class FlowScene:
             self._renderer.refresh()
 
     def give(self, task: str) -> None:
-        """Give another instruction in the same episode, such as to see whether a model listens.
-
-        Args:
-            task: one with the same furniture.
-
-        Raises:
-            UserError: there is no such task, or it needs other furniture.
-        """
+        """Give another instruction in the same episode; raises UserError where it needs other furniture."""
         other = find_flow_task(task)
         if other.furniture is not self.task.furniture:
             fitting = [name for name, known in FLOW_TASKS.items() if known.furniture is self.task.furniture]
@@ -148,7 +138,7 @@ class FlowScene:
 
     @property
     def instruction(self) -> str:
-        """What is to be done, in words."""
+        """Language instruction."""
         return self.task.instruction
 
     def object_pose(self) -> NDArray[np.float64]:
@@ -161,7 +151,7 @@ class FlowScene:
         return make_pose(body.xmat.reshape(3, 3).copy(), body.xpos.copy())
 
     def put_object(self, T_world_object: NDArray[np.float64]) -> None:
-        """Put the moved thing somewhere; a drawer takes what its slide allows of it."""
+        """Place the moved object; a drawer takes what its slide allows of it."""
         address = int(self.model.jnt_qposadr[int(self.model.body(self.task.moved).jntadr[0])])
         if self.task.moved == "object":
             self.data.qpos[address : address + 7] = self._pose_numbers(T_world_object)
@@ -170,7 +160,7 @@ class FlowScene:
         update_poses(self.model, self.data)
 
     def replay(self, T_t_0_world: NDArray[np.float64]) -> NDArray[np.uint8]:
-        """Picture (H, W, 3) of the scene with the moved thing moved by (4, 4) from where it is, where it stays."""
+        """Image (H, W, 3) of the scene with the object moved by (4, 4) from its pose, where it stays."""
         before = self.data.qpos.copy()
         try:
             self.put_object(T_t_0_world @ self.object_pose())
@@ -180,7 +170,7 @@ class FlowScene:
             update_poses(self.model, self.data)
 
     def put_hand(self, T_world_grip: NDArray[np.float64]) -> None:
-        """Put the floating hand somewhere; raises UserError in a scene without one."""
+        """Pose the floating hand; raises UserError in a scene without one."""
         if self.config.actor != HAND:
             raise UserError(f"the actor of this scene is {self.config.actor}; put_hand needs actor='hand'")
         address = int(self.model.joint("floating_hand").qposadr[0])
@@ -188,7 +178,7 @@ class FlowScene:
         update_poses(self.model, self.data)
 
     def put_arm(self, joint_rad: NDArray[np.float64], opening_m: float | None = None) -> None:
-        """Put the arm somewhere, with its fingers so far from the middle each; open when None."""
+        """Pose the arm, with its fingers so far from the middle each; open when None."""
         if self.arm is None:
             raise UserError(f"the actor of this scene is {self.config.actor}; there are arms: {', '.join(FLOW_ARMS)}")
         way = self.arm.opening_m if opening_m is None else opening_m
@@ -197,7 +187,7 @@ class FlowScene:
         update_poses(self.model, self.data)
 
     def state(self, T_world_object: NDArray[np.float64] | None = None) -> SceneState:
-        """What criteria look at: as it is, or as it would be with the moved thing released at another pose."""
+        """Input of the criteria: as it is, or with the object released at another pose."""
         furniture, names = self.task.furniture, self.task.furniture.movable
         pieces = {name: self.body_pose(name) for name in furniture.areas if name != "object"}
         openings = {name: float(self.data.joint(name).qpos[0]) for name in names if name != "object"}
@@ -208,26 +198,19 @@ class FlowScene:
         return SceneState(T_world_object, self.start, pieces, openings, self.shape)
 
     def released(self) -> bool:
-        """Whether no gripper holds the moved thing; always so without physics."""
+        """Whether no gripper holds the object; always so without physics."""
         return True
 
     def success(self, T_world_object: NDArray[np.float64] | None = None) -> Outcome:
-        """Which criteria of the task are met.
-
-        Args:
-            T_world_object: (4, 4) a pose of the moved thing to judge, such as a predicted one; None for the true one.
-
-        Returns:
-            All criteria by name, those that failed, and whether that is none.
-        """
+        """Which criteria of the task are met, with the object as it is or at another (such as predicted) pose."""
         return self.task.outcome(self.state(T_world_object))
 
     def ideal_motion(self, frames: int) -> NDArray[np.float64]:
-        """(frames, 4, 4) T_world_object of a motion that solves the task from here."""
+        """(frames, 4, 4) T_world_object of a motion that solves the task from the present state."""
         return self.task.ideal_motion(self.state(), frames)
 
     def observe(self) -> Observation:
-        """Picture, depth as the configuration spoils it, camera, instruction and the true mask of the moved thing."""
+        """Image, depth with the configuration's noise, camera, instruction and the object's true mask."""
         renderer = self.renderer
         update_poses(self.model, self.data)
         return Observation(
@@ -240,11 +223,11 @@ class FlowScene:
         )
 
     def object_mask(self) -> NDArray[np.bool_]:
-        """(H, W) pixels that show the moved thing."""
+        """(H, W) pixels of the object."""
         return self._shown_bodies() == self._body
 
     def actor_mask(self) -> NDArray[np.bool_]:
-        """(H, W) pixels that show the arm or the hand; none where nobody is in view."""
+        """(H, W) pixels of the arm or the hand."""
         if self.config.actor == NOBODY:
             return np.zeros((self.config.height, self.config.width), dtype=np.bool_)
         grip = self.arm.grip_site if self.arm is not None else "grip"
@@ -278,7 +261,7 @@ class FlowScene:
         self.close()
 
     def _shown_bodies(self) -> NDArray[np.int32]:
-        """(H, W) number of the body that each pixel shows; -1 where there is none."""
+        """(H, W) id of the body that each pixel shows; -1 for the background."""
         shown = self.renderer.segmentation(self.data)
         geoms = shown[..., 1] == int(self._lib.mjtObj.mjOBJ_GEOM)
         return np.where(geoms, self.model.geom_bodyid[np.where(geoms, shown[..., 0], 0)], -1)
@@ -286,15 +269,6 @@ class FlowScene:
     def _pose_actor(self) -> None:
         if self.arm is not None:
             self.put_arm(np.array(self.arm.home_rad))
-
-    def _set_down(self, name: str, place: tuple[float, float, float], yaw_rad: float) -> None:
-        body = self.model.body(name)
-        quaternion = math.cos(yaw_rad / 2), 0.0, 0.0, math.sin(yaw_rad / 2)
-        if body.mocapid[0] >= 0:
-            self.data.mocap_pos[body.mocapid[0]], self.data.mocap_quat[body.mocapid[0]] = place, quaternion
-        else:
-            address = int(self.model.jnt_qposadr[int(body.jntadr[0])])
-            self.data.qpos[address : address + 7] = *place, *quaternion
 
     def _pose_numbers(self, T: NDArray[np.float64]) -> NDArray[np.float64]:
         quaternion = np.empty(4)
@@ -319,24 +293,16 @@ class FlowScene:
 
 
 def build_model(task: FlowTask, shape: str, actor: str) -> mujoco.MjModel:
-    """Put furniture, the thing to move and an actor on the table.
+    """Model of furniture, an object and an actor at the table, with the camera `scene`.
 
-    Args:
-        task: whose furniture.
-        shape: key in `task.shapes`.
-        actor: one of `ACTORS`.
-
-    Returns:
-        MjModel with the camera `scene`; with an arm, an inactive weld `hold_BODY` between its hand and each movable
-        body.
+    With an arm it has an inactive weld `hold_BODY` between its hand and each movable body.
     """
     import mujoco
 
     arm = FLOW_ARMS.get(actor)
     own = [arm.path] if arm else [SCENE_ASSETS / "hand.xml"] if actor == HAND else []
     files = [ASSETS / "tabletop.xml", SCENE_ASSETS / "studio.xml", *own]
-    parts = "".join(f"<include file={quoteattr(str(file))}/>" for file in files)
-    spec = mujoco.MjSpec.from_string(f'<mujoco model="{task.furniture.name}_{actor}">{parts}</mujoco>')
+    spec = include_files(f"{task.furniture.name}_{actor}", files)
     task.furniture.build(spec, task.shapes[shape])
     if arm:
         hand = spec.site(arm.grip_site).parent.name

@@ -1,7 +1,7 @@
-"""Things that are moved, and furniture, built from primitives.
+"""Objects and furniture, built from primitives.
 
-A thing's frame has its origin in the middle of its underside and z up; its geoms are grey, and an episode multiplies
-them with a colour. Shapes that are held out do not occur in training data by default.
+An object's frame has its origin in the centre of its underside and z up; its geoms are grey, and an episode multiplies
+them with a colour. Held-out shapes do not occur in training data by default.
 """
 
 from __future__ import annotations
@@ -26,26 +26,19 @@ DRAWER_WAY_M = 0.13
 
 @dataclass(frozen=True)
 class Shape:
-    """One shape of the thing that is moved."""
+    """A shape of the moved object."""
 
     name: str
-    """How it is chosen."""
-    build: Callable[[Any], None]
-    """Adds its geoms to a body of an MjSpec."""
-    radius_m: float
-    """Half of its width, without a handle."""
+    build: Callable[[Any], None]  # adds its geoms to a body of an MjSpec
+    radius_m: float  # half of its width, without a handle
     height_m: float
-    """From its underside to its top."""
-    grip_m: tuple[float, float, float]
-    """Where a hand takes it, in its own frame."""
-    held_out: bool = False
-    """Whether it is kept out of training data by default."""
-    has_front: bool = False
-    """Whether it shows which way it is turned."""
+    grip_m: tuple[float, float, float]  # where a hand takes it, in its own frame
+    held_out: bool = False  # from training data, by default
+    has_front: bool = False  # shows which way it is turned
 
 
 def add_pad(spec: Any, name: str, rgba: tuple[float, float, float, float]) -> None:
-    """A flat disc without contacts that an episode puts down."""
+    """A flat disc without contacts."""
     import mujoco
 
     body = spec.worldbody.add_body(name=name, mocap=True)
@@ -55,21 +48,21 @@ def add_pad(spec: Any, name: str, rgba: tuple[float, float, float, float]) -> No
 
 
 def add_bowl(spec: Any, name: str) -> None:
-    """A bowl that stands fast."""
+    """A fixed bowl."""
     body = spec.worldbody.add_body(name=name, mocap=True)
     _tub(body, BOWL_RADIUS_M, BOWL_HEIGHT_M, 14, (0.92, 0.92, 0.88, 1.0), (0.7, 0.72, 0.75, 1.0))
 
 
 def add_holder(spec: Any, name: str, rgba: tuple[float, float, float, float]) -> None:
-    """A square holder, open at the top, that stands fast."""
+    """A fixed square holder, open at the top."""
     body = spec.worldbody.add_body(name=name, mocap=True)
     _tub(body, HOLDER_INSIDE_M + 2 * WALL_M, HOLDER_HEIGHT_M, 4, rgba, rgba)
 
 
 def add_cabinet(spec: Any, shape: Shape) -> None:
-    """A low cabinet that stands fast; its two drawers, side by side, open along its own x axis.
+    """A low fixed cabinet; its two drawers, side by side, open along its own x axis.
 
-    Its frame lies on the table under the middle of its front.
+    The origin of its frame is on the table under the centre of its front.
     """
     import mujoco
 
@@ -137,7 +130,7 @@ def _tub(body: Any, radius: float, height: float, sides: int, wall: Any, floor: 
 
 
 def _peg(body: Any, *, half: float, height: float, square: bool, cap: float) -> None:
-    """A staff that stands upright, its upper part darker and `cap` wider."""
+    """An upright staff, its upper part darker and `cap` wider."""
     import mujoco
 
     kinds = mujoco.mjtGeom
@@ -152,7 +145,7 @@ def _peg(body: Any, *, half: float, height: float, square: bool, cap: float) -> 
 
 
 def _drawer(body: Any, *, half: float, height: float, knob: bool) -> None:
-    """A front with a handle, and a tray behind it; the tray touches nothing, so that it cannot jam."""
+    """A front with a handle, and a tray behind it without contacts, so that it cannot jam."""
     front = (WALL_M, half - 0.002, height / 2 - 2 * WALL_M)
     _box(body, front, (WALL_M, 0, height / 2 - WALL_M), LIGHT)
     for side in (-1, 1):
@@ -184,7 +177,7 @@ DENSITY = 400.0
 TOUCHES: dict[str, Any] = {"contype": 1, "conaffinity": 3, "friction": [1.0, 0.01, 0.001], "condim": 4}
 DRAWER_COLOURS = {"red_drawer": (0.85, 0.12, 0.1, 1.0), "blue_drawer": (0.15, 0.3, 0.9, 1.0)}
 GRIP_OF_HANDLE_M = (0.074, 0.0, 0.055)
-"""So far in front that an open finger of the grippers here fits behind it."""
+"""So far in front that an open finger fits behind it."""
 HALF_DRAWER_M = 0.062
 
 

@@ -7,8 +7,8 @@
         robot.move(joint_rad), robot.close_gripper(), robot.move(more)
         print(robot.success().failed)
 
-Grasps are not simulated by friction: once a finger touches a movable body that is between the fingers, a weld holds it
-to the hand until the gripper opens. What is measured is where things are brought, not how well they are gripped.
+Grasps are not simulated by friction: once a finger touches a movable body between the fingers, a weld holds it to the
+hand until the gripper opens. So what counts is where objects are brought, not how well they are gripped.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ STEPS = 5
 SPEED_RAD_S, SPEED_M_S = 1.2, 0.4
 """Speed of the fastest hinge or slide along a path."""
 ARRIVED_RAD, REACHED_RAD = 0.004, 0.02
-"""Largest error of a joint at which the arm need not wait any longer, and at which the end of a path is reached."""
+"""Largest joint error at which the arm need not wait any longer, and at which the end of a path is reached."""
 TIP_OFFSETS_M = (0.0, -0.008, 0.008)
-"""Where along the fingers, from the middle of their tips, something may lie between them."""
+"""Where along the fingers, from the middle of their tips, an object may be between them."""
 SETTLE_S = 0.8
 """Longest wait for the arm to arrive, and for the fingers to close or open."""
 
@@ -58,13 +58,13 @@ class FlowTabletop(FlowScene):
 
     def __init__(self, config: SceneConfig | None = None, **changes: object) -> None:
         self.on_frame: Callable[[FlowTabletop], None] | None = None
-        """Called every 20 ms of simulated time, such as to film."""
+        """Called every 20 ms of simulated time, for instance to record a video."""
         super().__init__(config, **changes)
         if self.arm is None:
             raise UserError(f"actor is {self.config.actor!r}; physics needs an arm: {', '.join(FLOW_ARMS)}")
 
     def reset(self, seed: int) -> None:
-        """Begin an episode; see `FlowScene.reset`."""
+        """See `FlowScene.reset`."""
         if self.arm is None:
             return
         self._held: str | None = None
@@ -73,12 +73,12 @@ class FlowTabletop(FlowScene):
         super().reset(seed)
 
     def give(self, task: str) -> None:
-        """Give another instruction in the same episode; see `FlowScene.give`."""
+        """See `FlowScene.give`."""
         super().give(task)
         self._done = False
 
     def joint_rad(self) -> NDArray[np.float64]:
-        """(J,) angles now."""
+        """(J,) present angles."""
         return self.data.qpos[self._joints].copy()
 
     def move(self, joint_rad: NDArray[np.float64]) -> bool:
@@ -111,18 +111,14 @@ class FlowTabletop(FlowScene):
         return self._error(path[-1]) < REACHED_RAD
 
     def close_gripper(self) -> bool:
-        """Close the fingers until one touches a movable body between them, which is welded to the hand then.
-
-        Returns:
-            Whether something is held.
-        """
+        """Close the fingers, and weld what one touches between them to the hand; returns whether something is held."""
         if self._held is None:
             self.data.ctrl[self._gripper] = 0.0
             self._settle(self._grasp)
         return self._held is not None
 
     def open_gripper(self) -> None:
-        """Let go, open the fingers and wait until what was held has come to rest."""
+        """Let go, open the fingers and wait until the object has come to rest."""
         self._let_go()
         for _ in range(math.ceil(SETTLE_S / self._tick_s)):
             self._step()
@@ -131,15 +127,12 @@ class FlowTabletop(FlowScene):
         """Move the servos' targets for a short time, without waiting for the arm, as a controller does.
 
         Args:
-            joint_rad: (J,) targets at its end; limited to what the servos take.
-            close: close the fingers, which takes hold of what they touch, rather than open them.
+            joint_rad: (J,) targets at its end; limited to the servos' ranges.
+            close: close the fingers, which grasp what they touch, rather than open them.
             ticks: of 20 ms.
 
         Returns:
-            Whether something is held.
-
-        Raises:
-            RunError: the simulation diverged.
+            Whether something is held. Raises RunError where the simulation diverged.
         """
         here = self.data.ctrl[self._servos].copy()
         goal = np.clip(joint_rad, *self.model.actuator_ctrlrange[self._servos].T)
@@ -159,7 +152,7 @@ class FlowTabletop(FlowScene):
         return self._held is not None
 
     def target_rad(self) -> NDArray[np.float64]:
-        """(J,) where the servos want to be."""
+        """(J,) targets of the servos."""
         return self.data.ctrl[self._servos].copy()
 
     @property
@@ -168,15 +161,11 @@ class FlowTabletop(FlowScene):
         return self._speeds
 
     def released(self) -> bool:
-        """Whether the gripper does not hold the moved thing."""
+        """Whether the gripper does not hold the object."""
         return self._held != self.task.moved
 
     def success(self, T_world_object: NDArray[np.float64] | None = None) -> Outcome:
-        """Which criteria are met; a task such as pouring keeps the moment at which all of them were.
-
-        Args:
-            T_world_object: (4, 4) a pose to judge instead; None for what has happened.
-        """
+        """Which criteria are met, now or at another pose (4, 4); a momentary task stays solved once it was."""
         now = super().success(T_world_object)
         if T_world_object is None and self._done:
             return Outcome(dict.fromkeys(now.errors, 0.0))
@@ -220,7 +209,7 @@ class FlowTabletop(FlowScene):
             self.on_frame(self)
 
     def _lose(self) -> None:
-        """Open the gripper by mistake where the scene says so; what it held has moved far enough by then."""
+        """Open the gripper by mistake, if the scene asks for it, once the held object has moved far enough."""
         if self._lost or not self.config.lose_after_m or self._held is None:
             return
         here = self.body_pose(self._held)[:3, 3]
@@ -252,7 +241,7 @@ class FlowTabletop(FlowScene):
         self.model.eq_data[weld, 3:10] = self._pose_numbers(T_hand_held)
         self.data.eq_active[weld] = 1
         self._held, self._held_from = name, self._pose_of(between)[:3, 3].copy()
-        # The fingers stay where they are, or they would pull against the weld.
+        # The fingers stay where they are; further closing would pull against the weld.
         self.data.ctrl[self._gripper] = float(self.data.qpos[int(self.model.joint(self.arm.fingers[0]).qposadr[0])])
         return True
 
@@ -262,7 +251,7 @@ class FlowTabletop(FlowScene):
         return {other for one, other in pairs if one in self._fingers and other in self._movable}
 
     def _between(self) -> int | None:
-        """The movable body that lines from one fingertip to the other meet first, over the height of the tips."""
+        """The movable body that lines from one fingertip to the other meet first, at several heights of the tips."""
         grip = self.data.site(self.arm.grip_site)
         along = grip.xmat.reshape(3, 3)[:, 2]
         inside = [self.data.geom_xpos[int(self.model.body_geomadr[body])] for body in self._fingers]

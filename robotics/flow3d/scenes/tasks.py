@@ -1,7 +1,7 @@
-"""Tasks at the table: what is said, what is moved, when it is done, and how it would ideally be done.
+"""Tasks at the table: instruction, object, criteria, and ideal motion.
 
-Objects lie on fields of a checkerboard, those of train layouts on one colour and those of held-out layouts on the
-other, as in the robotics room's other tasks.
+Objects stand on squares of a checkerboard, those of train layouts on one colour and those of held-out layouts on the
+other, as for the tabletop tasks.
 """
 
 from __future__ import annotations
@@ -39,26 +39,19 @@ LIFT_M = 0.1
 
 @dataclass(frozen=True)
 class Furniture:
-    """What stands on the table beside the moved thing."""
+    """Pieces on the table beside the moved object."""
 
-    name: str
-    """Key in `FURNITURE`; also which shapes belong to it."""
-    areas: dict[str, Area]
-    """Where each piece may stand, the moved thing included unless it is part of a piece."""
-    build: Callable[[Any, Shape], None]
-    """Adds the pieces to an MjSpec."""
-    painted: str
-    """Body that takes the colour of an episode."""
-    movable: tuple[str, ...]
-    """Bodies that a gripper can hold."""
-    apart_m: tuple[float, float] = (0.13, 1.0)
-    """Least and greatest distance between two pieces."""
-    fits: Callable[[Layout], bool] = lambda layout: True
-    """Whether a drawn layout can be used."""
+    name: str  # key of `SHAPES`
+    areas: dict[str, Area]  # where each piece may stand, the object included unless it is part of a piece
+    build: Callable[[Any, Shape], None]  # adds the pieces to an MjSpec
+    painted: str  # body that takes the colour of an episode
+    movable: tuple[str, ...]  # bodies that a gripper can hold
+    apart_m: tuple[float, float] = (0.13, 1.0)  # least and greatest distance between two pieces
+    fits: Callable[[Layout], bool] = lambda layout: True  # whether a drawn layout can be used
 
     def draw(self, split: str, rng: np.random.Generator) -> Layout:
         """x, y, yaw of each piece; raises UserError for an unknown split."""
-        while not self.fits(layout := draw_layout(self, split, rng)):
+        while not self.fits(layout := draw_layout(self.areas, self.apart_m, split, rng)):
             pass
         return layout
 
@@ -74,17 +67,17 @@ class FlowTask:
     instruction: str
     """Language instruction, lower case."""
     furniture: Furniture
-    """What stands on the table."""
+    furniture: Furniture
     moved: str
-    """Body that is to be moved."""
+    """Body to move."""
     errors: Callable[[SceneState], dict[str, float]]
-    """Error of each criterion by its name, in units of its tolerance; below 1 it is met."""
+    """Error of each criterion by its name, in units of its tolerance; met below 1."""
     keys: Callable[[SceneState], list[NDArray[np.float64]]]
     """Key poses of an ideal motion."""
     momentary: bool = False
-    """Whether it is done once the criteria are met at any moment, rather than at the end."""
+    """Whether it is solved once the criteria are met at any time, rather than at the end."""
     shapes: dict[str, Shape] = field(init=False)
-    """Shapes of the moved thing, by name."""
+    """Shapes of the object, by name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shapes", SHAPES[self.furniture.name])
@@ -94,19 +87,11 @@ class FlowTask:
         return Outcome(self.errors(state))
 
     def ideal_motion(self, state: SceneState, frames: int) -> NDArray[np.float64]:
-        """Poses of the moved thing on an ideal way from where it is.
-
-        Args:
-            state: at the start.
-            frames: how many, the first and the last pose included.
-
-        Returns:
-            (frames, 4, 4) T_world_object.
-        """
+        """(frames, 4, 4) T_world_object of an ideal motion from a state, both ends included."""
         return along(self.keys(state), frames)
 
     def shape_names(self, held_out: bool) -> tuple[str, ...]:
-        """Shapes that training data may show, or those kept out of them."""
+        """Shapes of training data, or those held out."""
         return tuple(name for name, shape in self.shapes.items() if shape.held_out == held_out)
 
 
@@ -118,8 +103,8 @@ def find_flow_task(name: str) -> FlowTask:
 
 
 def _place_keys(state: SceneState, *, goal: str) -> list[NDArray[np.float64]]:
-    way = state.pieces[goal][:3, 3] - state.T_world_object[:3, 3]
-    return over(state.T_world_object, moved(state.T_world_object, (way[0], way[1], 0.0)), LIFT_M)
+    shift = state.pieces[goal][:3, 3] - state.T_world_object[:3, 3]
+    return over(state.T_world_object, moved(state.T_world_object, (shift[0], shift[1], 0.0)), LIFT_M)
 
 
 def _pour_keys(state: SceneState) -> list[NDArray[np.float64]]:
@@ -165,77 +150,37 @@ WHERE = Area((0.36, 0.6), (-0.23, 0.23))
 ANY_TURN = Area(WHERE.x_m, WHERE.y_m, yaw_rad=math.pi)
 SOME_TURN = Area(WHERE.x_m, WHERE.y_m, yaw_rad=0.4)
 
-PADS = Furniture(
-    name="pads",
-    areas={"object": ANY_TURN, "red_pad": WHERE, "green_pad": WHERE, "bowl": WHERE},
-    build=_build_pads,
-    painted="object",
-    movable=("object",),
-    fits=_apart_sideways,
-)
-HOLDERS = Furniture(
-    name="holders",
-    areas={"object": SOME_TURN, "blue_holder": SOME_TURN, "yellow_holder": SOME_TURN},
-    build=_build_holders,
-    painted="object",
-    movable=("object",),
-)
-CABINET = Furniture(
-    name="cabinet",
-    areas={"cabinet": Area((0.34, 0.43), (-0.14, 0.14), yaw_rad=0.35)},
-    build=add_cabinet,
-    painted="cabinet",
-    movable=("red_drawer", "blue_drawer"),
-)
+PAD_AREAS = {"object": ANY_TURN, "red_pad": WHERE, "green_pad": WHERE, "bowl": WHERE}
+PADS = Furniture("pads", PAD_AREAS, _build_pads, "object", ("object",), fits=_apart_sideways)
+HOLDER_AREAS = dict.fromkeys(("object", "blue_holder", "yellow_holder"), SOME_TURN)
+HOLDERS = Furniture("holders", HOLDER_AREAS, _build_holders, "object", ("object",))
+CABINET_AREAS = {"cabinet": Area((0.34, 0.43), (-0.14, 0.14), yaw_rad=0.35)}
+CABINET = Furniture("cabinet", CABINET_AREAS, add_cabinet, "cabinet", ("red_drawer", "blue_drawer"))
+
+
+def _place(colour: str) -> FlowTask:
+    errors, keys = (partial(rule, goal=f"{colour}_pad") for rule in (placed, _place_keys))
+    return FlowTask(f"place_{colour}", "place", f"place the mug on the {colour} pad", PADS, "object", errors, keys)
+
+
+def _insert(colour: str) -> FlowTask:
+    errors, keys = (partial(rule, goal=f"{colour}_holder") for rule in (inserted, _insert_keys))
+    instruction = f"put the peg into the {colour} holder"
+    return FlowTask(f"insert_{colour}", "insert", instruction, HOLDERS, "object", errors, keys)
+
+
+def _open(colour: str) -> FlowTask:
+    drawer = f"{colour}_drawer"
+    errors, keys = (partial(rule, drawer=drawer) for rule in (opened, _open_keys))
+    return FlowTask(f"open_{colour}", "drawer", f"open the {colour} drawer", CABINET, drawer, errors, keys)
+
+
+POUR = FlowTask("pour", "pour", "pour the mug into the bowl", PADS, "object", poured_out, _pour_keys, momentary=True)
 
 FLOW_TASKS: dict[str, FlowTask] = {
     task.name: task
     for task in (
-        *(
-            FlowTask(
-                name=f"place_{colour}",
-                family="place",
-                instruction=f"place the mug on the {colour} pad",
-                furniture=PADS,
-                moved="object",
-                errors=partial(placed, goal=f"{colour}_pad"),
-                keys=partial(_place_keys, goal=f"{colour}_pad"),
-            )
-            for colour in ("red", "green")
-        ),
-        FlowTask(
-            name="pour",
-            family="pour",
-            instruction="pour the mug into the bowl",
-            furniture=PADS,
-            moved="object",
-            errors=poured_out,
-            keys=_pour_keys,
-            momentary=True,
-        ),
-        *(
-            FlowTask(
-                name=f"insert_{colour}",
-                family="insert",
-                instruction=f"put the peg into the {colour} holder",
-                furniture=HOLDERS,
-                moved="object",
-                errors=partial(inserted, goal=f"{colour}_holder"),
-                keys=partial(_insert_keys, goal=f"{colour}_holder"),
-            )
-            for colour in ("blue", "yellow")
-        ),
-        *(
-            FlowTask(
-                name=f"open_{colour}",
-                family="drawer",
-                instruction=f"open the {colour} drawer",
-                furniture=CABINET,
-                moved=f"{colour}_drawer",
-                errors=partial(opened, drawer=f"{colour}_drawer"),
-                keys=partial(_open_keys, drawer=f"{colour}_drawer"),
-            )
-            for colour in ("red", "blue")
-        ),
+        *(_place("red"), _place("green"), POUR),
+        *(_insert("blue"), _insert("yellow"), _open("red"), _open("blue")),
     )
 }

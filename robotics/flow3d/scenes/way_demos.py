@@ -1,8 +1,8 @@
-"""Build function for configurations: the actions of the demonstrations that a folder of clips shows.
+"""Builder for configurations: the actions of the demonstrations in a folder of clips.
 
-The clips of a world model have no actions. What they show is played again here from the numbers in their `meta`, and
-the way of the gripper written beside the same first picture, points and instruction, so that behaviour cloning sees
-the same demonstrations, apart from those with nobody in view.
+The clips of a world model have no actions. Their demonstrations are repeated here from the numbers in their `meta`, and
+the gripper's trajectory is written with the same first image, points and instruction, so that behaviour cloning sees
+the same demonstrations, except those with nobody in view.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("mmrl")
 ACTIONS = ("grips", "joints")
 APPROACH_POSES = 2
-"""Poses before the object moves: a hand's breadth behind the grip, and the grip."""
+"""Poses before the object moves: 8 cm behind the grip, and the grip."""
 BEHIND_FRAMES = 3
 """Frames before the grip of the first of them."""
 FILE_MB = 1.0
-"""Size of a file: an episode of one row is looked for among all rows of its file."""
+"""Small, because an episode of one row is searched among all rows of its file."""
 NEEDED = ("task", "shape", "actor", "layouts", "colours", "background", "seed")
 
 
@@ -53,7 +53,7 @@ def build_way_demonstrations(
     image_size: int = 64,
     limit: int = 0,
 ) -> Path:
-    """Write the ways of the gripper in a folder of clips as a LeRobotDataset, one control step an episode.
+    """Write the gripper's trajectories in a folder of clips as a LeRobotDataset, one control step an episode.
 
     Args:
         path: folder to write.
@@ -61,8 +61,8 @@ def build_way_demonstrations(
         split: of its clips.
         actors: whose; everybody's who has a gripper when empty.
         actions: grips, poses of the gripper; or joints, the angles of the one arm in `actors`.
-        image_size: side of the pictures in pixels.
-        limit: number of clips that are looked at, the first ones; 0 = all.
+        image_size: side of the images in pixels.
+        limit: use the first so many clips; 0 = all.
     """
     from robotics.data import EpisodeWriter, StorageSettings, robot_features
 
@@ -91,24 +91,17 @@ def build_way_demonstrations(
 def way_of(
     T_world_grip: NDArray[np.float64], approach: int, num_frames: int, released: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Choose the poses of a way among those of all frames of a demonstration.
+    """Poses (T + 4, 4, 4) of a way from those of all frames (L, 4, 4) of a demonstration, and (T + 4,) closed fingers.
 
-    Args:
-        T_world_grip: (L, 4, 4) of its frames.
-        approach: frames before the object moves.
-        num_frames: T, frames of a flow.
-        released: whether the fingers open at the end.
-
-    Returns:
-        (T + 4, 4, 4) poses: two of the approach, the grip again with closed fingers, T of the motion, and the last
-        again; and (T + 4,) whether the fingers are closed there.
+    They are two of the approach, the grip again with closed fingers, T of the motion after the approach, and the last
+    again, with open fingers if the object is released.
     """
     frames, closed = _frames_of_way(len(T_world_grip), approach, num_frames, released)
     return canonical_along(T_world_grip[frames]), closed
 
 
 def _frames_of_way(length: int, approach: int, num_frames: int, released: bool) -> tuple[list[int], NDArray[np.bool_]]:
-    """Frames of a demonstration that are a way, and whether the fingers are closed there."""
+    """Frames of a demonstration that make a way, and whether the fingers are closed there."""
     motion = approach + frame_indices(length - approach, num_frames)[1:]
     frames = [max(0, approach - BEHIND_FRAMES), approach, approach, *motion.tolist(), int(motion[-1])]
     closed = np.arange(len(frames)) >= APPROACH_POSES
@@ -117,7 +110,7 @@ def _frames_of_way(length: int, approach: int, num_frames: int, released: bool) 
 
 
 def canonical_along(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A way, turned as a whole by half a turn where its grip is not canonical, so that it stays continuous."""
+    """A way, turned as a whole by half a turn if its grip is not canonical, so that it stays continuous."""
     grip = T_world_grip[APPROACH_POSES]
     turn = np.linalg.inv(grip) @ canonical_grip(grip)
     turned: NDArray[np.float64] = T_world_grip @ turn
@@ -127,7 +120,7 @@ def canonical_along(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
 def _rows(
     clips: Iterator[FlowClip], actors: Sequence[str], actions: str, ends: Counter[str]
 ) -> Iterator[tuple[FlowClip, NDArray[np.float32], NDArray[np.float32]]]:
-    """Clip, action and state of each demonstration that has a gripper; the others are counted."""
+    """Clip, action and state of each demonstration with a gripper; the others are counted."""
     stage: dict[tuple[Any, ...], Demonstrator] = {}
     arms: dict[str, ArmIk] = {}
     try:

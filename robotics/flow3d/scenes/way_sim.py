@@ -1,10 +1,10 @@
-"""The tasks at a table as a simulator of policies whose one action is the whole way of the gripper.
+"""The tasks at a table as a simulator of policies whose single action is a whole way of the gripper.
 
     sim: {kind: "robotics.flow3d.scenes.way_sim:open_way_sim", tasks: [panda/pour, ur5e/pour], image_size: 64}
 
-A task is an arm and a task of `FLOW_TASKS`. An episode is one control step: the policy sees the first picture, the pose
-of the grip and the query points of the object, the arm goes along the poses that it answers with, and what cannot be
-reached is left out. Criteria, physics and layouts are those that plans of flow are measured with.
+A task is an arm and a task of `FLOW_TASKS`. An episode is one control step: the policy sees the first image, the pose
+of the grip and the object's query points, and the arm follows the poses of its answer as far as it can reach. Criteria,
+physics and layouts are those of plans of flow.
 """
 
 from __future__ import annotations
@@ -37,17 +37,12 @@ if TYPE_CHECKING:
     from robotics.sim.opening import SimConfig
 
 RENDER_PX = 128
-"""Side of the pictures before they are made smaller, as in clips."""
+"""Side of the images before they are made smaller, as in clips."""
 OPTIONS = ("arms", "num_frames", "grid", "actions", "shapes", "colours", "background")
 
 
 def open_way_sim(config: SimConfig) -> WaySim:
-    """The simulator of a configuration; its `options` are arms and those of `WaySim` from num_frames on.
-
-    Raises:
-        UserError: a task, arm, shape or option does not exist, both tasks and arms are given, or domain randomisation
-            is asked for.
-    """
+    """The simulator of a configuration; its `options` are arms and those of `WaySim` from num_frames on."""
     if unknown := sorted(set(config.options) - set(OPTIONS)):
         raise UserError(f"sim.options has {', '.join(unknown)}; allowed: {', '.join(OPTIONS)}")
     if config.randomization.active():
@@ -67,16 +62,13 @@ class WaySim:
 
     Args:
         tasks: arm/task, such as ur5e/place_red.
-        image_size: side of the policy's pictures in pixels.
+        image_size: side of the policy's images in pixels.
         num_frames: T, frames of a flow; a way has T + 4 poses.
         grid: N, query points a side.
-        actions: grips, poses of the gripper; or joints, angles of arms that have equally many.
-        shapes: shapes of the moved things, drawn for each layout; those of training data when empty.
+        actions: grips, poses of the gripper; or joints, angles of arms with equally many.
+        shapes: shapes of the objects, drawn for each layout; those of training data when empty.
         colours: split of colours, train or held_out.
         background: split of table tops and floors.
-
-    Raises:
-        UserError: there is no such task, arm or shape, or the arms of a way of angles have other numbers of joints.
     """
 
     horizon = 1
@@ -131,27 +123,27 @@ class WaySim:
         return ChunkResult(**{**vars(output), "reasons": reasons})
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
-        """Follow the first way of each chunk, to the end of the episode; see `RobotSim.step_chunk`."""
+        """Follow the first way of each chunk to the end of the episode; see `RobotSim.step_chunk`."""
         ways = np.asarray(actions, np.float64)
         if ways.ndim != 3 or (len(ways), ways.shape[2]) != (len(self.live), self.action_size) or not ways.shape[1]:
             raise UserError(f"actions are {ways.shape}; expected ({len(self.live)} live rows, K, {self.action_size})")
         output = ChunkResult.empty(self.live, ways.shape[1], self.state_size, self.image_size)
         reasons, frames = {}, {}
-        for place, row in enumerate(self.live.tolist()):
+        for index, row in enumerate(self.live.tolist()):
             scene = self._stage(self._episodes[row])
             try:
-                self._follow(scene, np.clip(ways[place, 0], -1.0, 1.0))
+                self._follow(scene, np.clip(ways[index, 0], -1.0, 1.0))
             except RunError as error:
-                output.failed[place], output.rewards[place], reasons[row] = True, np.nan, str(error)
+                output.failed[index], output.rewards[index], reasons[row] = True, np.nan, str(error)
                 self.counts["diverged"] += 1
                 continue
             ended = scene.success()
-            output.steps[place], output.success[place] = 1, ended.success
-            output.rewards[place, 0] = float(ended.success)
+            output.steps[index], output.success[index] = 1, ended.success
+            output.rewards[index, 0] = float(ended.success)
             reasons |= {} if ended.success else {row: f"not {', '.join(ended.failed)}"}
-            self._look(scene, place, output, begins=False)
+            self._look(scene, index, output, begins=False)
             if row in record and output.observation.images is not None:
-                frames[row] = output.observation.images[place][None].copy()
+                frames[row] = output.observation.images[index][None].copy()
         output.truncated[:], self.live = ~output.failed, self.live[:0]
         return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
 
@@ -189,7 +181,7 @@ class WaySim:
         )
 
     def _stage(self, episode: EpisodeSpec) -> FlowTabletop:
-        """The scene of an episode at its start; scenes with equal models are built once."""
+        """The scene of an episode at its start; equal models are built once."""
         if episode.task not in self._tasks:
             raise UserError(f"there is no task {episode.task!r}; there are {', '.join(self._tasks)}")
         arm, task = self._tasks[episode.task]
@@ -202,15 +194,15 @@ class WaySim:
         scene.reset(episode.layout)
         return scene
 
-    def _look(self, scene: FlowTabletop, place: int, output: ChunkResult, *, begins: bool) -> str:
-        """Enter what a row sees; why it cannot begin, empty if it can."""
+    def _look(self, scene: FlowTabletop, row: int, output: ChunkResult, *, begins: bool) -> str:
+        """Write a row's observation; returns why it cannot begin, if so."""
         observation, seen = scene.observe(), output.observation
         if seen.images is not None:
-            seen.images[place] = resize(observation.rgb, seen.images.shape[1])
+            seen.images[row] = resize(observation.rgb, seen.images.shape[1])
         points = _points_world_m(observation, self._grid)
         if points is None:
             return "the object is hidden in the first picture" if begins else ""
-        seen.state[place] = way_state(self._ik(scene).pose(scene.joint_rad()), points)
+        seen.state[row] = way_state(self._ik(scene).pose(scene.joint_rad()), points)
         return ""
 
     def _ik(self, scene: FlowTabletop) -> ArmIk:
@@ -219,7 +211,7 @@ class WaySim:
         return self._arms[scene.arm.name]
 
     def _follow(self, scene: FlowTabletop, action: NDArray[np.float64]) -> None:
-        """Go from pose to pose as far as each can be reached, and close or open the fingers where the way says so."""
+        """Go from pose to pose as far as each can be reached, and close or open the fingers as the way says."""
         ik = self._ik(scene)
         if self._joints:
             targets, closed = angles_of_action(action, self._joints)
@@ -238,16 +230,15 @@ class WaySim:
 
 
 def _path_to(ik: ArmIk, here: NDArray[np.float64], pose: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(M, J) angles on the straight way to a pose, as far as it can be reached."""
+    """(M, J) angles on the straight line to a pose, as far as it can be reached."""
     dense, _ = interpolate_poses(np.stack([ik.pose(here), pose]))
     return ik.follow(dense, here).joint_rad
 
 
 def _farther_half(ik: ArmIk, joint_rad: NDArray[np.float64], poses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The poses, or all of them by half a turn about the fingers, whichever the arm can follow farther.
+    """The poses, or all of them turned by half a turn about the fingers, whichever the arm can follow farther.
 
-    A wrist that begins near to a limit cannot tilt what it holds. Of two halves that it can follow alike, the one with
-    the shorter path is taken.
+    A wrist that begins near a limit cannot tilt what it holds. Of two equally good halves the shorter path wins.
     """
     turned = poses @ HALF_TURN
     paths = []
@@ -259,7 +250,7 @@ def _farther_half(ik: ArmIk, joint_rad: NDArray[np.float64], poses: NDArray[np.f
 
 
 def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] | None:
-    """(N * N, 3) query points on the object, as `Predictor.query_points` chooses them; None where it is not seen."""
+    """(N * N, 3) query points on the object, as in `Predictor.query_points`; None where it is not seen."""
     mask = observation.mask
     known = None if mask is None else mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
     if known is None or not known.any():
@@ -270,7 +261,7 @@ def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] 
 
 
 def _joints_of(actions: str, arms: Sequence[str]) -> int:
-    """J of a way of angles, 0 for a way of grips; raises UserError where the arms differ in it."""
+    """J of a way of angles, 0 for a way of grips; raises UserError where the arms differ in J."""
     if actions not in ACTIONS:
         raise UserError(f"sim.options.actions is {actions!r}; expected {' or '.join(ACTIONS)}")
     found = {arm: len(FLOW_ARMS[arm].joints) for arm in arms}

@@ -1,9 +1,9 @@
-"""The way of a gripper as one action of a policy, for behaviour cloning on what world models of flow are trained on.
+"""The way of a gripper as one action of a policy, for behaviour cloning on the data of world models of flow.
 
 A way is W poses of the grip in the frame of the robot's base, each with open or closed fingers: two on the approach,
-the grasp, and one for each frame of the flow. So a policy that predicts a way looks once and decides all, as the
+the grasp, and one for each frame of the flow. So a policy that predicts a way looks once and decides everything, as the
 planner does, and any arm with a two-finger gripper can try to follow it. A way may also be W rows of joint angles, the
-usual actions of robot datasets, which mean something to one arm alone.
+usual actions of robot datasets, which fit one arm only.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 POSE_NUMBERS = 9
 """x, y, z in metres, and the directions along the fingers and along the line on which they close."""
 NUMBERS = POSE_NUMBERS + 1
-"""Those of a pose, and 1 for closed fingers or -1 for open ones."""
+"""A pose, and 1 for closed fingers or -1 for open ones."""
 HALF_TURN = np.diag([-1.0, -1.0, 1.0, 1.0])
 TURN_RAD = 2 * np.pi
 """Angle that is 1 in an action; no joint of an arm turns farther."""
 SHORT = 1e-6
-"""Length below which a predicted direction says nothing."""
+"""Length below which a predicted direction is meaningless."""
 
 
 def canonical_grip(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -36,27 +36,12 @@ def canonical_grip(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def action_of_way(T_world_grip: NDArray[np.float64], closed: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Write a way as an action.
-
-    Args:
-        T_world_grip: (W, 4, 4).
-        closed: (W,) whether the fingers are closed once the pose is reached.
-
-    Returns:
-        (W * 10,) in -1..1 within a metre of the robot's base.
-    """
+    """Action (W * 10,) of poses (W, 4, 4) and closed fingers (W,); in -1..1 within a metre of the robot's base."""
     return _with_fingers(_pose_numbers(T_world_grip), closed)
 
 
 def way_of_action(action: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Read a way; the inverse of `action_of_way` for any numbers.
-
-    Args:
-        action: (W * 10,).
-
-    Returns:
-        (W, 4, 4) poses, their two directions made perpendicular, and (W,) whether the fingers are closed.
-    """
+    """Poses (W, 4, 4) and closed fingers (W,) of any action (W * 10,), directions made orthogonal."""
     rows = _rows(action, NUMBERS)
     along = _unit(rows[:, 3:6], np.array([0.0, 0.0, -1.0]))
     close = rows[:, 6:9] - (rows[:, 6:9] * along).sum(-1, keepdims=True) * along
@@ -66,42 +51,18 @@ def way_of_action(action: NDArray[np.floating]) -> tuple[NDArray[np.float64], ND
 
 
 def action_of_angles(joint_rad: NDArray[np.float64], closed: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Write a way in joint space as an action.
-
-    Args:
-        joint_rad: (W, J).
-        closed: (W,) whether the fingers are closed once the angles are reached.
-
-    Returns:
-        (W * (J + 1),) in -1..1 within a whole turn.
-    """
+    """Action (W * (J + 1),) of angles (W, J) and closed fingers (W,); in -1..1 within a whole turn."""
     return _with_fingers(joint_rad / TURN_RAD, closed)
 
 
 def angles_of_action(action: NDArray[np.floating], joints: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Read a way in joint space; the inverse of `action_of_angles`.
-
-    Args:
-        action: (W * (J + 1),).
-        joints: J.
-
-    Returns:
-        (W, J) angles in rad, and (W,) whether the fingers are closed.
-    """
+    """Angles (W, J) in rad and closed fingers (W,) of an action (W * (J + 1),)."""
     rows = _rows(action, joints + 1)
     return rows[:, :-1] * TURN_RAD, rows[:, -1] > 0
 
 
 def way_state(T_world_grip: NDArray[np.float64], points_world_m: NDArray[np.float64]) -> NDArray[np.float32]:
-    """What a policy is told beside picture and instruction: the pose of the grip and the points of the object.
-
-    Args:
-        T_world_grip: (4, 4) before the way.
-        points_world_m: (n, 3) query points of the first picture, as the world model gets them.
-
-    Returns:
-        (9 + 3 n,) metres and directions.
-    """
+    """State (9 + 3 n,) of a policy: the grip (4, 4) before the way, and the object's query points (n, 3) in metres."""
     return np.concatenate([_pose_numbers(canonical_grip(T_world_grip)), points_world_m.reshape(-1)]).astype(np.float32)
 
 
@@ -120,7 +81,7 @@ def _pose_numbers(T: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _unit(vectors: NDArray[np.float64], otherwise: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Vectors (W, 3) of length 1; another direction, made so too, where one has no length."""
+    """Unit vectors (W, 3); another direction, normalised too, where a vector is too short."""
     length = np.linalg.norm(vectors, axis=-1, keepdims=True)
     chosen = np.where(length > SHORT, vectors, otherwise)
     unit: NDArray[np.float64] = chosen / np.linalg.norm(chosen, axis=-1, keepdims=True)

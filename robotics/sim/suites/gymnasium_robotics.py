@@ -18,7 +18,7 @@ FAMILIES = ("Fetch", "HandReach", "HandManipulate", "AdroitHand", "FrankaKitchen
 
 
 class SuiteError(Exception):
-    """Something that cannot be had from this suite as it was asked for."""
+    """An option that this suite does not have; the message is for the user."""
 
     for_user = True
 
@@ -33,17 +33,11 @@ def make(
     """Make the environment of a worker.
 
     Args:
-        tasks: one registered id, FetchReach-v4 when None; sizes of states and actions differ from id to id.
+        tasks: one registered id, FetchReach-v4 when None; sizes of states and actions differ between ids.
         size: pixels of a side of the images.
         horizon: control steps of an episode; that of the id when None.
         shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
         options: further arguments of the environment, such as reward_type.
-
-    Returns:
-        The environment.
-
-    Raises:
-        SuiteError: there is no such id, or more than one is asked for.
     """
     gymnasium.register_envs(gymnasium_robotics)
     names = tasks or ["FetchReach-v4"]
@@ -70,7 +64,7 @@ def make(
 
 
 class KitchenSuccess(gymnasium.Wrapper):
-    """Says in `info` whether all tasks of the kitchen are done, which its own entries leave to be counted."""
+    """Reports in `info` whether all tasks of the kitchen are done."""
 
     def step(self, action: Any) -> Any:
         """Act; see `gymnasium.Env.step`."""
@@ -81,7 +75,7 @@ class KitchenSuccess(gymnasium.Wrapper):
 
 
 INNER_ENVIRONMENTS = ("robot_env", "point_env", "ant_env")
-"""Where kitchen and mazes keep the environment that has the scene."""
+"""Attributes in which kitchen and mazes keep the environment that has the scene."""
 
 INSTRUCTIONS = {
     "FetchReach": "move the gripper to the red target",

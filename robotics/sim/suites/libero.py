@@ -38,7 +38,7 @@ REPOSITORY = "Lifelong-Robot-Learning/LIBERO"
 
 
 class SuiteError(Exception):
-    """Something that cannot be had from this suite as it was asked for."""
+    """An option that this suite does not have; the message is for the user."""
 
     for_user = True
 
@@ -54,26 +54,19 @@ def make(
     config_folder: str | None = None,
     views: list[str] | None = None,
 ) -> LiberoRow:
-    """Make the row of a worker.
+    """Make the row of a worker, whose scene is built with the first episode of a task.
 
     Args:
         suite: libero_spatial, libero_object, libero_goal, libero_10 or libero_90.
         tasks: names of some of its tasks; all when None.
         size: pixels of a side of the images.
         horizon: control steps of an episode after the settling; the suite's usual number when None.
-        held_out_states: how many of the 50 stored states, the last ones, are the split held_out; the others are
-            train, and the split all has all of them in their order, as published numbers do.
-        shadows: whether images have shadows, as those of the published demonstrations; without them drawing is
-            faster.
+        held_out_states: how many of the 50 stored states, the last ones, are the split held_out; the others are train,
+            and the split all has all of them in their order, as published numbers do.
+        shadows: whether images have shadows, as published demonstrations do; without them drawing is faster.
         camera: agentview, frontview, birdview, sideview or robot0_eye_in_hand.
         config_folder: where LIBERO's config.yaml is written; a temporary folder when None.
         views: further cameras, such as robot0_eye_in_hand.
-
-    Returns:
-        The row; a task's scene is built with its first episode.
-
-    Raises:
-        SuiteError: there is no such suite or task, a number is out of range, or the assets are missing.
     """
     if suite not in HORIZONS:
         raise SuiteError(f"LIBERO has no suite {suite!r}; it has: {', '.join(HORIZONS)}")
@@ -91,7 +84,7 @@ def make(
 
 
 class LiberoRow:
-    """One LIBERO scene at a time; `make` says what the arguments are."""
+    """One LIBERO scene at a time; arguments as for `make`."""
 
     action_size, state_size = 7, 8
 
@@ -195,7 +188,7 @@ class LiberoRow:
             self._env = None
 
     def _load(self, task: str) -> None:
-        """Build a task's scene; this takes seconds and happens once while the task stays the same."""
+        """Build a task's scene, which takes seconds."""
         from libero.libero import get_libero_path
         from libero.libero.envs import OffScreenRenderEnv
 
@@ -274,13 +267,10 @@ def prepare_config(package: Path, assets: Path, folder: str | None) -> Path:
 
 
 def load_states(path: Path) -> np.ndarray:
-    """Read a task's stored initial states.
+    """Read a task's stored initial states (50, D) float64: time, positions and velocities.
 
-    The files are pickles of arrays in torch's older format. Only what an array is made of is allowed in them, so a file
+    The files are pickles of arrays in torch's older format; only what an array is made of is allowed in them, so a file
     cannot run code.
-
-    Returns:
-        (50, D) float64: time, positions and velocities.
     """
     import torch
 
@@ -298,14 +288,7 @@ def load_states(path: Path) -> np.ndarray:
 
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:
-    """Turn a rotation into its axis times its angle.
-
-    Args:
-        quaternion: (4,) unit x, y, z, w.
-
-    Returns:
-        (3,) rad, angle in 0..2 pi; zeros where there is no rotation.
-    """
+    """(3,) axis times angle (0..2 pi) of a unit quaternion (4,) x, y, z, w; zeros without a rotation."""
     w = min(1.0, max(-1.0, float(quaternion[3])))
     sine = math.sqrt(1.0 - w * w)
     if math.isclose(sine, 0.0, abs_tol=1e-9):

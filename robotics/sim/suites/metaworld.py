@@ -21,7 +21,7 @@ UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 
 
 class SuiteError(Exception):
-    """Something that cannot be had from this suite as it was asked for."""
+    """An option that this suite does not have; the message is for the user."""
 
     for_user = True
 
@@ -34,7 +34,7 @@ def make(
     shadows: bool = False,
     views: list[str] | None = None,
 ) -> MetaWorldRow:
-    """Make the row of a worker.
+    """Make the row of a worker, whose scene is built with the first episode of a task.
 
     Args:
         tasks: names such as `reach`, without the version; all 50 when None.
@@ -43,12 +43,6 @@ def make(
         horizon: control steps of an episode, at most 500.
         shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
         views: further cameras, such as gripperPOV.
-
-    Returns:
-        The row; a task's scene is loaded with its first episode.
-
-    Raises:
-        SuiteError: there is no such task or camera, or the horizon is out of range.
     """
     for name in tasks or ():
         if name not in INSTRUCTIONS:
@@ -62,7 +56,7 @@ def make(
 
 
 class MetaWorldRow:
-    """One Meta-World scene at a time; `make` says what the arguments are."""
+    """One Meta-World scene at a time; arguments as for `make`."""
 
     action_size, state_size = 4, STATE_SIZE
 
@@ -85,7 +79,7 @@ class MetaWorldRow:
         return {"train": LAYOUTS, "held_out": LAYOUTS}
 
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
-        """Place object and goal as the seed says."""
+        """Place object and goal by the seed."""
         if task != self._task:
             self._load(task)
         self._env.seed(seed)

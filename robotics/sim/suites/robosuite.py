@@ -1,8 +1,8 @@
 """A robosuite environment for the generic adapter, with the seeds, ends and success that robosuite's own wrapper lacks.
 
 Loaded by path in a Python that has robosuite (made for 1.5.2). robosuite's GymWrapper seeds only numpy's global
-generator, which its placements do not use, and says that the horizon terminated an episode; both are put right here.
-The state is the objects' (with `state: full`) and each robot's proprioception.
+generator, which its placements do not use, and reports the horizon as termination; both are corrected here. The state
+is the objects' (with `state: full`) and each robot's proprioception.
 
 Source: ARISE-Initiative/robosuite robosuite/wrappers/gym_wrapper.py.
 """
@@ -19,7 +19,7 @@ from robosuite.wrappers import GymWrapper
 
 
 class SuiteError(Exception):
-    """Something that cannot be had from this suite as it was asked for."""
+    """An option that this suite does not have; the message is for the user."""
 
     for_user = True
 
@@ -38,8 +38,8 @@ def make(
     """Make the environment of a worker.
 
     Args:
-        tasks: one environment, Lift when None; sizes of states differ from one to the other.
-        robots: name of the arm, or several with a comma between for tasks of two arms.
+        tasks: one environment, Lift when None; sizes of states differ between them.
+        robots: name of the arm, or several separated by commas for tasks of two arms.
         camera: camera of the images.
         size: pixels of a side of the images.
         horizon: control steps of an episode.
@@ -47,12 +47,6 @@ def make(
         shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
         options: further arguments of `robosuite.make`, such as reward_shaping or controller_configs.
         views: further cameras, such as robot0_eye_in_hand.
-
-    Returns:
-        The environment.
-
-    Raises:
-        SuiteError: there is no such environment, robot, camera or state, or more than one task is asked for.
     """
     names = tasks or ["Lift"]
     if len(names) != 1:
@@ -85,7 +79,7 @@ def make(
 
 
 class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
-    """An environment whose episodes repeat; `make` says what the arguments are."""
+    """An environment whose episodes repeat; arguments as for `make`."""
 
     render_mode = "rgb_array"
 
@@ -113,11 +107,11 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
         return observation, float(reward), False, bool(done), {**info, "success": bool(self.env._check_success())}
 
     def render(self) -> np.ndarray:
-        """(size, size, 3) uint8 of this moment."""
+        """(size, size, 3) uint8 of the present state."""
         return self.policy_image()
 
     def policy_image(self, camera: str | None = None) -> np.ndarray:
-        """(size, size, 3) uint8 of this moment, as a further camera sees it where one is named."""
+        """(size, size, 3) uint8 of the present state, from a further camera if one is named."""
         model, data = self.env.sim.model._model, self.env.sim.data._data
         if self._drawn is not model:  # a reset builds the scene anew
             self._free()
@@ -140,7 +134,7 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
 
 
 def _visual_only() -> mujoco.MjvOption:
-    """Without the shapes of collision, which are group 0 in robosuite."""
+    """Without collision geoms, group 0 in robosuite."""
     option = mujoco.MjvOption()
     option.geomgroup[0] = 0
     return option

@@ -113,7 +113,7 @@ def test_a_film_has_the_motion_of_its_clip_and_masks_of_object_and_hand():
     with FlowScene(SMALL, task="place_red", actor="hand") as scene:
         scene.reset(2)
         demonstrator = Demonstrator(scene, approach=3, motion=5)
-        video, clip = demonstrator.film(), demonstrator.clip(FlowEncoding(num_frames=4))
+        video, clip = demonstrator.video(), demonstrator.clip(FlowEncoding(num_frames=4))
     assert len(video) == 8
     np.testing.assert_array_equal(video.rgb[0], clip.observation.rgb)
     np.testing.assert_array_equal(video.truth.masks[0], clip.observation.mask)

@@ -12,8 +12,8 @@ pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow3d]'")
 
 from robotics.flow3d.act.ik import ArmIk  # noqa: E402
 from robotics.flow3d.scenes.envs import FlowTabletopEnv  # noqa: E402
-from robotics.flow3d.scenes.registration import ENVIRONMENT_IDS, register  # noqa: E402
 from robotics.flow3d.scenes.tasks import FLOW_TASKS  # noqa: E402
+from robotics.sim.registration import FLOW_ENVIRONMENT_IDS, register  # noqa: E402
 
 BARE = {"arm": "free_gripper", "image_size": 24}
 UNBOUNDED = "ignore:.*A Box observation space m.*:UserWarning"
@@ -21,7 +21,7 @@ UNBOUNDED = "ignore:.*A Box observation space m.*:UserWarning"
 
 def test_every_task_has_a_name():
     register()
-    assert set(ENVIRONMENT_IDS.values()) == set(FLOW_TASKS)
+    assert set(FLOW_ENVIRONMENT_IDS.values()) == set(FLOW_TASKS)
 
 
 @pytest.mark.filterwarnings("error", UNBOUNDED)
