@@ -131,9 +131,9 @@ def test_pictures_are_the_callers_and_drawn_only_when_asked_for():
     env = TabletopEnv("reach", observation="state", render_mode="rgb_array", render_size=(20, 24))
     env.reset(seed=0)
     env.step(np.zeros(5))
-    assert env._film is None
+    assert env._video is None
     first = env.render()
-    assert env._film is not None
+    assert env._video is not None
     copy = first.copy()
     for _ in range(3):
         env.step(np.ones(5))
