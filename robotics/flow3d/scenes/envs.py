@@ -1,6 +1,6 @@
 """The flow scenes as Gymnasium environments, for policies that act by joints.
 
-    env = gymnasium.make("robotics.flow3d.scenes.registration:mmrl/Flow3DPour-v0", arm="ur5e")
+    env = gymnasium.make("robotics.sim.registration:mmrl/Flow3DPour-v0", arm="ur5e")
     observation, info = env.reset(seed=0, options={"layout": 3})
 
 An action is the change of each joint's target, as a fraction of the joint's range in a control step of 0.1 s, and last
