@@ -11,23 +11,20 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from diffusion.conditioning import TextRows
-from diffusion.data import DiffusionTask
-from diffusion.forward_process import stack_timesteps
-from diffusion.guidance import GuidedVelocity
-from diffusion.pipelines import decode_latents
-from diffusion.policy import DiffusionPolicy
-from diffusion.sampler import SamplerConfig, sample_latents, text_of
+from diffusion.data.prompts import DiffusionTask
+from diffusion.matching.losses import stack_timesteps
+from diffusion.models.conditioning import TextRows
+from diffusion.models.pipelines import decode_latents
+from diffusion.models.policy import DiffusionPolicy
+from diffusion.sampling.sampler import GuidedVelocity, SamplerConfig, sample_latents, text_of
 from mmrl.rewards import RewardResult
-from mmrl.training.loop.distributed import merge_lists
-from mmrl.training.loop.evaluation import Measure, Row, Trial, unscored, with_interval
-from mmrl.training.loop.reference import Reference
-from mmrl.training.loop.scoring import describe_failure, failure_of
-from mmrl.training.loop.seeds import make_generator, stream_seed
-from mmrl.training.loop.settings import EvaluationConfig
-from mmrl.training.record.metrics import metric_label
-from mmrl.training.record.outcomes import Outcome
-from mmrl.training.record.samples import SampleRecord
+from mmrl.runs.run_log import metric_label
+from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.training.evaluation import Measure, Row, Trial, unscored, with_interval
+from mmrl.training.processes import make_generator, merge_lists, stream_seed
+from mmrl.training.reference import Reference
+from mmrl.training.scoring import describe_failure, failure_of
+from mmrl.training.settings import EvaluationConfig
 
 DISTANCE_TIMES = (0.2, 0.4, 0.6, 0.8)
 SHOWN_IMAGES = 4

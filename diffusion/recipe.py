@@ -19,28 +19,28 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, columns_of, load_prompts
-from diffusion.eval_average import EvalAverage
+from diffusion.config import DiffusionConfig, GivenEvaluationConfig
+from diffusion.data.prompts import DiffusionTask, LoadedPrompts, PromptConfig, columns_of, load_prompts
 from diffusion.evaluation import ImageMeasure, training_cost
-from diffusion.payload import DiffusionPayload
-from diffusion.pipelines import decode_latents
-from diffusion.policy import DiffusionPolicy, load_policy
+from diffusion.models.ema import EvalAverage
+from diffusion.models.pipelines import decode_latents
+from diffusion.models.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.scoring import load_rewards, score_images
-from diffusion.settings import DiffusionConfig, GivenEvaluationConfig
-from mmrl.core.decoupled import decoupled_advantages
-from mmrl.core.objective import PolicyOutputs
+from diffusion.sampling.trajectories import DiffusionPayload
+from mmrl.core.objectives.decoupled import decoupled_advantages
+from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult
-from mmrl.training.loop.distributed import global_advantages
-from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
-from mmrl.training.loop.objectives import make_objective
-from mmrl.training.loop.recipe import Recipe, Stateful, Tally
-from mmrl.training.loop.reference import Reference
-from mmrl.training.loop.scoring import RewardErrors, with_rewards
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.samples import SampleRecord
-from mmrl.training.record.stopwatch import stopwatch
+from mmrl.runs.samples import SampleRecord
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.training.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.objectives import make_objective
+from mmrl.training.processes import global_advantages
+from mmrl.training.recipe import Recipe, Stateful, Tally
+from mmrl.training.reference import Reference
+from mmrl.training.scoring import RewardErrors, with_rewards
+from mmrl.training.terms import Step
 
 LOGGER = logging.getLogger("mmrl")
 

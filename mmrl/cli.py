@@ -17,9 +17,8 @@ import warnings
 from typing import TYPE_CHECKING, NoReturn
 
 from mmrl.commands import COMMANDS, is_first_process, say
-from mmrl.crash import describe_crash
+from mmrl.crash import describe_crash, lasting_streams
 from mmrl.errors import RunError, RunStopped, UserError
-from mmrl.streams import lasting_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -156,7 +155,7 @@ def _show_log() -> None:
 
 
 def _stopped(stop: RunStopped, arguments: list[str]) -> int:
-    from mmrl.training.loop.distributed import leave
+    from mmrl.training.processes import leave
 
     code = 128 + stop.signum
     if is_first_process():

@@ -19,12 +19,12 @@ from typing import NamedTuple, TextIO
 from mmrl.errors import UserError, require_packages
 
 DEMOS = {
-    "vlm": ("mmrl.vlm.demo", "runs/demo"),
-    "diffusion": ("diffusion.demo", "runs/diffusion-demo"),
-    "robot": ("robotics.demo", "runs/robot-demo"),
-    "gui": ("mmrl.gui.demo", "runs/gui-demo"),
-    "flow": ("robotics.flow3d.demo", "runs/flow-demo"),
-    "video": ("mmrl.vlm.tspo.demo", "runs/video-demo"),
+    "vlm": ("mmrl.vlm.toy.demo", "runs/demo"),
+    "diffusion": ("diffusion.toy.demo", "runs/diffusion-demo"),
+    "robot": ("robotics.toy.robot_demo", "runs/robot-demo"),
+    "gui": ("mmrl.gui.toy.demo", "runs/gui-demo"),
+    "flow": ("robotics.toy.flow_demo", "runs/flow-demo"),
+    "video": ("mmrl.vlm.toy.video_demo", "runs/video-demo"),
 }
 LISTED = {
     "recipes": {"recipes": ""},
@@ -79,8 +79,8 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
         raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
-    from mmrl.training.loop.distributed import leave
-    from mmrl.training.runs import train
+    from mmrl.training.processes import leave
+    from mmrl.training.run import train
 
     args.run_dir = Path(config.output_dir)  # where a crash leaves its traceback
 
@@ -100,7 +100,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
     run_dir = _existing_run(args.target) if args.target.is_dir() else None
     entry, config = load_run(run_dir / "config.yaml" if run_dir else args.target, args.overrides)
-    from mmrl.training.runs import evaluate
+    from mmrl.training.run import evaluate
 
     args.run_dir = run_dir or Path(config.output_dir)
     if run_dir and not any(text.startswith("output_dir=") for text in args.overrides):
@@ -124,7 +124,7 @@ def export(args: argparse.Namespace) -> int:
 
     run_dir = _existing_run(args.run_folder)
     entry, config = load_run(run_dir / "config.yaml")
-    from mmrl.training.export import export_run
+    from mmrl.runs.export import export_run
 
     output = args.output or run_dir / "export"
     call = export_run(entry, config, run_dir, output, args.step)
@@ -137,7 +137,7 @@ def report(args: argparse.Namespace) -> int:
     """Write report.html of the last run folder; earlier ones are the stages before it."""
     *chain, run_dir = [_existing_run(folder) for folder in args.run_dirs]
     args.run_dir = run_dir
-    from mmrl.training.report.page import write_report
+    from mmrl.report.page import write_report
 
     say(f"report: {write_report(run_dir, chain=chain)}")
     return 0
@@ -149,7 +149,7 @@ def compare(args: argparse.Namespace) -> int:
         raise UserError(f"experiment file not found: {args.experiment}")
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs is {args.jobs}; must be at least 1")
-    from mmrl.training.compare.run import run_experiment
+    from mmrl.compare.run import run_experiment
 
     output = args.output or Path("runs") / args.experiment.stem
     args.run_dir = output
@@ -233,7 +233,7 @@ def demo(args: argparse.Namespace) -> int:
 
 def sim(args: argparse.Namespace) -> int:
     """Install a simulator suite in a Python of its own, check a simulator with its experts, or show episodes."""
-    rooms = importlib.import_module("robotics.sim.commands")
+    rooms = importlib.import_module("robotics.commands")
     if args.action == "setup":
         rooms.setup(args.name, args.folder, say)
         return 0

@@ -29,9 +29,8 @@ def make_images(folder: Path) -> None:
 def make_agent(folder: Path) -> None:
     """An exported temporal agent, with its CLIP, and a clip of 20 frames."""
     from mmrl.hub.video import write_mp4
-    from mmrl.vlm.tspo.agent import TemporalAgent
-    from mmrl.vlm.tspo.storage import AgentSettings, save_agent
-    from mmrl.vlm.tspo.tiny_clip import build_clip
+    from mmrl.vlm.toy.tiny_clip import build_clip
+    from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, save_agent
 
     clip = build_clip(folder / "runs/needle/clip", width=16, hidden=16, layers=1, steps=1, examples=1)
     save_agent(TemporalAgent(16, heads=4), AgentSettings(str(clip), 1.0, 0, 8), folder / "needle-agent")
@@ -58,14 +57,14 @@ def make_results(folder: Path) -> None:
 
 def make_model(folder: Path) -> Path:
     """A tiny random Qwen2.5-VL where the configurations of the digits build theirs."""
-    from mmrl.vlm.tiny import build_tiny_vlm
+    from mmrl.vlm.toy.tiny import build_tiny_vlm
 
     return build_tiny_vlm(folder / "runs/digits-model", corpus=["How many cats are there?", "<answer>2</answer>"] * 20)
 
 
 def _vlm_results(folder: Path) -> None:
-    from mmrl.vlm.model_config import LoraSettings, ModelConfig
-    from mmrl.vlm.models import load_policy
+    from mmrl.vlm.engine.policy import load_policy
+    from mmrl.vlm.model.config import LoraSettings, ModelConfig
 
     base = make_model(folder)
     load_policy(ModelConfig(path=str(base))).save_pretrained(checkpoint(folder, "digits-papo", 300))
@@ -74,9 +73,8 @@ def _vlm_results(folder: Path) -> None:
 
 
 def _diffusion_results(folder: Path) -> None:
-    from diffusion.model import LoraSettings, ModelConfig
-    from diffusion.policy import load_policy
-    from diffusion.tiny import TinySd3Sizes, build_tiny_sd3
+    from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
+    from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 
     base = build_tiny_sd3(folder / "runs/shapes/pipeline", corpus=list(CAPTIONS), sizes=TinySd3Sizes(layers=1))
     full = ModelConfig(path=str(base), lora=LoraSettings(enabled=False))
@@ -88,7 +86,7 @@ def _diffusion_results(folder: Path) -> None:
 def _robot_results(folder: Path) -> None:
     from robotics import SmallVlaConfig, SmallVlaPolicy
     from robotics.data import EpisodeWriter, robot_features
-    from robotics.vla.encoder import EncoderConfig
+    from robotics.policies.base.encoder import EncoderConfig
 
     encoder = EncoderConfig(image_size=(64, 64), state_size=10)
     policy = SmallVlaPolicy.build(

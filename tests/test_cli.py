@@ -15,7 +15,7 @@ from mmrl.errors import RunError, RunStopped, UserError
 PROJECT = Path(__file__).resolve().parent.parent
 TOY_RECIPE = """
 from dataclasses import dataclass
-from mmrl.training.loop.settings import RunConfig
+from mmrl.training.settings import RunConfig
 
 @dataclass
 class ToyConfig(RunConfig):
@@ -164,7 +164,7 @@ def test_evaluate_refuses_a_folder_that_is_no_run(tmp_path, capsys):
 @pytest.fixture
 def recorded_train(monkeypatch):
     """Replaces the training loop; `outcome` is returned or raised."""
-    import mmrl.training.runs as runs
+    import mmrl.training.run as runs
 
     class Recorder:
         outcome = Path("somewhere")
@@ -234,7 +234,7 @@ def test_last_good_checkpoint_is_for_resuming(toy_config, recorded_train, capsys
 
 
 def test_interrupted_comparison_continues_with_the_same_command(tmp_path, monkeypatch, capsys):
-    import mmrl.training.compare.run as compare
+    import mmrl.compare.run as compare
 
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
@@ -297,7 +297,7 @@ def test_user_environment_wins_over_quietness(toy_config, recorded_train, monkey
 
 
 def test_evaluate_reads_the_run_folder(toy_config, monkeypatch, capsys):
-    import mmrl.training.runs as runs
+    import mmrl.training.run as runs
 
     run_dir = toy_config.parent / "finished"
     run_dir.mkdir()
@@ -315,7 +315,7 @@ def test_evaluate_reads_the_run_folder(toy_config, monkeypatch, capsys):
 
 
 def test_report_takes_the_last_folder_and_the_chain_before_it(tmp_path, monkeypatch, capsys):
-    import mmrl.training.report.page as report
+    import mmrl.report.page as report
 
     folders = [tmp_path / "sft", tmp_path / "papo"]
     for folder in folders:
@@ -334,7 +334,7 @@ def test_report_takes_the_last_folder_and_the_chain_before_it(tmp_path, monkeypa
     ],
 )
 def test_compare_hands_over_its_options(options, expected, tmp_path, monkeypatch, capsys):
-    import mmrl.training.compare.run as compare
+    import mmrl.compare.run as compare
 
     calls = []
 
@@ -350,7 +350,7 @@ def test_compare_hands_over_its_options(options, expected, tmp_path, monkeypatch
 
 
 def test_demo_prints_its_lines(tmp_path, monkeypatch, capsys):
-    import mmrl.vlm.demo as demo
+    import mmrl.vlm.toy.demo as demo
 
     monkeypatch.setattr(demo, "run", lambda output: [f"in {output}", "report: r.html"])
     assert main(["demo", "--output", str(tmp_path)]) == 0

@@ -4,7 +4,7 @@ import pytest
 
 from mmrl.config import load, load_run, save
 from mmrl.errors import UserError
-from mmrl.vlm.papo import PapoConfig
+from mmrl.vlm.methods.papo import PapoConfig
 
 GOOD = "recipe: papo\nmodel: {path: m}\ndata: {path: d.jsonl}\nrewards: [{name: exact}]\n"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.compare.experiment import load_experiment
+from mmrl.compare.plans import plan_arm_run, plan_preparations
 from mmrl.config import load_run
-from mmrl.training.compare.experiment import load_experiment
-from mmrl.training.compare.plans import plan_arm_run, plan_preparations
-from mmrl.training.runs import train
-from mmrl.vlm.tiny import build_tiny_vlm
+from mmrl.training.run import train
+from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.fitting import fitting, group_size
 from tests.vlm.builders import CORPUS
 from tests.vlm.pairs import write_pairs

@@ -8,7 +8,7 @@ import pytest
 from mmrl import doctor
 from mmrl.cli import main
 from mmrl.doctor import machine, packages
-from mmrl.doctor.findings import Finding, release
+from mmrl.doctor.machine import Finding, release
 from mmrl.doctor.packages import Requirement
 from mmrl.errors import UserError
 

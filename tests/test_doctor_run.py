@@ -10,8 +10,8 @@ import pytest
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.doctor.run_folder import check_run
-from mmrl.training.record.run_lock import RunLock
-from mmrl.training.runs import train
+from mmrl.runs.lock import RunLock
+from mmrl.training.run import train
 
 CONFIG = """
 recipe: tests.training.toy:ToyRecipe:ToyConfig

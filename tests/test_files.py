@@ -78,21 +78,19 @@ def test_what_cannot_be_a_path_is_no_file(path):
 
 # Files that lie in a folder which is renamed as a whole or is a temporary one, in a device of the system, or a log.
 INSIDE_A_DRAFT = {
-    "mmrl/bench/harness.py",
-    "mmrl/bench/measure.py",
-    "mmrl/bench/worker.py",
+    "benchmarks/harness.py",
+    "benchmarks/measure.py",
+    "benchmarks/worker.py",
     "mmrl/files.py",
-    "mmrl/training/export.py",
-    "mmrl/training/record/checkpoint.py",
-    "mmrl/training/record/manifest.py",
-    "mmrl/vlm/storage.py",
+    "mmrl/runs/export.py",
+    "mmrl/runs/checkpoint.py",
+    "mmrl/vlm/model/storage.py",
     "mmrl/workers/run_code.py",
-    "mmrl/workers/failure_log.py",
-    "mmrl/vlm/bench/workload.py",
-    "mmrl/vlm/building.py",
-    "mmrl/vlm/image_rows.py",
-    "diffusion/bench/recipes.py",
-    "diffusion/bench/arms.py",
+    "mmrl/workers/engine.py",
+    "benchmarks/vlm/workload.py",
+    "mmrl/vlm/model/network.py",
+    "mmrl/vlm/data/media_rows.py",
+    "benchmarks/diffusion/arms.py",
 }
 
 

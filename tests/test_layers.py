@@ -13,7 +13,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "mmrl.errors",
     "mmrl.files",
-    "mmrl.values",
+    "mmrl.fields",
     "mmrl.fields",
     "mmrl.lazy",
     "mmrl.core",
@@ -25,7 +25,7 @@ ROOMS = (
     "mmrl.options",
     "mmrl.training",
     "mmrl.hub",
-    "mmrl.bench",
+    "benchmarks",
     "mmrl.doctor",
     "mmrl.vlm",
     "mmrl.agents",
@@ -35,7 +35,7 @@ ROOMS = (
 )
 MAY_IMPORT = {room: ROOMS[:place] for place, room in enumerate(ROOMS)}
 # The command line and the tables of the documentation import everything; no room may import them.
-TOP = ("mmrl.cli", "mmrl.commands", "mmrl.crash", "mmrl.docs", "mmrl.listings", "mmrl.streams")
+TOP = ("mmrl.cli", "mmrl.commands", "mmrl.crash", "mmrl.docs", "mmrl.listings", "mmrl.crash")
 SUITE = ("mmrl", "diffusion", "robotics")
 
 
@@ -97,19 +97,23 @@ def test_every_part_of_the_suite_is_known_to_the_checker():
     ("file", "line", "rooms"),
     [
         (
-            "mmrl/core/objective.py",
+            "mmrl/core/objectives/objective.py",
             "from mmrl.training import trainer",
             "mmrl.core imports mmrl.training.trainer",
         ),
-        ("mmrl/core/objective.py", "from ..vlm.policy import VlmPolicy", "mmrl.core imports mmrl.vlm.policy"),
+        (
+            "mmrl/core/objectives/objective.py",
+            "from ..vlm.policy import VlmPolicy",
+            "mmrl.core imports mmrl.vlm.engine.policy",
+        ),
         ("mmrl/core/__init__.py", "from .. import rewards", "mmrl.core imports mmrl.rewards"),
-        ("mmrl/training/runs.py", "import mmrl.vlm.papo as papo", "mmrl.training imports mmrl.vlm.papo"),
-        ("mmrl/training/runs.py", "def f():\n    from mmrl import cli", "mmrl.training imports mmrl.cli"),
+        ("mmrl/training/run.py", "import mmrl.vlm.methods.papo as papo", "mmrl.training imports mmrl.vlm.methods.papo"),
+        ("mmrl/training/run.py", "def f():\n    from mmrl import cli", "mmrl.training imports mmrl.cli"),
         ("mmrl/rewards/maths.py", "import diffusion", "mmrl.rewards imports diffusion"),
-        ("diffusion/sampler.py", "from robotics.sim import scene", "diffusion imports robotics.sim"),
-        ("mmrl/core/objective.py", "from mmrl.config import load", "mmrl.core imports mmrl.config"),
-        ("mmrl/config.py", "def f():\n    import mmrl.vlm.papo", "mmrl.config imports mmrl.vlm.papo"),
-        ("robotics/vla/srpo.py", "from mmrl.cli import main", "robotics imports mmrl.cli"),
+        ("diffusion/sampling/sampler.py", "from robotics.sim import scene", "diffusion imports robotics.sim"),
+        ("mmrl/core/objectives/objective.py", "from mmrl.config import load", "mmrl.core imports mmrl.config"),
+        ("mmrl/config.py", "def f():\n    import mmrl.vlm.methods.papo", "mmrl.config imports mmrl.vlm.methods.papo"),
+        ("robotics/methods/srpo.py", "from mmrl.cli import main", "robotics imports mmrl.cli"),
         ("mmrl/errors.py", "import mmrl.core", "mmrl.errors imports mmrl.core"),
         ("mmrl/__init__.py", "from mmrl.core import Rollouts", "mmrl imports mmrl.core"),
     ],
@@ -125,10 +129,10 @@ def test_checker_catches_a_planted_arrow(tmp_path, file, line, rooms):
 
 def test_checker_accepts_allowed_arrows(tmp_path):
     allowed = {
-        "mmrl/training/loop/trainer.py": "from mmrl.core import rollouts\nfrom mmrl.errors import RunError\n",
-        "mmrl/vlm/policy.py": "import torch\nfrom .payload import Prompt\nfrom ..rewards import RewardSum\n",
+        "mmrl/training/trainer.py": "from mmrl.core import rollouts\nfrom mmrl.errors import RunError\n",
+        "mmrl/vlm/engine/policy.py": "import torch\nfrom .payload import Prompt\nfrom ..rewards import RewardSum\n",
         "mmrl/cli.py": "def run():\n    from mmrl.vlm import demo\n",
-        "robotics/vla/policy.py": "from diffusion import sampler\nfrom mmrl.core import Objective\n",
+        "robotics/policies/base/policy.py": "from diffusion import sampler\nfrom mmrl.core import Objective\n",
     }
     for file, text in allowed.items():
         path = tmp_path / file

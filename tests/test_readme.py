@@ -20,7 +20,7 @@ from mmrl.config import load_run
 from mmrl.core import CATALOGUE
 from mmrl.recipes import RECIPES, find_recipe
 from mmrl.rewards import REWARDS
-from mmrl.training.record.tracking import describe_metric
+from mmrl.runs.tracking import describe_metric
 from tests.fitting import fitting, group_size
 from tests.pages import README, ROOT, read_page
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from diffusion.data import DiffusionTask, columns_of
+from diffusion.data.prompts import DiffusionTask, columns_of
 from diffusion.rewards.table import load_image_rewards
 from mmrl.rewards import RewardConfig, RewardResult, RewardSum
 

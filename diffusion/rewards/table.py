@@ -93,41 +93,41 @@ COLUMNS = ("metadata",)
 _DIGITS = "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998"
 _TABLE = (
     ImageReward(
-        "shapes_geneval", "diffusion.rewards.geneval:shapes_geneval",
+        "shapes_geneval", "diffusion.toy.shapes.geneval:shapes_geneval",
         "share of what a caption of shapes asks for: shapes, counts, colours, relation, nothing else",
         "after GenEval, arXiv 2310.11513, but with nothing else; graded as in Flow-GRPO, arXiv 2505.05470", (0.0, 1.0),
     ),
     ImageReward(
-        "shapes_geneval_strict", "diffusion.rewards.geneval:shapes_geneval_strict",
+        "shapes_geneval_strict", "diffusion.toy.shapes.geneval:shapes_geneval_strict",
         "1 for exactly what a caption of shapes asks for and nothing else, else 0",
         "this suite; stricter than GenEval, arXiv 2310.11513, which accepts more objects than were asked for",
         (0.0, 1.0),
     ),
     ImageReward(
-        "shapes_judge", "diffusion.rewards.judges:shapes_judge",
+        "shapes_judge", "diffusion.toy.shapes.judge:shapes_judge",
         "probability of the right counts under a network of another kind; for measuring, not for training",
         "this suite", (0.0, 1.0), needs="the option path; 40 seconds of training the first time",
     ),
     ImageReward(
-        "class_prob", "diffusion.rewards.digits:class_prob",
+        "class_prob", "diffusion.toy.digits:class_prob",
         "probability of the captioned handwritten digit under a logistic regression", _DIGITS, (0.0, 1.0),
         needs="scikit-learn",
     ),
     ImageReward(
-        "class_log_prob", "diffusion.rewards.digits:class_log_prob", "logarithm of class_prob", _DIGITS, (None, 0.0),
+        "class_log_prob", "diffusion.toy.digits:class_log_prob", "logarithm of class_prob", _DIGITS, (None, 0.0),
         needs="scikit-learn",
     ),
     ImageReward(
-        "class_prob_judge", "diffusion.rewards.digits:class_prob_judge",
+        "class_prob_judge", "diffusion.toy.digits:class_prob_judge",
         "probability of the captioned digit under a network that saw other scans; for measuring, not for training",
         _DIGITS, (0.0, 1.0), needs="scikit-learn",
     ),
     ImageReward(
-        "caption_colour", "diffusion.rewards.colour:caption_colour",
+        "caption_colour", "diffusion.toy.shapes.colour:caption_colour",
         "nearness of the pixels to the colours of the caption", "this suite", (0.0, 1.0),
     ),
     ImageReward(
-        "caption_position", "diffusion.rewards.colour:caption_position",
+        "caption_position", "diffusion.toy.shapes.colour:caption_position",
         "distance of two colours' centres of mass along the relation of the caption", "this suite", (-1.0, 1.0),
     ),
     ImageReward(
@@ -144,26 +144,26 @@ _TABLE = (
         "Flow-GRPO, arXiv 2505.05470", (0.0, 1.0), needs="the program tesseract",
     ),
     ImageReward(
-        "pickscore", "diffusion.rewards.plugins:pickscore", "human preference for the image given the prompt",
+        "pickscore", "diffusion.rewards.learned:pickscore", "human preference for the image given the prompt",
         "Pick-a-Pic, arXiv 2305.01569", (None, None), offline=False,
         needs="the option path: folder of PickScore_v1 with its processor",
     ),
     ImageReward(
-        "clip_score", "diffusion.rewards.plugins:clip_score", "fit of image and prompt", "CLIPScore, arXiv 2104.08718",
+        "clip_score", "diffusion.rewards.learned:clip_score", "fit of image and prompt", "CLIPScore, arXiv 2104.08718",
         (None, None), offline=False, needs="the option path: folder of CLIP ViT-L/14",
     ),
     ImageReward(
-        "hpsv2", "diffusion.rewards.plugins:hpsv2", "human preference for the image given the prompt",
+        "hpsv2", "diffusion.rewards.learned:hpsv2", "human preference for the image given the prompt",
         "HPS v2, arXiv 2306.09341", (-1.0, 1.0), offline=False,
         needs="the option path: folder of HPS v2.1, and open_clip for the released file",
     ),
     ImageReward(
-        "image_reward", "diffusion.rewards.image_reward:image_reward",
+        "image_reward", "diffusion.rewards.learned:image_reward",
         "human preference for the image given the prompt", "ImageReward, arXiv 2304.05977", (None, None), offline=False,
         needs="the option path: folder of ImageReward, and the package ImageReward",
     ),
     ImageReward(
-        "aesthetic", "diffusion.rewards.plugins:aesthetic", "beauty of the image, whatever it shows",
+        "aesthetic", "diffusion.rewards.learned:aesthetic", "beauty of the image, whatever it shows",
         "christophschuhmann/improved-aesthetic-predictor; DDPO, arXiv 2305.13301", (None, None), offline=False,
         needs="the option path: folder of CLIP ViT-L/14 with the head",
     ),

@@ -9,16 +9,15 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mmrl.agents.episode import ENDINGS, Episode
-from mmrl.agents.films import Video, write_videos
-from mmrl.agents.tasks import AgentTask
+from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.environments.videos import Video, write_videos
+from mmrl.agents.rollout.episodes import ENDINGS, Episode
 from mmrl.fields import bounded
-from mmrl.training.loop.evaluation import Measure, Row, Trial, with_interval
-from mmrl.training.loop.seeds import stream_seed
-from mmrl.training.loop.settings import EvaluationConfig
-from mmrl.training.record.metrics import metric_label
-from mmrl.training.record.outcomes import Outcome
-from mmrl.training.record.samples import SampleRecord
+from mmrl.runs.run_log import metric_label
+from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.training.evaluation import Measure, Row, Trial, with_interval
+from mmrl.training.processes import stream_seed
+from mmrl.training.settings import EvaluationConfig
 
 RunEpisodes = Callable[[Sequence[AgentTask], Sequence[int], bool, Sequence[bool]], list[Episode]]
 """(tasks, seeds, greedy, which are recorded as videos) to their episodes."""

@@ -22,34 +22,30 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from mmrl.agents.actions import ActionConfig
-from mmrl.agents.conversation import ConversationConfig, Writer
-from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.env_pool import EnvPool
-from mmrl.agents.episode import Episode, EpisodeConfig
+from mmrl.agents.environments.actions import ActionConfig
+from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
+from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
-from mmrl.agents.payload import AgentPayload, pack_groups
-from mmrl.agents.runner import EpisodeRunner
-from mmrl.agents.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
+from mmrl.agents.rollout.conversation import ConversationConfig, Writer
+from mmrl.agents.rollout.episodes import AgentPayload, Episode, EpisodeConfig, pack_groups
+from mmrl.agents.rollout.runner import EpisodeRunner
 from mmrl.core.blocks import CriticAdvantage
 from mmrl.core.groups import group_sum
-from mmrl.core.objective import PolicyOutputs
+from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare
 from mmrl.rewards.loading import source_digest
-from mmrl.training.loop.distributed import sum_over_processes
-from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
-from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.loop.recipe import NoUsableTasksError, Recipe, Stateful, Tally
-from mmrl.training.loop.seeds import stream_seed
-from mmrl.training.loop.settings import RunConfig
-from mmrl.training.loop.sim_counts import SimCounts
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.samples import SampleRecord
-from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.runs.samples import SampleRecord
+from mmrl.training.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.processes import stream_seed, sum_over_processes
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Tally
+from mmrl.training.settings import RunConfig
+from mmrl.training.sim_counts import SimCounts
+from mmrl.training.terms import Step
+from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precision
 
 LOGGER = logging.getLogger("mmrl")
 SCORES = ("values", "turns", "entropy", "logp_ref")

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 
-from mmrl.agents.recorded import write_recorded
-from mmrl.agents.tasks import AgentTask
+from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.rollout.storage import write_recorded
 from mmrl.errors import UserError
 from mmrl.files import replaced
-from mmrl.training.loop.seeds import stream_seed
+from mmrl.training.processes import stream_seed
 
 if TYPE_CHECKING:
     from mmrl.agents.recipe import AgentRecipe

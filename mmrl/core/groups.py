@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.core.aggregation import masked_sum
+from mmrl.core.loss import masked_sum
 
 WHITEN_EPS = 1e-8
 

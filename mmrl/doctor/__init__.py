@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from mmrl.doctor import machine, packages
-from mmrl.doctor.findings import Finding, one_line
+from mmrl.doctor.machine import Finding, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -130,7 +130,7 @@ def _print_rich(findings: Sequence[Finding]) -> None:
     Console().print(table)
 
 
-ROOM_CHECKS = {"browser": "mmrl.gui.doctor:check_browser"}
+ROOM_CHECKS = {"browser": "mmrl.gui.browser.doctor:check_browser"}
 """Checks that rooms bring along: area to `module:function`, imported when the check runs."""
 INSTALLATION = Words("ready to train", "something `mmrl train` needs is broken", "optional parts absent")
 RUN = Words("the run is sound", "something in the run is damaged", "notes")

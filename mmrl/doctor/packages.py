@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl.doctor.findings import DISTRIBUTION, PROJECT_DIR, Finding, install_command, release
+from mmrl.doctor.machine import DISTRIBUTION, PROJECT_DIR, Finding, install_command, release
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

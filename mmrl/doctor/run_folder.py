@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import load_run
-from mmrl.doctor.findings import Finding, one_line
+from mmrl.doctor.machine import Finding, one_line
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
-from mmrl.hub.saved_files import base_path
-from mmrl.training.record.checkpoint import Checkpoints
-from mmrl.training.record.jsonlines import read_jsonl
-from mmrl.training.record.run_folder import has_begun
-from mmrl.training.record.run_lock import owner_of
-from mmrl.training.record.tracking import read_evaluations, read_metrics
+from mmrl.hub.building import base_path
+from mmrl.runs.checkpoint import Checkpoints
+from mmrl.runs.folder import has_begun
+from mmrl.runs.jsonlines import read_jsonl
+from mmrl.runs.lock import owner_of
+from mmrl.runs.tracking import read_evaluations, read_metrics
 
 AREA = "run"
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "mmrl.gui.aepo": ("AepoConfig", "AepoRecipe"),
-    "mmrl.gui.aepo_rewards": ("AnswerRules", "PointScore", "point_reward"),
-    "mmrl.gui.answers": ("ParsedAnswer", "answer_text", "parse_answer"),
+    "mmrl.gui.grounding.aepo": ("AepoConfig", "AepoRecipe"),
+    "mmrl.gui.grounding.rewards": ("AnswerRules", "PointScore", "point_reward"),
+    "mmrl.gui.grounding.answers": ("ParsedAnswer", "answer_text", "parse_answer"),
     "mmrl.gui.benchmarks.loading": ("BenchmarkConfig", "load_benchmark", "validate"),
     "mmrl.gui.benchmarks.recipe": ("GroundingEvaluation", "GroundingEvaluationConfig"),
-    "mmrl.gui.browser": ("Browser", "BrowserFailure", "BrowserSettings"),
-    "mmrl.gui.coords": ("Box", "CoordinateSpace", "Resize", "from_original", "smart_resize", "to_original"),
-    "mmrl.gui.elements": ("Element", "read_elements"),
-    "mmrl.gui.grounding": ("GroundingSettings",),
-    "mmrl.gui.grounding_sft": ("GroundingSftConfig", "GroundingSftRecipe"),
-    "mmrl.gui.guarded_page": ("GuardedPage",),
-    "mmrl.gui.miniwob": ("MiniWobEnv", "MiniWobSettings", "miniwob_tasks"),
-    "mmrl.gui.page_env": ("PageEnv", "PageEnvSettings", "Verdict", "WebAgentEnv"),
-    "mmrl.gui.tables": ("AnyOf", "GroundingSample", "Polygon", "Refusal", "write_samples"),
+    "mmrl.gui.browser.browser": ("Browser", "BrowserFailure", "BrowserSettings"),
+    "mmrl.gui.grounding.coords": ("Box", "CoordinateSpace", "Resize", "from_original", "smart_resize", "to_original"),
+    "mmrl.gui.browser.elements": ("Element", "read_elements"),
+    "mmrl.gui.grounding.tasks": ("GroundingSettings",),
+    "mmrl.gui.grounding.sft": ("GroundingSftConfig", "GroundingSftRecipe"),
+    "mmrl.gui.browser.page": ("GuardedPage",),
+    "mmrl.gui.browser.miniwob": ("MiniWobEnv", "MiniWobSettings", "miniwob_tasks"),
+    "mmrl.gui.browser.page_env": ("PageEnv", "PageEnvSettings", "Verdict", "WebAgentEnv"),
+    "mmrl.gui.grounding.samples": ("AnyOf", "GroundingSample", "Polygon", "Refusal", "write_samples"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-COMMANDS = {"screens": "mmrl.gui.pages.command", "validate": "mmrl.gui.benchmarks.command"}
+COMMANDS = {"screens": "mmrl.gui.toy.pages.command", "validate": "mmrl.gui.benchmarks.command"}
 """The modules are light, since they are loaded for every usage of `mmrl`; they import the rest when they run."""
 
 

@@ -7,13 +7,13 @@ from mmrl.entries import RecipeEntry
 RECIPES = (
     RecipeEntry(
         "aepo",
-        "mmrl.gui.aepo:AepoRecipe:AepoConfig",
+        "mmrl.gui.grounding.aepo:AepoRecipe:AepoConfig",
         "screen grounding with several answers and the adaptive exploration reward; naive RLVR by options",
         "InfiGUI-G1, arXiv 2508.05731",
     ),
     RecipeEntry(
         "grounding_sft",
-        "mmrl.gui.grounding_sft:GroundingSftRecipe:GroundingSftConfig",
+        "mmrl.gui.grounding.sft:GroundingSftRecipe:GroundingSftConfig",
         "supervised warm start on worked answers to questions about screens",
         "maximum likelihood",
         supervised=True,

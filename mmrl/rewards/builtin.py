@@ -52,7 +52,7 @@ REWARDS: dict[str, RewardEntry] = {
         "DAPO, arXiv 2503.14476, equation 13",
     ),
     "point": RewardEntry(
-        "mmrl.gui.aepo_rewards:point_reward",
+        "mmrl.gui.grounding.rewards:point_reward",
         "format plus accuracy of points on a screen: adaptive exploration, any or first; -1 for a wrong format",
         "AEPO (InfiGUI-G1), arXiv 2508.05731",
     ),

@@ -13,14 +13,13 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.rewards.calling import FAILURE_KINDS, Batch, Failure, Outcome, Signature
-from mmrl.workers.engine import WorkerSpec
-from mmrl.workers.failures import WorkerFailure
+from mmrl.workers.engine import WorkerFailure, WorkerSpec
 from mmrl.workers.memory import machine_bytes, usable_cores
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.sandbox import Limits, require_strict
+from mmrl.workers.slots import Answer, Preparation, Request
 from mmrl.workers.values import encode
 from mmrl.workers.wire import Message
-from mmrl.workers.worker import Answer, Preparation, Request
 
 SERVICE = Path(__file__).resolve().with_name("service.py")
 LOAD_SECONDS = 120.0

@@ -9,8 +9,8 @@ from typing import Any
 
 from mmrl.config import load_run
 from mmrl.errors import UserError
-from mmrl.training.record.run_folder import has_begun
-from mmrl.training.runs import train
+from mmrl.runs.folder import has_begun
+from mmrl.training.run import train
 
 
 def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:

@@ -10,26 +10,75 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "mmrl.vlm.apo": ("ApoConfig", "ApoRecipe"),
     "mmrl.vlm.config": ("VlmConfig",),
-    "mmrl.vlm.data": ("DataConfig", "LoadedTasks", "load_tasks"),
-    "mmrl.vlm.evaluation": ("AnswerMeasure", "VlmEvaluationConfig"),
-    "mmrl.vlm.kept_prefill": ("KeepPrefill",),
-    "mmrl.vlm.masking": ("blacken_frames", "blacken_patches"),
-    "mmrl.vlm.model_config": ("CriticSettings", "FrozenModelConfig", "LoraSettings", "ModelConfig"),
-    "mmrl.vlm.models": ("load_policy",),
-    "mmrl.vlm.pairs": ("PairColumns", "keep_pairs", "sides_of"),
-    "mmrl.vlm.papo": ("PapoConfig", "PapoRecipe", "perception_terms"),
-    "mmrl.vlm.payload": ("Prompt", "VlmPayload"),
-    "mmrl.vlm.policy": ("VlmPolicy",),
-    "mmrl.vlm.preference": ("PreferenceRecipe", "PreferenceRunConfig"),
+    "mmrl.vlm.data.dataset": (
+        "DataConfig",
+        "LoadedTasks",
+        "load_tasks",
+    ),
+    "mmrl.vlm.data.prompt": (
+        "Prompt",
+        "VlmPayload",
+    ),
+    "mmrl.vlm.data.task": (
+        "TaskError",
+        "VideoClip",
+        "VlmTask",
+    ),
+    "mmrl.vlm.data.video": (
+        "VideoOptions",
+        "load_videos",
+    ),
+    "mmrl.vlm.engine.policy": (
+        "VlmPolicy",
+        "load_policy",
+    ),
+    "mmrl.vlm.engine.prefix": ("KeepPrefill",),
+    "mmrl.vlm.engine.sampler": (
+        "PolicySampler",
+        "SamplerConfig",
+        "Samples",
+        "sample",
+    ),
+    "mmrl.vlm.evaluation": (
+        "AnswerMeasure",
+        "VlmEvaluationConfig",
+    ),
+    "mmrl.vlm.methods.apo": (
+        "ApoConfig",
+        "ApoRecipe",
+    ),
+    "mmrl.vlm.methods.pairs": (
+        "PairColumns",
+        "keep_pairs",
+        "sides_of",
+    ),
+    "mmrl.vlm.methods.papo": (
+        "PapoConfig",
+        "PapoRecipe",
+        "blacken_frames",
+        "blacken_patches",
+        "perception_terms",
+    ),
+    "mmrl.vlm.methods.preference": (
+        "PreferenceRecipe",
+        "PreferenceRunConfig",
+    ),
+    "mmrl.vlm.methods.reg_grpo": (
+        "RegGrpoConfig",
+        "RegGrpoRecipe",
+    ),
+    "mmrl.vlm.methods.sft": (
+        "SftConfig",
+        "SftRecipe",
+    ),
+    "mmrl.vlm.model.config": (
+        "CriticSettings",
+        "FrozenModelConfig",
+        "LoraSettings",
+        "ModelConfig",
+    ),
     "mmrl.vlm.recipe": ("VlmRecipe",),
-    "mmrl.vlm.reg_grpo": ("RegGrpoConfig", "RegGrpoRecipe"),
-    "mmrl.vlm.sampler": ("PolicySampler", "sample"),
-    "mmrl.vlm.sampling": ("SamplerConfig", "Samples"),
-    "mmrl.vlm.sft": ("SftConfig", "SftRecipe"),
-    "mmrl.vlm.task": ("TaskError", "VideoClip", "VlmTask"),
-    "mmrl.vlm.video_input": ("VideoOptions", "load_videos"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

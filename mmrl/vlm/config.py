@@ -8,12 +8,12 @@ from typing import Any
 
 from mmrl.fields import inheriting, rare
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.loop.settings import RunConfig
-from mmrl.vlm.data import OWN_OPTIONS, DataConfig
+from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.settings import RunConfig
+from mmrl.vlm.data.dataset import OWN_OPTIONS, DataConfig
+from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.evaluation import VlmEvaluationConfig, default_evaluation
-from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precision
 
 SCORES = ("values", "entropy", "logp_ref")
 """What a vision-language policy scores beside log-probabilities."""

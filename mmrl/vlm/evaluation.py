@@ -7,27 +7,111 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from PIL import Image, ImageDraw
 
+from mmrl.errors import UserError
 from mmrl.fields import rare
-from mmrl.rewards import RewardConfig, RewardResult
+from mmrl.hub.video_sampling import Frames, frame_times
+from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
 from mmrl.rewards.loading import load_function
-from mmrl.training.loop.breakdown import part_metric
-from mmrl.training.loop.evaluation import Measure, Row, Trial, unscored, with_interval
-from mmrl.training.loop.scoring import RewardErrors, describe_failure, failure_of
-from mmrl.training.loop.seeds import make_generator, stream_seed
-from mmrl.training.loop.settings import EvaluationConfig
-from mmrl.training.record.metrics import metric_label
-from mmrl.training.record.outcomes import Outcome
-from mmrl.training.record.samples import SampleRecord
-from mmrl.vlm.payload import Prompt, token_lists
-from mmrl.vlm.pictures import task_images
-from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampler import sample
-from mmrl.vlm.sampling import AnswerSampling, SamplerConfig, Samples
-from mmrl.vlm.task import VlmTask
+from mmrl.runs.run_log import metric_label
+from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.training.evaluation import Measure, Row, Trial, part_metric, unscored, with_interval
+from mmrl.training.processes import make_generator, stream_seed
+from mmrl.training.scoring import RewardErrors, describe_failure, failure_of
+from mmrl.training.settings import EvaluationConfig
+from mmrl.vlm.data.prompt import Prompt, token_lists
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.video import load_videos
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig, Samples, sample
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+def score_texts(
+    rewards: RewardSum,
+    state: TrainerState,
+    tasks: Sequence[VlmTask],
+    prompts: Sequence[str],
+    texts: Sequence[str],
+    tokens: Sequence[list[int]],
+) -> RewardResult:
+    """Score responses with all rewards."""
+    turns = [_conversation(*row) for row in zip(tasks, prompts, texts, strict=True)]
+    columns = columns_of(tasks, tokens)
+    return rewards.score([prompt for prompt, _ in turns], [reply for _, reply in turns], columns, state)
+
+
+def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[str, list[Any]]:
+    """Columns of the rows as lists, one entry a row, for reward functions."""
+    names = sorted({name for task in tasks for name in task.columns})
+    columns = {name: [task.columns.get(name) for task in tasks] for name in names}
+    return columns | {"completion_ids": list(tokens), "completion_lengths": [len(row) for row in tokens]}
+
+
+def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
+    """A question and a response as reward functions get them, as in TRL."""
+    response = task.answer_start + response
+    if not task.conversational:
+        return prompt, response
+    turns = task.messages
+    if not task.images and not task.videos:
+        turns = [{**turn, "content": "".join(item["text"] for item in turn["content"])} for turn in turns]
+    return turns, [{"role": "assistant", "content": response}]
+
+
+def check_columns(rewards: RewardSum, data: Mapping[str, Sequence[VlmTask]]) -> None:
+    """Make sure that the rewards find their columns in the questions of every data set that they will score."""
+    for key, tasks in data.items():
+        try:
+            rewards.check_columns([*columns_of(tasks, [])])
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from error
+
+
+def splits_by_key(splits: Mapping[str, Sequence[VlmTask]]) -> dict[str, Sequence[VlmTask]]:
+    """Held-out questions by the key of the configuration that names them."""
+    return {f"eval_data.{name}": tasks for name, tasks in splits.items()}
+
+
+COLUMNS, ROWS = 4, 4
+"""Frames of a strip, and strips of a video; of more frames some are shown, spread evenly."""
+CELL, MARGIN, CAPTION = 112, 2, 16
+"""Pixels: width of a frame with its margins, each margin, and height of its time."""
+GROUND, INK = (24, 26, 30), (235, 235, 235)
+
+
+def task_images(task: VlmTask, patch_size: int) -> list[Image.Image]:
+    """Images of a task, then strips of its videos as sampled for patches of `patch_size` pixels."""
+    strips = [strip for frames in load_videos(task, patch_size) for strip in frame_strips(frames)]
+    return [*task.load_images(), *strips]
+
+
+def frame_strips(frames: Frames) -> list[Image.Image]:
+    """Lay out the frames of a video in strips of four, each frame with its time in seconds below."""
+    pixels, times = frames[0], frame_times(frames)
+    shown = np.unique(np.linspace(0, len(times) - 1, min(len(times), COLUMNS * ROWS)).round().astype(int)).tolist()
+    cells = [_cell(pixels[number], times[number]) for number in shown]
+    strips = []
+    for first in range(0, len(cells), COLUMNS):
+        part: Sequence[Image.Image] = cells[first : first + COLUMNS]
+        strips.append(Image.new("RGB", (CELL * len(part), part[0].height), GROUND))
+        for number, cell in enumerate(part):
+            strips[-1].paste(cell, (number * CELL, 0))
+    return strips
+
+
+def _cell(pixels: object, time_s: float) -> Image.Image:
+    """A frame (3, height, width) with its time."""
+    frame = Image.fromarray(np.asarray(pixels).transpose(1, 2, 0).clip(0, 255).astype(np.uint8))
+    scale = (CELL - 2 * MARGIN) / max(frame.size)
+    width, height = (max(1, round(side * scale)) for side in frame.size)
+    cell = Image.new("RGB", (CELL, height + 2 * MARGIN + CAPTION), GROUND)
+    cell.paste(frame.resize((width, height)), ((CELL - width) // 2, MARGIN))
+    ImageDraw.Draw(cell).text((CELL // 2, cell.height - CAPTION // 2), f"{time_s:.2f} s", INK, anchor="mm")
+    return cell
 
 
 @dataclass

@@ -19,32 +19,34 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.objective import Objective, PolicyOutputs
+from mmrl.core.objectives.objective import Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
-from mmrl.training.loop.breakdown import parts_of_tasks
-from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
-from mmrl.training.loop.objectives import make_objective
-from mmrl.training.loop.passes import scores_before_update
-from mmrl.training.loop.recipe import NoUsableTasksError, Recipe, Stateful, Tally
-from mmrl.training.loop.sampler import Sampler
-from mmrl.training.loop.scoring import RewardErrors, with_rewards
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.samples import SampleRecord
-from mmrl.training.record.stopwatch import stopwatch
+from mmrl.runs.samples import SampleRecord
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks, parts_of_tasks
+from mmrl.training.objectives import make_objective
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Tally, scores_before_update
+from mmrl.training.sampler import Sampler
+from mmrl.training.scoring import RewardErrors, with_rewards
+from mmrl.training.terms import Step
 from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.data import LoadedTasks, load_splits, load_tasks
-from mmrl.vlm.evaluation import AnswerMeasure, AnswerScoring, FurtherMeasures
-from mmrl.vlm.kept_prefill import KeepPrefill
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.payload import Prompt, VlmPayload, token_lists
-from mmrl.vlm.pictures import task_images
-from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampler import PolicySampler
-from mmrl.vlm.sampling import SamplerConfig, Samples
-from mmrl.vlm.scoring import check_columns, score_texts, splits_by_key
-from mmrl.vlm.task import TaskError, VlmTask
+from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
+from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
+from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.prefix import KeepPrefill
+from mmrl.vlm.engine.sampler import PolicySampler, SamplerConfig, Samples
+from mmrl.vlm.evaluation import (
+    AnswerMeasure,
+    AnswerScoring,
+    FurtherMeasures,
+    check_columns,
+    score_texts,
+    splits_by_key,
+    task_images,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -124,7 +126,7 @@ class VlmDomain:
         tokens: Sequence[list[int]],
         step: Step,
     ) -> RewardResult:
-        """Score responses with all rewards; see `mmrl.vlm.scoring.score_texts`."""
+        """Score responses with all rewards; see `mmrl.vlm.evaluation.score_texts`."""
         epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)
         state = TrainerState(step.number, step.total, epoch)
         return score_texts(self.rewards, state, tasks, prompts, texts, tokens)

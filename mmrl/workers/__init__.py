@@ -3,15 +3,27 @@
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "mmrl.workers.engine": ("Engine", "WorkerHandle", "WorkerSpec"),
-    "mmrl.workers.failures": ("WORKER_FAILURES", "WorkerFailure"),
+    "mmrl.workers.engine": (
+        "Engine",
+        "WORKER_FAILURES",
+        "WorkerFailure",
+        "WorkerHandle",
+        "WorkerSpec",
+    ),
     "mmrl.workers.pool": ("WorkerPool",),
-    "mmrl.workers.run_code": ("CodeResult", "run_code"),
+    "mmrl.workers.run_code": (
+        "CodeResult",
+        "run_code",
+    ),
     "mmrl.workers.sandbox": ("Limits",),
-    "mmrl.workers.wire": ("Message",),
+    "mmrl.workers.slots": (
+        "Answer",
+        "Preparation",
+        "Request",
+    ),
     "mmrl.workers.vector.env": ("PoolVectorEnv",),
-    "mmrl.workers.vector.settings": ("VectorSettings",),
-    "mmrl.workers.worker": ("Answer", "Preparation", "Request"),
+    "mmrl.workers.vector.environments": ("VectorSettings",),
+    "mmrl.workers.wire": ("Message",),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

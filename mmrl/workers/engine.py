@@ -1,13 +1,14 @@
-"""What a pool needs of the engine that starts its workers and moves messages.
-
-`mmrl.workers.process.LocalEngine` starts processes on this machine. Another engine, one whose workers live on other
-machines for instance, offers the same few methods and is given to `WorkerPool(engine=...)`.
-"""
+"""Why a worker gave no answer."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -15,6 +16,84 @@ if TYPE_CHECKING:
 
     from mmrl.workers.sandbox import Limits
     from mmrl.workers.wire import Message
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """Takes the place of an answer that will not come; the worker has been stopped."""
+
+    kind: str
+    """Key of `WORKER_FAILURES`, or a kind of a pool's user."""
+    reason: str
+    """One line."""
+    evidence: str = ""
+    """Traceback, or the last lines that the process wrote."""
+    for_user: bool = False
+    """Whether the service says that the user asked for something impossible."""
+    stage: str = "answer"
+    """What the worker was doing: start, prepare or answer; send where a request could not be made or sent."""
+    exit_code: int | None = None
+    """Of a process that ended; the negative number of the signal that ended it."""
+    limit_s: float | None = None
+    """The time limit that was exceeded."""
+
+
+def one_line(text: str) -> str:
+    """Join the lines of a text and cut it to 500 characters."""
+    return " ".join(text.split())[:500]
+
+
+WORKER_FAILURES: dict[str, str] = {
+    "crashed": "The process ended or sent garbage.",
+    "hung": "There was no answer, or no heartbeat, within the time limit.",
+    "memory": "The process, with what it started, held more memory than allowed.",
+    "raised": "The service raised an exception.",
+}
+
+
+log = logging.getLogger(__name__)
+MAX_FILES = 100
+"""Tracebacks kept of a run; reasons beyond that are still counted and logged."""
+
+
+class FailureLog:
+    """Reasons that differ only in numbers are one."""
+
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        self.name, self.folder = name, folder
+        self.counts: Counter[str] = Counter()
+        """By reason, how often it came."""
+
+    def note(self, failure: WorkerFailure) -> None:
+        """Count a failure; log it where its reason is new, or when it came for the 10th, 100th, ... time."""
+        reason = re.sub(r"\d+", "#", f"{failure.kind}: {failure.reason}")
+        self.counts[reason] += 1
+        count = self.counts[reason]
+        if count == 1:
+            kept = self._write(reason, failure)
+            where = f"; what it said is in {kept}" if kept is not None else ""
+            log.warning("the environment %s %s: %s%s", self.name, failure.kind, failure.reason, where)
+        elif re.fullmatch("10+", str(count)):
+            log.warning("the environment %s: %d times so far: %s", self.name, count, reason)
+
+    def summary(self) -> None:
+        """Log how often each reason came that came more than once."""
+        for reason, count in self.counts.most_common():
+            if count > 1:
+                log.warning("the environment %s: %d times in all: %s", self.name, count, reason)
+
+    def _write(self, reason: str, failure: WorkerFailure) -> Path | None:
+        if self.folder is None or len(self.counts) > MAX_FILES:
+            return None
+        digest = hashlib.sha256(reason.encode()).hexdigest()[:8]
+        path = self.folder / f"environment-{failure.kind}-{digest}.txt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{self.name} {failure.kind}: {failure.reason}\n\n{failure.evidence}\n", errors="replace")
+        except OSError as error:
+            log.warning("the environment's traceback cannot be written to %s: %s", path, error)
+            return None
+        return path
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The workers of a pool: who runs, who is free, who has answered, and what became of those that failed."""
+"""A started worker and the requests that it has not answered yet."""
 
 from __future__ import annotations
 
@@ -6,11 +6,181 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Collection, Container, Iterable
+from collections import deque
+from collections.abc import Collection, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from mmrl.workers.engine import Engine, WorkerSpec
-from mmrl.workers.failures import WORKER_FAILURES, WorkerFailure
-from mmrl.workers.worker import Answer, Pending, Worker
+from mmrl.workers.engine import WORKER_FAILURES, Engine, WorkerFailure, WorkerSpec, one_line
+from mmrl.workers.wire import Message
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+LOADING_SECONDS = 0.5
+"""How long a note that the worker imports modules holds: until the next heartbeat."""
+MEMORY_SECONDS = 0.2
+"""Between two looks at a worker's memory."""
+TEXT_CHARS = 20_000
+"""Kept of a worker's own account of an exception."""
+
+Answer: TypeAlias = "Message | WorkerFailure"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a worker's service is asked."""
+
+    fields: Mapping[str, Any]
+    """JSON."""
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Arrays by name, see `mmrl.workers.wire.pack`."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A request that a worker has to answer once before others make sense, such as loading a module or a model."""
+
+    key: str
+    """Names it; a worker that has answered is not asked again."""
+    request: Request
+    timeout_s: float
+    """Seconds for the answer."""
+
+
+class Pending(NamedTuple):
+    """A request without an answer."""
+
+    number: int
+    timeout_s: float
+    stage: str
+    """start, prepare or answer."""
+    tag: Any
+    """Whatever the pool tells its requests apart by."""
+
+
+class Worker:
+    """One worker; requests are answered in the order in which they were sent."""
+
+    def __init__(self, engine: Engine, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.handle = engine.start(spec)
+        self.prepared: dict[str, Message] = {}
+        """Answers to preparations by key."""
+        self.pending = deque([Pending(0, spec.start_timeout_s, "start", None)])
+        """Requests without an answer, the oldest first; the start is the first of all."""
+        self._number, self._since = 0, time.monotonic()
+        self._measured_at = self._look_at = 0.0
+
+    def send(self, request: Request, timeout_s: float, stage: str = "answer", tag: Any = None) -> None:
+        """Queue a request of a stage, prepare or answer; `timeout_s` counts from when the worker gets to it."""
+        body = {"kind": "request", "id": self._number + 1, "body": dict(request.fields)}
+        self.handle.send(body, request.arrays)
+        self._number += 1
+        if not self.pending:
+            self._since = time.monotonic()
+            self._look_at = 0.0
+        self.pending.append(Pending(self._number, timeout_s, stage, tag))
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        self.handle.flush()
+
+    def forget(self) -> None:
+        """Drop requests whose answers nobody waits for any more, those of an interrupted call."""
+        if self.pending:
+            self.pending = deque(pending for pending in self.pending if pending.stage == "start")
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it works on a request whose answer nobody waited for."""
+        return any(pending.stage != "start" for pending in self.pending)
+
+    def collect(self) -> list[tuple[Pending, Answer]]:
+        """Take what has come: answers in the order of the requests, up to the first failure."""
+        messages = self.handle.receive()
+        if not messages and self.handle.ending is None and time.monotonic() < self._look_at:
+            return []
+        found: list[tuple[Pending, Answer]] = []
+        for message in messages:
+            if not self.pending or message.fields.get("id") != self.pending[0].number:
+                continue  # the answer to a request that was forgotten
+            pending = self.pending.popleft()
+            self._since, self._look_at = time.monotonic(), 0.0
+            answer = _answer_in(message, pending.stage)
+            found.append((pending, answer))
+            if isinstance(answer, WorkerFailure):
+                return found
+            if pending.stage == "prepare":
+                self.prepared[pending.tag] = answer
+        if self.pending and (failure := self._failure() or self._too_much_memory()) is not None:
+            found.append((self.pending.popleft(), failure))
+        return found
+
+    def seconds_left(self) -> float:
+        """Until the oldest request has taken too long."""
+        return min(self._deadline(), self._last_beat_due()) - time.monotonic()
+
+    def patience_s(self) -> float:
+        """Seconds after which to look at the worker again, if nothing comes from it before."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            left_s = self.seconds_left()
+            # A deadline only ever moves away from here on, so none is missed until then.
+            self._look_at = now + (left_s if self.spec.memory_bytes is None else min(left_s, MEMORY_SECONDS))
+        return self._look_at - now
+
+    def _deadline(self) -> float:
+        # A request that is still being written has not begun.
+        begun = max(self._since, self.handle.taken_at)
+        if self.handle.loading_at > begun:  # imports are not the request's time, within the limit of a start
+            begun = min(self.handle.loading_at + LOADING_SECONDS, begun + self.spec.start_timeout_s)
+        return begun + self.pending[0].timeout_s
+
+    def _last_beat_due(self) -> float:
+        if self.spec.heartbeat_timeout_s is None or self.pending[0].stage == "start":
+            return float("inf")
+        return self.handle.heard_at + self.spec.heartbeat_timeout_s
+
+    def _failure(self) -> WorkerFailure | None:
+        """What became of the oldest request where no answer will come in time."""
+        ending, stage = self.handle.ending, self.pending[0].stage
+        if ending is not None:
+            return self._with_output(WorkerFailure("crashed", ending.reason, stage=stage, exit_code=ending.exit_code))
+        if self.seconds_left() > 0:
+            return None
+        limit_s, reason = self.pending[0].timeout_s, "no answer in {:g} s"
+        if time.monotonic() < self._deadline() and self.spec.heartbeat_timeout_s is not None:
+            limit_s, reason = self.spec.heartbeat_timeout_s, "no sign of life for {:g} s"
+        return self._with_output(WorkerFailure("hung", reason.format(limit_s), stage=stage, limit_s=limit_s))
+
+    def _too_much_memory(self) -> WorkerFailure | None:
+        limit, now = self.spec.memory_bytes, time.monotonic()
+        if limit is None or now < self._measured_at + MEMORY_SECONDS:
+            return None
+        self._measured_at, held = now, self.handle.memory_bytes()
+        if held <= limit:
+            return None
+        reason = f"it held {held >> 20} MiB of memory; at most {limit >> 20} MiB are allowed"
+        return self._with_output(WorkerFailure("memory", reason, stage=self.pending[0].stage))
+
+    def _with_output(self, failure: WorkerFailure) -> WorkerFailure:
+        output = self.handle.last_output()
+        reason = f"{failure.reason}; it last wrote: {output.splitlines()[-1]}" if output else failure.reason
+        return WorkerFailure(**{**vars(failure), "reason": one_line(reason), "evidence": output})
+
+
+def _answer_in(message: Message, stage: str) -> Answer:
+    try:
+        body = message.fields["body"]
+        if message.fields["kind"] != "error":
+            return Message(dict(body), message.arrays)
+        for_user, text, trace = bool(body["for_user"]), str(body["message"])[:TEXT_CHARS], str(body["traceback"])
+        reason = text if for_user else one_line(f"{body['type']}: {text}")
+    except (KeyError, TypeError, ValueError) as error:
+        return WorkerFailure("crashed", f"its message is malformed: {error!r}", stage=stage)
+    return WorkerFailure("raised", reason, trace[-TEXT_CHARS:], for_user, stage)
 
 
 class Slots:

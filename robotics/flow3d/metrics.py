@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.flow3d.geometry import FloatArray
+from robotics.flow3d.clip import VISIBLE
+from robotics.flow3d.geometry import FloatArray, angle_rad, lift
+from robotics.flow3d.rigid_motion import fit_motions
+
+if TYPE_CHECKING:
+    from robotics.flow3d.clip import FlowClip
+
 
 NEAR_M = 0.05
 """Distance within which a point counts as correct."""
@@ -34,3 +43,67 @@ def flow_metrics(predicted_m: FloatArray, true_m: FloatArray, visible: FloatArra
 
 def _mean(values: FloatArray) -> float:
     return float(values.mean()) if len(values) else float("nan")
+
+
+LEARNED_M = 0.03
+"""Scale of the robust fit for flow of a model."""
+
+
+@dataclass(frozen=True)
+class FlowErrors:
+    """Errors of K samples for one clip, means over the samples unless noted."""
+
+    ade_cm: float
+    """Mean distance over all frames and points."""
+    fde_cm: float
+    """Mean distance in the last frame."""
+    ade_visible_cm: float
+    """Mean distance over visible points; NaN without any."""
+    fde_visible_cm: float
+    """The same in the last frame."""
+    best_ade_cm: float
+    """Mean distance of the best sample."""
+    within_5cm: float
+    """Share of points of all frames within 5 cm."""
+    rotation_deg: float
+    """Angle between the rotations of the object to the last frame, fitted to predicted and to true points."""
+    zero_motion_ade_cm: float
+    """Mean distance of a flow that stands still, for comparison."""
+    zero_motion_fde_cm: float
+    """The same in the last frame."""
+
+
+def flow_errors(predicted: FloatArray, clip: FlowClip) -> FlowErrors:
+    """Compare sampled flows (K, T, N, N, 4) with a clip."""
+    found = lift(predicted[..., :VISIBLE], clip.observation.K).reshape(len(predicted), len(clip.flow), -1, 3)
+    true, start = clip.flow_cam_m, clip.points_cam_m
+    each = [flow_metrics(guess, true, clip.visible) for guess in found]
+    still = flow_metrics(np.broadcast_to(start, true.shape), true)
+
+    def mean(name: str, factor: float = 100.0) -> float:
+        return factor * float(np.mean([metrics[name] for metrics in each]))
+
+    return FlowErrors(
+        ade_cm=mean("ade_m"),
+        fde_cm=mean("fde_m"),
+        ade_visible_cm=mean("ade_visible_m"),
+        fde_visible_cm=mean("fde_visible_m"),
+        best_ade_cm=100 * min(metrics["ade_m"] for metrics in each),
+        within_5cm=mean("acc_5cm", 1.0),
+        rotation_deg=_rotation_deg(start, found[:, -1], true[-1]),
+        zero_motion_ade_cm=100 * still["ade_m"],
+        zero_motion_fde_cm=100 * still["fde_m"],
+    )
+
+
+def goal_reached(end_m: FloatArray, goals_m: dict[str, list[float]], instruction: str) -> bool:
+    """Whether the mean of points (n, 3) ends nearest to the goal of the instruction; `goals_m` has (3,) for each."""
+    names = list(goals_m)
+    away = np.linalg.norm(np.array([goals_m[name] for name in names]) - end_m.mean(0), axis=-1)
+    return names[int(away.argmin())] == instruction
+
+
+def _rotation_deg(start: FloatArray, found: FloatArray, true: FloatArray) -> float:
+    wanted = fit_motions(start, true[None]).T_t_0[0]
+    fitted = [fit_motions(start, guess[None], scale_m=LEARNED_M).T_t_0[0] for guess in found]
+    return float(np.degrees(angle_rad(np.stack(fitted), wanted)).mean())

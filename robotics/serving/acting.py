@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmrl.errors import UserError
-from mmrl.training.loop.seeds import make_generator
+from mmrl.training.processes import make_generator
+from robotics.policies.base.policy import PolicyInputs
+from robotics.scenes.control import ACTION_SIZE
+from robotics.scenes.tabletop import PROPRIO_SIZE, STATE_SIZE
 from robotics.serving.opening import open_served_policy
 from robotics.serving.queue import choose_chunks
 from robotics.serving.settings import ServeConfig
-from robotics.sim.control import ACTION_SIZE
 from robotics.sim.recent import RecentObservations
-from robotics.sim.tabletop import PROPRIO_SIZE, STATE_SIZE
-from robotics.vla.policy import PolicyInputs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from robotics.sim.envs import TabletopEnv
+    from robotics.scenes.envs import TabletopEnv
 
 STATES = {STATE_SIZE: "state", PROPRIO_SIZE: "proprio"}
 ANY_SIDE = 64

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from mmrl.errors import UserError
+from robotics.policies.base.policy import PolicyInputs
 from robotics.serving.messages import BadMessageError, describe_value
-from robotics.vla.policy import PolicyInputs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

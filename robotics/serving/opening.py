@@ -15,18 +15,18 @@ from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.recipes import RECIPES
-from mmrl.training.export import ABOUT_FILE, chosen_checkpoint
-from mmrl.training.loop.distributed import make_accelerator
+from mmrl.runs.export import ABOUT_FILE, chosen_checkpoint
+from mmrl.training.processes import make_accelerator
+from robotics.episodes.collect import ActingSettings, action_scale
+from robotics.methods.recipe import RobotConfig
+from robotics.policies.base.encoder import Vocabulary
+from robotics.policies.base.policy import ActionPolicy, open_policy
+from robotics.policies.base.saved import is_saved_policy
+from robotics.policies.base.statistics import ActionStatistics
+from robotics.policies.loading import load_action_policy
 from robotics.serving.observations import ObservationFormat
 from robotics.serving.settings import ServeConfig
 from robotics.sim.opening import open_sim
-from robotics.vla.collect import ActingSettings, action_scale
-from robotics.vla.loading import load_action_policy
-from robotics.vla.policy import ActionPolicy, open_policy
-from robotics.vla.recipe import RobotConfig
-from robotics.vla.saved import is_saved_policy
-from robotics.vla.statistics import ActionStatistics
-from robotics.vla.vocabulary import Vocabulary
 
 ImageSize = tuple[int | None, int | None] | None
 ANY_SIZE: ImageSize = (None, None)

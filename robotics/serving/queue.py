@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from mmrl.errors import RunError
+from robotics.episodes.collect import sim_actions
+from robotics.policies.base.policy import INPUT_SHAPES, PolicyInputs
 from robotics.serving.opening import ServedPolicy
-from robotics.vla.collect import sim_actions
-from robotics.vla.policy import INPUT_SHAPES, PolicyInputs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -27,7 +27,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import RunError, RunStopped, UserError, require_packages
-from mmrl.training.loop.seeds import make_generator
+from mmrl.training.processes import make_generator
 from robotics.serving.latencies import AnswerCounts
 from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError, describe_value, pack, unpack
 from robotics.serving.opening import ServedPolicy

@@ -52,7 +52,7 @@ class SimConfig:
     environment, with those of its adapter under `adapter`. Time limits and the like of the processes are `settings`."""
     randomization: RandomizationConfig = rare(field(default_factory=RandomizationConfig))
     """Domain randomisation of tabletop, and of gymnasium where the environment takes an argument `randomization`, as
-    the tabletop's do (robotics.sim.registration:mmrl/Push-v0)."""
+    the tabletop's do (robotics.scenes.registration:mmrl/Push-v0)."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
@@ -189,7 +189,7 @@ def _known(where: str, given: dict[str, Any], names: tuple[str, ...]) -> dict[st
     return given
 
 
-TABLETOP = "robotics.sim.batch"
+TABLETOP = "robotics.scenes.batch"
 POOL_SETTINGS = (
     *("python", "renderer", "environment", "end_at_success", "memory_mb", "reset_retries", "max_restarts"),
     *("start_timeout_s", "reset_timeout_s", "call_timeout_s", "heartbeat_timeout_s"),

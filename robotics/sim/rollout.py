@@ -24,8 +24,7 @@ from mmrl.errors import UserError
 from mmrl.workers.memory import usable_cores
 from robotics.sim.backends import require_backend
 from robotics.sim.rendering import Outcome, RenderSettings
-from robotics.sim.scene_results import Chunk, Look, Observation
-from robotics.sim.scene_steps import SceneSteps
+from robotics.sim.scene_results import Chunk, Look, Observation, SceneSteps
 from robotics.sim.scene_worker import SceneWorker, VideoRenderer
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
 
@@ -73,3 +74,17 @@ class Chunk:
     """At the end of the chunk, or of the episode where that came first; a row for every scene of the chunk."""
     recorded: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
     """(steps, H, W, 3) an image of each control step, by the number of a scene that is recorded."""
+
+
+@dataclass(frozen=True)
+class SceneSteps:
+    """K control steps of one scene."""
+
+    actions: NDArray[np.float64]
+    """(K, nu) controls."""
+    qpos: NDArray[np.float64]
+    """(K, nq) positions after each control step."""
+    qvel: NDArray[np.float64]
+    """(K, nv) velocities after each control step."""
+    sensordata: NDArray[np.float64]
+    """(K, nsensordata) sensor values; as `mj_step` leaves them, those at the start of the last physics step."""

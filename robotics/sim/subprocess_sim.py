@@ -1,15 +1,4 @@
-"""Episodes in processes of their own: other engines, other Pythons, and environments that may break.
-
-    settings = SubprocessSettings("gymnasium:make", {"id": "FetchReach-v4", "render_mode": "rgb_array"}, workers=4)
-    with SubprocessSim(settings) as sim:
-        first = sim.reset([EpisodeSpec("FetchReach-v4", "reach", layout) for layout in range(4)])
-        while len(sim.live):
-            chunk = sim.step_chunk(policy(first.observation.of(sim.live)))
-
-A worker that dies, hangs or raises costs one episode: the row has failed, and another process starts while the other
-episodes continue. An episode that cannot begin is retried in a fresh process a few times and then dropped. None of this
-is ever a reward of 0.
-"""
+"""Checks of a simulator worker's replies: it runs code of others and may send anything."""
 
 from __future__ import annotations
 
@@ -21,18 +10,94 @@ import numpy as np
 
 from mmrl.errors import RunError, UserError
 from mmrl.fields import check_config
-from mmrl.workers.failure_log import FailureLog
-from mmrl.workers.failures import WorkerFailure
+from mmrl.workers.engine import FailureLog, WorkerFailure, one_line
 from mmrl.workers.pool import WorkerPool
+from mmrl.workers.slots import Answer, Request
 from mmrl.workers.wire import Message
-from mmrl.workers.worker import Answer, Request
 from robotics.sim.backends import Backend
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
-from robotics.sim.replies import divergence, misshapen, problem_in_hello
 from robotics.sim.subprocess_settings import SubprocessSettings, choose_renderer, worker_spec
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
+
+
+LARGEST = {"action_size": 1 << 16, "state_size": 1 << 24, "horizon": 1 << 31, "image_size": 1 << 14}
+
+
+def problem_in_hello(hello: Mapping[str, Any]) -> str:
+    """What is wrong with a worker's description of its environment; empty where nothing is."""
+    sizes, views, bounds = hello.get("image_size"), hello.get("views", []), hello.get("action_bounds", [])
+    if sizes is not None and (not isinstance(sizes, list) or len(sizes) != 2):
+        return f"image_size is {sizes!r:.80}; expected two numbers"
+    numbers = {name: hello.get(name) for name in ("action_size", "state_size", "horizon")}
+    numbers |= {f"image_size[{index}]": size for index, size in enumerate(sizes or ())}
+    for name, number in numbers.items():
+        least, most = int(name != "state_size"), LARGEST[name.partition("[")[0]]
+        if type(number) is not int or not least <= number <= most:
+            return f"{name} is {number!r:.80}; expected a whole number from {least} to {most}"
+    for name in ("tasks", "layouts", "describe"):
+        if not isinstance(hello.get(name), dict):
+            return f"{name} is {hello.get(name)!r:.80}; expected a dict"
+    if not all(isinstance(text, str) for text in hello["tasks"].values()):
+        return f"tasks is {hello['tasks']!r:.80}; expected the instruction of each task"
+    if not all(count is None or (type(count) is int and count >= 0) for count in hello["layouts"].values()):
+        return f"layouts is {hello['layouts']!r:.80}; expected a number or None for each split"
+    if not isinstance(views, list) or not all(isinstance(name, str) for name in views):
+        return f"views is {views!r:.80}; expected the names of further cameras"
+    if bounds and np.shape(bounds) != (2, hello["action_size"]):
+        return f"action_bounds is {bounds!r:.80}; expected two lists of {hello['action_size']} numbers"
+    missing = [name for name in ("python", "numpy", "expert") if name not in hello]
+    return f"{missing[0]} is missing" if missing else ""
+
+
+def misshapen(
+    request: Request,
+    answer: Message,
+    state_size: int,
+    action_size: int,
+    image_size: tuple[int, int] | None,
+    frame_size: tuple[int, int] | None,
+    views: int = 0,
+    past: int = 0,
+) -> WorkerFailure | None:
+    """What is wrong with the shapes of an answer, if anything: S, A, (H, W) of images and frames, V and P."""
+    kind = request.fields["kind"]
+    expected: dict[str, tuple[int, ...]] = {}
+    if "diverged" in answer.fields:
+        return None
+    if kind in ("reset", "step_chunk"):
+        expected["state"] = (state_size,)
+        if views and image_size is not None:
+            expected["views"] = (views, *image_size, 3)
+    if kind == "expert":
+        expected["action"] = (action_size,)
+    elif image_size is not None:
+        expected["image"] = (*image_size, 3)
+    if kind == "step_chunk":
+        steps, most = len(answer.arrays.get("rewards", ())), len(request.arrays["actions"])
+        expected |= {"flags": (3,), "rewards": (min(max(1, steps), most),)}
+        if request.fields["record"]:
+            expected["frames"] = (steps, *(frame_size or ()), 3)
+    if past and not (kind == "step_chunk" and np.any(answer.arrays.get("flags", ())[1:])):
+        seen = ("state", "image", "views") if kind in ("reset", "step_chunk") else ()
+        expected |= {f"past_{name}": (past, *expected[name]) for name in seen if name in expected}
+    for name, shape in expected.items():
+        came = answer.arrays[name].shape if name in answer.arrays else None
+        if came != shape:
+            return WorkerFailure("raised", f"{name} has the shape {came}; expected {shape}")
+    return None
+
+
+def divergence(answer: Message) -> WorkerFailure | None:
+    """Find numbers that are not finite: they would come again from the same layout, so nothing is retried."""
+    if "diverged" in answer.fields:
+        return WorkerFailure("diverged", one_line(str(answer.fields["diverged"])))
+    for name in ("state", "past_state", "rewards", "action"):
+        if name in answer.arrays and not np.isfinite(answer.arrays[name]).all():
+            return WorkerFailure("diverged", f"{name} is not finite")
+    return None
+
 
 HELD_OUT_SEED = 1 << 30
 

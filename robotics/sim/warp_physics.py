@@ -1,8 +1,8 @@
 """Physics of many scenes at once in mujoco_warp, for a GPU; the rest of a rollout is that of `ImageRollout`.
 
 mujoco_warp steps copies of a scene ("worlds") together, in float32. The controls of a chunk are known before its first
-physics step (`robotics.sim.control`), so a chunk needs one upload of states, one launch for each control step and one
-download.
+physics step (`robotics.scenes.control`), so a chunk needs one upload of states, one launch for each control step and
+one download.
 
 Trajectories agree with MuJoCo's within what float32 and another order of sums leave, which contacts amplify; they are
 not equal to the last bit, and on a GPU they differ from run to run.
@@ -30,7 +30,7 @@ VARIED = (
     *("body_mass", "body_inertia", "body_subtreemass", "body_invweight0", "dof_invweight0"),
     *("geom_friction", "actuator_gainprm", "actuator_biasprm"),
 )
-"""Physics fields in which a variant's model may differ; see `robotics.sim.variations`."""
+"""Physics fields in which a variant's model may differ; see `robotics.scenes.variations`."""
 UNLIMITED = 1e10
 """Positions and velocities beyond it have diverged; MuJoCo's mjMAXVAL."""
 HARMLESS = ("ITERATIONS", "LS_ITERATIONS")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from mmrl.agents.trajectories import Trajectory, tabulate_tokens
-from mmrl.agents.turn_sampler import TurnSampler
+from mmrl.agents.rollout.episodes import Trajectory, tabulate_tokens
+from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.core.rollouts import Rollouts
-from mmrl.vlm.payload import Prompt, VlmPayload, join_prompts
-from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.reading import text_prompt
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.data.prompt import Prompt, VlmPayload, join_prompts
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.rows import text_prompt
+from mmrl.vlm.engine.sampler import SamplerConfig
 from tests.vlm.builders import make_task
 
 SIZES = [(64, 64), (64, 96), (128, 64)]

@@ -8,26 +8,32 @@ import json
 import pytest
 import torch
 
-from mmrl.agents.actions import ActionConfig
-from mmrl.agents.arpo import ArpoConfig, ArpoRecipe, inject_successes, source_metrics
-from mmrl.agents.conversation import ConversationConfig
-from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.payload import AgentPayload
-from mmrl.agents.replay import ReplayBuffer, ReplayConfig, needs_replay
-from mmrl.agents.stored import restore_episode, size_of, store_episode
-from mmrl.agents.tasks import TaskSetConfig
+from mmrl.agents.environments.actions import ActionConfig
+from mmrl.agents.environments.pool import EnvironmentConfig
+from mmrl.agents.environments.tasks import TaskSetConfig
+from mmrl.agents.methods.arpo import (
+    ArpoConfig,
+    ArpoRecipe,
+    ReplayBuffer,
+    ReplayConfig,
+    inject_successes,
+    needs_replay,
+    source_metrics,
+)
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import AgentPayload
+from mmrl.agents.rollout.storage import restore_episode, size_of, store_episode
 from mmrl.core import Rollouts, get
 from mmrl.recipes import RECIPES
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.passes import old_in_update
-from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.reference import Reference
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.tracking import TrackingConfig
-from mmrl.training.runs import train
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.recipe import collect_metrics, old_in_update
+from mmrl.training.reference import Reference
+from mmrl.training.run import train
+from mmrl.training.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.terms import Step
+from mmrl.training.update import update_constants
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import ModelConfig
 from tests.agents.test_recipe import CORRIDOR, by_length
 from tests.golden.numbers import load
 from tests.rounding import assert_equal_up_to_rounding

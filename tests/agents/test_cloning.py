@@ -8,27 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.agents import cloning, experts
-from mmrl.agents.actions import ActionConfig
-from mmrl.agents.cloning import AgentCloneConfig, AgentCloneRecipe, CloneEvaluationConfig
-from mmrl.agents.conversation import ConversationConfig
-from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.episode import EpisodeConfig
-from mmrl.agents.payload import AgentPayload
-from mmrl.agents.tasks import TaskSetConfig
+from mmrl.agents.environments import experts
+from mmrl.agents.environments.actions import ActionConfig
+from mmrl.agents.environments.pool import EnvironmentConfig
+from mmrl.agents.environments.tasks import TaskSetConfig
+from mmrl.agents.methods import clone as cloning
+from mmrl.agents.methods.clone import AgentCloneConfig, AgentCloneRecipe, CloneEvaluationConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import AgentPayload, EpisodeConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
-from mmrl.training.loop.recipe import NoUsableTasksError, collect_metrics
-from mmrl.training.loop.settings import BaseTrainerConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.tracking import TrackingConfig
-from mmrl.training.runs import train
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.sampling import AnswerSampling
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.recipe import NoUsableTasksError, collect_metrics
+from mmrl.training.run import train
+from mmrl.training.settings import BaseTrainerConfig
+from mmrl.training.terms import Step
+from mmrl.vlm.engine.sampler import AnswerSampling
+from mmrl.vlm.model.config import ModelConfig
 from tests.agents.test_recipe import CORRIDOR
 from tests.rounding import assert_equal_up_to_rounding
 
-GRID = "mmrl.agents.worlds.grid:GridWorld"
+GRID = "mmrl.agents.toy.grid:GridWorld"
 
 
 def make_config(tmp_path, model, **changes) -> AgentCloneConfig:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.config import load_run
-from mmrl.training.runs import train
+from mmrl.training.run import train
 from tests.fitting import fitting, group_size
 
 RUNS = sorted((Path(__file__).parents[2] / "configs/agents").glob("*.yaml"))
@@ -44,7 +44,7 @@ RECORDED = [
 
 def small_grid(**options):
     """A grid of two moves, whatever the configuration asks for."""
-    from mmrl.agents.worlds.grid import GridWorld
+    from mmrl.agents.toy.grid import GridWorld
 
     return GridWorld(size=3, max_steps=2)
 

@@ -8,33 +8,31 @@ import math
 import pytest
 import torch
 
-from mmrl.agents.actions import ActionConfig
-from mmrl.agents.conversation import ConversationConfig, Writer
-from mmrl.agents.critics import CriticConfig, StepCritic
-from mmrl.agents.digirl import DigirlConfig, DigirlRecipe, DigirlSettings, kept_steps
-from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.episode import Episode
-from mmrl.agents.experts import run_expert, write_episodes
-from mmrl.agents.gym_env import GymEnvironment
-from mmrl.agents.labels import LabelledEpisodes, label_episodes
-from mmrl.agents.payload import AgentPayload
-from mmrl.agents.recorded import read_recorded, write_recorded
-from mmrl.agents.tasks import TaskSetConfig
-from mmrl.agents.worlds.grid import GridWorld
-from mmrl.core.metrics import metric_values
+from mmrl.agents.environments.actions import ActionConfig
+from mmrl.agents.environments.experts import run_expert, write_episodes
+from mmrl.agents.environments.gym import GymEnvironment
+from mmrl.agents.environments.pool import EnvironmentConfig
+from mmrl.agents.environments.tasks import TaskSetConfig
+from mmrl.agents.methods.digirl import DigirlConfig, DigirlRecipe, DigirlSettings, kept_steps
+from mmrl.agents.methods.digirl_critics import CriticConfig, LabelledEpisodes, StepCritic, label_episodes
+from mmrl.agents.rollout.conversation import ConversationConfig, Writer
+from mmrl.agents.rollout.episodes import AgentPayload, Episode
+from mmrl.agents.rollout.storage import read_recorded, write_recorded
+from mmrl.agents.toy.grid import GridWorld
+from mmrl.core.loss import metric_values
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators
-from mmrl.training.record.tracking import TrackingConfig
-from mmrl.training.runs import train
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.payload import join_prompts
-from mmrl.vlm.reading import text_prompt
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import make_accelerator
+from mmrl.training.run import train
+from mmrl.training.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators
+from mmrl.vlm.data.prompt import join_prompts
+from mmrl.vlm.engine.rows import text_prompt
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import ModelConfig
 from tests.agents.test_recipe import CORRIDOR, by_length
 from tests.rounding import assert_equal_up_to_rounding
 

@@ -9,16 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmrl.agents.actions import Action
-from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.env_messages import pack_outcome, unpack_outcome
-from mmrl.agents.env_pool import EnvPool
-from mmrl.agents.environment import MalformedError, Observation, Outcome
-from mmrl.agents.tasks import AgentTask
+from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.environment import MalformedError, Observation, Outcome, pack_outcome, unpack_outcome
+from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
+from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import ConfigError, RunError, UserError
 from mmrl.fields import check_config
-from mmrl.training.loop.sim_counts import SimCounts
-from mmrl.training.record.tracking import describe_metric
+from mmrl.runs.tracking import describe_metric
+from mmrl.training.sim_counts import SimCounts
 
 FAKES = Path(__file__).with_name("fake_envs.py")
 
@@ -247,8 +245,8 @@ def test_anything_else_from_a_process_is_malformed(fields):
 
 
 def test_a_worker_and_a_pool_load_nothing_heavy():
-    code = "import sys, mmrl.agents.env_service, mmrl.agents.env_pool;"
-    code += "import mmrl.agents.gym_env, mmrl.agents.films;"
+    code = "import sys, mmrl.agents.environments.env_service, mmrl.agents.environments.pool;"
+    code += "import mmrl.agents.environments.gym, mmrl.agents.environments.videos;"
     code += "print({'torch', 'transformers', 'PIL', 'av', 'gymnasium', 'datasets'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"

@@ -2,8 +2,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.agents.environment import MalformedError, Observation, Outcome, as_observation, as_outcome, as_start
-from mmrl.agents.pictures import MAX_SIDE, as_image
+from mmrl.agents.environments.environment import (
+    MAX_SIDE,
+    MalformedError,
+    Observation,
+    Outcome,
+    as_image,
+    as_observation,
+    as_outcome,
+    as_start,
+)
 
 RGB = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 

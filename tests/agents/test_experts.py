@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.agents.actions import FORMATS, Action, parse_answer, write_answer
-from mmrl.agents.experts import NoisyExpert, run_expert, write_episodes
-from mmrl.agents.gym_actions import action_reader
-from mmrl.agents.gym_env import GymEnvironment
-from mmrl.agents.worlds.grid import GridWorld
-from mmrl.agents.worlds.layouts import MOVES
+from mmrl.agents.environments.actions import FORMATS, Action, parse_answer, write_answer
+from mmrl.agents.environments.experts import NoisyExpert, run_expert, write_episodes
+from mmrl.agents.environments.gym import GymEnvironment, action_reader
+from mmrl.agents.toy.grid import MOVES, GridWorld
 from mmrl.errors import UserError
 from tests.agents.test_gym_env import ARGUMENTS, BOX, Room
 

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from mmrl.agents.environment import Observation
-from mmrl.agents.films import RED, Video, draw_frames, write_videos
-from mmrl.training.report.videos import videos_of
+from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.videos import RED, Video, draw_frames, write_videos
+from mmrl.report.gallery import videos_of
 
 SEEN = Observation("", (np.full((30, 40, 3), 90, np.uint8),))
 

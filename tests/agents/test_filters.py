@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mmrl.agents.critics import CriticConfig, Fitter, StepCritic, step_loss
-from mmrl.agents.filters import (
+from mmrl.agents.methods.digirl_critics import CriticConfig, Fitter, StepCritic, step_loss
+from mmrl.agents.methods.digirl_filters import (
     clamp_logp,
     code_advantages,
     discounted_returns,

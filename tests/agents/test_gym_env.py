@@ -3,12 +3,10 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text
 
-from mmrl.agents.actions import Action
-from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.env_pool import EnvPool
-from mmrl.agents.gym_actions import NotExecutableError, action_reader
-from mmrl.agents.gym_env import GymEnvironment
-from mmrl.agents.tasks import AgentTask
+from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.gym import GymEnvironment, NotExecutableError, action_reader
+from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
+from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import UserError
 
 PICTURE = Box(0, 255, (4, 6, 3), np.uint8)
@@ -38,7 +36,7 @@ class Room(gymnasium.Env):
 
 
 def test_a_registered_environment_runs_in_processes():
-    kwargs = {"id": "mmrl.agents.worlds.grid:mmrl/GridWorld-v0", "size": 3, "cell": 8, "min_distance": 2}
+    kwargs = {"id": "mmrl.agents.toy.grid:mmrl/GridWorld-v0", "size": 3, "cell": 8, "min_distance": 2}
     config = EnvironmentConfig("gymnasium:make", kwargs, {"action_names": ["N", "S", "W", "E"]}, workers=2)
     local = gymnasium.make(**kwargs)
     with EnvPool(config) as pool:

@@ -9,25 +9,24 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.agents.actions import Action, ActionConfig, ParsedAnswer
-from mmrl.agents.conversation import OMITTED, ConversationConfig, Writer
-from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.environment import Observation
-from mmrl.agents.episode import EpisodeConfig
+from mmrl.agents.environments.actions import Action, ActionConfig, ParsedAnswer
+from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.pool import EnvironmentConfig
+from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig
-from mmrl.agents.payload import AgentPayload
 from mmrl.agents.recipe import AgentConfig, AgentRecipe, AgentRewardConfig
-from mmrl.agents.tasks import TaskSetConfig
+from mmrl.agents.rollout.conversation import OMITTED, ConversationConfig, Writer
+from mmrl.agents.rollout.episodes import AgentPayload, EpisodeConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
-from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.recipe import NoUsableTasksError, collect_metrics
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.tracking import TrackingConfig
-from mmrl.training.runs import train
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.recipe import NoUsableTasksError, collect_metrics
+from mmrl.training.run import train
+from mmrl.training.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.terms import Step
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 
 CORRIDOR = f"{Path(__file__).with_name('corridor.py')}:Corridor"

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from mmrl.agents.actions import ActionConfig, ParsedAnswer
+from mmrl.agents.environments.actions import ActionConfig, ParsedAnswer
+from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, list_tasks
 from mmrl.agents.recipe import AgentRecipe
 from mmrl.agents.selection import TaskRate, TaskSelector, build_tasks, measure_tasks, write_tasks
-from mmrl.agents.tasks import AgentTask, TaskSetConfig, list_tasks
 from mmrl.cli import main
 from mmrl.config import save
 from mmrl.errors import UserError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.vlm.model_config import LoraSettings, ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.payload import VlmPayload
-from mmrl.vlm.reading import pack_reading
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.rows import pack_reading
+from mmrl.vlm.model.config import LoraSettings, ModelConfig
 from tests.agents.conversations import converse, one_row_a_turn
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.test_shared_prefix import sharpen
@@ -162,8 +162,8 @@ def test_nothing_is_read_twice(folder):
 
 def test_rotary_positions_are_those_of_the_whole_conversation(family, policy):
     """transformers' own positions for the tokens and grids of a conversation as one prompt."""
-    from mmrl.vlm.payload import join_prompts
-    from mmrl.vlm.reading import make_reading, split_row
+    from mmrl.vlm.data.prompt import join_prompts
+    from mmrl.vlm.engine.rows import make_reading, split_row
 
     rollouts = converse(policy, GROUP, 3)
     payload = VlmPayload.of(rollouts)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mmrl.config import save
-from mmrl.vlm.model_config import CriticSettings, ModelConfig
-from mmrl.vlm.models import load_policy
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.model.config import CriticSettings, ModelConfig
 from tests.contracts.domains import domain_of
 
 ROOT = Path(__file__).parents[2]

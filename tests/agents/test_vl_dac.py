@@ -8,31 +8,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.agents.actions import ActionConfig
-from mmrl.agents.conversation import ConversationConfig
-from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.episode import EpisodeConfig
-from mmrl.agents.payload import AgentPayload
+from mmrl.agents.environments.actions import ActionConfig
+from mmrl.agents.environments.pool import EnvironmentConfig
+from mmrl.agents.environments.tasks import TaskSetConfig
+from mmrl.agents.methods.vl_dac import VlDacConfig, VlDacRecipe
 from mmrl.agents.recipe import AgentConfig
-from mmrl.agents.tasks import TaskSetConfig
-from mmrl.agents.turn_sampler import TurnSampler
-from mmrl.agents.vl_dac import VlDacConfig, VlDacRecipe
-from mmrl.core.objective import PolicyOutputs
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import AgentPayload, EpisodeConfig
+from mmrl.agents.rollout.turns import TurnSampler
+from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
-from mmrl.training.loop.reference import Reference
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators
-from mmrl.training.record.tracking import TrackingConfig
-from mmrl.training.runs import train
-from mmrl.vlm.model_config import CriticSettings, ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.payload import join_prompts
-from mmrl.vlm.reading import split_row
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.reference import Reference
+from mmrl.training.run import train
+from mmrl.training.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators, update_constants
+from mmrl.vlm.data.prompt import join_prompts
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.rows import split_row
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import CriticSettings, ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 
 CRITIC = CriticSettings(hidden=[16, 8], stop_gradient=True)

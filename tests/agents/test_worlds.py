@@ -7,11 +7,21 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from mmrl.agents.actions import Action
-from mmrl.agents.env_service import open_environment
-from mmrl.agents.worlds.demonstrations import build_experts
-from mmrl.agents.worlds.grid import COLOURS, GridWorld
-from mmrl.agents.worlds.layouts import MOVES, Cell, GridLayout, GridState, first_state, move, reached, shortest_path
+from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.env_service import open_environment
+from mmrl.agents.toy.build import build_experts
+from mmrl.agents.toy.grid import (
+    COLOURS,
+    MOVES,
+    Cell,
+    GridLayout,
+    GridState,
+    GridWorld,
+    first_state,
+    move,
+    reached,
+    shortest_path,
+)
 from mmrl.errors import UserError
 
 KINDS = [{}, {"walls": 6}, {"key": True}, {"walls": 4, "key": True, "min_distance": 8, "max_distance": 12}]
@@ -160,7 +170,7 @@ def test_recorded_experts_take_the_names_in_turn(tmp_path):
 
 def test_the_environment_keeps_gymnasiums_rules():
     check_env(GridWorld(walls=2, key=True), skip_render_check=True)
-    made = gymnasium.make("mmrl.agents.worlds.grid:mmrl/GridWorld-v0", size=3, render_mode="rgb_array")
+    made = gymnasium.make("mmrl.agents.toy.grid:mmrl/GridWorld-v0", size=3, render_mode="rgb_array")
     made.reset(seed=0)
     assert made.render().shape == (84, 84, 3)
 
@@ -185,13 +195,13 @@ def test_impossible_worlds_are_refused(options, message):
 def test_minigrid_that_is_missing_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "minigrid", None)
     with pytest.raises(Exception, match=r"needs the package minigrid, .* pip install 'mmrl-suite\[minigrid\]'"):
-        open_environment("mmrl.agents.worlds.minigrid:make", {"id": "MiniGrid-Empty-5x5-v0"}, {})
+        open_environment("mmrl.agents.environments.minigrid:make", {"id": "MiniGrid-Empty-5x5-v0"}, {})
 
 
 def test_minigrid_is_seen_as_images_and_acted_on_by_name():
     pytest.importorskip("minigrid")
     kwargs = {"id": "MiniGrid-Empty-5x5-v0", "max_steps": 9}
-    env = open_environment("mmrl.agents.worlds.minigrid:make", kwargs, {})
+    env = open_environment("mmrl.agents.environments.minigrid:make", kwargs, {})
     assert list(env.actions) == ["left", "right", "forward", "pickup", "drop", "toggle", "done"]
     observation, _ = env.reset({}, 1)
     assert observation.text == "get to the green goal square"
@@ -200,9 +210,9 @@ def test_minigrid_is_seen_as_images_and_acted_on_by_name():
     outcomes = [env.step(Action(name)) for name in names]
     assert [(reward > 0, ended) for _, reward, ended, _, _ in outcomes] == [*[(False, False)] * 4, (True, True)]
     with pytest.raises(Exception, match="MiniGrid has no 'MiniGrid-Emty-5x5-v0'; close are MiniGrid-Empty-5x5-v0"):
-        open_environment("mmrl.agents.worlds.minigrid:make", {"id": "MiniGrid-Emty-5x5-v0"}, {})
+        open_environment("mmrl.agents.environments.minigrid:make", {"id": "MiniGrid-Emty-5x5-v0"}, {})
     part = open_environment(
-        "mmrl.agents.worlds.minigrid:make",
+        "mmrl.agents.environments.minigrid:make",
         {"id": "MiniGrid-Empty-5x5-v0", "full_view": False, "tile_size": 14, "direction": True},
         {},
     )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mmrl.cli import main
-from mmrl.vlm.tiny import build_tiny_vlm
+from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.vlm.builders import CORPUS
 from tests.vlm.runs import write_questions
 
@@ -155,13 +155,13 @@ def refused(mmrl):
 def unloaded(monkeypatch):
     """Fails where a model is loaded."""
     import diffusion.recipe
-    import mmrl.vlm.given
+    import mmrl.vlm.methods.sft
     import mmrl.vlm.recipe
 
     def refuse(*arguments, **options):
         raise AssertionError("a model was loaded")
 
-    for module in (mmrl.vlm.recipe, mmrl.vlm.given, diffusion.recipe):
+    for module in (mmrl.vlm.recipe, mmrl.vlm.methods.sft, diffusion.recipe):
         monkeypatch.setattr(module, "load_policy", refuse)
 
 

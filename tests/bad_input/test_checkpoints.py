@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from mmrl.training.loop.trainer import Trainer
+from mmrl.training.trainer import Trainer
 from tests.bad_input.conftest import blank, truncate
 from tests.bad_input.supervised import supervised
 

@@ -40,9 +40,9 @@ from tests.bad_input.conftest import without
     ],
 )
 def test_wrong_configuration(override, messages, lab, refused):
-    extra = ["model.build=mmrl.vlm.digits:build_model", f"model.path={lab.folder}/new"] if not messages else []
+    extra = ["model.build=mmrl.vlm.toy.digits:build_model", f"model.path={lab.folder}/new"] if not messages else []
     line = refused("train", lab.config, override, *extra)
-    for message in messages or ["mmrl.vlm.digits:build_model", "'hiden'"]:
+    for message in messages or ["mmrl.vlm.toy.digits:build_model", "'hiden'"]:
         assert message in line
     assert not lab.run.exists()
 

@@ -137,9 +137,9 @@ def test_when_no_question_can_be_used_the_run_fails(lab, mmrl):
 )
 def test_options_that_do_not_fit_the_function_that_builds_the_data(options, message, lab, refused):
     path = lab.folder / "new/questions.jsonl"
-    build = ["data.build=mmrl.vlm.digits:build_questions", f"data.build_options={options}"]
+    build = ["data.build=mmrl.vlm.toy.digits:build_questions", f"data.build_options={options}"]
     line = refused("train", lab.config, f"data.path={path}", *build)
-    assert "data.build 'mmrl.vlm.digits:build_questions' with data.build_options failed" in line
+    assert "data.build 'mmrl.vlm.toy.digits:build_questions' with data.build_options failed" in line
     assert message in line
     assert not path.exists()
 

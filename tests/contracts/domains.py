@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from mmrl.recipes import RECIPES
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
-from mmrl.training.loop.trainer import Trainer
-from mmrl.training.record.tracking import TrackingConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.processes import make_accelerator
+from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
+from mmrl.training.trainer import Trainer
 
 _KEPT: list[Any] = []  # folders that are deleted with the process
 
@@ -77,7 +77,7 @@ def weights(trainer: Trainer) -> torch.Tensor:
 
 @functools.cache
 def _tiny_vlm() -> Path:
-    from mmrl.vlm.tiny import build_tiny_vlm
+    from mmrl.vlm.toy.tiny import build_tiny_vlm
     from tests.vlm.builders import CORPUS
 
     folder = tempfile.TemporaryDirectory(prefix="tiny-vlm-")
@@ -108,8 +108,8 @@ def _tspo(name: str, folder: Path) -> Any:
 
 
 def _gui(name: str, folder: Path) -> Any:
-    from mmrl.gui.drawn import build_icons
-    from mmrl.vlm.data import DataConfig
+    from mmrl.gui.toy.icons import build_icons
+    from mmrl.vlm.data.dataset import DataConfig
 
     config = _vlm(name, folder)
     screens = build_icons(folder / "screens.jsonl", count=4, worked=True)
@@ -119,11 +119,11 @@ def _gui(name: str, folder: Path) -> Any:
 
 
 def _agents(name: str, folder: Path) -> Any:
-    from mmrl.agents.actions import ActionConfig
-    from mmrl.agents.env_config import EnvironmentConfig
-    from mmrl.agents.tasks import TaskSetConfig
-    from mmrl.vlm.model_config import ModelConfig
-    from mmrl.vlm.sampling import SamplerConfig
+    from mmrl.agents.environments.actions import ActionConfig
+    from mmrl.agents.environments.pool import EnvironmentConfig
+    from mmrl.agents.environments.tasks import TaskSetConfig
+    from mmrl.vlm.engine.sampler import SamplerConfig
+    from mmrl.vlm.model.config import ModelConfig
 
     parts: dict[str, Any] = {
         "sampler": SamplerConfig(max_new_tokens=4),
@@ -168,9 +168,9 @@ def _diffusion(name: str, folder: Path) -> Any:
 
 
 def _pretraining(name: str, folder: Path) -> Any:
-    from diffusion.images import ImageDataConfig, write_images
-    from diffusion.model import LoraSettings, ModelConfig
-    from diffusion.settings import GivenEvaluationConfig
+    from diffusion.config import GivenEvaluationConfig
+    from diffusion.data.images import ImageDataConfig, write_images
+    from diffusion.models.policy import LoraSettings, ModelConfig
     from mmrl.rewards import RewardConfig
     from tests.diffusion.runs import tiny_model
 
@@ -194,9 +194,9 @@ def _pretraining(name: str, folder: Path) -> Any:
 
 
 def _robotics(name: str, folder: Path) -> Any:
+    from robotics.episodes.tasks import EpisodeSetConfig
+    from robotics.policies.loading import ActionPolicyConfig
     from robotics.sim.opening import SimConfig
-    from robotics.vla.loading import ActionPolicyConfig
-    from robotics.vla.tasks import EpisodeSetConfig
 
     trainer = TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=4, learning_rate=0.02, threads=1)
     settings = {
@@ -223,8 +223,8 @@ def _robotics(name: str, folder: Path) -> Any:
 
 
 def _cloning(folder: Path) -> dict[str, Any]:
-    from robotics.vla.demonstrations import DemonstrationConfig
-    from robotics.vla.loading import ActionPolicyConfig
+    from robotics.episodes.demonstrations import DemonstrationConfig
+    from robotics.policies.loading import ActionPolicyConfig
     from tests.robotics.line_demos import BLIND, demonstrate
 
     demos = demonstrate(folder / "demonstrations")
@@ -237,13 +237,13 @@ def _cloning(folder: Path) -> dict[str, Any]:
 
 def _flow3d(name: str, folder: Path) -> Any:
     if name == "flow3d_awm":
-        from robotics.flow3d.model.exploration import ExplorationConfig
+        from robotics.flow3d.methods.samples import ExplorationConfig
         from tests.robotics.flow3d.model.test_awm import RIGHT, awm_config
 
         score = dataclasses.replace(RIGHT, value="score")  # of yes and no a scene often has one kind, and then no step
         return awm_config(folder, verifiers=[score], exploration=ExplorationConfig(shift_cm=2.0, turn_deg=5.0))
-    from robotics.flow3d.model.recipe import WorldModelConfig
-    from robotics.flow3d.model.training_data import ClipSetConfig
+    from robotics.flow3d.methods.clips import ClipSetConfig
+    from robotics.flow3d.methods.recipe import WorldModelConfig
     from tests.robotics.flow3d.model.builders import tiny_config
 
     return RECIPES[name].load_config_class()(
@@ -260,14 +260,14 @@ def _flow3d(name: str, folder: Path) -> Any:
 DOMAINS = {
     "vlm": Domain("vlm", "mmrl.vlm.recipe", _vlm),
     "agents": Domain("agent", "mmrl.agents.recipe", _agents),
-    "diffusion": Domain("flow_grpo", "diffusion.settings", _diffusion, needs=("diffusers",)),
-    "robotics": Domain("robot_grpo", "robotics.vla.recipe", _robotics),
+    "diffusion": Domain("flow_grpo", "diffusion.config", _diffusion, needs=("diffusers",)),
+    "robotics": Domain("robot_grpo", "robotics.methods.recipe", _robotics),
 }
 
-FLOW3D = Domain("flow3d", "robotics.flow3d.model.recipe", _flow3d)
+FLOW3D = Domain("flow3d", "robotics.flow3d.methods.recipe", _flow3d)
 """Its recipes learn from given clips, without an objective, or with the loss of AWM."""
 TSPO = Domain("tspo", "mmrl.vlm.tspo.config", _tspo)
 """Its decisions are frames; the objectives are tried on tokens alone."""
-GUI = Domain("aepo", "mmrl.gui.aepo", _gui)
+GUI = Domain("aepo", "mmrl.gui.grounding.aepo", _gui)
 """Its recipes are those of the vlm room with other questions, so the objectives are tried there alone."""
 OTHERS = (GUI, FLOW3D, TSPO)

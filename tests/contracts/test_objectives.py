@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmrl.core import CATALOGUE
-from mmrl.training.loop.objectives import SCORES, ObjectiveConfig
+from mmrl.training.objectives import SCORES, ObjectiveConfig
 from tests.contracts.domains import DOMAINS, Domain, run, weights
 
 CASES = [pytest.param(domain, row, id=f"{room}-{row}") for room, domain in DOMAINS.items() for row in CATALOGUE]

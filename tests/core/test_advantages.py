@@ -3,7 +3,7 @@ import torch
 
 from mmrl.core import Objective, Rollouts, decision_rewards, gae, masked_whiten, returns_to_go, turn_means, turn_starts
 from mmrl.core.blocks import ADVANTAGES, AdvantageScaling
-from mmrl.training.loop.objectives import check_group_size
+from mmrl.training.objectives import check_group_size
 from tests.core.builders import random_rollouts
 
 GROUP_CONSTANT = ("group_mean_std", "group_mean", "leave_one_out")

@@ -5,7 +5,7 @@ import torch
 
 from mmrl.core import Denominators, Metric, count, masked_mean, max_metric, mean_metric, merge_metrics
 from mmrl.core.blocks import AGGREGATIONS
-from mmrl.core.metrics import metric_values
+from mmrl.core.loss import metric_values
 from tests.core.builders import random_rollouts
 
 X = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0], [9.0, 9.0, 9.0]])

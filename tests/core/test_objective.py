@@ -27,7 +27,7 @@ from mmrl.core.blocks import (
     ValueLoss,
 )
 from mmrl.core.blocks.regression import group_deviations
-from mmrl.core.metrics import metric_values
+from mmrl.core.loss import metric_values
 from tests.core.builders import random_rollouts, widened
 
 EXTRA = {

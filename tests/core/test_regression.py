@@ -5,7 +5,7 @@ import torch
 
 from mmrl.core import Objective, get
 from mmrl.core.blocks import GroupRegression, PpoClip, SequenceProductRatio, SequenceRatio, TokenRatio
-from mmrl.core.outputs import PolicyOutputs
+from mmrl.core.loss import PolicyOutputs
 from tests.core.builders import random_rollouts
 
 RHO = torch.tensor([[0.5], [-0.5], [2.0]], dtype=torch.float64)

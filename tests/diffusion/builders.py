@@ -6,8 +6,14 @@ from typing import Any
 
 import torch
 
-from diffusion.tiny import TinyFluxSizes, TinySd3Sizes
-from diffusion.tiny_text import clip_text_model, clip_tokenizer, t5_text_model, t5_tokenizer
+from diffusion.toy.pipelines.tiny import (
+    TinyFluxSizes,
+    TinySd3Sizes,
+    clip_text_model,
+    clip_tokenizer,
+    t5_text_model,
+    t5_tokenizer,
+)
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 COLOURS = ("red", "green", "blue")

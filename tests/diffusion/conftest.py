@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffusion.tiny import build_tiny_sd3
+from diffusion.toy.pipelines.tiny import build_tiny_sd3
 from tests.diffusion.builders import CAPTIONS, SIZES, build_flux, load_sd3
 
 # a model this small is slower on several threads, and many times slower where another process uses the cores

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from diffusion.dpo import DiffusionDpoConfig
-from diffusion.model import LoraSettings, ModelConfig
-from diffusion.pairs import ImagePairConfig, write_pairs
-from diffusion.settings import GivenEvaluationConfig
-from diffusion.shapes import all_scenes, render_scene
+from diffusion.config import GivenEvaluationConfig
+from diffusion.data.pairs import ImagePairConfig, write_pairs
+from diffusion.methods.dpo import DiffusionDpoConfig
+from diffusion.models.policy import LoraSettings, ModelConfig
+from diffusion.toy.shapes import all_scenes, render_scene
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.settings import CheckpointConfig
-from mmrl.training.record.tracking import TrackingConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.settings import CheckpointConfig
 from tests.diffusion.runs import tiny_model
 
 COUNT = 6

@@ -12,22 +12,20 @@ from typing import Any
 
 import torch
 
-from diffusion.data import PromptConfig
+from diffusion.data.prompts import PromptConfig
 from diffusion.evaluation import DiffusionEvaluationConfig
-from diffusion.model import LoraSettings, ModelConfig
-from diffusion.shapes import building
+from diffusion.models.policy import LoraSettings, ModelConfig
+from diffusion.toy.shapes import building
 from mmrl.core.rollouts import Rollouts
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.reference import make_reference
-from mmrl.training.loop.seeds import make_generator
-from mmrl.training.loop.settings import CheckpointConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.trainer import Trainer
-from mmrl.training.loop.update import count_denominators
-from mmrl.training.record.tracking import TrackingConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.processes import make_accelerator, make_generator
+from mmrl.training.reference import make_reference
+from mmrl.training.settings import CheckpointConfig
+from mmrl.training.terms import Step
+from mmrl.training.trainer import Trainer
+from mmrl.training.update import count_denominators, update_constants
 
 PROMPTS = ("a red circle", "a blue square", "a green triangle")
 TINY = {"patch": 8, "layers": 1, "heads": 2, "text_width": 32, "pooled_width": 16, "vocab_size": 700}
@@ -132,7 +130,7 @@ def disturb(policy: Any, size: float = 0.05, seed: int = 0) -> None:
 
 def with_function(recipe: Any, functions: dict[str, Callable[..., Any]]) -> None:
     """Give a recipe reward functions of the test, by the names of its terms."""
-    from mmrl.rewards.combine import RewardSum
+    from mmrl.rewards.sum import RewardSum
 
     recipe.rewards.close()
     terms = [

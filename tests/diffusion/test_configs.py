@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diffusion import digits
-from diffusion.shapes.building import build_prompts
+from diffusion.toy import digits
+from diffusion.toy.shapes.building import build_prompts
 from mmrl.config import load_run
 from tests.diffusion.runs import MATCHED_RECIPES, TRAJECTORY_RECIPES, build, make_trainer, run_config, tiny_model
 from tests.fitting import fitting, group_size

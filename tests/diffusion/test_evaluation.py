@@ -10,9 +10,9 @@ import torch
 
 from diffusion.evaluation import latent_diversity
 from mmrl.recipes import RECIPES
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.terms import Step
-from mmrl.training.runs import train
+from mmrl.training.processes import make_accelerator
+from mmrl.training.run import train
+from mmrl.training.terms import Step
 from tests.diffusion.runs import build, disturb, make_trainer, read_lines, run_config
 
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-import diffusion.trajectories
+import diffusion.sampling.trajectories
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.terms import Step
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import make_accelerator
+from mmrl.training.recipe import collect_metrics
+from mmrl.training.terms import Step
 from tests.diffusion.runs import (
     build,
     collected,
@@ -175,7 +175,10 @@ def test_only_overflow_ends_the_run(tmp_path, monkeypatch):
 
 def spoil(monkeypatch, value, rows):
     """Make some rows of every rollout overflow."""
-    real_runs, real_latents = diffusion.trajectories.sample_trajectories, diffusion.flow_matching.sample_latents
+    real_runs, real_latents = (
+        diffusion.sampling.trajectories.sample_trajectories,
+        diffusion.matching.velocity.sample_latents,
+    )
 
     def runs(*arguments, **options):
         run = real_runs(*arguments, **options)
@@ -188,8 +191,8 @@ def spoil(monkeypatch, value, rows):
         drawn[rows] = value
         return drawn
 
-    monkeypatch.setattr(diffusion.trajectories, "sample_trajectories", runs)
-    monkeypatch.setattr(diffusion.flow_matching, "sample_latents", latents)
+    monkeypatch.setattr(diffusion.sampling.trajectories, "sample_trajectories", runs)
+    monkeypatch.setattr(diffusion.matching.velocity, "sample_latents", latents)
 
 
 def scored(group, rewards, **terms):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.training.record.checkpoint import Checkpoints
+from mmrl.runs.checkpoint import Checkpoints
 from tests.diffusion.runs import make_trainer, run_config, trained
 
 

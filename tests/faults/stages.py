@@ -16,15 +16,15 @@ from tests.faults.children import Child
 __all__ = ["FILE_STAGES", "STAGES", "Kill", "Watch"]
 
 STAGES = {
-    "rollout": "mmrl.training.loop.trainer:Trainer.collect",
-    "advantages": "mmrl.training.loop.recipe:Recipe.advantages",
-    "update": "mmrl.training.loop.update:Updater.update",
-    "evaluate": "mmrl.training.loop.trainer:Trainer.evaluate",
-    "checkpoint": "mmrl.training.loop.saving:RunSaver.save",
-    "best": "mmrl.training.loop.saving:RunSaver.note_best",
-    "resume": "mmrl.training.loop.saving:RunSaver.resume",
-    "line": "mmrl.training.record.jsonlines:JsonLines.append",
-    "result": "mmrl.training.record.run_log:RunLog.result",
+    "rollout": "mmrl.training.trainer:Trainer.collect",
+    "advantages": "mmrl.training.recipe:Recipe.advantages",
+    "update": "mmrl.training.update:Updater.update",
+    "evaluate": "mmrl.training.trainer:Trainer.evaluate",
+    "checkpoint": "mmrl.training.saving:RunSaver.save",
+    "best": "mmrl.training.saving:RunSaver.note_best",
+    "resume": "mmrl.training.saving:RunSaver.resume",
+    "line": "mmrl.runs.jsonlines:JsonLines.append",
+    "result": "mmrl.runs.run_log:RunLog.result",
 }
 """Methods at whose start a run may be killed."""
 FILE_STAGES = ("checkpoints", "samples", "metrics.jsonl", "evaluations.jsonl", "episodes", "videos", "reference")

@@ -42,7 +42,7 @@ def write_run(recipe: str, folder: Path) -> Path:
 
 def draw_no_charts() -> None:
     """In a child: leave the charts out of reports."""
-    from mmrl.training.report import charts
+    from mmrl.report import charts
 
     charts._svg = lambda figure: b"<svg></svg>"
 
@@ -60,14 +60,14 @@ def _vlm(config: Any, folder: Path) -> None:
 
 
 def _agents(config: Any, folder: Path) -> None:
-    from mmrl.agents.tasks import TaskSetConfig
+    from mmrl.agents.environments.tasks import TaskSetConfig
 
     config.eval_data = {"held_out": TaskSetConfig(seeds=3, first_seed=100)}
     config.evaluation = dataclasses.replace(config.evaluation, videos=1)
 
 
 def _diffusion(config: Any, folder: Path) -> None:
-    from diffusion.data import PromptConfig
+    from diffusion.data.prompts import PromptConfig
     from mmrl.rewards import RewardConfig
     from tests.diffusion.runs import write_prompts
 
@@ -80,7 +80,7 @@ def _diffusion(config: Any, folder: Path) -> None:
 
 
 def _robotics(config: Any, folder: Path) -> None:
-    from robotics.vla.tasks import EpisodeSetConfig
+    from robotics.episodes.tasks import EpisodeSetConfig
 
     config.eval_data = {"held_out": EpisodeSetConfig(tasks=["right", "left"], split="held_out", layouts=2)}
     config.evaluation = dataclasses.replace(config.evaluation, videos=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get
-from mmrl.vlm.apo import DADS_SHAPES, difficulty, kl_weights, length_multipliers
+from mmrl.vlm.methods.apo import DADS_SHAPES, difficulty, kl_weights, length_multipliers
 from tests.golden.numbers import FLOAT32, assert_agrees, inputs_of, load, tensor
 
 STCR_BASE = 1.00001

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.core import Rollouts, regularizers
+from mmrl.core import Rollouts
 from mmrl.core.blocks import WhitenedReturns
+from mmrl.core.blocks import divergence as regularizers
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mmrl.gui.aepo_rewards import PARTS, AnswerRules, score_answer
-from mmrl.gui.coords import Box
+from mmrl.gui.grounding.coords import Box
+from mmrl.gui.grounding.rewards import PARTS, AnswerRules, score_answer
 from tests.golden.numbers import load
 
 FILE = load("aer")

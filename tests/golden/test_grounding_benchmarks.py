@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from mmrl.gui.answers import ParsedAnswer
 from mmrl.gui.benchmarks.annotations import RowContext, make_target, read_osworld_g, read_ui_vision
 from mmrl.gui.benchmarks.metrics import Share, mean_of_shares, score_answer, tabulate
 from mmrl.gui.benchmarks.table import BENCHMARKS
-from mmrl.gui.coords import Box, CoordinateSpace
-from mmrl.gui.samples import GroundingSample
+from mmrl.gui.grounding.answers import ParsedAnswer
+from mmrl.gui.grounding.coords import Box, CoordinateSpace
+from mmrl.gui.grounding.samples import GroundingSample
 from tests.golden.numbers import FOLDER, load
 
 GOLDEN = load("grounding_benchmarks")

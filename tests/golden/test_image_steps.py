@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffusion.history import PromptHistory
-from diffusion.steps import (
+from diffusion.methods.ddpo import PromptHistory
+from diffusion.sampling.steps import (
     CpsStep,
     DanceSdeStep,
     DdimStep,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffusion.ema import eval_ema_decay, nft_old_decay
-from diffusion.forward_process import NoisyRows
-from diffusion.matching import nft_loss, nft_weight, pseudo_log_likelihood
-from diffusion.orw_cfm import WEIGHTS
-from diffusion.steps import velocity_kl
+from diffusion.matching.losses import NoisyRows, nft_loss, nft_weight, pseudo_log_likelihood
+from diffusion.methods.orw_cfm import WEIGHTS
+from diffusion.models.ema import eval_ema_decay, nft_old_decay
+from diffusion.sampling.steps import velocity_kl
 from mmrl.core import PolicyOutputs, Rollouts, get
 from tests.golden.numbers import FLOAT32, assert_agrees, inputs_of, load
 

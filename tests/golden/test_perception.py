@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get
-from mmrl.training.loop.terms import LossTerm, Step
-from mmrl.vlm.papo import CorrectLikelihood, PapoSettings, Perception, gamma_at
+from mmrl.training.terms import LossTerm, Step
+from mmrl.vlm.methods.papo import CorrectLikelihood, PapoSettings, Perception, gamma_at
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 STEPS = 4

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get
-from robotics.vla.progress import progress_rewards
-from robotics.vla.progress_settings import ProgressSettings
+from robotics.methods.progress import ProgressSettings, progress_rewards
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 

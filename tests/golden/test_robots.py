@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from robotics.vla.action_tokens import ActionTokenizer
-from robotics.vla.ensemble import TemporalEnsemble
+from robotics.episodes.collect import TemporalEnsemble
+from robotics.policies.base.action_tokens import ActionTokenizer
 from tests.golden.numbers import FLOAT32, assert_agrees, load
 
 

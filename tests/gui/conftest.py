@@ -3,8 +3,8 @@
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.gui.browser import Browser, BrowserSettings
-from mmrl.gui.chromium import require_chromium
+from mmrl.gui.browser.browser import Browser, BrowserSettings
+from mmrl.gui.browser.chromium import require_chromium
 
 
 @pytest.fixture(scope="module")

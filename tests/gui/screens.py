@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmrl.gui.drawn import build_icons, build_model
-from mmrl.gui.grounding import FIRST_CORRECT, GroundingSettings
-from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
-from mmrl.training.record.tracking import TrackingConfig
-from mmrl.vlm.data import DataConfig
+from mmrl.gui.grounding.tasks import FIRST_CORRECT, GroundingSettings
+from mmrl.gui.toy.icons import build_icons, build_model
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
+from mmrl.vlm.data.dataset import DataConfig
+from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
 from mmrl.vlm.evaluation import VlmEvaluationConfig, scoring_evaluation
-from mmrl.vlm.given import GivenAnswersConfig
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.sampling import AnswerSampling, SamplerConfig
+from mmrl.vlm.methods.sft import GivenAnswersConfig
+from mmrl.vlm.model.config import ModelConfig
 
 SMALL = {"hidden": 24, "layers": 1, "heads": 2, "kv_heads": 1, "vision_hidden": 16, "vision_depth": 1}
 

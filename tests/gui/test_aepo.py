@@ -10,17 +10,17 @@ import torch
 from mmrl.config import load_run
 from mmrl.core import get
 from mmrl.core.rollouts import Rollouts
-from mmrl.gui.aepo import AepoConfig, AepoRecipe, no_signal
-from mmrl.gui.aepo_rewards import PARTS
-from mmrl.gui.answers import answer_text, parse_answer
-from mmrl.gui.coords import CoordinateSpace
-from mmrl.gui.drawn import build_icons
-from mmrl.gui.grounding_sft import GroundingSftConfig, GroundingSftRecipe
-from mmrl.gui.pictures import HIT_COLOUR, MISS_COLOUR, SHORTEST_SIDE
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.samples import read_samples
-from mmrl.training.runs import train
-from mmrl.vlm.payload import VlmPayload
+from mmrl.gui.grounding.aepo import AepoConfig, AepoRecipe, no_signal
+from mmrl.gui.grounding.answers import answer_text, parse_answer
+from mmrl.gui.grounding.coords import CoordinateSpace
+from mmrl.gui.grounding.drawing import HIT_COLOUR, MISS_COLOUR, SHORTEST_SIDE
+from mmrl.gui.grounding.rewards import PARTS
+from mmrl.gui.grounding.sft import GroundingSftConfig, GroundingSftRecipe
+from mmrl.gui.toy.icons import build_icons
+from mmrl.runs.samples import read_samples
+from mmrl.training.run import train
+from mmrl.training.terms import Step
+from mmrl.vlm.data.prompt import VlmPayload
 from tests.fitting import fitting, group_size
 from tests.gui.screens import run_config, small_model
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mmrl.errors import ConfigError, UserError
-from mmrl.gui.aepo_rewards import ACCURACIES, PARTS, AnswerRules, has_collinear, point_reward, score_answer
-from mmrl.gui.answers import answer_text
-from mmrl.gui.coords import Box, CoordinateSpace
+from mmrl.gui.grounding.answers import answer_text
+from mmrl.gui.grounding.coords import Box, CoordinateSpace
+from mmrl.gui.grounding.rewards import ACCURACIES, PARTS, AnswerRules, has_collinear, point_reward, score_answer
 from mmrl.rewards import REWARDS, RewardConfig, RewardSum
 
 BOX = Box(10, 20, 30, 40)

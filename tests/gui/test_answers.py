@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.gui.answers import ANSWER_ERRORS, PARSERS, ParsedAnswer, answer_text, parse_answer, split_think
-from mmrl.gui.coords import CoordinateSpace
+from mmrl.gui.grounding.answers import ANSWER_ERRORS, PARSERS, ParsedAnswer, answer_text, parse_answer, split_think
+from mmrl.gui.grounding.coords import CoordinateSpace
 
 GOOD = '[{"point_2d": [10, 20]}]'
 PIECES = [

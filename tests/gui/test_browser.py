@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.gui.browser import Browser, BrowserFailure
-from mmrl.gui.guarded_page import GuardedPage
+from mmrl.gui.browser.browser import Browser, BrowserFailure
+from mmrl.gui.browser.page import GuardedPage
 from mmrl.workers.family import descendants
 
 HTML = """<!doctype html><html><head><style>@keyframes turn {{ to {{ margin-left: 90px }} }}
@@ -173,7 +173,7 @@ def test_starting_inside_a_loop_says_what_to_do(browser):
 
 def test_a_browser_leaves_no_temporary_files(browser):
     with tempfile.TemporaryDirectory() as folder:  # short: Chromium's socket lies there, and its path is limited
-        code = "from mmrl.gui.browser import Browser; b = Browser();"
+        code = "from mmrl.gui.browser.browser import Browser; b = Browser();"
         code += "b.open_context(64, 64); b.restart(); b.close()"
         environment = {**os.environ, "TMPDIR": folder}
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)

@@ -2,9 +2,9 @@
 
 import pytest
 
-import mmrl.gui.chromium as chromium
+import mmrl.gui.browser.chromium as chromium
 from mmrl.errors import UserError
-from mmrl.gui.doctor import check_browser
+from mmrl.gui.browser.doctor import check_browser
 
 
 def test_without_a_browser_the_error_says_what_to_install(monkeypatch, tmp_path):

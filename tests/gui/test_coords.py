@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.gui.coords import (
+from mmrl.gui.grounding.coords import (
     FAMILIES,
     Box,
     CoordinateSpace,
@@ -18,7 +18,7 @@ from mmrl.gui.coords import (
     smart_resize,
     to_original,
 )
-from mmrl.gui.samples import AnyOf, GroundingSample, Polygon, Refusal
+from mmrl.gui.grounding.samples import AnyOf, GroundingSample, Polygon, Refusal
 from mmrl.hub.compat import ensure_torchvision
 
 FACTORS = (28, 32)

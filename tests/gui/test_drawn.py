@@ -8,14 +8,21 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.gui.answers import answer_tokens
-from mmrl.gui.coords import Box
-from mmrl.gui.drawn import build_icons, icon_samples
-from mmrl.gui.icons import ICONS, draw_icon
-from mmrl.gui.samples import AnyOf, GroundingSample, Polygon, Refusal
-from mmrl.gui.tables import image_size, sample_row, target_of, write_samples
-from mmrl.vlm.processing import load_processor
-from mmrl.vlm.tiny import build_tiny_vlm
+from mmrl.gui.grounding.answers import answer_tokens
+from mmrl.gui.grounding.coords import Box
+from mmrl.gui.grounding.samples import (
+    AnyOf,
+    GroundingSample,
+    Polygon,
+    Refusal,
+    image_size,
+    sample_row,
+    target_of,
+    write_samples,
+)
+from mmrl.gui.toy.icons import ICONS, build_icons, draw_icon, icon_samples
+from mmrl.vlm.model.processor import load_processor
+from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.gui.screens import SMALL, small_model
 
 

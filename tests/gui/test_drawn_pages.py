@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from mmrl.gui.drawn_pages import TEMPLATES, build_pages, draw_page, page_samples
-from mmrl.gui.pages.composer import SPLITS, compose
-from mmrl.gui.pages.instructions import KINDS
-from mmrl.gui.samples import AnyOf
+from mmrl.gui.grounding.samples import AnyOf
+from mmrl.gui.toy.drawn_pages import TEMPLATES, build_pages, draw_page, page_samples
+from mmrl.gui.toy.pages.composer import SPLITS, compose
+from mmrl.gui.toy.pages.instructions import KINDS
 
 
 def pages(split, count=30):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mmrl.gui.coords import CoordinateSpace
-from mmrl.gui.guarded_page import GuardedPage
-from mmrl.gui.web_actions import Viewpoint, execute_command, read_action
+from mmrl.gui.browser.actions import Viewpoint, execute_command, read_action
+from mmrl.gui.browser.page import GuardedPage
+from mmrl.gui.grounding.coords import CoordinateSpace
 
 HTML = """<!doctype html><body style="margin:0;height:3000px">
 <div id="frame" style="position:absolute;left:100px;top:20px;width:100px;height:80px;overflow:auto">

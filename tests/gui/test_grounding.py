@@ -7,12 +7,12 @@ import torch
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.gui.coords import CoordinateSpace, Resize
-from mmrl.gui.grounding import GroundingSettings, grounding_task, prepare_tasks
-from mmrl.vlm.data import LoadedTasks
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.task import TaskError, VlmTask
+from mmrl.gui.grounding.coords import CoordinateSpace, Resize
+from mmrl.gui.grounding.tasks import GroundingSettings, grounding_task, prepare_tasks
+from mmrl.vlm.data.dataset import LoadedTasks
+from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.model.config import ModelConfig
 from tests.gui.screens import small_model
 
 

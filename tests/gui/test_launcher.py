@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from mmrl.errors import ConfigError, UserError
-from mmrl.gui.pages.composer import SPLITS
-from mmrl.gui.pages.launcher import COLORS, LauncherSettings, app_name, build_model, compose_launcher
-from mmrl.gui.pages.screens import ScreenSettings, WebScreens
-from mmrl.gui.pages.settings import SHEET_WH
-from mmrl.gui.pages.themes import THEMES
-from mmrl.gui.pages.vocabulary import LANGUAGES, functions
-from mmrl.gui.plain_settings import settings_from
-from mmrl.gui.samples import AnyOf
+from mmrl.gui.browser.settings import settings_from
+from mmrl.gui.grounding.samples import AnyOf
+from mmrl.gui.toy.pages.composer import SPLITS
+from mmrl.gui.toy.pages.launcher import COLORS, LauncherSettings, app_name, build_model, compose_launcher
+from mmrl.gui.toy.pages.screens import ScreenSettings, WebScreens
+from mmrl.gui.toy.pages.settings import SHEET_WH
+from mmrl.gui.toy.pages.themes import THEMES
+from mmrl.gui.toy.pages.vocabulary import LANGUAGES, functions
 from tests.gui.screens import SMALL
 
 SMALL_SCREEN = {"layout": "launcher", "width_px": 128, "height_px": 96, "scales": [1.0], "languages": ["en"]}

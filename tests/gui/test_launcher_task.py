@@ -6,19 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmrl.agents.actions import Action
-from mmrl.agents.experts import run_expert
-from mmrl.agents.films import draw_frames
+from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.experts import run_expert
+from mmrl.agents.environments.videos import draw_frames
 from mmrl.config import load_run
 from mmrl.errors import UserError
-from mmrl.gui.answers import parse_answer
-from mmrl.gui.coords import CoordinateSpace
-from mmrl.gui.pages.launcher import COLORS, build_model
-from mmrl.gui.pages.vocabulary import functions
-from mmrl.gui.pointing import PointingAgentEnv
-from mmrl.gui.tasks.catalogue import make_case
-from mmrl.gui.web_env import WebTaskEnv, WebTaskSettings
-from mmrl.training.runs import train
+from mmrl.gui.grounding.answers import parse_answer
+from mmrl.gui.grounding.coords import CoordinateSpace
+from mmrl.gui.toy.pages.launcher import COLORS, build_model
+from mmrl.gui.toy.pages.vocabulary import functions
+from mmrl.gui.toy.tasks.catalogue import make_case
+from mmrl.gui.toy.web_env import PointingAgentEnv, WebTaskEnv, WebTaskSettings
+from mmrl.training.run import train
 from tests.gui.screens import SMALL
 
 CONFIG = Path(__file__).parents[2] / "configs/gui/launcher_clone.yaml"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.gui.miniwob import ONE_CLICK, RESTLESS, MiniWobEnv, MiniWobSettings, miniwob_names, miniwob_tasks
+from mmrl.gui.browser.miniwob import ONE_CLICK, RESTLESS, MiniWobEnv, MiniWobSettings, miniwob_names, miniwob_tasks
 
 pytest.importorskip("miniwob", reason="pip install 'mmrl-suite[miniwob]'")
 
@@ -87,7 +87,7 @@ def test_typing_and_logging_in(env):
 
 def test_gymnasium_makes_it_by_name(browser):
     browser.close()  # the environment starts the browser of the process
-    env = gymnasium.make("mmrl.gui.miniwob:mmrl/MiniWob-v0", tasks=["click-test"], max_steps=2)
+    env = gymnasium.make("mmrl.gui.browser.miniwob:mmrl/MiniWob-v0", tasks=["click-test"], max_steps=2)
     observation, info = env.reset(seed=3)
     assert env.observation_space.contains(observation)
     assert info["task"]["name"] == "click-test"

@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from mmrl.bench.harness import BenchOptions
+from benchmarks.gui.comparisons import NAMES, compare
+from benchmarks.harness import BenchOptions
 from mmrl.cli import main
-from mmrl.gui.bench.comparisons import NAMES, compare
-from mmrl.gui.samples import GroundingSample
-from mmrl.gui.tables import target_of
+from mmrl.gui.grounding.samples import GroundingSample, target_of
 
 
 def test_screens_on_disk(browser, tmp_path, capsys):

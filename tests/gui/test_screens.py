@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from mmrl.errors import ConfigError
-from mmrl.gui.coords import Box
-from mmrl.gui.elements import Element, read_elements
-from mmrl.gui.guarded_page import GuardedPage
-from mmrl.gui.pages.composer import LAYOUTS, SPLITS, compose, render
-from mmrl.gui.pages.instructions import KINDS, SENTENCES, instructions_for
-from mmrl.gui.pages.screens import ScreenSettings, WebScreens
-from mmrl.gui.pages.themes import THEMES
-from mmrl.gui.pages.vocabulary import CONTENT, FIELDS, LANGUAGES, functions
-from mmrl.gui.samples import AnyOf
+from mmrl.gui.browser.elements import Element, read_elements
+from mmrl.gui.browser.page import GuardedPage
+from mmrl.gui.grounding.coords import Box
+from mmrl.gui.grounding.samples import AnyOf
+from mmrl.gui.toy.pages.composer import LAYOUTS, SPLITS, compose, render
+from mmrl.gui.toy.pages.instructions import KINDS, SENTENCES, instructions_for
+from mmrl.gui.toy.pages.screens import ScreenSettings, WebScreens
+from mmrl.gui.toy.pages.themes import THEMES
+from mmrl.gui.toy.pages.vocabulary import CONTENT, FIELDS, LANGUAGES, functions
 
 SEEDS = range(12)
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from mmrl.gui.coords import CoordinateSpace
-from mmrl.gui.web_actions import ACTIONS, ActionError, Viewpoint, read_action
+from mmrl.gui.browser.actions import ACTIONS, ActionError, Viewpoint, read_action
+from mmrl.gui.grounding.coords import CoordinateSpace
 
 PLAIN = Viewpoint(CoordinateSpace.ABS_ORIGINAL, (320, 240), None, 1.0)
 SPACES = {

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from mmrl.agents.actions import Action, parse_answer
-from mmrl.agents.environment import Observation, as_outcome, as_start
-from mmrl.agents.experts import run_expert, write_episodes
-from mmrl.agents.films import draw_frames
+from mmrl.agents.environments.actions import Action, parse_answer
+from mmrl.agents.environments.environment import Observation, as_outcome, as_start
+from mmrl.agents.environments.experts import run_expert, write_episodes
+from mmrl.agents.environments.videos import draw_frames
 from mmrl.errors import ConfigError, UserError
-from mmrl.gui.browser import BrowserFailure
-from mmrl.gui.coords import CoordinateSpace, Resize
-from mmrl.gui.guarded_page import GuardedPage
-from mmrl.gui.tasks.catalogue import TASKS, Disturbances, make_case
-from mmrl.gui.web_env import ENVIRONMENT_IDS, WebTaskAgentEnv, WebTaskEnv, WebTaskSettings, web_tasks
+from mmrl.gui.browser.browser import BrowserFailure
+from mmrl.gui.browser.page import GuardedPage
+from mmrl.gui.grounding.coords import CoordinateSpace, Resize
+from mmrl.gui.toy.tasks.catalogue import TASKS, Disturbances, make_case
+from mmrl.gui.toy.web_env import ENVIRONMENT_IDS, WebTaskAgentEnv, WebTaskEnv, WebTaskSettings, web_tasks
 
 ROUGH = Disturbances(popup=0.2, flip=0.2, delay=0.4)
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmrl.agents.actions import Action
-from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.env_pool import EnvPool
-from mmrl.agents.tasks import AgentTask
+from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
+from mmrl.agents.environments.tasks import AgentTask
 from mmrl.workers.family import descendants
 
 TASK = AgentTask("todo/3", {"name": "todo", "seed": 3}, seed=1)
@@ -32,7 +31,7 @@ def browsers(pid):
 def test_a_browser_killed_in_a_worker(browser):
     browser.close()  # in this process
     kwargs = {"tasks": ["todo"], "width_px": 240, "height_px": 180}
-    with EnvPool(EnvironmentConfig("mmrl.gui.web_env:web_tasks", kwargs=kwargs, workers=1)) as pool:
+    with EnvPool(EnvironmentConfig("mmrl.gui.toy.web_env:web_tasks", kwargs=kwargs, workers=1)) as pool:
         assert "click" in pool.actions
         first = pool.reset({0: TASK})[0]
         assert first.observation.images[0].shape == (180, 240, 3)

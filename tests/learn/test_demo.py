@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.vlm.demo import SPLITS, run
+from mmrl.vlm.toy.demo import SPLITS, run
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.gui.chromium import find_chromium
-from mmrl.gui.demo import run
+from mmrl.gui.browser.chromium import find_chromium
+from mmrl.gui.toy.demo import run
 
 FUNCTION, NAME = "accuracy/greedy/kind=function", "accuracy/greedy/kind=name"
 

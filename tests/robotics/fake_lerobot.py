@@ -1,4 +1,4 @@
-"""A service like `robotics.vla.lerobot_service` without lerobot: it walks to the goal of LineSim, too slowly.
+"""A service like `robotics.policies.lerobot.service` without lerobot: it walks to the goal of LineSim, too slowly.
 
 With cameras it walks faster by the brightness of the first image, and slower by that of each view.
 """

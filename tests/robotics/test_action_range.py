@@ -12,18 +12,17 @@ import torch
 
 from mmrl.cli import main
 from mmrl.errors import UserError
+from robotics.episodes.collect import ActingSettings, action_scale
+from robotics.methods.clone import CloneRecipe
+from robotics.methods.ppo import PolicyWithCritic, StateCritic
+from robotics.policies.base.policy import open_policy
+from robotics.policies.base.statistics import ActionRange, ActionStatistics, check_bounds
+from robotics.policies.lerobot import server as lerobot_server
+from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
+from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
+from robotics.policies.loading import ActionPolicyConfig, load_action_policy
 from robotics.sim.gym_adapter import GymRow
-from robotics.sim.replies import problem_in_hello
-from robotics.vla import lerobot_server
-from robotics.vla.action_range import ActionRange, check_bounds
-from robotics.vla.cloning import CloneRecipe
-from robotics.vla.collect import ActingSettings, action_scale
-from robotics.vla.critic import PolicyWithCritic, StateCritic
-from robotics.vla.lerobot_flow import LeRobotFlowConfig, LeRobotFlowPolicy
-from robotics.vla.lerobot_policy import LeRobotPolicy, LeRobotPolicyConfig
-from robotics.vla.loading import ActionPolicyConfig, load_action_policy
-from robotics.vla.policy import open_policy
-from robotics.vla.statistics import ActionStatistics
+from robotics.sim.subprocess_sim import problem_in_hello
 from tests.robotics.ball_env import HIGH, LOW, Ball
 from tests.robotics.line_demos import demonstrate
 from tests.robotics.line_sim import LineSim

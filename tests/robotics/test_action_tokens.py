@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from robotics.vla.action_tokens import TOKEN_MODES, ActionTokenizer, draw_tokens, score_tokens, token_loss
+from robotics.policies.base.action_tokens import TOKEN_MODES, ActionTokenizer, draw_tokens, score_tokens, token_loss
 
 V = 32000
 

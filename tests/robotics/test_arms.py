@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.sim.arms import ARMS, ForwardKinematics, find_arm
+from robotics.scenes.arms import ARMS, ForwardKinematics, find_arm
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 HALF_PI = np.pi / 2

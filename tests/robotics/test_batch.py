@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.sim.batch import BatchSettings, TabletopBatch
-from robotics.sim.envs import TabletopEnv
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.scenes.envs import TabletopEnv
+from robotics.scenes.experts import Expert
+from robotics.scenes.tasks import TASKS
 from robotics.sim.episodes import EpisodeSpec, RobotSim
-from robotics.sim.experts import Expert
-from robotics.sim.tasks import TASKS
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 STATES = BatchSettings(image_size=None)

@@ -11,24 +11,24 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig, TrackingConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators
-from mmrl.training.runs import train
+from mmrl.training.recipe import collect_metrics
+from mmrl.training.run import train
+from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrackingConfig
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators
 from robotics.data import LeRobotReader
 from robotics.data.episodes import LazyImages
+from robotics.episodes.collect import ActingSettings, replay_episode, run_episodes
+from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
+from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.methods.clone import CloneConfig, CloneRecipe
+from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
+from robotics.policies.base.policy import ActionChoice
+from robotics.policies.base.statistics import ActionStatistics
+from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.module import ModuleAdapter
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
-from robotics.vla.cloning import CloneConfig, CloneRecipe
-from robotics.vla.collect import ActingSettings, replay_episode, run_episodes
-from robotics.vla.demonstrations import DemonstrationConfig, load_demonstrations
-from robotics.vla.grpo import RobotGrpoConfig, RobotGrpoRecipe
-from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.module_adapter import ModuleAdapter
-from robotics.vla.policy import ActionChoice
-from robotics.vla.statistics import ActionStatistics
-from robotics.vla.tasks import EpisodeSetConfig
 from tests.robotics.line_demos import BLIND, ENCODER, SPEED, demonstrate
 from tests.robotics.line_sim import LineSim
 
@@ -39,7 +39,7 @@ LINE = "tests.robotics.line_sim:open_line"
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
     """Charts take longer than the training here."""
-    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
 
 
 @pytest.fixture(scope="module")

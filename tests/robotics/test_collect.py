@@ -4,10 +4,10 @@ import torch
 
 from mmrl.errors import RunError
 from mmrl.fields import check_config
+from robotics.episodes.collect import ActingSettings, replay_episode, run_episodes
+from robotics.episodes.payload import EpisodePayload
+from robotics.policies.module import ModuleAdapter
 from robotics.sim.episodes import EpisodeSpec
-from robotics.vla.collect import ActingSettings, replay_episode, run_episodes
-from robotics.vla.module_adapter import ModuleAdapter
-from robotics.vla.payload import EpisodePayload
 from tests.robotics.line_policies import GaussianWalker
 from tests.robotics.line_sim import LineSim
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.sim.arms import ARMS
-from robotics.sim.control import CartesianController, ControlSettings
+from robotics.scenes.arms import ARMS
+from robotics.scenes.control import CartesianController, ControlSettings
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

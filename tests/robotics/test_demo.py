@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.training import stages
-from robotics import demo
+from robotics.toy import robot_demo as demo
 
 ROOT = Path(__file__).parents[2]
 SCENE = ["sim.tasks=[reach]", "sim.image_size=32", "sim.horizon=8", "sim.workers=1", "tracking.quiet=true"]
@@ -43,7 +43,7 @@ def small(monkeypatch):
 
     monkeypatch.setattr(demo, "finish_run", finish)
     # the one at the end is enough
-    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
 
 
 def written(folder):

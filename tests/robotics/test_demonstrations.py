@@ -7,11 +7,11 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.data import EpisodeWriter, LeRobotReader, robot_features
-from robotics.sim.batch import BatchSettings, TabletopBatch
+from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, Moment, load_demonstrations
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.scenes.experts import Expert
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.experts import Expert
-from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, Moment, load_demonstrations
-from robotics.vla.tabletop_demos import build_demonstrations, run_experts
+from robotics.toy.tabletop_demos import build_demonstrations, run_experts
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
@@ -123,7 +123,7 @@ def test_demonstrations_load_for_cloning(tmp_path):
 
 def test_missing_data_is_built_once(tmp_path):
     about = {"episodes": 1, "image_size": 0}
-    build = "robotics.vla.tabletop_demos:build_demonstrations"
+    build = "robotics.toy.tabletop_demos:build_demonstrations"
     config = DemonstrationConfig(path=str(tmp_path / "demos"), build=build, build_options=about, camera="")
     first = load_demonstrations(config)
     written = (tmp_path / "demos" / "meta" / "info.json").stat().st_mtime_ns
@@ -135,7 +135,7 @@ def test_missing_data_is_built_once(tmp_path):
 
 
 def test_half_written_data_is_not_taken_for_the_whole(tmp_path, monkeypatch):
-    import robotics.vla.tabletop_demos as demos
+    import robotics.toy.tabletop_demos as demos
 
     def killed(*arguments):
         raise KeyboardInterrupt
@@ -154,7 +154,7 @@ def give_up(monkeypatch):
 
 
 def test_failures_are_written_only_where_asked_for(tmp_path, monkeypatch):
-    import robotics.vla.tabletop_demos as demos
+    import robotics.toy.tabletop_demos as demos
 
     experts = demos.run_experts
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.vla.ensemble import TemporalEnsemble
+from robotics.episodes.collect import TemporalEnsemble
 
 
 def test_ensemble_by_hand():

@@ -7,11 +7,11 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from mmrl.errors import RunError, UserError
-from robotics.sim.arms import ARMS
-from robotics.sim.envs import OBSERVATIONS, SimulationDiverged, TabletopEnv
-from robotics.sim.experts import Expert
-from robotics.sim.registration import ENVIRONMENT_IDS, register
-from robotics.sim.tasks import TASKS
+from robotics.scenes.arms import ARMS
+from robotics.scenes.envs import OBSERVATIONS, SimulationDiverged, TabletopEnv
+from robotics.scenes.experts import Expert
+from robotics.scenes.registration import ENVIRONMENT_IDS, register
+from robotics.scenes.tasks import TASKS
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
@@ -53,7 +53,7 @@ def test_gymnasiums_own_checks_pass_with_pictures(monkeypatch):
 def test_the_module_registers_when_make_imports_it():
     code = (
         "import gymnasium\n"
-        "env = gymnasium.make('robotics.sim.registration:mmrl/Drawer-v0', observation='state', arm='ur5e')\n"
+        "env = gymnasium.make('robotics.scenes.registration:mmrl/Drawer-v0', observation='state', arm='ur5e')\n"
         "print(env.reset(seed=0)[1]['instruction'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -77,7 +77,7 @@ import sys
 for name in ("torch", "omegaconf", "accelerate", "transformers", "yaml"):
     sys.modules[name] = None  # importing it raises ImportError
 import gymnasium
-env = gymnasium.make("robotics.sim.registration:mmrl/Push-v0", observation=("proprio", "rgb"))
+env = gymnasium.make("robotics.scenes.registration:mmrl/Push-v0", observation=("proprio", "rgb"))
 seen, info = env.reset(seed=0, options={"layout": 3})
 seen, *_ = env.step(env.action_space.sample())
 print(sorted(seen), info["instruction"])

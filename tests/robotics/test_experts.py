@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.sim.arms import ARMS
-from robotics.sim.batch import BatchSettings, TabletopBatch
-from robotics.sim.commands import experts
+from robotics.commands import experts
+from robotics.scenes.arms import ARMS
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.scenes.expert_check import replay_experts, replay_line
+from robotics.scenes.experts import EXPERTS, Expert
+from robotics.scenes.tabletop import PROPRIO_SIZE, STATE_SIZE
+from robotics.scenes.tasks import SPLITS, TASKS
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.expert_check import replay_experts, replay_line
-from robotics.sim.experts import EXPERTS, Expert
-from robotics.sim.tabletop import PROPRIO_SIZE, STATE_SIZE
-from robotics.sim.tasks import SPLITS, TASKS
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.sim import viewer
-from robotics.sim.arms import ARMS
-from robotics.sim.batch import BatchSettings, TabletopBatch
-from robotics.sim.envs import OBSERVATIONS, TabletopEnv
+from robotics.episodes.evaluation import ReplayVideos
+from robotics.scenes import viewer
+from robotics.scenes.arms import ARMS
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.scenes.envs import OBSERVATIONS, TabletopEnv
+from robotics.scenes.experts import Expert
+from robotics.scenes.presentation import PresentedScene
+from robotics.scenes.tasks import TASKS, TabletopScene
+from robotics.scenes.videos import Caption, video_size, write_caption
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.experts import Expert
-from robotics.sim.films import Caption, video_size, write_caption
 from robotics.sim.gym_adapter import GymRow
 from robotics.sim.opening import SimConfig, open_video_sim
-from robotics.sim.presentation import PresentedScene
-from robotics.sim.tasks import TASKS, TabletopScene
-from robotics.vla.replays import ReplayVideos
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
@@ -99,7 +99,7 @@ def test_the_look_policy_draws_what_the_policy_sees():
 @pytest.mark.usefixtures("backend")
 def test_the_adapter_of_gymnasium_gives_policies_the_policys_image():
     env = gymnasium.make(
-        "robotics.sim.registration:mmrl/Push-v0", observation="state", render_mode="rgb_array", render_size=SIZE
+        "robotics.scenes.registration:mmrl/Push-v0", observation="state", render_mode="rgb_array", render_size=SIZE
     )
     row = GymRow(env, horizon=5, layout_options=True)
     row.reset("push", 1, "train", 0)

@@ -12,20 +12,19 @@ import torch
 
 from mmrl.config import load_run
 from mmrl.errors import RunError, UserError
-from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.terms import Step
-from mmrl.training.runs import train
-from robotics.flow3d.clip import Observation
-from robotics.flow3d.encoding import FlowEncoding
+from mmrl.training.recipe import collect_metrics
+from mmrl.training.run import train
+from mmrl.training.terms import Step
+from robotics.episodes.payload import EpisodePayload
+from robotics.flow3d.clip import FlowEncoding, Observation
 from robotics.flow3d.geometry import intrinsics, make_pose
 from robotics.flow3d.model.settings import BodyConfig, ConditionConfig, FlowModelConfig
 from robotics.flow3d.model.world_model import FlowWorldModel
+from robotics.flow3d.reward.following import FlowFollowing, FlowRewardConfig
+from robotics.methods.grpo import RobotGrpoRecipe
+from robotics.policies.base.encoder import Vocabulary
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
-from robotics.vla.flow_following import FlowFollowing, FlowRewardConfig
-from robotics.vla.grpo import RobotGrpoRecipe
-from robotics.vla.payload import EpisodePayload
-from robotics.vla.vocabulary import Vocabulary
 from tests.robotics.test_robot_configs import CONFIGS
 from tests.robotics.test_robot_recipes import collected, grpo
 from tests.robotics.tiny_runs import TWO_STEPS, save_tiny_policy
@@ -106,7 +105,7 @@ def paths(*ways, success=()) -> EpisodePayload:
 @pytest.fixture
 def near_views(monkeypatch):
     """No renderer: the first pictures are those of `table_view`."""
-    monkeypatch.setattr("robotics.vla.flow_following._open_views", lambda sim, tasks: None)
+    monkeypatch.setattr("robotics.flow3d.reward.following._open_views", lambda sim, tasks: None)
 
 
 def test_rewards_by_hand(near_views):

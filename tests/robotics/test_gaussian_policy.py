@@ -14,12 +14,12 @@ from torch.distributions import Independent, Normal
 
 from mmrl.errors import ConfigError, UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.loop.settings import CheckpointConfig
-from mmrl.training.runs import train
-from robotics.vla.encoder import EncoderConfig
-from robotics.vla.gaussian_policy import GaussianActionPolicy, GaussianPolicyConfig, score_gaussian
-from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.policy import open_policy
+from mmrl.training.run import train
+from mmrl.training.settings import CheckpointConfig
+from robotics.policies.base.encoder import EncoderConfig
+from robotics.policies.base.policy import open_policy
+from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig, score_gaussian
+from robotics.policies.loading import ActionPolicyConfig
 from tests.robotics.line_demos import ENCODER
 from tests.robotics.test_policies import TEXTS, B, D, K, demonstrations, draw, make_gaussian, make_inputs
 from tests.robotics.test_ppo import ppo
@@ -255,7 +255,7 @@ def test_cloning_for_long_leaves_something_to_explore(std_per, cloning):
 @EACH
 @pytest.mark.parametrize("recipe", ["robot_ppo", "srpo"])
 def test_recipes_with_critic_and_with_progress_take_their_steps(tmp_path, recipe, std_per, monkeypatch):
-    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
     make = ppo if recipe == "robot_ppo" else srpo
     # a new policy with less noise stays where it starts, and SRPO without any success gives nothing
     options = {"std_per": std_per, "std": 0.9, "max_std": 2.0, "encoder": ENCODER}

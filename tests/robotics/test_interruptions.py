@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from mmrl.recipes import find_recipe
-from mmrl.training.export import export_run
-from mmrl.training.loop.saving import RunSaver
-from mmrl.training.loop.trainer import Trainer
-from mmrl.training.runs import train
-from robotics.vla.evaluation import RobotEvaluationConfig
-from robotics.vla.recipe import RobotRecipe
+from mmrl.runs.export import export_run
+from mmrl.training.run import train
+from mmrl.training.saving import RunSaver
+from mmrl.training.trainer import Trainer
+from robotics.episodes.evaluation import RobotEvaluationConfig
+from robotics.methods.recipe import RobotRecipe
 from tests.faults.sameness import differences
 from tests.robotics.test_robot_recipes import grpo
 
@@ -45,7 +45,7 @@ def killed_run(folder, monkeypatch, place):
         elif place == "before the first step":
             patch.setattr(Trainer, "train_step", kill)
         else:  # in the evaluation after the first step, with the first batches done
-            import robotics.vla.evaluation as evaluation
+            import robotics.episodes.evaluation as evaluation
 
             run = evaluation.EpisodeMeasure.run
             evaluate = RobotRecipe.evaluate
@@ -110,15 +110,15 @@ def test_exported_policy_acts_as_the_trained_one(tmp_path, kind):
 def make_policy(folder, kind):
     if kind == "small":
         from robotics import SmallVlaConfig, SmallVlaPolicy
-        from robotics.vla.encoder import EncoderConfig
+        from robotics.policies.base.encoder import EncoderConfig
 
         encoder = EncoderConfig(image_size=(32, 32), state_size=3)
         return SmallVlaPolicy.build(
             SmallVlaConfig(action_size=2, chunk=2, encoder=encoder), ["go right", "go left"], seed=0
         )
-    from mmrl.vlm.model_config import LoraSettings, ModelConfig
-    from mmrl.vlm.tiny import build_tiny_vlm
-    from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
+    from mmrl.vlm.model.config import LoraSettings, ModelConfig
+    from mmrl.vlm.toy.tiny import build_tiny_vlm
+    from robotics.policies.vlm import VlmActionConfig, VlmActionPolicy
 
     base = build_tiny_vlm(folder / "base", corpus=["go right", "go left"], initializer_range=0.15, max_positions=256)
     model = ModelConfig(path=str(base), lora=LoraSettings(enabled=True, rank=2, alpha=4))

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import yaml
 
+from benchmarks.robotics.latent_check import FORMS, CheckedEpisode, CheckOptions, check_latents, main, score_latent
 from mmrl.core import get
 from mmrl.errors import UserError
-from robotics.vla.latent_check import FORMS, CheckedEpisode, CheckOptions, check_latents, main, score_latent
-from robotics.vla.latents import LatentConfig, ObjectLatent
-from robotics.vla.srpo import SrpoRecipe
+from robotics.methods.latents import LatentConfig, ObjectLatent
+from robotics.methods.srpo import SrpoRecipe
 from tests.robotics.test_robot_recipes import srpo, trainer
 from tests.robotics.test_srpo_latents import PosedLineSim
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from robotics.vla.latents import (
+from robotics.methods.latents import (
     LatentConfig,
     PixelLatent,
     PixelSettings,
@@ -13,12 +13,12 @@ from robotics.vla.latents import (
     VideoSettings,
     Vjepa2Latent,
     Vjepa2Settings,
+    crop_clip,
     make_latent,
     sample_indices,
     state_statistics,
 )
-from robotics.vla.video_encoder import VideoEncoder, VideoEncoderConfig
-from robotics.vla.vjepa2 import crop_clip
+from robotics.methods.video_encoder import VideoEncoder, VideoEncoderConfig
 
 NO_STATES = np.zeros((1, 2), np.float32)
 

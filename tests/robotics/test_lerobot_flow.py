@@ -19,9 +19,9 @@ from torch.distributions import Normal
 
 from mmrl.cli import main
 from mmrl.errors import UserError
-from robotics.vla import lerobot_server
-from robotics.vla.lerobot_flow import LeRobotFlowConfig, LeRobotFlowPolicy
-from robotics.vla.policy import PolicyInputs, open_policy
+from robotics.policies.base.policy import PolicyInputs, open_policy
+from robotics.policies.lerobot import server as lerobot_server
+from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
 from tests.robotics import lerobot_flows
 from tests.robotics.lerobot_policies import observations
 

@@ -19,19 +19,19 @@ import torch
 
 from mmrl.cli import main
 from mmrl.errors import UserError
-from mmrl.training.loop.terms import Step
+from mmrl.training.terms import Step
+from robotics.episodes.collect import ActingSettings, run_episodes
+from robotics.episodes.demonstrations import Moment
+from robotics.methods.clone import CloneRecipe
+from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.lerobot import server as lerobot_server
+from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
+from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.serving.opening import ServedPolicy
 from robotics.serving.queue import choose_chunks
 from robotics.serving.settings import ServeConfig
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
-from robotics.vla import lerobot_server
-from robotics.vla.cloning import CloneRecipe
-from robotics.vla.collect import ActingSettings, run_episodes
-from robotics.vla.demonstrations import Moment
-from robotics.vla.lerobot_policy import LeRobotPolicy, LeRobotPolicyConfig
-from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
-from robotics.vla.policy import PolicyInputs
 from tests.robotics import fake_lerobot, lerobot_rows
 from tests.robotics.ball_env import HIGH, LOW, Ball
 from tests.robotics.line_demos import demonstrate

@@ -20,10 +20,10 @@ from torch.distributions import Normal
 
 from mmrl.cli import main
 from mmrl.errors import RunError, UserError
-from robotics.vla import lerobot_server
-from robotics.vla.lerobot_policy import LeRobotPolicy, LeRobotPolicyConfig
-from robotics.vla.loading import check_fit
-from robotics.vla.policy import PolicyInputs, open_policy
+from robotics.policies.base.policy import PolicyInputs, open_policy
+from robotics.policies.lerobot import server as lerobot_server
+from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
+from robotics.policies.loading import check_fit
 from tests.robotics.lerobot_policies import observations
 from tests.robotics.line_sim import LineSim
 

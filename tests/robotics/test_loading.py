@@ -8,13 +8,13 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
+from robotics.episodes.collect import ActingSettings, run_episodes
+from robotics.policies.flow import FlowActionPolicy
+from robotics.policies.gaussian import GaussianActionPolicy
+from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.policies.module import ModuleAdapter
+from robotics.policies.small import SmallVlaPolicy
 from robotics.sim.episodes import EpisodeSpec
-from robotics.vla.collect import ActingSettings, run_episodes
-from robotics.vla.flow_policy import FlowActionPolicy
-from robotics.vla.gaussian_policy import GaussianActionPolicy
-from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
-from robotics.vla.module_adapter import ModuleAdapter
-from robotics.vla.small import SmallVlaPolicy
 from tests.robotics.line_demos import BLIND, ENCODER
 from tests.robotics.line_policies import GaussianWalker
 from tests.robotics.line_sim import LineSim

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.sim.arms import ARMS
-from robotics.sim.envs import TabletopEnv
-from robotics.sim.menagerie import FILES, VARIABLE
-from robotics.sim.presentation import PresentedScene
-from robotics.sim.tasks import TASKS, TabletopScene
+from robotics.scenes.arms import ARMS
+from robotics.scenes.envs import TabletopEnv
+from robotics.scenes.menagerie import FILES, VARIABLE
+from robotics.scenes.presentation import PresentedScene
+from robotics.scenes.tasks import TASKS, TabletopScene
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

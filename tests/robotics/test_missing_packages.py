@@ -9,7 +9,7 @@ from mmrl.errors import UserError
 from robotics.data import robot_features
 from robotics.data.reader import LeRobotReader
 from robotics.data.writer import EpisodeWriter
-from robotics.vla.progress import ProgressSettings, progress_rewards
+from robotics.methods.progress import ProgressSettings, progress_rewards
 
 
 def test_datasets_name_what_they_need(monkeypatch, tmp_path):

@@ -11,9 +11,9 @@ import torch
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
-from robotics.vla.openvla_folder import OpenVlaConfig, _centre
-from robotics.vla.openvla_policy import OpenVlaPolicy
-from robotics.vla.policy import PolicyInputs, open_policy
+from robotics.policies.base.policy import PolicyInputs, open_policy
+from robotics.policies.openvla.folder import OpenVlaConfig, _centre
+from robotics.policies.openvla.tokens import OpenVlaPolicy
 from tests.robotics import openvla_peer, tiny_timm
 
 RUN = """

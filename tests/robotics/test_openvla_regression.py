@@ -14,14 +14,13 @@ import torch
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
+from robotics.policies.base.policy import PolicyInputs, open_policy
+from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.policies.openvla.folder import ActionHead, OpenVlaConfig, StateProjector, read_part, write_part
+from robotics.policies.openvla.regression import OpenVlaRegressionPolicy
+from robotics.policies.openvla.tokens import OpenVlaPolicy
 from robotics.serving.opening import open_served_policy
 from robotics.serving.settings import ServeConfig
-from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
-from robotics.vla.openvla_folder import OpenVlaConfig
-from robotics.vla.openvla_parts import ActionHead, StateProjector, read_part, write_part
-from robotics.vla.openvla_policy import OpenVlaPolicy
-from robotics.vla.openvla_regression import OpenVlaRegressionPolicy
-from robotics.vla.policy import PolicyInputs, open_policy
 from tests.robotics import openvla_peer, openvla_regression_peer, tiny_timm
 from tests.robotics.line_sim import LineSim
 

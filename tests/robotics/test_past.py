@@ -9,20 +9,19 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
+from robotics.episodes.collect import ActingSettings, FirstImages, inputs_of, run_episodes
+from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.small import SmallVlaPolicy
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.scenes.envs import TabletopEnv
+from robotics.scenes.experts import Expert
 from robotics.serving.acting import PolicyActor
-from robotics.sim.batch import BatchSettings, TabletopBatch
-from robotics.sim.envs import TabletopEnv
 from robotics.sim.episodes import EpisodeSpec, begin_episodes, keeps_past
-from robotics.sim.experts import Expert
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.sim.randomization import RandomizationConfig, read_randomization
 from robotics.sim.scene_worker import SceneWorker
 from robotics.sim.subprocess_settings import SubprocessSettings
 from robotics.sim.subprocess_sim import SubprocessSim
-from robotics.vla.collect import ActingSettings, inputs_of, run_episodes
-from robotics.vla.policy import PolicyInputs
-from robotics.vla.small import SmallVlaPolicy
-from robotics.vla.swapped import FirstImages
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_play import tiny_policy
 

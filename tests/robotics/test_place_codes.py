@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from robotics.vla.place_codes import octave_code, octave_size
+from robotics.policies.base.encoder import octave_code, octave_size
 
 
 def test_octaves():

@@ -12,16 +12,15 @@ from PIL import Image
 
 from mmrl.cli import main
 from mmrl.errors import UserError
+from robotics.episodes.collect import ActingSettings, run_episodes
+from robotics.policies.base.encoder import EncoderConfig
+from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.scenes.envs import TabletopEnv
+from robotics.scenes.play import RandomActor
+from robotics.scenes.videos import Caption, ImageStrip, write_strips
 from robotics.serving.acting import PolicyActor
-from robotics.sim.batch import BatchSettings, TabletopBatch
-from robotics.sim.envs import TabletopEnv
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.films import Caption
-from robotics.sim.play import RandomActor
-from robotics.sim.strips import ImageStrip, write_strips
-from robotics.vla.collect import ActingSettings, run_episodes
-from robotics.vla.encoder import EncoderConfig
-from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

@@ -11,15 +11,15 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from mmrl.training.loop.machine import avoid_refused_instructions
-from robotics.vla.encoder import EncoderConfig
-from robotics.vla.flow_policy import FlowActionPolicy, FlowPolicyConfig
-from robotics.vla.gaussian_policy import GaussianActionPolicy, GaussianPolicyConfig
-from robotics.vla.module_adapter import ModuleAdapter
-from robotics.vla.policy import ActionPolicy, PolicyInputs, open_policy
-from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
-from robotics.vla.statistics import ActionStatistics, StateStatistics
-from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
+from mmrl.training.processes import avoid_refused_instructions
+from robotics.policies.base.encoder import EncoderConfig
+from robotics.policies.base.policy import ActionPolicy, PolicyInputs, open_policy
+from robotics.policies.base.statistics import ActionStatistics, StateStatistics
+from robotics.policies.flow import FlowActionPolicy, FlowPolicyConfig
+from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig
+from robotics.policies.module import ModuleAdapter
+from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
+from robotics.policies.vlm import VlmActionConfig, VlmActionPolicy
 
 B, K, D, S = 3, 4, 2, 5
 TEXTS = ("touch the red cube", "put the blue cube gently on the green plate", "touch the green cube")
@@ -82,7 +82,7 @@ def make_flow(seed=0, **changes) -> FlowActionPolicy:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     pytest.importorskip("transformers", reason="needs pip install 'mmrl-suite[vlm]'")
-    from mmrl.vlm.tiny import build_tiny_vlm
+    from mmrl.vlm.toy.tiny import build_tiny_vlm
 
     folder = tmp_path_factory.mktemp("vla") / "tiny"
     return build_tiny_vlm(folder, corpus=TEXTS, initializer_range=0.15, max_positions=256)
@@ -91,7 +91,7 @@ def tiny_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make(tiny_folder):
     """Builds a policy of a kind; vlm policies are those of one folder."""
-    from mmrl.vlm.model_config import LoraSettings, ModelConfig
+    from mmrl.vlm.model.config import LoraSettings, ModelConfig
 
     def build(kind, seed=0, lora=False, **changes) -> ActionPolicy:
         if kind.startswith("small"):
@@ -400,7 +400,7 @@ def test_the_order_of_words_matters(policies):
 
 
 def test_keypoints_lie_where_the_map_is_high():
-    from robotics.vla.encoder import expected_places
+    from robotics.policies.base.encoder import expected_places
 
     maps = torch.zeros(1, 2, 5, 9)
     maps[0, 0, 4, 0] = maps[0, 1, 2, 8] = 100.0
@@ -620,7 +620,7 @@ def test_a_model_may_go_without_pictures_but_not_without_its_state(policies):
 
 
 def test_lora_trains_adapters_and_what_was_added(make, tmp_path):
-    from mmrl.vlm.model_config import ModelConfig
+    from mmrl.vlm.model.config import ModelConfig
 
     policy = make("vlm_learned", lora=True)
     names = {name for name, weight in policy.named_parameters() if weight.requires_grad}
@@ -760,8 +760,8 @@ def test_what_a_module_lacks_is_named():
 
 def test_importing_the_policies_loads_nothing_heavy():
     code = (
-        "import sys; import robotics.vla.small, robotics.vla.flow_policy, robotics.vla.vlm_policy, "
-        "robotics.vla.gaussian_policy, robotics.vla.ensemble; print(*[name for name in ('transformers', 'diffusers', "
+        "import sys; import robotics.policies.small, robotics.policies.flow, robotics.policies.vlm, "
+        "robotics.policies.gaussian, robotics.episodes.collect; print(*[name for name in ('transformers', 'diffusers', "
         "'mujoco', 'PIL', 'sklearn', 'open3d', 'peft') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,13 +11,13 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.loop.settings import CheckpointConfig
-from mmrl.training.runs import evaluate, train
+from mmrl.training.run import evaluate, train
+from mmrl.training.settings import CheckpointConfig
+from robotics.episodes.collect import ActingSettings, run_episodes
+from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.methods.grpo import RobotGrpoRecipe
+from robotics.policies.loading import ActionPolicyConfig
 from robotics.sim.episodes import EpisodeSpec
-from robotics.vla.collect import ActingSettings, run_episodes
-from robotics.vla.grpo import RobotGrpoRecipe
-from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.tasks import EpisodeSetConfig
 from tests.robotics.line_demos import ENCODER
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_robot_recipes import collected, grpo, trainer
@@ -30,7 +30,7 @@ KINDS = ("small", "gaussian", "flow", "vlm")
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
     """Charts take longer than the training here."""
-    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
 
 
 @pytest.fixture(scope="module")

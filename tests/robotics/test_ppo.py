@@ -9,16 +9,24 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.reference import Reference
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import FACTOR, count_denominators, make_optimizer
-from mmrl.training.runs import train
+from mmrl.training.reference import Reference
+from mmrl.training.run import train
+from mmrl.training.terms import Step
+from mmrl.training.update import FACTOR, count_denominators, make_optimizer, update_constants
+from robotics.episodes.payload import EpisodePayload
+from robotics.methods.ppo import (
+    ChunkRewardConfig,
+    CriticConfig,
+    PolicyWithCritic,
+    RobotPpoConfig,
+    RobotPpoRecipe,
+    StateCritic,
+    chunk_rewards,
+    critic_inputs,
+    shuffled_successes,
+)
+from robotics.policies.base.policy import open_policy
 from robotics.sim.episodes import EpisodeSpec
-from robotics.vla.critic import CriticConfig, PolicyWithCritic, StateCritic, critic_inputs
-from robotics.vla.payload import EpisodePayload
-from robotics.vla.policy import open_policy
-from robotics.vla.ppo import ChunkRewardConfig, RobotPpoConfig, RobotPpoRecipe, chunk_rewards, shuffled_successes
 from tests.robotics.test_policies import make_small
 from tests.robotics.test_robot_recipes import grpo, trainer
 

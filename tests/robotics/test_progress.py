@@ -8,15 +8,18 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from robotics.vla.agreement import advantage_correlation, rank_agreement
-from robotics.vla.progress import (
+from robotics.methods.agreement import advantage_correlation, rank_agreement
+from robotics.methods.progress import (
+    NORM_NAMES,
     NORMS,
+    PRESETS,
+    ProgressForm,
+    ProgressSettings,
     SuccessMemory,
     cluster_labels,
     progress_rewards,
     shuffled_failures,
 )
-from robotics.vla.progress_settings import NORM_NAMES, PRESETS, ProgressForm, ProgressSettings
 
 NEAREST = 0.6 / (1 + math.exp(-5))
 FARTHEST = 0.6 / (1 + math.exp(5))

@@ -11,14 +11,14 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.fields import bounds_of
-from robotics.sim.arms import find_arm
-from robotics.sim.batch import BatchSettings, TabletopBatch
-from robotics.sim.envs import TabletopEnv
+from robotics.scenes.arms import find_arm
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.scenes.envs import TabletopEnv
+from robotics.scenes.tasks import TabletopScene, find_task
+from robotics.scenes.variations import restore_model, vary_model
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.sim.randomization import RandomizationConfig, Stream, read_randomization
-from robotics.sim.tasks import TabletopScene, find_task
-from robotics.sim.variations import restore_model, vary_model
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 PARTS = {
@@ -274,7 +274,7 @@ def test_parts_that_are_seen_change_images_and_no_physics(part):
 
 @pytest.mark.parametrize("part", ["friction", "mass", "servo_gain"])
 def test_parts_of_the_physics_change_how_a_cube_is_pushed(part):
-    from robotics.sim.experts import Expert
+    from robotics.scenes.experts import Expert
 
     ends = []
     for config in (RandomizationConfig(), only(part)):
@@ -378,7 +378,7 @@ def test_draws_that_do_not_exist_are_refused():
 def test_an_environment_by_name_takes_a_dictionary_and_tells_what_it_drew():
     import gymnasium
 
-    env = gymnasium.make("robotics.sim.registration:mmrl/Push-v0", observation="state", randomization=PARTS)
+    env = gymnasium.make("robotics.scenes.registration:mmrl/Push-v0", observation="state", randomization=PARTS)
     drawn = [env.reset(seed=0, options={"layout": layout})[1]["randomization"] for layout in (5, 6, 5)]
     assert drawn[0] == drawn[2]
     assert drawn[0] != drawn[1]
@@ -393,7 +393,7 @@ def test_an_environment_by_name_takes_a_dictionary_and_tells_what_it_drew():
 def test_a_vector_environment_tells_what_it_drew_and_agrees_with_single_ones():
     from gymnasium.vector import SyncVectorEnv
 
-    from robotics.sim.vector_env import TabletopVectorEnv
+    from robotics.scenes.vector_env import TabletopVectorEnv
 
     settings = BatchSettings(image_size=None, state="full", randomization=EVERYTHING)
     batch = TabletopVectorEnv("push", 2, settings=settings, workers=1)
@@ -414,7 +414,7 @@ def test_processes_draw_what_threads_draw():
     settings = SimConfig(image_size=0, tasks=["push"], state="full", randomization=read_randomization(values))
     processes = SimConfig(
         kind="gymnasium",
-        env="robotics.sim.registration:mmrl/Push-v0",
+        env="robotics.scenes.registration:mmrl/Push-v0",
         image_size=0,
         horizon=30,
         workers=2,

@@ -9,12 +9,12 @@ import torch
 
 from mmrl.config import load_run
 from mmrl.errors import UserError
-from mmrl.training.loop.terms import Step
-from mmrl.training.runs import train
+from mmrl.training.run import train
+from mmrl.training.terms import Step
 from robotics.data import LeRobotReader
+from robotics.methods.grpo import RobotGrpoRecipe
 from robotics.sim.draw_sheet import draw_sheet
-from robotics.vla.grpo import RobotGrpoRecipe
-from robotics.vla.tabletop_demos import build_demonstrations
+from robotics.toy.tabletop_demos import build_demonstrations
 from tests.robotics.test_randomization import PARTS
 from tests.robotics.test_robot_configs import CONFIGS
 from tests.robotics.tiny_runs import TWO_STEPS, save_tiny_policy

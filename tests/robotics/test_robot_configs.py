@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mmrl.config import load_run
-from mmrl.training.runs import train
+from mmrl.training.run import train
 from mmrl.training.stages import last_model
-from robotics.vla.gaussian_policy import GaussianActionPolicy
-from robotics.vla.policy import open_policy
+from robotics.policies.base.policy import open_policy
+from robotics.policies.gaussian import GaussianActionPolicy
 from tests.robotics.tiny_runs import TWO_STEPS, save_tiny_policy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "robotics").glob("*.yaml"))
@@ -38,7 +38,7 @@ def test_sparse_and_dense_grpo_take_two_steps(tmp_path, backend):
 
 @pytest.mark.slow
 def test_the_demo_with_a_gaussian_head_takes_two_steps(tmp_path, backend, monkeypatch):
-    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
     size = "model.options.encoder={width: 32, heads: 2, layers: 1, channels: 8, keypoints: 4}"
     small = ["demonstrations.build_options.tasks=[reach]", "demonstrations.build_options.episodes=2", size]
     small += [f"demonstrations.path={tmp_path / 'demonstrations'}", "demonstrations.build_options.image_size=32"]

@@ -11,22 +11,22 @@ import torch
 
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.settings import CheckpointConfig, TrackingConfig, TrainerConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators
-from mmrl.training.runs import evaluate, train
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import make_accelerator
+from mmrl.training.recipe import collect_metrics
+from mmrl.training.run import evaluate, train
+from mmrl.training.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators
+from robotics.episodes.collect import ActingSettings
+from robotics.episodes.evaluation import RobotEvaluationConfig
+from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
+from robotics.methods.latents import LatentConfig
+from robotics.methods.srpo import SrpoConfig, SrpoRecipe
+from robotics.policies.loading import ActionPolicyConfig
 from robotics.sim.episodes import ChunkResult
 from robotics.sim.opening import SimConfig
-from robotics.vla.collect import ActingSettings
-from robotics.vla.evaluation import RobotEvaluationConfig
-from robotics.vla.grpo import RobotGrpoConfig, RobotGrpoRecipe
-from robotics.vla.latents import LatentConfig
-from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.srpo import SrpoConfig, SrpoRecipe
-from robotics.vla.tasks import EpisodeSetConfig
 from tests.robotics.line_sim import LineSim
 
 SAMPLED = RobotEvaluationConfig(greedy=False, samples=1)
@@ -250,7 +250,7 @@ def test_evaluation_goes_on_where_it_stopped(tmp_path, monkeypatch):
     lines = files[0].read_text().splitlines()
     assert [json.loads(line)["layout"] for line in lines] == list(range(8))
     files[0].write_text("".join(line + "\n" for line in lines[:3]))
-    import robotics.vla.evaluation as evaluation
+    import robotics.episodes.evaluation as evaluation
 
     ran = []
     run_episodes = evaluation.run_episodes
@@ -262,7 +262,7 @@ def test_evaluation_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
 
 def test_episodes_whose_environment_broke_down_are_tried_again(tmp_path, monkeypatch, caplog):
-    import robotics.vla.evaluation as evaluation
+    import robotics.episodes.evaluation as evaluation
 
     entry, config = find_recipe("robot_grpo"), grpo(tmp_path, sim={"never_starts": [1, 5]})
     config.evaluation.batch_tasks = 2
@@ -286,7 +286,7 @@ def test_episodes_whose_environment_broke_down_are_tried_again(tmp_path, monkeyp
 
 
 def test_what_other_processes_wrote_is_not_run_again(tmp_path, monkeypatch):
-    import robotics.vla.evaluation as evaluation
+    import robotics.episodes.evaluation as evaluation
 
     entry, config = find_recipe("robot_grpo"), grpo(tmp_path)
     config.evaluation.batch_tasks = 2

@@ -6,11 +6,11 @@ import shutil
 import pytest
 
 from mmrl.errors import UserError
-from robotics.vla.encoder import EncoderConfig
-from robotics.vla.policy import open_policy
-from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
-from robotics.vla.statistics import ActionStatistics
-from robotics.vla.video_encoder import VideoEncoder, VideoEncoderConfig
+from robotics.methods.video_encoder import VideoEncoder, VideoEncoderConfig
+from robotics.policies.base.encoder import EncoderConfig
+from robotics.policies.base.policy import open_policy
+from robotics.policies.base.statistics import ActionStatistics
+from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
 
 
 @pytest.fixture(scope="module")

@@ -20,18 +20,18 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from mmrl.errors import UserError
+from robotics.episodes.collect import ActingSettings, run_episodes
+from robotics.episodes.tasks import EpisodeSetConfig, list_episodes
+from robotics.policies.base.encoder import EncoderConfig
+from robotics.policies.base.policy import ActionChoice, ActionPolicy
+from robotics.policies.base.statistics import ActionStatistics
+from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
 from robotics.serving import PolicyServer, ServeConfig
 from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError
 from robotics.serving.messages import pack as own_pack
 from robotics.serving.messages import unpack as own_unpack
 from robotics.serving.observations import ObservationFormat
 from robotics.serving.opening import ServedPolicy
-from robotics.vla.collect import ActingSettings, run_episodes
-from robotics.vla.encoder import EncoderConfig
-from robotics.vla.policy import ActionChoice, ActionPolicy
-from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
-from robotics.vla.statistics import ActionStatistics
-from robotics.vla.tasks import EpisodeSetConfig, list_episodes
 from tests.robotics.line_sim import LineSim
 from tests.robotics.openpi_messages import pack, unpack
 

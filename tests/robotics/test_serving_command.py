@@ -23,17 +23,17 @@ from websockets.sync.client import connect
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.export import export_run
-from mmrl.training.runs import train
-from mmrl.vlm.model_config import ModelConfig
+from mmrl.runs.export import export_run
+from mmrl.training.run import train
+from mmrl.vlm.model.config import ModelConfig
+from robotics.policies.base.encoder import EncoderConfig
+from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.flow import FlowActionPolicy, FlowPolicyConfig
+from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig
+from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
+from robotics.policies.vlm import VlmActionConfig, VlmActionPolicy
 from robotics.serving import ServeConfig, open_served_policy
 from robotics.serving.queue import choose_chunks
-from robotics.vla.encoder import EncoderConfig
-from robotics.vla.flow_policy import FlowActionPolicy, FlowPolicyConfig
-from robotics.vla.gaussian_policy import GaussianActionPolicy, GaussianPolicyConfig
-from robotics.vla.policy import PolicyInputs
-from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
-from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_robot_recipes import grpo
 from tests.robotics.test_serving import tiny_policy

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import RunError, UserError
-from robotics.sim.replies import problem_in_hello
-from robotics.sim.subprocess_sim import SubprocessSim
+from robotics.sim.subprocess_sim import SubprocessSim, problem_in_hello
 from tests.robotics.test_subprocess_sim import _no_renderer, settings, specs, zeros  # noqa: F401
 
 

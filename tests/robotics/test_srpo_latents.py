@@ -15,16 +15,16 @@ import torch
 
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.checkpoint import Checkpoints
-from mmrl.training.runs import train
-from robotics.vla.latents import LatentConfig
-from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.progress_settings import ProgressSettings
-from robotics.vla.srpo import SrpoRecipe
-from robotics.vla.tasks import EpisodeSetConfig
+from mmrl.runs.checkpoint import Checkpoints
+from mmrl.training.processes import make_accelerator
+from mmrl.training.recipe import collect_metrics
+from mmrl.training.run import train
+from mmrl.training.terms import Step
+from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.methods.latents import LatentConfig
+from robotics.methods.progress import ProgressSettings
+from robotics.methods.srpo import SrpoRecipe
+from robotics.policies.loading import ActionPolicyConfig
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_robot_recipes import SCALE, collected, srpo, trainer
 from tests.robotics.tiny_models import save_tiny_video_encoder, save_tiny_vjepa2
@@ -38,7 +38,7 @@ ONE_CENTRE = ProgressSettings(min_samples=10_000)
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
     """Charts take longer than the training here."""
-    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from robotics.vla.statistics import ActionStatistics, libero_gripper
+from robotics.policies.base.statistics import ActionStatistics, libero_gripper
 
 ACTIONS = np.random.default_rng(0).normal([0.0, 5.0, 0.0], [1.0, 0.1, 1.0], (1000, 3))
 ACTIONS[:, 2] = (ACTIONS[:, 2] > 0).astype(float)

@@ -6,13 +6,12 @@ import torch
 
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.runs import evaluate
+from mmrl.training.run import evaluate
+from robotics.episodes.collect import ActingSettings, FirstImages, run_episodes, swap_layouts
+from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.policies.loading import ActionPolicyConfig
+from robotics.policies.module import ModuleAdapter
 from robotics.sim.episodes import EpisodeSpec
-from robotics.vla.collect import ActingSettings, run_episodes
-from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.module_adapter import ModuleAdapter
-from robotics.vla.swapped import FirstImages, swap_layouts
-from robotics.vla.tasks import EpisodeSetConfig
 from tests.robotics.line_policies import GaussianWalker
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_robot_recipes import grpo

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
+from robotics.scenes.arms import ARMS
+from robotics.scenes.tabletop import PIECES, PROPRIO_SIZE, STATE_SIZE, SceneReading
+from robotics.scenes.tasks import SPLITS, SQUARE_M, TASKS, TabletopScene, draw_layout, find_task, layout_seed
 from robotics.sim import FrameRenderer, RenderSettings
-from robotics.sim.arms import ARMS
-from robotics.sim.scene_steps import SceneSteps
-from robotics.sim.tabletop import PIECES, PROPRIO_SIZE, STATE_SIZE, SceneReading
-from robotics.sim.tasks import SPLITS, SQUARE_M, TASKS, TabletopScene, draw_layout, find_task, layout_seed
+from robotics.sim.scene_results import SceneSteps
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from mmrl.recipes import find_recipe
-from mmrl.training.loop.settings import TrackingConfig, TrainerConfig
-from mmrl.training.runs import train
+from mmrl.training.run import train
+from mmrl.training.settings import TrackingConfig, TrainerConfig
+from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.methods.grpo import RobotGrpoConfig
+from robotics.policies.loading import ActionPolicyConfig
 from robotics.sim import subprocess_settings
 from robotics.sim.opening import SimConfig
-from robotics.vla.grpo import RobotGrpoConfig
-from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.tasks import EpisodeSetConfig
 
 FAKES = Path(__file__).with_name("fake_envs.py")
 POLICIES = "tests.robotics.fake_policies:make_blind"

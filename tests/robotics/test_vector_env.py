@@ -9,9 +9,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from mmrl.errors import UserError
 from robotics import TabletopVectorEnv
-from robotics.sim.batch import BatchSettings
-from robotics.sim.control import ACTION_SIZE
-from robotics.sim.envs import TabletopEnv
+from robotics.scenes.batch import BatchSettings
+from robotics.scenes.control import ACTION_SIZE
+from robotics.scenes.envs import TabletopEnv
 from robotics.sim.episodes import EpisodeSpec
 from tests.workers.test_vector import same
 
@@ -62,7 +62,7 @@ def test_success_terminates_and_layouts_can_be_chosen():
     envs = TabletopVectorEnv("reach", 2, settings=BatchSettings(image_size=None), autoreset_mode="SameStep")
     _, infos = envs.reset(seed=0, options={"layout": [3, 4]})
     assert infos["layout"].tolist() == [3, 4]
-    from robotics.sim.experts import Expert
+    from robotics.scenes.experts import Expert
 
     expert = Expert("reach")
     for _ in range(60):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from robotics.vla.video_encoder import (
+from robotics.methods.video_encoder import (
     POOLINGS,
     VideoEncoder,
     VideoEncoderConfig,

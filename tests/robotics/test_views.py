@@ -11,16 +11,16 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators
+from robotics.episodes.collect import ActingSettings, run_episodes
+from robotics.episodes.payload import EpisodePayload
+from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.policies.module import ModuleAdapter
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, views_of
 from robotics.sim.gym_adapter import EnvError, GymRow
 from robotics.sim.opening import SimConfig, open_sim, open_video_sim
-from robotics.vla.collect import ActingSettings, run_episodes
-from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
-from robotics.vla.module_adapter import ModuleAdapter
-from robotics.vla.payload import EpisodePayload
-from robotics.vla.policy import PolicyInputs
 from tests.robotics.line_sim import LineSim
 
 PUSH = [EpisodeSpec("push", "", 0), EpisodeSpec("push", "", 3)]
@@ -124,8 +124,8 @@ def test_films_are_drawn_without_views():
 
 @pytest.mark.usefixtures("backend")
 def test_a_vector_environment_observes_them():
-    from robotics.sim.batch import BatchSettings
-    from robotics.sim.vector_env import TabletopVectorEnv
+    from robotics.scenes.batch import BatchSettings
+    from robotics.scenes.vector_env import TabletopVectorEnv
 
     settings = BatchSettings(image_size=(16, 24), views=("wrist",))
     envs = TabletopVectorEnv("reach", 2, settings=settings, workers=1)
@@ -172,7 +172,7 @@ def test_a_simulator_of_ones_own_has_to_draw_them():
 
 @pytest.mark.usefixtures("backend")
 def test_a_gymnasium_environment_may_offer_cameras():
-    env = "robotics.sim.registration:mmrl/Push-v0"
+    env = "robotics.scenes.registration:mmrl/Push-v0"
     options = {"render_mode": "rgb_array", "render_look": "policy", "observation": ["state"], "render_size": [24, 24]}
     options |= {"adapter": {"layout_options": True}}
     shared = {"kind": "gymnasium", "env": env, "horizon": 50, "image_size": 24, "workers": 2, "options": options}
@@ -283,8 +283,8 @@ def test_episodes_without_views_hold_none():
 
 
 def test_likelihoods_of_training_are_those_of_acting(tmp_path):
-    from robotics.vla.grpo import RobotGrpoConfig, RobotGrpoRecipe
-    from robotics.vla.tasks import EpisodeSetConfig
+    from robotics.episodes.tasks import EpisodeSetConfig
+    from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
 
     config = RobotGrpoConfig(data=EpisodeSetConfig(tasks=["right", "left"], layouts=2), output_dir=str(tmp_path))
     config.trainer.samples_per_task = 2
@@ -331,7 +331,7 @@ def test_the_number_of_cameras_has_to_fit():
 def filmed(tmp_path_factory, backend):
     """Demonstrations with two cameras."""
     pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
-    from robotics.vla.tabletop_demos import build_demonstrations
+    from robotics.toy.tabletop_demos import build_demonstrations
 
     folder = tmp_path_factory.mktemp("views") / "demos"
     return build_demonstrations(str(folder), tasks=["reach"], episodes=1, image_size=32, views=["wrist"])
@@ -339,7 +339,7 @@ def filmed(tmp_path_factory, backend):
 
 def test_demonstrations_hold_each_camera_by_its_name(filmed):
     from robotics.data import LeRobotReader
-    from robotics.vla.demonstrations import DemonstrationConfig, load_demonstrations
+    from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
 
     images = LeRobotReader(filmed).episode(0).images
     assert set(images) == {"front", "wrist"}
@@ -358,8 +358,8 @@ def test_demonstrations_hold_each_camera_by_its_name(filmed):
 
 
 def clone_recipe(folder, output, cameras, **changes):
-    from robotics.vla.cloning import CloneConfig, CloneRecipe
-    from robotics.vla.demonstrations import DemonstrationConfig
+    from robotics.episodes.demonstrations import DemonstrationConfig
+    from robotics.methods.clone import CloneConfig, CloneRecipe
 
     about = DemonstrationConfig(str(folder), views=["wrist"])
     config = CloneConfig(demonstrations=about, output_dir=str(output), **changes)
@@ -479,11 +479,11 @@ tracking: {quiet: true, tensorboard: false}
 @pytest.mark.usefixtures("backend")
 def test_a_run_trains_with_two_cameras_and_its_policy_acts_with_them(tmp_path, monkeypatch):
     from mmrl.cli import main
+    from robotics.scenes.envs import TabletopEnv
     from robotics.serving.acting import PolicyActor
-    from robotics.sim.envs import TabletopEnv
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
     (tmp_path / "my_eyes.py").write_text(OWN)
     (tmp_path / "run.yaml").write_text(RUN)
     assert main(["train", "run.yaml"]) == 0

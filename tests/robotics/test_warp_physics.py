@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.sim.batch import BatchSettings, TabletopBatch
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.scenes.experts import Expert
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.experts import Expert
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.sim.randomization import RandomizationConfig
 
@@ -112,10 +112,10 @@ def test_a_scene_that_diverges_fails_alone():
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_a_full_buffer_is_a_failure_and_not_a_trajectory():
-    from robotics.sim.arms import find_arm
+    from robotics.scenes.arms import find_arm
+    from robotics.scenes.tabletop import PHYSICS_STEPS
+    from robotics.scenes.tasks import TabletopScene, find_task
     from robotics.sim.rollout import ImageRollout
-    from robotics.sim.tabletop import PHYSICS_STEPS
-    from robotics.sim.tasks import TabletopScene, find_task
     from robotics.sim.warp_physics import WarpPhysics
 
     scene = TabletopScene(find_task("stack"), find_arm("panda"))

@@ -1,4 +1,4 @@
-"""`robotics.vla.lerobot_service` with a tiny pi0; run by path in the interpreter of lerobot."""
+"""`robotics.policies.lerobot.service` with a tiny pi0; run by path in the interpreter of lerobot."""
 
 import runpy
 import sys
@@ -10,5 +10,5 @@ sys.path.insert(0, str(PROJECT))
 from tests.robotics.lerobot_flows import shrink_pi0  # noqa: E402
 
 shrink_pi0()
-service = runpy.run_path(str(PROJECT / "robotics/vla/lerobot_service.py"))
+service = runpy.run_path(str(PROJECT / "robotics/policies/lerobot/service.py"))
 make, make_flow = service["make"], service["make_flow"]

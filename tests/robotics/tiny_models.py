@@ -11,7 +11,7 @@ from tests.robotics.line_sim import LineSim
 def save_tiny_vlm(folder):
     """A vision-language model that knows the line's instructions; returns its folder."""
     pytest.importorskip("transformers", reason="needs pip install 'mmrl-suite[vlm]'")
-    from mmrl.vlm.tiny import build_tiny_vlm
+    from mmrl.vlm.toy.tiny import build_tiny_vlm
 
     texts = list(LineSim().tasks().values())
     return build_tiny_vlm(folder, corpus=texts, initializer_range=0.15, max_positions=256)
@@ -36,7 +36,7 @@ def save_tiny_vjepa2(folder):
 
 def save_tiny_video_encoder(folder):
     """An untrained video encoder of 16 x 16 pixels; returns its folder."""
-    from robotics.vla.video_encoder import VideoEncoder, VideoEncoderConfig
+    from robotics.methods.video_encoder import VideoEncoder, VideoEncoderConfig
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

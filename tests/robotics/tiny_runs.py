@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from robotics.vla.encoder import EncoderConfig
-from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
+from robotics.policies.base.encoder import EncoderConfig
+from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
 
 TWO_STEPS = (
     "sim.image_size=32",

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mmrl.training.loop.distributed import leave, make_accelerator
-from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.trainer import Trainer
-from robotics.vla.latents import LatentConfig
-from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.progress_settings import ProgressSettings
-from robotics.vla.srpo import SrpoRecipe
+from mmrl.training.processes import leave, make_accelerator
+from mmrl.training.recipe import collect_metrics
+from mmrl.training.terms import Step
+from mmrl.training.trainer import Trainer
+from robotics.methods.latents import LatentConfig
+from robotics.methods.progress import ProgressSettings
+from robotics.methods.srpo import SrpoRecipe
+from robotics.policies.loading import ActionPolicyConfig
 from tests.robotics.test_robot_recipes import collected, srpo, trainer
 
 

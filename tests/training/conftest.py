@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.seeds import seed_everything
-from mmrl.training.loop.settings import TrainerConfig
-from mmrl.training.loop.trainer import Trainer
+from mmrl.training.processes import make_accelerator, seed_everything
+from mmrl.training.settings import TrainerConfig
+from mmrl.training.trainer import Trainer
 from tests.training.toy import ToyConfig, ToyRecipe
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from mmrl.core.catalogue import get
-from mmrl.core.objective import PolicyOutputs
+from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.payload import Payload, per_group, per_row
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.loop.evaluation import Evaluation
-from mmrl.training.loop.recipe import Recipe
-from mmrl.training.loop.settings import RunConfig
-from mmrl.training.record.samples import SampleRecord
+from mmrl.runs.samples import SampleRecord
+from mmrl.training.evaluation import Evaluation
+from mmrl.training.recipe import Recipe
+from mmrl.training.settings import RunConfig
 
 WORDS, LENGTH = 4, 3
 
@@ -122,7 +122,7 @@ class ToyRecipe(Recipe):
 def main() -> None:
     """Run `toy.py CONFIG [overrides] [--resume]` in a process of its own."""
     from mmrl.config import load_run
-    from mmrl.training.runs import train
+    from mmrl.training.run import train
 
     entry, config = load_run(sys.argv[1], [word for word in sys.argv[2:] if "=" in word])
     train(entry, config, resume="--resume" in sys.argv)

@@ -8,11 +8,10 @@ import torch
 from PIL import Image
 
 from mmrl.core.rollouts import Rollouts
-from mmrl.vlm.payload import Prompt, VlmPayload
-from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampler import sample
-from mmrl.vlm.sampling import SamplerConfig, Samples
-from mmrl.vlm.task import VideoClip, VlmTask
+from mmrl.vlm.data.prompt import Prompt, VlmPayload
+from mmrl.vlm.data.task import VideoClip, VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample
 
 CORPUS = [
     f"What is the sum of {a} and {b}? Look at the image. <think>{a} and {b}</think><answer>{a + b}</answer>"

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.tiny import FAMILIES, build_tiny_vlm
+from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.toy.tiny import FAMILIES, build_tiny_vlm
 from tests.vlm.builders import CORPUS
 
 # a model this small is slower on several threads, and many times slower where another process uses the cores

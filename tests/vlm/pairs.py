@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig
-from mmrl.training.record.tracking import TrackingConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
 from mmrl.vlm.critic.measures import ScoringEvaluationConfig
-from mmrl.vlm.data import DataConfig
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.preference import PreferenceRunConfig
-from mmrl.vlm.sampling import AnswerSampling
+from mmrl.vlm.data.dataset import DataConfig
+from mmrl.vlm.engine.sampler import AnswerSampling
+from mmrl.vlm.methods.preference import PreferenceRunConfig
+from mmrl.vlm.model.config import ModelConfig
 from tests.vlm.runs import write_questions
 
 

@@ -9,13 +9,13 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
-from mmrl.training.record.tracking import TrackingConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
 from mmrl.vlm.critic.measures import CriticEvaluationConfig, ScoringEvaluationConfig
-from mmrl.vlm.data import DataConfig
-from mmrl.vlm.given import GivenAnswersConfig
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.sampling import AnswerSampling, SamplerConfig
+from mmrl.vlm.data.dataset import DataConfig
+from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
+from mmrl.vlm.methods.sft import GivenAnswersConfig
+from mmrl.vlm.model.config import ModelConfig
 
 
 def write_questions(folder: Path, count: int = 6, text_only_last: bool = True) -> Path:

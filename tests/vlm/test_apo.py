@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.reference import make_reference
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators
-from mmrl.vlm.apo import DADS_SHAPES, ApoConfig, ApoRecipe, difficulty, kl_weights, length_multipliers
+from mmrl.training.processes import make_accelerator
+from mmrl.training.reference import make_reference
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators, update_constants
+from mmrl.vlm.methods.apo import DADS_SHAPES, ApoConfig, ApoRecipe, difficulty, kl_weights, length_multipliers
 from tests.vlm.runs import run_config
 
 GROUP = torch.tensor([0, 0, 0, 0, 1, 1])

@@ -8,10 +8,10 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
-from mmrl.training.loop.breakdown import parts_of_tasks
-from mmrl.training.record.outcomes import read_outcomes
-from mmrl.training.record.statistics import wilson_interval
-from mmrl.training.runs import train
+from mmrl.runs.samples import read_outcomes
+from mmrl.runs.statistics import wilson_interval
+from mmrl.training.evaluation import parts_of_tasks
+from mmrl.training.run import train
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.recipe import VlmRecipe
 from tests.vlm.runs import run_config

@@ -8,12 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.vlm.chat import PromptTooLong
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.payload import Prompt
-from mmrl.vlm.processing import ImageOnlyProcessor
-from mmrl.vlm.task import TaskError, VlmTask
+from mmrl.vlm.data.prompt import Prompt, PromptTooLong
+from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.processor import ImageOnlyProcessor
 from tests.vlm.builders import make_task, noise_image
 
 
@@ -143,11 +142,11 @@ import sys
 sys.modules["torchvision"] = None  # as if it were not installed
 import torch
 from mmrl.hub.compat import ensure_torchvision
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.sampler import sample
-from mmrl.vlm.sampling import SamplerConfig
-from mmrl.vlm.tiny import build_tiny_vlm
+from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.sampler import sample
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.vlm.builders import CORPUS, draw, make_task
 from tests.rounding import assert_equal_up_to_rounding
 

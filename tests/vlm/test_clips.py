@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from mmrl.hub.video_reading import decode_frames, read_index
-from mmrl.vlm import clips
-from mmrl.vlm.clips import Shot, clip_frames, first_frames, write_clip
-from mmrl.vlm.data import DataConfig, load_tasks
-from mmrl.vlm.digit_clips import FPS, QUESTIONS, SHOT_FRAMES, build_questions
-from mmrl.vlm.digits import reads_digits, scan_pool, scans_and_labels
-from mmrl.vlm.tiny import train_tokenizer
-from mmrl.vlm.video_input import VideoOptions, load_videos
+from mmrl.vlm.data.dataset import DataConfig, load_tasks
+from mmrl.vlm.data.video import VideoOptions, load_videos
+from mmrl.vlm.toy import clips
+from mmrl.vlm.toy.clips import Shot, clip_frames, first_frames, write_clip
+from mmrl.vlm.toy.digit_clips import FPS, QUESTIONS, SHOT_FRAMES, build_questions
+from mmrl.vlm.toy.digits import reads_digits, scan_pool, scans_and_labels
+from mmrl.vlm.toy.tiny import train_tokenizer
 
 pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
 
@@ -104,7 +104,7 @@ def test_the_model_sees_every_frame_and_the_same_seed_the_same_clips(tmp_path):
 
 def test_training_and_test_clips_show_other_scans(tmp_path, monkeypatch):
     shown = {}
-    monkeypatch.setattr("mmrl.vlm.digit_clips.write_clip", lambda path, shots, **_: shown[split].extend(shots))
+    monkeypatch.setattr("mmrl.vlm.toy.digit_clips.write_clip", lambda path, shots, **_: shown[split].extend(shots))
     for split in ("train", "test"):
         shown[split] = []
         build_questions(tmp_path / f"{split}.jsonl", count=20, split=split)
@@ -119,7 +119,7 @@ def test_numbers_of_digits_that_do_not_fit(tmp_path):
 
 
 def test_every_question_has_short_tokens():
-    from mmrl.vlm.digit_clips import corpus
+    from mmrl.vlm.toy.digit_clips import corpus
 
     tokenizer = train_tokenizer(corpus(), 400)
     longest = max(len(tokenizer.encode(text)) for question in QUESTIONS.values() for text in question.texts)

@@ -6,9 +6,9 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.vlm.data import DataConfig, TaskError, VlmTask, load_tasks
-from mmrl.vlm.task import TASK_ERRORS
-from mmrl.vlm.video_input import VideoOptions
+from mmrl.vlm.data.dataset import DataConfig, TaskError, VlmTask, load_tasks
+from mmrl.vlm.data.task import TASK_ERRORS
+from mmrl.vlm.data.video import VideoOptions
 
 
 def png(colour="red", size=(8, 6), mode="RGB"):
@@ -563,7 +563,7 @@ def test_the_pixel_limit_reaches_the_images(folder):
 
 
 def test_a_builder_needs_a_file_of_its_kind(folder):
-    config = DataConfig(path="questions", build="mmrl.vlm.digits:build_questions", build_options={"count": 2})
+    config = DataConfig(path="questions", build="mmrl.vlm.toy.digits:build_questions", build_options={"count": 2})
     with pytest.raises(UserError, match=r"go to a \.jsonl file.*questions"):
         load_tasks(config)
     assert not (folder / "questions").exists()

@@ -6,14 +6,13 @@ import dataclasses
 import pytest
 import torch
 
-from mmrl.vlm import decoder, lean_weights
-from mmrl.vlm.decoder import PrefixDecoder
-from mmrl.vlm.model_config import LoraSettings, ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.prefix import Prefix
-from mmrl.vlm.sampler import sample
-from mmrl.vlm.sampling import SamplerConfig, Samples
+from mmrl.vlm.engine import decoder
+from mmrl.vlm.engine import decoder as lean_weights
+from mmrl.vlm.engine.decoder import PrefixDecoder
+from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.prefix import Prefix
+from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample
+from mmrl.vlm.model.config import LoraSettings, ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import make_rollouts, ragged_tasks
 

@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.training import stages
-from mmrl.vlm import demo
+from mmrl.vlm.toy import demo
 
 ROOT = Path(__file__).parents[2]
 MODEL = "{hidden: 32, layers: 1, vision_hidden: 32, vision_depth: 1, min_pixels: 3136, max_pixels: 12544}"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.vlm.blind import fit_blind
-from mmrl.vlm.data import DataConfig, load_tasks
-from mmrl.vlm.digits import QUESTIONS, TEST_SCANS, build_hints, build_questions, reads_digits, scan_pool
+from mmrl.vlm.data.dataset import DataConfig, load_tasks
+from mmrl.vlm.toy.blind import fit_blind
+from mmrl.vlm.toy.digits import QUESTIONS, TEST_SCANS, build_hints, build_questions, reads_digits, scan_pool
 
 
 def rows(path):

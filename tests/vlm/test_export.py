@@ -17,10 +17,10 @@ from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from mmrl.recipes import RECIPES
-from mmrl.training.runs import evaluate, train
-from mmrl.vlm.model_config import LoraSettings, ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.sft import SftConfig
+from mmrl.training.run import evaluate, train
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.methods.sft import SftConfig
+from mmrl.vlm.model.config import LoraSettings, ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.runs import run_config
 
@@ -118,8 +118,8 @@ def test_chain_of_runs_that_was_moved_still_works(tmp_path, tiny_folders):
 
 SAVE = """
 import sys
-from mmrl.vlm.model_config import LoraSettings, ModelConfig
-from mmrl.vlm.models import load_policy
+from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.engine.policy import load_policy
 load_policy(ModelConfig(path=sys.argv[1], lora=LoraSettings(enabled=True, rank=2))).save_pretrained(sys.argv[2])
 """
 

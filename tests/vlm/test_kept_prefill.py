@@ -11,18 +11,15 @@ from torch import nn
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.trainer import Trainer
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import make_accelerator
+from mmrl.training.trainer import Trainer
 from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.kept_prefill import KeepPrefill
-from mmrl.vlm.payload import VlmPayload
-from mmrl.vlm.prefix_store import PrefixStore
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.engine.prefix import KeepPrefill, PrefixStore
+from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.model.vision import FeatureCache, gather_features, weights_state
 from mmrl.vlm.recipe import VlmRecipe
-from mmrl.vlm.sampler import sample
-from mmrl.vlm.sampling import SamplerConfig
-from mmrl.vlm.vision import FeatureCache, gather_features
-from mmrl.vlm.weights_state import weights_state
 from tests.vlm.builders import ragged_tasks
 from tests.vlm.runs import run_config
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.model.config import ModelConfig
 from tests.vlm.runs import write_questions
 
 ROOT = Path(__file__).parents[2]

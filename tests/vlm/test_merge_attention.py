@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.vlm.joined_attention import merge_attention
+from mmrl.vlm.engine.attention import merge_attention
 
 B, H, Q, D = 2, 3, 4, 8
 

@@ -9,13 +9,19 @@ import torch
 from PIL import Image
 
 from mmrl.fields import check_fields
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.reference import make_reference
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators
-from mmrl.vlm.masking import blacken_frames, blacken_patches
-from mmrl.vlm.papo import PapoConfig, PapoRecipe, PapoSettings, gamma_at, perception_terms
+from mmrl.training.processes import make_accelerator
+from mmrl.training.reference import make_reference
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators, update_constants
+from mmrl.vlm.methods.papo import (
+    PapoConfig,
+    PapoRecipe,
+    PapoSettings,
+    blacken_frames,
+    blacken_patches,
+    gamma_at,
+    perception_terms,
+)
 from tests.vlm.runs import run_config
 
 

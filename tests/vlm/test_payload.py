@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.vlm.payload import Prompt, VlmPayload
+from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from tests.vlm.builders import make_task
 
 

@@ -7,9 +7,8 @@ import copy
 import pytest
 import torch
 
-from mmrl.vlm.kept_prefill import KeepPrefill
-from mmrl.vlm.sampler import PolicySampler, sample
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.engine.prefix import KeepPrefill
+from mmrl.vlm.engine.sampler import PolicySampler, SamplerConfig, sample
 from tests.vlm.builders import ragged_tasks
 
 

@@ -9,17 +9,16 @@ import torch
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.constants import needs_reference, update_constants
-from mmrl.training.loop.passes import shared_prefix
-from mmrl.training.loop.reference import make_reference
-from mmrl.training.loop.seeds import make_generator
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators
-from mmrl.training.record.samples import read_samples
-from mmrl.training.runs import evaluate, train
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.preference import PreferenceRecipe
+from mmrl.runs.samples import read_samples
+from mmrl.training.processes import make_generator
+from mmrl.training.recipe import shared_prefix
+from mmrl.training.reference import make_reference
+from mmrl.training.run import evaluate, train
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators, needs_reference, update_constants
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.methods.preference import PreferenceRecipe
+from mmrl.vlm.model.config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.pairs import pair_config, write_pairs
 
@@ -262,7 +261,7 @@ def test_scores_of_the_data_are_read_where_the_loss_wants_them(tmp_path, tiny_fo
 def test_held_out_questions_without_pairs_need_rewards(tmp_path, tiny_folders):
     config = pair_config(tmp_path, tiny_folders[MODEL])
     config.eval_data["heldout"].path = str(tmp_path / "data/questions.jsonl")
-    with pytest.raises(UserError, match="has no columns 'chosen' and 'rejected', and evaluation.rewards is empty"):
+    with pytest.raises(UserError, match=r"has no columns 'chosen' and 'rejected', and evaluation\.rewards is empty"):
         PreferenceRecipe(config)
     config.evaluation.rewards = [RewardConfig(name="exact")]
     PreferenceRecipe(config).close()

@@ -10,16 +10,16 @@ from mmrl.errors import RunError, UserError
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
-from mmrl.training.loop.terms import Step
-from mmrl.training.runs import evaluate, train
-from mmrl.vlm.apo import ApoConfig
+from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.run import evaluate, train
+from mmrl.training.terms import Step
 from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.papo import PapoConfig
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.methods.apo import ApoConfig
+from mmrl.vlm.methods.papo import PapoConfig
+from mmrl.vlm.methods.sft import SftConfig
+from mmrl.vlm.model.config import ModelConfig
 from mmrl.vlm.recipe import VlmRecipe
-from mmrl.vlm.sft import SftConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.runs import run_config
 
@@ -243,7 +243,7 @@ def test_greedy_and_sampled_accuracy_have_intervals(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.evaluation.samples = 3
     recipe = VlmRecipe(config)
-    from mmrl.training.loop.distributed import make_accelerator
+    from mmrl.training.processes import make_accelerator
 
     first = recipe.evaluate(recipe.policy, "heldout", make_accelerator(), Step()).metrics
     again = recipe.evaluate(recipe.policy, "heldout", make_accelerator(), Step()).metrics

@@ -11,16 +11,15 @@ import torch
 
 from mmrl.errors import RunError
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
-from mmrl.training.loop.reference import make_reference
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators
-from mmrl.vlm.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
+from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.processes import make_accelerator
+from mmrl.training.reference import make_reference
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.methods.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
+from mmrl.vlm.model.config import ModelConfig
 from mmrl.vlm.recipe import VlmRecipe
 from tests.vlm.builders import draw, make_task
 from tests.vlm.runs import run_config

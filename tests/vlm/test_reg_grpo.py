@@ -12,13 +12,17 @@ from mmrl.errors import ConfigError, UserError
 from mmrl.fields import check_config
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig, RewardResult
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.trainer import Trainer
-from mmrl.training.runs import train
-from mmrl.vlm.augmentation import AugmentationSettings
-from mmrl.vlm.augmented_task import (
+from mmrl.training.processes import make_accelerator
+from mmrl.training.recipe import collect_metrics
+from mmrl.training.run import train
+from mmrl.training.terms import Step
+from mmrl.training.trainer import Trainer
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.video import load_videos
+from mmrl.vlm.methods.augmentation import (
+    AugmentationSettings,
     AugmentedTask,
     augment_task,
     noisy_frames,
@@ -27,13 +31,9 @@ from mmrl.vlm.augmented_task import (
     reasoning_of,
     rewrite_question,
 )
-from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.controls import shuffled_exact
-from mmrl.vlm.payload import VlmPayload
+from mmrl.vlm.methods.reg_grpo import RegGrpoConfig, RegGrpoRecipe
 from mmrl.vlm.recipe import VlmRecipe
-from mmrl.vlm.reg_grpo import RegGrpoConfig, RegGrpoRecipe
-from mmrl.vlm.task import VlmTask
-from mmrl.vlm.video_input import load_videos
+from mmrl.vlm.toy.controls import shuffled_exact
 from tests.vlm.builders import make_task
 from tests.vlm.runs import run_config
 from tests.vlm.test_recipe import weights

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.vlm import generation, sampler
-from mmrl.vlm.kept_prefill import KeepPrefill
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.sampler import PolicySampler, sample
-from mmrl.vlm.sampling import SamplerConfig, Samples
-from mmrl.vlm.token_choice import choose_tokens
+from mmrl.vlm.engine import sampler
+from mmrl.vlm.engine import sampler as generation
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.prefix import KeepPrefill
+from mmrl.vlm.engine.sampler import PolicySampler, SamplerConfig, Samples, choose_tokens, sample
+from mmrl.vlm.model.config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import draw, make_rollouts, make_task, ragged_tasks
 
@@ -158,7 +157,7 @@ def test_the_reason_for_the_modules_is_logged_once(policy, caplog):
 
 
 def test_the_two_parts_are_timed(policy, lean):
-    from mmrl.training.record.stopwatch import Stopwatch
+    from mmrl.runs.stopwatch import Stopwatch
 
     watch = Stopwatch(policy.device)
     with watch.running():
@@ -247,7 +246,7 @@ def test_ids_without_a_token_are_banned(policy):
     class Network:
         config = wide
 
-    from mmrl.vlm.special_tokens import banned_ids
+    from mmrl.vlm.model.processor import banned_ids
 
     assert set(banned_ids(Network(), tokenizer).tolist()) - set(policy.banned_ids.tolist()) == {
         len(tokenizer) + extra for extra in range(3)

@@ -7,12 +7,12 @@ import logging
 import pytest
 import torch
 
-from mmrl.vlm import joined_attention, kept_prefill
-from mmrl.vlm.joined_attention import KERNELS, kernels_for
-from mmrl.vlm.model_config import LoraSettings, ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.payload import VlmPayload
-from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.engine import attention as joined_attention
+from mmrl.vlm.engine import prefix as kept_prefill
+from mmrl.vlm.engine.attention import KERNELS, kernels_for
+from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.model.config import LoraSettings, ModelConfig
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.builders import draw, make_task, ragged_tasks
 

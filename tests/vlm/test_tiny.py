@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
-from mmrl.vlm.tiny import build_tiny_vlm, train_tokenizer
+from mmrl.vlm.toy.tiny import build_tiny_vlm, train_tokenizer
 from tests.vlm.builders import CORPUS, noise_image
 
 

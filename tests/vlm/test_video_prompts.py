@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from mmrl.hub.video_sampling import frame_times
-from mmrl.vlm.processing import load_processor
-from mmrl.vlm.task import TaskError, VideoClip, VlmTask
-from mmrl.vlm.video_input import VIDEO_ERRORS, load_videos
+from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask
+from mmrl.vlm.data.video import VIDEO_ERRORS, load_videos
+from mmrl.vlm.model.processor import load_processor
 from tests.hub.numbered_clips import even_times, write_clip
 from tests.vlm.builders import noise_image, video_task
 

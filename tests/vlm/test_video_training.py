@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from mmrl.recipes import RECIPES
-from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.samples import read_samples
-from mmrl.training.runs import train
-from mmrl.vlm.apo import ApoConfig
+from mmrl.runs.samples import read_samples
+from mmrl.training.recipe import collect_metrics
+from mmrl.training.run import train
+from mmrl.training.terms import Step
 from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.papo import PapoConfig
-from mmrl.vlm.payload import VlmPayload
-from mmrl.vlm.pictures import frame_strips
-from mmrl.vlm.sft import SftConfig
-from mmrl.vlm.video_input import load_videos
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.video import load_videos
+from mmrl.vlm.evaluation import frame_strips
+from mmrl.vlm.methods.apo import ApoConfig
+from mmrl.vlm.methods.papo import PapoConfig
+from mmrl.vlm.methods.sft import SftConfig
 from tests.hub.numbered_clips import even_times, write_clip
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.builders import draw, make_task, video_task

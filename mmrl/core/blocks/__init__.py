@@ -19,7 +19,21 @@ from mmrl.core.blocks.aggregation import (
     TurnMean,
 )
 from mmrl.core.blocks.block import Block
-from mmrl.core.blocks.clip import Bgpo, Cispo, Clip, GspoClip, PolicyGradient, PpoClip, Unclipped
+from mmrl.core.blocks.clip import (
+    RATIOS,
+    Bgpo,
+    Cispo,
+    Clip,
+    GspoClip,
+    PolicyGradient,
+    PpoClip,
+    Ratio,
+    SequenceFullRatio,
+    SequenceProductRatio,
+    SequenceRatio,
+    TokenRatio,
+    Unclipped,
+)
 from mmrl.core.blocks.credit import CriticAdvantage, Gae, TurnGae, WhitenedReturns
 from mmrl.core.blocks.divergence import (
     DIVERGENCES,
@@ -35,11 +49,10 @@ from mmrl.core.blocks.divergence import (
     K3StraightThrough,
     SampledEntropy,
 )
-from mmrl.core.blocks.filters import FILTERS, DropGroups, GroupFilter, KeepAll, ResampleGroups
-from mmrl.core.blocks.ratio import RATIOS, Ratio, SequenceFullRatio, SequenceProductRatio, SequenceRatio, TokenRatio
+from mmrl.core.blocks.filter import FILTERS, DropGroups, GroupFilter, KeepAll, ResampleGroups
 from mmrl.core.blocks.regression import GroupRegression
+from mmrl.core.blocks.scaling import SCALINGS, AdvantageScaling
 from mmrl.core.blocks.value import VALUES, SeparateCritic, ValueLoss
-from mmrl.core.blocks.weights import SCALINGS, AdvantageScaling
 
 __all__ = [
     "ADVANTAGES",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mmrl.core.aggregation import (
+from mmrl.core.blocks.block import Block
+from mmrl.core.loss import (
     Denominators,
     fixed_length,
     sequence_mean,
@@ -14,7 +15,6 @@ from mmrl.core.aggregation import (
     token_mean,
     turn_mean,
 )
-from mmrl.core.blocks.block import Block
 from mmrl.fields import bounded, rare
 
 

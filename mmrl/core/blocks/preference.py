@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmrl.core.aggregation import masked_mean, masked_sum
 from mmrl.core.blocks.block import Block
+from mmrl.core.loss import masked_mean, masked_sum
 from mmrl.core.pairs import Pairs
 from mmrl.fields import bounded, choice, rare
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks.clip import Clip, Loss
-from mmrl.core.blocks.ratio import Ratio
+from mmrl.core.blocks.clip import Clip, Loss, Ratio
 from mmrl.core.groups import group_count, group_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from mmrl.core.catalogue import critic, group, image, preference, supervised
+from mmrl.core.catalogue import critic, group, image, supervised
+from mmrl.core.catalogue import pairs as preference
 from mmrl.core.checks import look_up
-from mmrl.core.objective import Objective
-from mmrl.core.preference import PreferenceObjective
+from mmrl.core.objectives.objective import Objective
+from mmrl.core.objectives.pairwise import PreferenceObjective
 
 __all__ = ["CATALOGUE", "PREFERENCES", "get", "get_preference"]
 

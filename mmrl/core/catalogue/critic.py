@@ -12,7 +12,7 @@ from mmrl.core.blocks import (
     ValueLoss,
     WhitenedReturns,
 )
-from mmrl.core.objective import Objective
+from mmrl.core.objectives.objective import Objective
 
 ROWS = (
     Objective(

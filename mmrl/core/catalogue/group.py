@@ -20,7 +20,7 @@ from mmrl.core.blocks import (
     TokenMean,
     Unclipped,
 )
-from mmrl.core.objective import Objective
+from mmrl.core.objectives.objective import Objective
 
 ROWS = (
     Objective(

@@ -1,7 +1,7 @@
 """Objectives of diffusion and flow models; a decision is a denoising step or a noisy version of an image."""
 
 from mmrl.core.blocks import AdvantageScaling, ExactKl, GroupMeanGlobalStd, GroupMeanStd, PpoClip, TokenMean
-from mmrl.core.objective import Objective
+from mmrl.core.objectives.objective import Objective
 
 ROWS = (
     Objective(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmrl.files import is_file, read_json_object
-from mmrl.gui.coords import Box, Size
-from mmrl.gui.samples import Polygon, Refusal, Target
+from mmrl.gui.grounding.coords import Box, Size
+from mmrl.gui.grounding.samples import Polygon, Refusal, Target
 
 Cells: TypeAlias = Mapping[str, Any]
 Groups: TypeAlias = Mapping[str, tuple[str, ...]]

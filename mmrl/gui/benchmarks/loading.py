@@ -15,9 +15,8 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.gui.benchmarks.annotations import Annotation, BoxForm, RowContext, RowError, corners, make_target
 from mmrl.gui.benchmarks.table import BENCHMARKS, Benchmark, Layout, find_benchmark, recognise
-from mmrl.gui.coords import Size
-from mmrl.gui.samples import GroundingSample, Refusal
-from mmrl.gui.tables import image_size
+from mmrl.gui.grounding.coords import Size
+from mmrl.gui.grounding.samples import GroundingSample, Refusal, image_size
 from mmrl.hub.tables import read_rows
 
 LOGGER = logging.getLogger("mmrl")

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.files import write_atomically
-from mmrl.gui.answers import ParsedAnswer
 from mmrl.gui.benchmarks.table import Benchmark
-from mmrl.gui.coords import CoordinateSpace, Point
-from mmrl.gui.samples import GroundingSample
-from mmrl.training.loop.breakdown import part_metric
-from mmrl.training.record.jsonlines import finite_or_none
-from mmrl.training.record.statistics import wilson_interval
+from mmrl.gui.grounding.answers import ParsedAnswer
+from mmrl.gui.grounding.coords import CoordinateSpace, Point
+from mmrl.gui.grounding.samples import GroundingSample
+from mmrl.runs.jsonlines import finite_or_none
+from mmrl.runs.statistics import wilson_interval
+from mmrl.training.evaluation import part_metric
 
 LONGEST_TEXT = 200
 

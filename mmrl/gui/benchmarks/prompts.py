@@ -14,11 +14,11 @@ import torch
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.files import is_file
-from mmrl.gui.coords import CoordinateSpace, coordinate_space
-from mmrl.gui.grounding import TEMPLATE, THINK, GroundingSettings
-from mmrl.gui.samples import GroundingSample
-from mmrl.vlm.payload import Prompt
-from mmrl.vlm.task import VlmTask
+from mmrl.gui.grounding.coords import CoordinateSpace, coordinate_space
+from mmrl.gui.grounding.samples import GroundingSample
+from mmrl.gui.grounding.tasks import TEMPLATE, THINK, GroundingSettings
+from mmrl.vlm.data.prompt import Prompt
+from mmrl.vlm.data.task import VlmTask
 
 FROM_RUN = "run"
 

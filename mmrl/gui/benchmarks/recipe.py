@@ -22,34 +22,31 @@ from accelerate import Accelerator
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, parts_of, rare
-from mmrl.gui.answers import PARSERS, parse_answer
 from mmrl.gui.benchmarks.loading import BenchmarkConfig, load_benchmark
 from mmrl.gui.benchmarks.metrics import Scored, metrics_of, results_markdown, score_answer, tabulate, write_results
 from mmrl.gui.benchmarks.prompts import PromptConfig, PromptPreset, begin_answer, question
 from mmrl.gui.benchmarks.table import Benchmark, find_benchmark
-from mmrl.gui.coords import FAMILIES, MAX_TOKENS, MIN_TOKENS, Resize
-from mmrl.gui.pictures import draw_answer
-from mmrl.gui.samples import GroundingSample, Refusal
+from mmrl.gui.grounding.answers import PARSERS, parse_answer
+from mmrl.gui.grounding.coords import FAMILIES, MAX_TOKENS, MIN_TOKENS, Resize
+from mmrl.gui.grounding.drawing import draw_answer
+from mmrl.gui.grounding.samples import GroundingSample, Refusal
 from mmrl.hub.images import image_pixels_option
-from mmrl.training.export import chosen_checkpoint
-from mmrl.training.loop.evaluation import Evaluation, Measure, Row, Trial, evaluate_tasks
-from mmrl.training.loop.settings import PRECISIONS
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.fingerprint import content_digest
-from mmrl.training.record.outcomes import Outcome
-from mmrl.training.record.resumable import ResumableRows, short_digest
-from mmrl.training.record.samples import SampleRecord
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampler import sample
-from mmrl.vlm.sampling import SamplerConfig
-from mmrl.vlm.task import TaskError, VlmTask
+from mmrl.runs.export import chosen_checkpoint
+from mmrl.runs.fingerprint import content_digest
+from mmrl.runs.jsonlines import ResumableRows, short_digest
+from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.training.evaluation import Evaluation, Measure, Row, Trial, evaluate_tasks
+from mmrl.training.settings import PRECISIONS
+from mmrl.training.terms import Step
+from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from mmrl.vlm.payload import Prompt
+    from mmrl.vlm.data.prompt import Prompt
 
 LOGGER = logging.getLogger("mmrl")
 VISUAL_TOKENS = 5600
@@ -66,7 +63,7 @@ class GroundingEvaluationOptions:
     batch_tasks: int = rare(bounded(8, at_least=1))
     """Screens answered together."""
     parser: str = rare(choice("robust", tuple(PARSERS)))
-    """How points are read: robust takes every format of `mmrl.gui.answers`, reference only InfiGUI-G1's."""
+    """How points are read: robust takes every format of `mmrl.gui.grounding.answers`, reference only InfiGUI-G1's."""
     records: int = rare(bounded(24, at_least=0))
     """Samples shown in the report, the first ones."""
     images: int = rare(bounded(8, at_least=0))

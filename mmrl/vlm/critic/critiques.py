@@ -23,15 +23,14 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.rewards.loading import load_function
-from mmrl.training.loop.seeds import make_generator
-from mmrl.vlm.critic.asking import RowWriter, ask_instead, check_no_marks, question_text
+from mmrl.training.processes import make_generator
 from mmrl.vlm.critic.details import MOST_ERRORS, Altered, alter_numbers, critique_score, insert_errors, listed_details
-from mmrl.vlm.critic.sources import load_source
-from mmrl.vlm.image_rows import write_media_rows
-from mmrl.vlm.model_config import FrozenModelConfig
-from mmrl.vlm.prompts import make_template
-from mmrl.vlm.sampling import SamplerConfig
-from mmrl.vlm.task import TaskError, VlmTask
+from mmrl.vlm.critic.questions import RowWriter, ask_instead, check_no_marks, load_source, question_text
+from mmrl.vlm.data.media_rows import write_media_rows
+from mmrl.vlm.data.messages import make_template
+from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import FrozenModelConfig
 
 CRITIQUE_TEMPLATE = """\
 #### Question
@@ -215,8 +214,8 @@ def _write_critiques(
     model: str, tasks: Sequence[VlmTask], count: int, temperature: float, max_new_tokens: int, seed: int
 ) -> list[list[str]]:
     """Sample `count` critiques of each answer."""
-    from mmrl.vlm.models import load_policy
-    from mmrl.vlm.sampler import sample
+    from mmrl.vlm.engine.policy import load_policy
+    from mmrl.vlm.engine.sampler import sample
 
     policy = load_policy(FrozenModelConfig(path=model))
     config = SamplerConfig(max_new_tokens=max_new_tokens, temperature=temperature)

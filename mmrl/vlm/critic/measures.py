@@ -6,14 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from mmrl.fields import rare
-from mmrl.training.loop.evaluation import Measure
-from mmrl.vlm.critic.choice_measure import SelfCriticMeasure
-from mmrl.vlm.critic.revision import RevisionConfig
-from mmrl.vlm.critic.revision_measure import RevisionMeasure
-from mmrl.vlm.critic.self_critic import SelfCriticConfig
+from mmrl.training.evaluation import Measure
+from mmrl.vlm.critic.revision import RevisionConfig, RevisionMeasure
+from mmrl.vlm.critic.self_critic import SelfCriticConfig, SelfCriticMeasure
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.evaluation import AnswerMeasure, AnswerScoring, FurtherMeasures, VlmEvaluationConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.task import VlmTask
 
 
 @dataclass

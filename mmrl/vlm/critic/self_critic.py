@@ -11,25 +11,113 @@ Source: Wang et al., LLaVA-Critic-R1, arXiv 2509.00676, section 5 (best of n wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from PIL import Image
 
 from mmrl.fields import bounded, choice, rare
 from mmrl.hub.video_sampling import Frames
 from mmrl.rewards.answers import normalise, read_answer
-from mmrl.vlm.chat import PromptTooLong
-from mmrl.vlm.critic.asking import question_text, without_marks
-from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task
-from mmrl.vlm.critic.tournament import PROTOCOLS, Match, Verdict, choose, majority
-from mmrl.vlm.payload import Prompt
-from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampler import sample
-from mmrl.vlm.sampling import SamplerConfig
-from mmrl.vlm.task import VlmTask
-from mmrl.vlm.video_input import load_videos
+from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.training.evaluation import Measure, Row, Trial, with_interval
+from mmrl.training.processes import make_generator, stream_seed
+from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task, question_text, without_marks
+from mmrl.vlm.data.prompt import Prompt, PromptTooLong, token_lists
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.video import load_videos
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.evaluation import AnswerMeasure, task_images
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judge's preference between answers a and b, asked in both orders."""
+
+    shown_first: int | None
+    """1 or 2 where a was shown as number 1; None where the judgement could not be read."""
+    shown_second: int | None
+    """1 or 2 where a was shown as number 2."""
+
+    @property
+    def wins(self) -> float:
+        """Share of the two orders in which a is preferred; an unreadable judgement counts half."""
+        first = 0.5 if self.shown_first is None else float(self.shown_first == 1)
+        second = 0.5 if self.shown_second is None else float(self.shown_second == 2)
+        return (first + second) / 2
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both orders prefer the same answer."""
+        return None not in (self.shown_first, self.shown_second) and self.shown_first != self.shown_second
+
+
+@dataclass(frozen=True)
+class Match:
+    """Two different answers to one question that are to be compared."""
+
+    question: int
+    a: int
+    b: int
+
+
+Compare = Callable[[Sequence[Match]], Sequence[Verdict]]
+"""A judge: the verdict of each match."""
+
+
+def choose(votes: Sequence[Sequence[int]], protocol: str, compare: Compare) -> list[int]:
+    """Choose one answer to each question.
+
+    round_robin compares every two different answers. Their scores are those of all responses compared with one
+    another, equal ones drawn: answer i with v_i votes has sum_j v_j wins(i, j) + (v_i - 1) / 2. knockout compares
+    neighbours, and the winners again, until one is left. Draws go to the answer with more votes, then to the earlier.
+    """
+    return PROTOCOLS[protocol](votes, compare)
+
+
+def majority(votes: Sequence[int]) -> int:
+    """Index of the answer with the most votes, the first of equals."""
+    return max(range(len(votes)), key=lambda index: (votes[index], -index))
+
+
+def _round_robin(votes: Sequence[Sequence[int]], compare: Compare) -> list[int]:
+    matches = [Match(n, a, b) for n, own in enumerate(votes) for b in range(len(own)) for a in range(b)]
+    scores = [[(count - 1) / 2 for count in own] for own in votes]
+    for match, verdict in zip(matches, compare(matches) if matches else [], strict=True):
+        own = votes[match.question]
+        scores[match.question][match.a] += own[match.b] * verdict.wins
+        scores[match.question][match.b] += own[match.a] * (1 - verdict.wins)
+    return [
+        max(range(len(own)), key=lambda index: (score[index], own[index], -index))
+        for own, score in zip(votes, scores, strict=True)
+    ]
+
+
+def _knockout(votes: Sequence[Sequence[int]], compare: Compare) -> list[int]:
+    left = [list(range(len(own))) for own in votes]
+    while matches := [Match(n, *own[k : k + 2]) for n, own in enumerate(left) for k in range(0, len(own) - 1, 2)]:
+        beaten = {
+            (match.question, _loser(match, verdict, votes[match.question]))
+            for match, verdict in zip(matches, compare(matches), strict=True)
+        }
+        left = [[index for index in own if (n, index) not in beaten] for n, own in enumerate(left)]
+    return [own[0] for own in left]
+
+
+def _loser(match: Match, verdict: Verdict, votes: Sequence[int]) -> int:
+    if verdict.wins == 0.5:
+        return match.a if votes[match.b] > votes[match.a] else match.b
+    return match.b if verdict.wins > 0.5 else match.a
+
+
+PROTOCOLS: dict[str, Callable[[Sequence[Sequence[int]], Compare], list[int]]] = {
+    "round_robin": _round_robin,
+    "knockout": _knockout,
+}
+
 
 OPTION = "evaluation.self_critic.template"
 
@@ -177,3 +265,106 @@ class _Critic:
 def _number(text: str, prompt: str) -> int | None:
     answer = read_answer(text, prompt)
     return {"1": 1, "2": 2}.get("" if answer is None else normalise(answer))
+
+
+@dataclass
+class SelfCriticMeasure(Measure[VlmTask]):
+    """Accuracy of the answer that the model itself chooses among n.
+
+    The metrics are accuracy/self_critic, accuracy/majority, accuracy/pass_at_1 (the mean of the n) and
+    accuracy/pass_at_n (any of them is right) with bootstrap intervals over questions, and those of `judgement_metrics`.
+    All four are of the same answers, whose draws follow from (seed, split) alone.
+    """
+
+    answers: AnswerMeasure
+    """Model, scores and draws."""
+    config: SelfCriticConfig
+
+    @property
+    def batch_size(self) -> int:
+        """Questions that are answered together."""
+        return self.answers.batch_size
+
+    def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
+        """Draw n answers to each question and have the model choose; questions that cannot be encoded are left out."""
+        own, count = self.answers, self.config.n
+        tasks, prompts = own.encode(own.policy, [trial.task for trial in batch], allow_none=True)
+        if not prompts:
+            return []
+        generator = make_generator(own.seed, "self_critic", own.split, start)
+        drawn = sample(own.policy, prompts, count, own.sampling(), generator)
+        tokens = token_lists(drawn.response_ids, drawn.mask)
+        repeated = [(task, prompt.text) for task, prompt in zip(tasks, prompts, strict=True) for _ in range(count)]
+        scored = own.score([task for task, _ in repeated], [text for _, text in repeated], drawn.texts, tokens)
+        own.errors.warn(scored)
+        right = own.right(scored.terms)
+        groups = [slice(n * count, (n + 1) * count) for n in range(len(tasks))]
+        choices = best_of_n(own.policy, tasks, [drawn.texts[part] for part in groups], self.config, own.sampling())
+        index_of = {trial.task.id: trial.index for trial in batch}
+        return [
+            {
+                "index": index_of[task.id],
+                "repeat": 0,
+                "task": task,
+                "prompt": prompt.text,
+                "response": drawn.texts[part][chosen.chosen],
+                "choice": chosen,
+                "scores": _scores(right[part], chosen),
+            }
+            for task, prompt, part, chosen in zip(tasks, prompts, groups, choices, strict=True)
+        ]
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
+        """Accuracies with intervals, and statistics of the judgements."""
+        metrics: dict[str, float] = {}
+        for name in rows[0]["scores"] if rows else ():
+            rng = np.random.default_rng(stream_seed(self.answers.seed, "bootstrap", self.answers.split))
+            metrics |= with_interval(name, [row["scores"][name] for row in rows], rng)
+        return metrics | judgement_metrics([row["choice"] for row in rows])
+
+    def outcome(self, row: Row) -> Outcome:
+        """Whether the chosen answer is right, and the others of the same draw."""
+        known = {name: [value for value in values if value == value] for name, values in row["scores"].items()}
+        return Outcome(row["task"].id, {name: float(np.mean(values)) for name, values in known.items() if values})
+
+    def record(self, row: Row) -> SampleRecord:
+        """The chosen answer."""
+        task: VlmTask = row["task"]
+        return SampleRecord(
+            id=task.id,
+            prompt=row["prompt"],
+            response=row["response"],
+            answer=str(task.columns.get("answer", "")),
+            images=task_images(task, self.answers.policy.layout.patch_size),
+            correct=row["scores"]["accuracy/self_critic"] == [1.0],
+        )
+
+
+def judgement_metrics(choices: Sequence[Choice]) -> dict[str, float]:
+    """Statistics of the judgements behind some choices."""
+    if not choices:
+        return {}
+    verdicts = [verdict for chosen in choices for verdict in chosen.verdicts]
+    metrics = {
+        "self_critic/different": float(np.mean([len(chosen.answers) for chosen in choices])),
+        "self_critic/compared": len(verdicts) / len(choices),
+    }
+    if not verdicts:
+        return metrics
+    numbers = [number for verdict in verdicts for number in (verdict.shown_first, verdict.shown_second)]
+    readable = [number for number in numbers if number is not None]
+    metrics["self_critic/order_agreement"] = float(np.mean([verdict.agrees for verdict in verdicts]))
+    metrics["self_critic/unreadable"] = 1 - len(readable) / len(numbers)
+    if readable:
+        metrics["self_critic/first_share"] = float(np.mean([number == 1 for number in readable]))
+    return metrics
+
+
+def _scores(right: Sequence[float], chosen: Choice) -> dict[str, list[float]]:
+    known = [value for value in right if value == value]
+    return {
+        "accuracy/self_critic": [right[chosen.chosen]],
+        "accuracy/majority": [right[chosen.majority]],
+        "accuracy/pass_at_1": list(right),
+        "accuracy/pass_at_n": [max(known)] if known else [float("nan")],
+    }

@@ -9,11 +9,11 @@ from omegaconf import MISSING
 
 from mmrl.fields import bounded, choice, inheriting, rare
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.loop.settings import EvaluationConfig, RunConfig, TrainerConfig
-from mmrl.vlm.data import OWN_OPTIONS, DataConfig
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.settings import EvaluationConfig, RunConfig, TrainerConfig
+from mmrl.vlm.data.dataset import OWN_OPTIONS, DataConfig
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import ModelConfig
 from mmrl.vlm.tspo.picking import LOGPROBS
 
 SCORES = ("logp_ref", "turns")

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.files import expanded, replaced
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
-from mmrl.vlm.tspo.candidates import Candidates
+from mmrl.vlm.tspo.tasks import Candidates
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from mmrl.errors import UserError
-from mmrl.vlm.tspo.agent import TemporalAgent
-from mmrl.vlm.tspo.candidates import open_candidates
+from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, load_agent
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
 from mmrl.vlm.tspo.picking import bin_max_frames, top_frames
-from mmrl.vlm.tspo.storage import AgentSettings, load_agent
+from mmrl.vlm.tspo.tasks import open_candidates
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mmrl.core.objective import PolicyOutputs
+from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.payload import Payload, per_decision, per_group, per_row, shared
 from mmrl.core.rollouts import Rollouts
-from mmrl.vlm.payload import Prompt, VlmPayload
-from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.tspo.agent import TemporalAgent
+from mmrl.vlm.data.prompt import Prompt, VlmPayload
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, load_agent_weights, save_agent
 from mmrl.vlm.tspo.picking import NEVER, pick_logprobs
-from mmrl.vlm.tspo.storage import AgentSettings, load_agent_weights, save_agent
 from mmrl.vlm.tspo.tasks import NeedleTask
 
 READER_FOLDER = "reader"
@@ -88,7 +87,7 @@ class TspoPolicy(nn.Module):
     ) -> None:
         super().__init__()
         self.agent, self.settings, self.reader = agent, settings, reader
-        self.learning_rate_factors = {"reader": reader_rate}  # read by `mmrl.training.loop.update.make_optimizer`
+        self.learning_rate_factors = {"reader": reader_rate}  # read by `mmrl.training.update.make_optimizer`
 
     @property
     def device(self) -> torch.device:

@@ -29,31 +29,29 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.objective import PolicyOutputs
+from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.video_reading import VideoError
-from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
-from mmrl.training.loop.recipe import NoUsableTasksError, Recipe, Tally
-from mmrl.training.loop.scoring import RewardErrors, failure_of
-from mmrl.training.loop.seeds import stream_seed
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.fingerprint import content_digest
-from mmrl.training.record.samples import SampleRecord
-from mmrl.training.record.stopwatch import stopwatch
-from mmrl.vlm.data import DataConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.task import TaskError
-from mmrl.vlm.tspo.agent import TemporalAgent
-from mmrl.vlm.tspo.answering import Answerer, Answers, correct_of, make_answerer, without_unreadable
+from mmrl.runs.fingerprint import content_digest
+from mmrl.runs.samples import SampleRecord
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.training.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.processes import stream_seed
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Tally
+from mmrl.training.scoring import RewardErrors, failure_of
+from mmrl.training.terms import Step
+from mmrl.vlm.data.dataset import DataConfig
+from mmrl.vlm.data.task import TaskError
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, load_agent, save_agent
+from mmrl.vlm.tspo.answerers import Answerer, Answers, correct_of, make_answerer, without_unreadable
 from mmrl.vlm.tspo.config import TspoConfig, objective_of
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
-from mmrl.vlm.tspo.measure import PickMeasure
+from mmrl.vlm.tspo.measure import PickMeasure, picked_strip
 from mmrl.vlm.tspo.picking import draw_picks, gumbel_noise, pick_logprobs, temperature_at
 from mmrl.vlm.tspo.policy import Scoring, TspoPayload, TspoPolicy, VideoFeatures
-from mmrl.vlm.tspo.storage import AgentSettings, load_agent, save_agent
-from mmrl.vlm.tspo.strip import picked_strip
 from mmrl.vlm.tspo.tasks import NeedleTask, load_needle_tasks
 
 LOGGER = logging.getLogger("mmrl")

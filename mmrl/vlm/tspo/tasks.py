@@ -2,18 +2,126 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmrl.hub.video_reading import VideoError
-from mmrl.vlm.data import DataConfig, LoadedTasks, load_tasks
-from mmrl.vlm.task import TaskError, VideoClip, VlmTask
-from mmrl.vlm.tspo.candidates import Candidates, needle_mask, open_candidates, read_needle
+from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
+from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
+from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """T candidate frames of a file, decoded one at a time when they are needed."""
+
+    index: VideoIndex
+    numbers: tuple[int, ...]
+    """(T) rising indices of the frames in the file."""
+    wanted_fps: float
+    max_frames: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Time of each frame from the start of the video."""
+        return [number / self.index.fps for number in self.numbers]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the file's content and of which of its frames are candidates; raises VideoError."""
+        try:
+            state = os.stat(self.index.path)
+            content = _file_digest(self.index.path, state.st_size, state.st_mtime_ns)
+        except OSError as error:
+            raise VideoError("missing_video", f"it cannot be read any more: {error}") from None
+        return hashlib.blake2b(f"{content} {self.wanted_fps:g} {self.max_frames}".encode(), digest_size=16).hexdigest()
+
+    def frames(self) -> Iterator[NDArray[np.uint8]]:
+        """All candidates, (H, W, 3) uint8, one at a time; raises VideoError."""
+        return decode_frames(self.index, self.numbers)
+
+    def images(self, picks: Sequence[int]) -> dict[int, Image]:
+        """Some candidates as images; raises VideoError."""
+        from PIL import Image
+
+        rising = sorted(set(picks))
+        frames = decode_frames(self.index, [self.numbers[pick] for pick in rising])
+        return {pick: Image.fromarray(frame) for pick, frame in zip(rising, frames, strict=True)}
+
+
+def open_candidates(path: str, fps: float = 1.0, max_frames: int = 0) -> Candidates:
+    """List `fps` (0: all) candidate frames a second of a video, at most `max_frames` (0: no limit), undecoded."""
+    index = read_index(path)
+    step = max(index.fps / fps, 1.0) if fps else 1.0
+    count = max(int((index.total - 1) / step + 1e-6) + 1, 1)
+    numbers = np.minimum((np.arange(count) * step).round().astype(int), index.total - 1)
+    if max_frames and count > max_frames:
+        numbers = np.linspace(0, index.total - 1, max_frames).round().astype(int)
+    return Candidates(index, tuple(int(number) for number in numbers), fps, max_frames)
+
+
+def read_needle(value: Any, place: str) -> list[tuple[int, int]]:
+    """Intervals of a needle in frames of the file, the last one excluded."""
+    if value is None or value == "" or (hasattr(value, "__len__") and not len(value)):
+        return []
+    try:
+        listed = [value] if not hasattr(value[0], "__len__") else list(value)
+        pairs = [(int(pair[0]), int(pair[1])) for pair in listed if len(pair) == 2]
+        whole = all(float(pair[i]) == int(pair[i]) for pair in listed for i in range(2))
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError):
+        pairs, listed, whole = [], [None], False
+    if len(pairs) != len(listed) or not whole or any(start >= stop or start < 0 for start, stop in pairs):
+        message = (
+            f"its needle is {value!r:.100}; expected [start, stop] in frames of the video, or a list of such pairs"
+        )
+        raise TaskError("bad_needle", place, message)
+    return pairs
+
+
+def needle_mask(candidates: Candidates, needle: Sequence[tuple[int, int]], place: str) -> NDArray[np.bool_]:
+    """Whether each candidate belongs to a needle, (T,) bool."""
+    total, numbers = candidates.index.total, np.array(candidates.numbers)
+    found = np.zeros(len(numbers), dtype=bool)
+    for start, stop in needle:
+        if stop > total:
+            message = f"its needle is frames {start} to {stop - 1}, but the video has {total} frames"
+            raise TaskError("needle_outside", place, message)
+        found |= (numbers >= start) & (numbers < stop)
+    if needle and not found.any():
+        message = "none of its needle's frames is a candidate; raise features.fps or features.max_frames"
+        raise TaskError("needle_missed", place, message)
+    return found
+
+
+@functools.lru_cache(maxsize=65536)
+def _file_digest(path: str, size: int, modified: int) -> str:
+    """Digest of a file's bytes, read again when its size or the time of its last change differ."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+NEEDLE_ERRORS = {
+    "bad_needle": "A needle is not [start, stop] in frames or a list of such pairs.",
+    "needle_outside": "A needle reaches beyond the end of its video.",
+    "needle_missed": "None of a needle's frames is a candidate.",
+    "one_video": "A row has no video or several.",
+}
+"""Errors of a row further to `TASK_ERRORS` and `VIDEO_ERRORS`."""
+
 
 TYPES = ("specific", "general")
 OPTIONS = re.compile(r"\n\s*\(?A[).:]")

@@ -1,15 +1,4 @@
-"""A pool of workers as Gymnasium's `VectorEnv`, for the training loops of others.
-
-    envs = PoolVectorEnv("CartPole-v1", 8)
-    observations, infos = envs.reset(seed=0)
-    observations, rewards, terminations, truncations, infos = envs.step(actions)
-
-Seeds, autoreset, `final_obs` and `infos` are those of `gymnasium.vector.AsyncVectorEnv`. What differs: nothing is
-copied from this process or pickled, so environments are named and not given; an environment that raises, hangs or dies
-costs the episodes of its process, and another process takes over; actions are cast to the dtype of their space.
-Actions, observations, rewards and flags lie in shared memory, and a step is one short message to each process and one
-back.
-"""
+"""What `reset` of a vector environment is asked for, as Gymnasium's own vector environments take it."""
 
 from __future__ import annotations
 
@@ -24,18 +13,44 @@ from gymnasium.vector.utils import batch_space
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from mmrl.workers.failure_log import FailureLog
-from mmrl.workers.failures import WorkerFailure, one_line
+from mmrl.workers.engine import FailureLog, WorkerFailure, one_line
+from mmrl.workers.slots import Answer, Request
 from mmrl.workers.vector import spaces
 from mmrl.workers.vector.board import Board
-from mmrl.workers.vector.environments import Environments, content_of
+from mmrl.workers.vector.environments import Environments, VectorSettings, content_of
 from mmrl.workers.vector.gym_spaces import build_space
-from mmrl.workers.vector.resets import fresh_seed, row_seeds, rows_to_reset
-from mmrl.workers.vector.settings import VectorSettings
-from mmrl.workers.worker import Answer, Request
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+def row_seeds(seed: int | Sequence[int | None] | None, rows: int) -> list[int | None]:
+    """Seeds of all rows."""
+    if seed is None:
+        return [None] * rows
+    if isinstance(seed, (int, np.integer)):
+        return [int(seed) + row for row in range(rows)]
+    if len(seed) != rows:
+        raise UserError(f"seed is a list of {len(seed)}; expected {rows}, one for each environment")
+    return [None if value is None else int(value) for value in seed]
+
+
+def rows_to_reset(options: Mapping[str, Any] | None, rows: int) -> tuple[NDArray[np.bool_], dict[str, Any] | None]:
+    """Take `reset_mask` out of the options of a reset."""
+    if options is None or "reset_mask" not in options:
+        return np.ones(rows, bool), None if options is None else dict(options)
+    mask = options["reset_mask"]
+    if not isinstance(mask, np.ndarray) or mask.shape != (rows,) or mask.dtype != np.bool_ or not mask.any():
+        raise UserError(
+            f"options['reset_mask'] is {mask!r:.80}; expected a NumPy array of {rows} bools, at least one of them True"
+        )
+    return mask.copy(), {key: value for key, value in options.items() if key != "reset_mask"}
+
+
+def fresh_seed(seed: int | None, failures: int) -> int | None:
+    """Seed for an environment that has to start again, from its first one and the number of its failures."""
+    return None if seed is None else int(np.random.SeedSequence([abs(seed), failures]).generate_state(1)[0])
+
 
 STEP = Request({})
 Step = tuple[Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", dict[str, Any]]

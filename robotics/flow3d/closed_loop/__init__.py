@@ -11,13 +11,24 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "robotics.flow3d.closed_loop.episodes": ("FlowEpisode", "FlowEpisodesConfig", "list_episodes"),
-    "robotics.flow3d.closed_loop.measure": ("FlowLoopMeasure", "evaluate_flow", "loop_metrics"),
-    "robotics.flow3d.closed_loop.recipe": ("Flow3dEvaluation", "Flow3dEvaluationConfig"),
-    "robotics.flow3d.check.opening": ("VerifierConfig",),
-    "robotics.flow3d.closed_loop.settings": ("LoopConfig",),
-    "robotics.flow3d.closed_loop.sources": ("TrueFlow",),
-    "robotics.flow3d.closed_loop.stage": ("EpisodeRunner",),
+    "robotics.flow3d.closed_loop.episodes": (
+        "FlowEpisode",
+        "FlowEpisodesConfig",
+        "LoopConfig",
+        "TrueFlow",
+        "list_episodes",
+    ),
+    "robotics.flow3d.closed_loop.measure": (
+        "FlowLoopMeasure",
+        "evaluate_flow",
+        "loop_metrics",
+    ),
+    "robotics.flow3d.closed_loop.recipe": (
+        "Flow3dEvaluation",
+        "Flow3dEvaluationConfig",
+    ),
+    "robotics.flow3d.closed_loop.runner": ("EpisodeRunner",),
+    "robotics.flow3d.plan.judge": ("VerifierConfig",),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

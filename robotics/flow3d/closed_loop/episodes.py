@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
-from robotics.flow3d.scenes.arms import FLOW_ARMS
-from robotics.flow3d.scenes.scene import SceneConfig
-from robotics.flow3d.scenes.tasks import FLOW_TASKS, find_flow_task
-from robotics.sim.tasks import SPLITS
+from robotics.flow3d.clip import VISIBLE
+from robotics.flow3d.geometry import FloatArray
+from robotics.flow3d.plan.config import PlannerConfig
+from robotics.flow3d.plan.grasps import PROPOSERS
+from robotics.flow3d.plan.judge import VerifierConfig
+from robotics.flow3d.plan.verdict import PredicateVerifier, Verifier
+from robotics.scenes.objects.demonstrator import Demonstrator
+from robotics.scenes.objects.scene import FLOW_ARMS, SceneConfig
+from robotics.scenes.objects.tasks import FLOW_TASKS, find_flow_task
+from robotics.scenes.tasks import SPLITS
+
+if TYPE_CHECKING:
+    from robotics.flow3d.clip import Observation
+    from robotics.flow3d.flow_model import FlowModel
+    from robotics.scenes.objects.scene import FlowScene
+    from robotics.scenes.objects.tabletop import FlowTabletop
 
 
 @dataclass(frozen=True)
@@ -92,3 +107,66 @@ def list_episodes(config: FlowEpisodesConfig) -> list[FlowEpisode]:
                 )
                 found.append(FlowEpisode(scene, number))
     return found
+
+
+@dataclass
+class LoopConfig:
+    """From a flow to an episode."""
+
+    verifier: VerifierConfig = field(default_factory=VerifierConfig)
+    """Verifier of predicted outcomes."""
+    grasps: list[str] = rare(field(default_factory=lambda: ["primitive", "antipodal"]))
+    """Rows of `PROPOSERS`."""
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    """Planning and execution."""
+    language_swap: bool = True
+    """Also predict for the other instructions of a scene, without executing them."""
+    seed: int = 0
+    """Seed of the predictions, together with the episode's number."""
+
+    def validate(self) -> None:
+        """Raise ValueError for unknown proposers."""
+        unknown = [name for name in self.grasps if name not in PROPOSERS]
+        if unknown or not self.grasps:
+            raise ValueError(f"grasps has {unknown or 'nothing'}; there are {', '.join(PROPOSERS)}")
+
+
+def verifier_in(config: VerifierConfig, opened: Verifier | None, robot: FlowTabletop) -> Verifier | None:
+    """The verifier for a scene: `opened`, or the scene's own criteria for oracle."""
+    if config.kind != "oracle":
+        return opened
+    return PredicateVerifier(lambda T_t_0: robot.success(T_t_0 @ robot.object_pose()).success)
+
+
+class TrueFlow:
+    """Flow of the scripted motion that does a scene's task: an upper bound for every model.
+
+    Args:
+        scene: the scene of the episode.
+        num_frames: T.
+    """
+
+    def __init__(self, scene: FlowScene, num_frames: int = 8) -> None:
+        self._demonstrator, self._frames = Demonstrator(scene), num_frames
+
+    def predict(self, observation: Observation, points: FloatArray, samples: int = 1, seed: int = 0) -> FloatArray:
+        """The true flow, repeated; see `FlowModel`."""
+        flow = self._demonstrator.flow_of(points, self._frames)
+        return np.repeat(flow[None], samples, axis=0)
+
+
+class StillPoints:
+    """A model with a share of its points standing still, as points on the background would."""
+
+    def __init__(self, model: FlowModel, share: float) -> None:
+        self._model, self._share = model, share
+        self.encoding = getattr(model, "encoding", None)
+
+    def predict(self, observation: Observation, points: FloatArray, samples: int = 1, seed: int = 0) -> FloatArray:
+        """The model's flow with still points, which count as visible; see `FlowModel`."""
+        flow = np.array(self._model.predict(observation, points, samples, seed), dtype=np.float64)
+        count = points.shape[0] * points.shape[1]
+        chosen = np.random.default_rng([seed, 5]).choice(count, round(self._share * count), replace=False)
+        rows, columns = np.unravel_index(chosen, points.shape[:2])
+        flow[:, :, rows, columns, :VISIBLE], flow[:, :, rows, columns, VISIBLE] = points[rows, columns], 1.0
+        return flow

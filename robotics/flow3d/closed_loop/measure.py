@@ -16,18 +16,15 @@ import numpy as np
 from torch import nn
 
 from mmrl.fields import bounded
-from mmrl.training.loop.breakdown import part_metric
-from mmrl.training.loop.evaluation import Measure, Trial, with_interval
-from mmrl.training.loop.settings import EvaluationConfig
-from mmrl.training.record.fingerprint import content_digest
-from mmrl.training.record.outcomes import Outcome
-from mmrl.training.record.resumable import ResumableRows, short_digest
-from mmrl.training.record.samples import SampleRecord
-from mmrl.training.record.statistics import wilson_interval
-from robotics.flow3d.closed_loop.episodes import FlowEpisode
-from robotics.flow3d.closed_loop.settings import LoopConfig
-from robotics.flow3d.closed_loop.stage import EpisodeRunner, Row, Source
-from robotics.flow3d.given import FlowModel
+from mmrl.runs.fingerprint import content_digest
+from mmrl.runs.jsonlines import ResumableRows, short_digest
+from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.runs.statistics import wilson_interval
+from mmrl.training.evaluation import Measure, Trial, part_metric, with_interval
+from mmrl.training.settings import EvaluationConfig
+from robotics.flow3d.closed_loop.episodes import FlowEpisode, LoopConfig
+from robotics.flow3d.closed_loop.runner import EpisodeRunner, Row, Source
+from robotics.flow3d.flow_model import FlowModel
 
 LOGGER = logging.getLogger("mmrl")
 SUCCESS = "success/closed_loop"

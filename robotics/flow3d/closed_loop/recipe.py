@@ -22,14 +22,12 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, parts_of
 from mmrl.files import expanded
-from mmrl.training.export import chosen_checkpoint
-from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
-from mmrl.training.loop.terms import Step
-from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
+from mmrl.runs.export import chosen_checkpoint
+from mmrl.training.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.terms import Step
+from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, StillPoints, TrueFlow, list_episodes
 from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
-from robotics.flow3d.closed_loop.settings import LoopConfig
-from robotics.flow3d.closed_loop.sources import StillPoints, TrueFlow
-from robotics.flow3d.closed_loop.stage import EpisodeRunner, Source
+from robotics.flow3d.closed_loop.runner import EpisodeRunner, Source
 
 LOGGER = logging.getLogger("mmrl")
 TRUTH = "truth"

@@ -8,7 +8,7 @@
         ...
 
 A data set is a folder: `info.json` with counts and statistics, `README.md` for people, and `data/SPLIT-00000.parquet`.
-The columns are described in `robotics.flow3d.data.rows`.
+The columns are described in `robotics.flow3d.data.format`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "robotics.flow3d.data.info": ("DatasetInfo",),
+    "robotics.flow3d.data.format": ("DatasetInfo",),
     "robotics.flow3d.data.reader": ("FlowReader",),
     "robotics.flow3d.data.writer": ("FlowWriter", "ShardSettings"),
 }

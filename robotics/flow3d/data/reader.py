@@ -17,14 +17,13 @@ from mmrl.errors import UserError
 from mmrl.files import expanded
 from robotics.data.metadata import named_errors
 from robotics.flow3d.clip import FlowClip
-from robotics.flow3d.data.info import DatasetInfo
-from robotics.flow3d.data.rows import clip_of, rows_of
-from robotics.flow3d.data.shards import SHARD, numbered, read_group, read_tally, shard_errors
+from robotics.flow3d.data.format import DatasetInfo, clip_of, rows_of
+from robotics.flow3d.data.writer import SHARD, numbered, read_group, read_tally, shard_errors
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from robotics.flow3d.encoding import FlowEncoding
+    from robotics.flow3d.clip import FlowEncoding
 
 COLUMNS = ("split", "source", "task")
 KEPT_GROUPS = 4

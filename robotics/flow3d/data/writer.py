@@ -1,37 +1,109 @@
-"""Writes clips of 3D flow, see `robotics.flow3d.data.shards`."""
+"""Writes clips of 3D flow so that every added clip survives a kill.
+
+A parquet file cannot be read before it is finished. Until then the clips of a shard are kept in a journal, an Arrow
+stream that can be read after a kill. A full journal becomes a shard, whose metadata holds the counts of its clips, and
+`info.json` and the card follow. Opening the folder for writing turns leftover journals into shards.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
-from mmrl.files import expanded, is_file, remove_drafts, write_atomically
-from robotics.flow3d.data.card import dataset_card
-from robotics.flow3d.data.info import INFO, DatasetInfo
-from robotics.flow3d.data.rows import batch_of, clip_schema, row_of, rows_of
-from robotics.flow3d.data.shards import (
-    FOLDER,
-    JOURNAL,
-    SHARD,
-    SPLIT,
-    journal_batches,
-    numbered,
-    read_tally,
-    write_shard,
-)
-from robotics.flow3d.data.tally import Tally
+from mmrl.files import expanded, is_file, remove_drafts, replaced, write_atomically
+from robotics.data.metadata import named_errors
+from robotics.flow3d.data.format import INFO, DatasetInfo, Tally, batch_of, clip_schema, dataset_card, row_of, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     import pyarrow as pa
 
     from robotics.flow3d.clip import FlowClip
+
+
+FOLDER = "data"
+SPLIT = re.compile(r"\w+")
+SHARD = re.compile(r"(\w+)-(\d{5,})\.parquet")
+JOURNAL = re.compile(r"\.(\w+)-(\d{5,})\.journal")
+TALLY = b"flow3d"
+
+
+def numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[str, int, Path]]:
+    """Split, number and path of the files that match SHARD or JOURNAL, in order."""
+    paths = (folder / FOLDER).iterdir() if (folder / FOLDER).is_dir() else ()
+    found = [(pattern.fullmatch(path.name), path) for path in paths]
+    return sorted((match[1], int(match[2]), path) for match, path in found if match)
+
+
+def journal_batches(path: Path) -> list[pa.RecordBatch]:
+    """Clips of a journal, one a batch, up to the point of interruption."""
+    import pyarrow as pa
+
+    batches: list[pa.RecordBatch] = []
+    with path.open("rb") as file:
+        try:
+            stream = pa.ipc.open_stream(file)
+            while True:
+                batches.append(stream.read_next_batch())
+        except (StopIteration, pa.ArrowException, OSError):
+            return batches
+
+
+def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: Tally, group_size: int) -> None:
+    """Write a shard atomically."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_batches(batches)
+    metadata = {**(table.schema.metadata or {}), TALLY: json.dumps(tally.to_json()).encode()}
+    with replaced(path) as draft:
+        pq.write_table(
+            table.replace_schema_metadata(metadata),
+            draft,
+            row_group_size=group_size,
+            compression="zstd",
+            write_page_checksum=True,
+        )
+
+
+def read_tally(path: Path) -> Tally:
+    """Counts of a shard's clips, from its metadata."""
+    import pyarrow.parquet as pq
+
+    with shard_errors(path):
+        metadata = pq.read_schema(path).metadata or {}
+        if TALLY not in metadata:
+            raise UserError(f"{path} is parquet, but not a shard of 3D flow: its metadata has no {TALLY.decode()!r}")
+        return Tally.from_json(json.loads(metadata[TALLY]))
+
+
+def read_group(path: Path, number: int, columns: Sequence[str] | None = None) -> pa.Table:
+    """One row group of a shard; raises UserError where it is damaged."""
+    import pyarrow.parquet as pq
+
+    with shard_errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        return file.read_row_group(number, columns=None if columns is None else list(columns))
+
+
+@contextmanager
+def shard_errors(path: Path) -> Iterator[None]:
+    """Name the file in the errors of a damaged one."""
+    import pyarrow as pa
+
+    try:
+        with named_errors(f"the shard {path}"):
+            yield
+    except pa.ArrowException as error:
+        raise UserError(f"the shard {path} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 
 COUNTED = ["split", "source", "task", "width", "height", "points", "flow", "K", "quality"]

@@ -4,7 +4,7 @@
 
     clip = FlowExtractor().extract(read_rgbd_folder("my_video"))
 
-An extractor consists of a detector, a tracker and a source of depth (`robotics.flow3d.extract.protocols`). The
+An extractor consists of a detector, a tracker and a source of depth (`robotics.flow3d.extract.backends`). The
 defaults, `RevealedDepth` and `RigidChain`, need only a depth camera that does not move.
 """
 
@@ -13,20 +13,53 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "robotics.flow3d.extract.building": ("build_from_folder", "build_from_lerobot", "build_from_scenes"),
-    "robotics.flow3d.extract.callables": ("FunctionDepth", "FunctionDetector", "FunctionTracker"),
-    "robotics.flow3d.extract.depth_model": ("ModelDepth",),
-    "robotics.flow3d.extract.depth_noise": ("DenoisedDepth", "SensorDepth"),
-    "robotics.flow3d.extract.early_motion": ("EarlyMotion",),
-    "robotics.flow3d.extract.extractor": ("FlowExtractor", "QualityLimits"),
-    "robotics.flow3d.extract.folder": ("read_rgbd_folder",),
-    "robotics.flow3d.extract.lerobot": ("LeRobotVideos",),
-    "robotics.flow3d.extract.model_masks": ("GroundedMask", "SegmentedBox", "WithoutGripper"),
-    "robotics.flow3d.extract.protocols": ("DepthSource", "Detector", "Tracker", "Tracks"),
-    "robotics.flow3d.extract.revealed_depth": ("RevealedDepth",),
+    "robotics.flow3d.extract.backends": (
+        "DepthSource",
+        "Detector",
+        "Tracker",
+        "Tracks",
+    ),
+    "robotics.flow3d.extract.building": (
+        "build_from_folder",
+        "build_from_lerobot",
+        "build_from_scenes",
+    ),
+    "robotics.flow3d.extract.depth": (
+        "DenoisedDepth",
+        "ModelDepth",
+        "SensorDepth",
+    ),
+    "robotics.flow3d.extract.detectors": (
+        "EarlyMotion",
+        "RevealedDepth",
+    ),
+    "robotics.flow3d.extract.extractor": (
+        "FlowExtractor",
+        "QualityLimits",
+    ),
+    "robotics.flow3d.extract.models": (
+        "FunctionDepth",
+        "FunctionDetector",
+        "FunctionTracker",
+        "GroundedMask",
+        "SegmentedBox",
+        "WithoutGripper",
+    ),
     "robotics.flow3d.extract.rigid_chain": ("RigidChain",),
-    "robotics.flow3d.extract.simulated": ("SimSegmentation", "SimState"),
-    "robotics.flow3d.extract.video": ("REASONS", "RejectedVideo", "RgbdVideo", "VideoTruth"),
+    "robotics.flow3d.extract.simulated": (
+        "SimSegmentation",
+        "SimState",
+    ),
+    "robotics.flow3d.extract.sources": (
+        "LeRobotVideos",
+        "read_rgbd_folder",
+    ),
+    "robotics.flow3d.video": (
+        "REASONS",
+        "RejectedVideo",
+        "RgbdVideo",
+        "VideoTruth",
+    ),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 from mmrl.errors import UserError
 from mmrl.files import expanded, replaced
 from robotics.data.layout import write_json
+from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.data import FlowWriter
-from robotics.flow3d.encoding import FlowEncoding
-from robotics.flow3d.extract.depth_noise import SensorDepth
+from robotics.flow3d.extract.depth import SensorDepth
 from robotics.flow3d.extract.extractor import FlowExtractor
 from robotics.flow3d.extract.simulated import SimSegmentation, SimState
-from robotics.flow3d.extract.video import RejectedVideo
+from robotics.flow3d.video import RejectedVideo
 
 if TYPE_CHECKING:
     from robotics.flow3d.clip import FlowClip
-    from robotics.flow3d.extract.video import RgbdVideo
+    from robotics.flow3d.video import RgbdVideo
 
 LOGGER = logging.getLogger("mmrl")
 STRIPS = 12
@@ -70,7 +70,7 @@ def build_from_folder(
     Raises:
         UserError: there are no videos, none of them gives a clip, or one is damaged; or the folder exists already.
     """
-    from robotics.flow3d.extract.folder import read_rgbd_folder
+    from robotics.flow3d.extract.sources import read_rgbd_folder
 
     found = sorted(one.parent for one in expanded(Path(videos)).glob("*/camera.json"))
     if not found:
@@ -123,7 +123,7 @@ def build_from_lerobot(
     Raises:
         UserError: as in `build_from_folder` and `LeRobotVideos`.
     """
-    from robotics.flow3d.extract.lerobot import LeRobotVideos
+    from robotics.flow3d.extract.sources import LeRobotVideos
 
     source = LeRobotVideos(dataset, camera=camera, depth=depth, K=K, depth_unit_m=depth_unit_m, T_world_cam=T_world_cam)
     chosen = _extractor(FlowEncoding(num_frames=num_frames, grid=grid), begin, extractor, extractor_options)
@@ -216,9 +216,9 @@ def _scene_videos(
     image_size: int,
     depth_noise: float,
 ) -> Iterator[tuple[str, Callable[[], RgbdVideo]]]:
-    from robotics.flow3d.scenes.demonstrations import DemonstrationConfig, videos
-    from robotics.flow3d.scenes.scene import SceneConfig
-    from robotics.flow3d.scenes.tasks import FLOW_TASKS
+    from robotics.scenes.objects.demonstrations import DemonstrationConfig, videos
+    from robotics.scenes.objects.scene import SceneConfig
+    from robotics.scenes.objects.tasks import FLOW_TASKS
 
     for split, count in counts.items():
         scene = SceneConfig(layouts=split, width=image_size, height=image_size, depth_noise=depth_noise)
@@ -260,7 +260,7 @@ def _split(
 def _draw(file: Path, clip: FlowClip) -> None:
     from PIL import Image
 
-    from robotics.flow3d.strip import flow_strip
+    from robotics.flow3d.drawing import flow_strip
 
     file.parent.mkdir(exist_ok=True)
     with replaced(file) as draft:

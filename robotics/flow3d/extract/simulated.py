@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.flow3d.extract.depth_noise import depth_noise_m
-from robotics.flow3d.extract.protocols import Tracks
-from robotics.flow3d.extract.video import RejectedVideo, RgbdVideo, VideoTruth
+from robotics.flow3d.extract.backends import Tracks
+from robotics.flow3d.extract.depth import depth_noise_m
 from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, apply_pose, depth_at, lift, project
+from robotics.flow3d.video import RejectedVideo, RgbdVideo, VideoTruth
 
 AGREE_M = 0.01
 """Largest depth difference of a visible point."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "robotics.flow3d.model.awm": ("Flow3dAwmConfig", "Flow3dAwmRecipe"),
-    "robotics.flow3d.model.metrics": ("FlowErrors", "flow_errors"),
-    "robotics.flow3d.model.pictures": ("draw_flow",),
-    "robotics.flow3d.model.recipe": ("Flow3dConfig", "Flow3dRecipe"),
+    "robotics.flow3d.methods.awm": ("Flow3dAwmConfig", "Flow3dAwmRecipe"),
+    "robotics.flow3d.metrics": ("FlowErrors", "flow_errors"),
+    "robotics.flow3d.drawing": ("draw_flow",),
+    "robotics.flow3d.methods.recipe": ("Flow3dConfig", "Flow3dRecipe"),
     "robotics.flow3d.model.settings": ("FlowModelConfig",),
     "robotics.flow3d.model.world_model": ("FlowWorldModel",),
 }

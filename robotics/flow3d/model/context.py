@@ -8,20 +8,157 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmrl.core.payload import Payload, per_row
 from mmrl.errors import UserError
-from robotics.flow3d.model.inputs import FlowInputs
-from robotics.flow3d.model.keypoints import Keypoints
-from robotics.flow3d.model.point_codes import CODE_SIZE, clip_places, corrected_code, repo_code
+from robotics.flow3d.geometry import FloatArray, ImageArray
 from robotics.flow3d.model.settings import ConditionConfig
-from robotics.vla.encoder import Block, InstructionEncoder
-from robotics.vla.place_codes import octave_code, octave_size
-from robotics.vla.vocabulary import Vocabulary
+from robotics.policies.base.encoder import (
+    GROUPS,
+    KEYPOINT_SHARPNESS,
+    Block,
+    InstructionEncoder,
+    Vocabulary,
+    expected_places,
+    octave_code,
+    octave_size,
+)
+
+if TYPE_CHECKING:
+    from robotics.flow3d.clip import FlowEncoding, Observation
+
+
+@dataclass
+class FlowInputs(Payload):
+    """Conditions of B flows."""
+
+    images: Tensor = per_row()
+    """(B, S, S, 3) uint8 RGB."""
+    points: Tensor = per_row()
+    """(B, N, N, 3) float32 u, v, z of the query points, each normalised to -1..1."""
+    instructions: list[str] = per_row()
+    """Lower-cased."""
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+
+def make_inputs(
+    observations: Sequence[Observation], points: Sequence[FloatArray], encoding: FlowEncoding, image_px: int
+) -> FlowInputs:
+    """Scenes as tensors; `points` has (N, N, 3) query points u, v, z of each."""
+    wanted = (encoding.grid, encoding.grid, 3)
+    for grid in points:
+        if grid.shape != wanted:
+            raise UserError(
+                f"query points have the shape {grid.shape}; this model was trained with {wanted}, a grid of "
+                f"{encoding.grid} x {encoding.grid} points u, v, z"
+            )
+    normalised = [encoding.normalise(grid, seen.size_px) for grid, seen in zip(points, observations, strict=True)]
+    return FlowInputs(
+        images=torch.from_numpy(np.stack([_resized(seen.rgb, image_px) for seen in observations])),
+        points=torch.from_numpy(np.stack(normalised)).float(),
+        instructions=[seen.instruction.lower() for seen in observations],
+    )
+
+
+def _resized(rgb: ImageArray, side: int) -> ImageArray:
+    from PIL import Image
+
+    if rgb.shape[:2] == (side, side):
+        return rgb
+    # Pillow averages over the area of each pixel
+    return np.asarray(Image.fromarray(rgb).resize((side, side), Image.Resampling.BICUBIC))
+
+
+class Keypoints(nn.Module):
+    """Expected positions of learned features in an image, as one token.
+
+    A small network with patches alone takes many times as long to learn where a goal is.
+
+    Source: spatial softmax, Levine et al., arXiv 1504.00702; features scaled and shifted by the instruction (FiLM),
+        arXiv 1709.07871. Not in 3DFlowAction, which has a pretrained CLIP.
+    """
+
+    def __init__(self, count: int, channels: int, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, channels // 2, 5, stride=2, padding=2)
+        self.second = nn.Conv2d(channels // 2, channels, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(GROUPS, channels)
+        self.film = nn.Linear(width, 2 * channels)
+        self.scores = nn.Conv2d(channels, count, 1)
+        # with nearly equal scores all keypoints are at the image's center, and learning starts slowly
+        nn.init.normal_(self.scores.weight, std=KEYPOINT_SHARPNESS / channels**0.5)
+        self.token = nn.Linear(octave_size(2 * count), width)
+
+    def forward(self, pixels: Tensor, text: Tensor) -> Tensor:
+        """Images (B, 3, S, S) in -1..1 and instructions (B, width) -> (B, width)."""
+        features = self.norm(self.second(functional.gelu(self.first(pixels))))
+        scale, shift = self.film(text)[:, :, None, None].chunk(2, 1)
+        features = functional.gelu(features * (1 + scale) + shift)
+        found: Tensor = self.token(octave_code(expected_places(self.scores(features)).to(text.dtype)))
+        return found
+
+
+CODE_SIZE = 72
+"""Numbers of a point's code in the paper's network."""
+SIDE, DEPTHS = 224, 128
+TEMPERATURE = 10000.0
+
+
+def clip_places(points: Tensor) -> Tensor:
+    """Points (..., 3) in -1..1 in CLIP's coordinates: u, v in 0..224, z in 0..127 over the range of depths."""
+    share = (points + 1) / 2
+    scaled = share * torch.tensor([SIDE, SIDE, DEPTHS], dtype=points.dtype, device=points.device)
+    return torch.cat([scaled[..., :2], scaled[..., 2:].clamp(0, DEPTHS - 1)], -1)
+
+
+def corrected_code(places: Tensor, size: int = CODE_SIZE) -> Tensor:
+    """Sines and cosines [sin u w, cos u w, sin v w, cos v w, sin z w, cos z w] with w_k = 10000^(-k / (size / 6 - 1)).
+
+    Source: Hoyyyaard/3DFlowAction AnimateFlow.py, posemb_sincos_3d, as it is meant.
+    """
+    count = size // 6
+    return _waves(places, TEMPERATURE ** (-torch.arange(count, device=places.device) / (count - 1)))
+
+
+def repo_code(places: Tensor, size: int = CODE_SIZE, shape: tuple[int, int, int] = (SIDE, SIDE, DEPTHS)) -> Tensor:
+    """The code that the released weights were trained with.
+
+    `dim //  - 1` in its source is a division by -1, so w_k = 10000^(k / size), and the table that it is read from is
+    built in another order of axes than it is read in, see `scrambled_places`. Each position still has its own code.
+    `places` (..., 3) u, v, z are truncated to integers within the table.
+
+    Source: Hoyyyaard/3DFlowAction AnimateFlow.py, posemb_sincos_3d.
+    """
+    frequencies = TEMPERATURE ** (torch.arange(size // 6, device=places.device) / size)
+    return _waves(scrambled_places(places, shape).to(frequencies.dtype), frequencies)
+
+
+def scrambled_places(places: Tensor, shape: tuple[int, int, int] = (SIDE, SIDE, DEPTHS)) -> Tensor:
+    """The position (..., 3) whose code the released code reads for positions (..., 3), truncated to integers.
+
+    Its table is written with depths first, then rows and columns, and read as if depths came last: entry [v, u, z] is
+    number n = (v columns + u) depths + z, which was written for z' = n // (rows columns),
+    v' = (n // columns) % rows, u' = n % columns.
+    """
+    rows, columns, depths = shape
+    last = torch.tensor([columns - 1, rows - 1, depths - 1], device=places.device)
+    u, v, z = places.long().clamp(min=0).minimum(last).unbind(-1)
+    number = (v * columns + u) * depths + z
+    return torch.stack([number % columns, number // columns % rows, number // (rows * columns)], -1)
+
+
+def _waves(places: Tensor, frequencies: Tensor) -> Tensor:
+    angles = places[..., None] * frequencies
+    return torch.stack([angles.sin(), angles.cos()], -2).flatten(-3)
+
 
 TOWERS = "towers"
 """Name of the frozen towers, which are not saved with the weights."""

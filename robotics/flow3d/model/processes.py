@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from diffusion.forward_process import mix
-from diffusion.guidance import euler_ode
+from diffusion.matching.losses import mix
+from diffusion.sampling.sampler import euler_ode
 from robotics.flow3d.model.settings import ProcessConfig
 
 FlowProcess: TypeAlias = "RectifiedProcess | DdimProcess"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mmrl.fields import bounded, choice, rare
-from robotics.flow3d.encoding import FlowEncoding
+from robotics.flow3d.clip import FlowEncoding
 
 BODIES = ("traj_dit", "unet_motion", "dit_factored")
 CONDITIONS = ("small", "clip")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
-from robotics.flow3d.encoding import FlowEncoding
+from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.model.context import Context
 from robotics.flow3d.model.settings import BodyConfig, UnetConfig
 

@@ -46,7 +46,7 @@ def _text(rng: random.Random) -> str:
 def _rewards(_: None, rng: random.Random, folder: Path) -> Verdict:
     """Every built-in reward of this process, with a damaged completion and a damaged answer column."""
     from mmrl.rewards import RewardConfig
-    from mmrl.rewards.combine import RewardSum
+    from mmrl.rewards.sum import RewardSum
 
     answer = rng.choice(ANSWERS)
     if rng.random() < 0.5:
@@ -69,7 +69,7 @@ def _check(result: Any) -> None:
 def _maths(_: None, rng: random.Random, folder: Path) -> Verdict:
     """The reward that lives in a worker process."""
     from mmrl.rewards import RewardConfig
-    from mmrl.rewards.combine import RewardSum
+    from mmrl.rewards.sum import RewardSum
 
     rewards = RewardSum([RewardConfig(name="math", timeout_s=5)], workers=1)
     texts = [_text(rng) for _ in range(16)]
@@ -111,7 +111,7 @@ def _messages(_: None, rng: random.Random, folder: Path) -> Verdict:
 
 def _actions(_: None, rng: random.Random, folder: Path) -> Verdict:
     """What an agent may write instead of an action, and what is in it where there is one."""
-    from mmrl.agents.actions import FORMATS, PARSE_ERRORS, parse_answer
+    from mmrl.agents.environments.actions import FORMATS, PARSE_ERRORS, parse_answer
     from mmrl.workers.values import encode
 
     format = rng.choice(list(FORMATS))
@@ -138,7 +138,7 @@ def _captions(_: None, rng: random.Random, folder: Path) -> Verdict:
 
     def score() -> None:
         from mmrl.rewards import RewardConfig
-        from mmrl.rewards.combine import RewardSum
+        from mmrl.rewards.sum import RewardSum
 
         functions = load_image_rewards(names)
         rewards = RewardSum([RewardConfig(name=name) for name in names], functions=functions)

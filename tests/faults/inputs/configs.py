@@ -11,7 +11,7 @@ from unittest import mock
 import yaml
 
 from mmrl.config import load_run, to_container
-from mmrl.training import runs
+from mmrl.training import run as runs
 from tests.faults.batches import Kind, Verdict, of_command
 from tests.faults.damage import damage_text, damage_tree, strange_value
 

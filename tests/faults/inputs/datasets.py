@@ -24,7 +24,7 @@ def _nothing(folder: Path) -> None:
 
 
 def _prompts(_: None, rng: random.Random, folder: Path) -> Verdict:
-    from diffusion.data import PromptConfig, load_prompts
+    from diffusion.data.prompts import PromptConfig, load_prompts
 
     rows = [{"prompt": text, "metadata": {"tag": "single"}} for text in PROMPTS]
     text = "\n".join(PROMPTS)
@@ -40,7 +40,7 @@ def _prompts(_: None, rng: random.Random, folder: Path) -> Verdict:
 
 
 def _images(_: None, rng: random.Random, folder: Path) -> Verdict:
-    from diffusion.images import ImageDataConfig, load_images
+    from diffusion.data.images import ImageDataConfig, load_images
 
     path = folder / rng.choice(("images.npz", "images.npz", "images.jsonl"))
     (_write_packed if path.suffix == ".npz" else _write_listed)(rng, path)
@@ -83,7 +83,7 @@ def _prepare_demonstrations(folder: Path) -> Path:
 
 
 def _demonstrations(sound: Path, rng: random.Random, folder: Path) -> Verdict:
-    from robotics.vla.demonstrations import DemonstrationConfig, load_demonstrations
+    from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
 
     path = folder / "demos"
     shutil.copytree(sound, path)

@@ -35,7 +35,7 @@ def _prepare(folder: Path) -> list[_Model]:
 
 def _tiny_robot(folder: Path) -> Path:
     from robotics import SmallVlaConfig, SmallVlaPolicy
-    from robotics.vla.encoder import EncoderConfig
+    from robotics.policies.base.encoder import EncoderConfig
     from tests.robotics.line_demos import BLIND
 
     encoder = EncoderConfig(**{"state_size": 2, **BLIND})

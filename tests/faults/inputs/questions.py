@@ -46,8 +46,8 @@ def _prepare(folder: Path) -> _Lab:
 
 
 def _prepare_model(folder: Path) -> _Lab:
-    from mmrl.vlm.chat import PromptLayout
-    from mmrl.vlm.processing import load_processor
+    from mmrl.vlm.data.prompt import PromptLayout
+    from mmrl.vlm.model.processor import load_processor
     from tests.contracts.domains import _tiny_vlm
 
     lab = _prepare(folder)
@@ -75,8 +75,8 @@ def _damaged_rows(rng: random.Random, rows: list[Any]) -> list[Any]:
 
 
 def _load(lab: _Lab, path: Path, on_bad_row: str) -> None:
-    from mmrl.vlm.data import DataConfig, load_tasks
-    from mmrl.vlm.task import TaskError
+    from mmrl.vlm.data.dataset import DataConfig, load_tasks
+    from mmrl.vlm.data.task import TaskError
 
     config = DataConfig(path=str(path), image_dir=str(lab.folder), on_bad_row=on_bad_row)
     for task in load_tasks(config).tasks:
@@ -88,9 +88,9 @@ def _load(lab: _Lab, path: Path, on_bad_row: str) -> None:
 
 def _encoded_rows(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
     """Rows whose questions are also turned into tokens."""
-    from mmrl.vlm.chat import encode_prompt
-    from mmrl.vlm.data import DataConfig, load_tasks
-    from mmrl.vlm.task import TaskError
+    from mmrl.vlm.data.dataset import DataConfig, load_tasks
+    from mmrl.vlm.data.prompt import encode_prompt
+    from mmrl.vlm.data.task import TaskError
 
     rows = _damaged_rows(rng, copy.deepcopy(lab.rows[:2]))
     text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -105,7 +105,7 @@ def _encoded_rows(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
 
 
 def _pictures(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
-    from mmrl.vlm.task import TaskError, open_image
+    from mmrl.vlm.data.task import TaskError, open_image
 
     kind = rng.choice(FORMATS)
     mode = rng.choice(("RGB", "L", "P", "RGBA", "1")) if kind in ("PNG", "TIFF", "GIF") else "RGB"
@@ -128,8 +128,8 @@ def _prepare_videos(folder: Path) -> _Lab:
 
 
 def _videos(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
-    from mmrl.vlm.chat import encode_prompt
-    from mmrl.vlm.task import TaskError, VlmTask
+    from mmrl.vlm.data.prompt import encode_prompt
+    from mmrl.vlm.data.task import TaskError, VlmTask
 
     path = folder / "film.mp4"
     path.write_bytes(damage_bytes(rng, (lab.folder / "sound.mp4").read_bytes(), head=256))

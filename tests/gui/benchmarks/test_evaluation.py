@@ -15,11 +15,11 @@ from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.gui.benchmarks.prompts import PRESETS, PromptConfig, begin_answer
 from mmrl.gui.benchmarks.table import BENCHMARKS
-from mmrl.gui.grounding import GroundingSettings
+from mmrl.gui.grounding.tasks import GroundingSettings
 from mmrl.recipes import RECIPES
-from mmrl.training.runs import evaluate, train
-from mmrl.vlm.sft import SftConfig
-from mmrl.vlm.tiny import build_tiny_vlm
+from mmrl.training.run import evaluate, train
+from mmrl.vlm.methods.sft import SftConfig
+from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.gui.benchmarks.copies import BOXES, COPIES, HEIGHT, WIDTH, write_json
 from tests.vlm.builders import CORPUS
 from tests.vlm.runs import run_config
@@ -162,8 +162,8 @@ def test_the_model_sees_the_size_that_the_question_names(tmp_path, models):
 
 
 def test_the_beginning_of_an_answer_is_part_of_the_sequence(models):
-    from mmrl.vlm.model_config import ModelConfig
-    from mmrl.vlm.models import load_policy
+    from mmrl.vlm.engine.policy import load_policy
+    from mmrl.vlm.model.config import ModelConfig
     from tests.vlm.builders import make_task
 
     policy = load_policy(ModelConfig(path=str(models["qwen2_5_vl"])))

@@ -10,8 +10,8 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.gui.benchmarks.loading import BenchmarkConfig, load_benchmark
 from mmrl.gui.benchmarks.table import BENCHMARKS
-from mmrl.gui.coords import Box
-from mmrl.gui.samples import Polygon, Refusal
+from mmrl.gui.grounding.coords import Box
+from mmrl.gui.grounding.samples import Polygon, Refusal
 from tests.gui.benchmarks.copies import (
     BOXES,
     COPIES,

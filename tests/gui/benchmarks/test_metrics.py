@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from mmrl.gui.answers import ParsedAnswer, parse_answer
 from mmrl.gui.benchmarks.metrics import Scored, Share, mean_of_shares, score_answer, tabulate
 from mmrl.gui.benchmarks.table import BENCHMARKS
-from mmrl.gui.coords import Box, CoordinateSpace
-from mmrl.gui.samples import GroundingSample, Polygon, Refusal
-from mmrl.training.record.statistics import wilson_interval
+from mmrl.gui.grounding.answers import ParsedAnswer, parse_answer
+from mmrl.gui.grounding.coords import Box, CoordinateSpace
+from mmrl.gui.grounding.samples import GroundingSample, Polygon, Refusal
+from mmrl.runs.statistics import wilson_interval
 
 ORIGINAL, MODEL = (200, 100), (280, 140)
 BOX = Box(50, 20, 100, 40)

@@ -2,9 +2,9 @@ import importlib
 
 import pytest
 
-from mmrl.bench.harness import BenchOptions
+from benchmarks.harness import BenchOptions
+from benchmarks.robotics import comparisons as sim
 from mmrl.errors import UserError
-from robotics.bench import comparisons as sim
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

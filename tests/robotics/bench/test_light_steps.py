@@ -1,7 +1,7 @@
 import pytest
 
-from mmrl.bench.harness import BenchOptions
-from robotics.bench import comparisons, light_steps
+from benchmarks.harness import BenchOptions
+from benchmarks.robotics import comparisons, light_steps
 
 
 @pytest.mark.parametrize("name", list(light_steps.LIGHT))

@@ -2,9 +2,9 @@ import importlib.util
 
 import pytest
 
-from mmrl.bench.harness import BenchOptions
+from benchmarks.harness import BenchOptions
+from benchmarks.robotics import comparisons, reading
 from mmrl.errors import UserError
-from robotics.bench import comparisons, reading
 
 pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vla]'")
 

@@ -12,12 +12,12 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from mmrl.bench.harness import BenchOptions
+from benchmarks.harness import BenchOptions
+from benchmarks.robotics import comparisons as sim
+from benchmarks.robotics import throughput, throughput_arms
 from mmrl.errors import RunError
-from robotics.bench import comparisons as sim
-from robotics.bench import throughput, throughput_arms
+from robotics.scenes.envs import TabletopEnv
 from robotics.sim import find_backend
-from robotics.sim.envs import TabletopEnv
 
 # mujoco itself must not be imported yet: it reads MUJOCO_GL then, which the conftest of tests/robotics sets
 pytestmark = pytest.mark.skipif(find_spec("mujoco") is None, reason="needs pip install 'mmrl-suite[sim]'")

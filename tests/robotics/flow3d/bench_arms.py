@@ -1,6 +1,6 @@
 """The suite's arms with what a planner of flow asks of them."""
 
-from robotics.sim.arms import find_arm
+from robotics.scenes.arms import find_arm
 
 
 class BenchArm:

@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from robotics.flow3d.act.ik import ArmIk
-from robotics.flow3d.clip import FlowClip
-from robotics.flow3d.encoding import grid_in_mask
+from robotics.flow3d.clip import FlowClip, grid_in_mask
 from robotics.flow3d.geometry import apply_pose, depth_at, inverse_pose, lift, make_pose, project
+from robotics.flow3d.kinematics import ArmIk
 from tests.robotics.flow3d.drawn import CENTRE, RADIUS_M, drawn_sphere
 
 

@@ -4,8 +4,8 @@ import mujoco
 import numpy as np
 from scipy.spatial.transform import Rotation, Slerp
 
-from robotics.flow3d.extract.video import RgbdVideo, VideoTruth
 from robotics.flow3d.geometry import intrinsics, inverse_pose, make_pose
+from robotics.flow3d.video import RgbdVideo, VideoTruth
 from robotics.sim import FrameRenderer, RenderSettings
 
 APPROACH, MOTION = 10, 31

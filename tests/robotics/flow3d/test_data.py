@@ -12,11 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmrl.errors import UserError
+from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.data import DatasetInfo, FlowReader, FlowWriter, ShardSettings
-from robotics.flow3d.data.drift import drifted_clips
-from robotics.flow3d.data.rows import depth_unit
-from robotics.flow3d.data.tally import quantile_of
-from robotics.flow3d.encoding import FlowEncoding
+from robotics.flow3d.data.format import depth_unit, quantile_of
+from robotics.toy.drifted_clips import drifted_clips
 from tests.robotics.flow3d.some_clips import a_clip
 
 FEW = ShardSettings(clips_per_shard=4, clips_per_group=2)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from robotics.flow3d.encoding import TARGETS, VISIBILITIES, FlowEncoding, frame_indices, grid_in_box, grid_in_mask
+from robotics.flow3d.clip import TARGETS, VISIBILITIES, FlowEncoding, frame_indices, grid_in_box, grid_in_mask
 
 SIZE = (80, 60)
 

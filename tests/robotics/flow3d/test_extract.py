@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.robotics.flow3d_extractors import ClassicalFlow, score_detector, score_tracker
 from mmrl.errors import UserError
-from robotics.flow3d.encoding import FlowEncoding
+from robotics.flow3d.clip import FlowEncoding
+from robotics.flow3d.drawing import draw_flow, flow_strip
 from robotics.flow3d.extract import (
     EarlyMotion,
     FlowExtractor,
@@ -21,15 +23,10 @@ from robotics.flow3d.extract import (
     SimState,
     read_rgbd_folder,
 )
-from robotics.flow3d.extract.benchmark import ClassicalFlow
-from robotics.flow3d.extract.classical_flow import klt_tracks
-from robotics.flow3d.extract.early_motion import moving_points
-from robotics.flow3d.extract.revealed_depth import depth_noise_m
-from robotics.flow3d.extract.score import score_detector, score_tracker
-from robotics.flow3d.extract.surface import align_to_surface, surface_normals
+from robotics.flow3d.extract.camera import klt_tracks
+from robotics.flow3d.extract.detectors import depth_noise_m, moving_points
+from robotics.flow3d.extract.rigid_chain import align_to_surface, surface_normals
 from robotics.flow3d.geometry import angle_rad, apply_pose, intrinsics, make_pose, project
-from robotics.flow3d.model.pictures import draw_flow
-from robotics.flow3d.strip import flow_strip
 from tests.robotics.flow3d.rgbd_scene import rgbd_video
 from tests.robotics.flow3d.some_clips import a_clip
 

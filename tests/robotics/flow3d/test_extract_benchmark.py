@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from robotics.flow3d.extract.benchmark import BACKENDS, compare_extractors, draw, summary, table
+from benchmarks.robotics.flow3d_extractors import BACKENDS, compare_extractors, draw, summary, table
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

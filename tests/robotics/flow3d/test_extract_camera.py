@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from robotics.flow3d.encoding import FlowEncoding
+from benchmarks.robotics.flow3d_extractors import score_detector
+from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.extract import FlowExtractor, RejectedVideo, RevealedDepth, RgbdVideo
-from robotics.flow3d.extract.camera_motion import camera_motion_px, seen_from_first
-from robotics.flow3d.extract.score import score_detector
+from robotics.flow3d.extract.camera import camera_motion_px, seen_from_first
 from robotics.flow3d.geometry import inverse_pose, make_pose
 from tests.robotics.flow3d.rgbd_scene import rgbd_video
 

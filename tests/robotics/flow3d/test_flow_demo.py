@@ -7,7 +7,7 @@ import pytest
 from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.training import stages
-from robotics.flow3d import demo
+from robotics.toy import flow_demo as demo
 
 ROOT = Path(__file__).parents[3]
 SMALL = {

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.flow3d.flow_reward import FlowProgress, flow_distances, flow_progress_reward
 from robotics.flow3d.metrics import flow_metrics
+from robotics.flow3d.reward.progress import FlowProgress, flow_distances, flow_progress_reward
 
 
 def test_errors_are_distances_in_metres():

@@ -11,19 +11,18 @@ pytest.importorskip("cv2")
 from PIL import Image
 
 from mmrl.errors import ConfigError, RunError, UserError
-from robotics.flow3d.act.choice import ReachSettings
-from robotics.flow3d.act.chunk_solver import ChunkSettings
-from robotics.flow3d.act.grasps import Grasp
-from robotics.flow3d.check.geometric import GeometricVerifier
-from robotics.flow3d.check.verdict import PredicateVerifier, Verdict
-from robotics.flow3d.check.vlm import EndpointVerifier
-from robotics.flow3d.execution import ExecutionSettings, drift_of
+from robotics.flow3d.flow_model import FixedFlow, clip_of_points
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
-from robotics.flow3d.given import FixedFlow, clip_of_points
-from robotics.flow3d.plan_result import Failure
-from robotics.flow3d.planner import FlowPlanner
-from robotics.flow3d.planner_config import PlannerConfig
-from robotics.flow3d.scenes.tabletop import FlowTabletop
+from robotics.flow3d.plan.chunk_solver import ChunkSettings
+from robotics.flow3d.plan.config import PlannerConfig
+from robotics.flow3d.plan.execution import ExecutionSettings, drift_of
+from robotics.flow3d.plan.grasps import Grasp
+from robotics.flow3d.plan.planner import FlowPlanner
+from robotics.flow3d.plan.reach import ReachSettings
+from robotics.flow3d.plan.result import Failure
+from robotics.flow3d.plan.verdict import GeometricVerifier, PredicateVerifier, Verdict
+from robotics.flow3d.plan.vlm import EndpointVerifier
+from robotics.scenes.objects.tabletop import FlowTabletop
 from tests.robotics.flow3d.bench_arms import BenchArm
 from tests.robotics.flow3d.drawn import CENTRE, SIDE_PX, drawn_sphere
 from tests.robotics.flow3d.fake_robot import FakeRobot, StraightModel, clip_to

@@ -4,12 +4,12 @@ import pytest
 
 pytest.importorskip("mink")
 pytest.importorskip("cv2")
-from robotics.flow3d.closed_loop.sources import TrueFlow
-from robotics.flow3d.execution import ExecutionSettings
-from robotics.flow3d.plan_result import Failure
-from robotics.flow3d.planner import FlowPlanner
-from robotics.flow3d.planner_config import PlannerConfig
-from robotics.flow3d.scenes.tabletop import FlowTabletop
+from robotics.flow3d.closed_loop.episodes import TrueFlow
+from robotics.flow3d.plan.config import PlannerConfig
+from robotics.flow3d.plan.execution import ExecutionSettings
+from robotics.flow3d.plan.planner import FlowPlanner
+from robotics.flow3d.plan.result import Failure
+from robotics.scenes.objects.tabletop import FlowTabletop
 
 
 def run(robot, execution):

@@ -5,7 +5,7 @@ import pytest
 from scipy.spatial.transform import Rotation
 
 from robotics.flow3d.geometry import angle_rad, apply_pose, make_pose
-from robotics.flow3d.rigid_fit import fit_motions, kabsch, ransac_kabsch, robust_kabsch
+from robotics.flow3d.rigid_motion import fit_motions, kabsch, ransac_kabsch, robust_kabsch
 
 
 def motion(rng):

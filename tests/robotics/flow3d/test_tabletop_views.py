@@ -5,12 +5,12 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.flow3d.geometry import apply_pose, inverse_pose
-from robotics.flow3d.model.training_data import ClipSetConfig, load_clips
-from robotics.flow3d.tabletop_views import MOVING_TASKS, TabletopViews, tabletop_clips
-from robotics.sim.batch import BatchSettings, TabletopBatch
+from robotics.flow3d.methods.clips import ClipSetConfig, load_clips
+from robotics.flow3d.reward.tabletop_views import MOVING_TASKS, TabletopViews, tabletop_clips
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.scenes.experts import Expert
+from robotics.scenes.tasks import TASKS
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.experts import Expert
-from robotics.sim.tasks import TASKS
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
@@ -70,7 +70,7 @@ def test_poses_are_those_of_the_objects_while_an_expert_moves_them():
 
 def test_clips_for_a_world_model(backend):
     options = {"tasks": ["push", "drawer"], "layouts": 2, "image_size": 48, "num_frames": 2, "grid": 2}
-    function = "robotics.flow3d.tabletop_views:tabletop_clips"
+    function = "robotics.flow3d.reward.tabletop_views:tabletop_clips"
     clips = load_clips(ClipSetConfig(function=function, options=options), "data")
     assert [clip.meta["task"] for clip in clips] == ["push", "drawer"] * 2
     again = tabletop_clips(**options)

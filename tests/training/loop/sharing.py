@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mmrl.training.loop.recipe import Recipe
+from mmrl.training.recipe import Recipe
 from tests.training.toy import ToyPolicy, ToyRecipe
 
 

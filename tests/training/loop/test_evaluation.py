@@ -11,12 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.evaluation import Measure, evaluate_tasks, unscored, with_interval
-from mmrl.training.record.jsonlines import read_jsonl
-from mmrl.training.record.resumable import ResumableRows
-from mmrl.training.record.samples import SampleRecord
-from mmrl.training.record.statistics import cluster_bootstrap_interval, wilson_interval
+from mmrl.runs.jsonlines import ResumableRows, read_jsonl
+from mmrl.runs.samples import SampleRecord
+from mmrl.runs.statistics import cluster_bootstrap_interval, wilson_interval
+from mmrl.training.evaluation import Measure, evaluate_tasks, unscored, with_interval
+from mmrl.training.processes import make_accelerator
 
 
 class Squares(Measure):
@@ -149,7 +148,7 @@ def test_files_of_several_processes_are_joined(tmp_path):
 
 
 def test_every_process_runs_its_share(monkeypatch):
-    import mmrl.training.loop.evaluation as evaluation
+    import mmrl.training.evaluation as evaluation
 
     accelerator = SimpleNamespace(num_processes=2, process_index=1, is_main_process=False)
     monkeypatch.setattr(evaluation, "merge_lists", lambda rows, _: rows)

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from mmrl.training.loop import heap
-from mmrl.training.loop.heap import PRIMITIVES, SLACK, HeapTrimmer, limit_primitive_cache
+from mmrl.training import processes as heap
+from mmrl.training.processes import PRIMITIVES, SLACK, HeapTrimmer, limit_primitive_cache
 
 needs_glibc = pytest.mark.skipif(heap._malloc_trim() is None, reason="needs glibc's malloc_trim and /proc")
 KIB_16 = 4096
@@ -51,7 +51,7 @@ def test_switched_off_it_never_trims() -> None:
 
 COUNT_KERNELS = """
 import sys
-from mmrl.training.loop.heap import limit_primitive_cache
+from mmrl.training.processes import limit_primitive_cache
 if sys.argv[1] == "limited":
     limit_primitive_cache()
 import torch

@@ -18,11 +18,11 @@ import pytest
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.errors import RunStopped, UserError
-from mmrl.training.loop.saving import RunSaver
-from mmrl.training.loop.trainer import Trainer
-from mmrl.training.record.checkpoint import Checkpoints
-from mmrl.training.record.run_folder import has_begun
-from mmrl.training.runs import train
+from mmrl.runs.checkpoint import Checkpoints
+from mmrl.runs.folder import has_begun
+from mmrl.training.run import train
+from mmrl.training.saving import RunSaver
+from mmrl.training.trainer import Trainer
 from tests.faults.sameness import differences
 from tests.signals import start_program
 
@@ -46,7 +46,7 @@ def config(tmp_path):
 
 def run(config, folder, *words, resume=False, **options):
     entry, filled = load_run(config, [f"output_dir={config.parent / folder}", *words])
-    with mock.patch("mmrl.training.report.page.write_report"):  # its charts take longer than the run
+    with mock.patch("mmrl.report.page.write_report"):  # its charts take longer than the run
         return train(entry, filled, resume=resume, **options)
 
 
@@ -298,11 +298,11 @@ def test_second_run_in_a_folder_is_refused_and_the_first_goes_on(config):
 
 def test_checkpoints_come_by_time_and_do_not_choose_the_best(config, monkeypatch):
     words = ["checkpoint.every=0", "checkpoint.minutes=0.0000001"]
-    monkeypatch.setattr("mmrl.training.loop.saving.LARGEST_SHARE", 1e9)
+    monkeypatch.setattr("mmrl.training.saving.LARGEST_SHARE", 1e9)
     folder = run(config, "often", *words)
     assert len(list(folder.glob("checkpoints/step-*"))) == 6
     assert json.loads((folder / "checkpoints/best.json").read_text())["step"] == 6
-    monkeypatch.setattr("mmrl.training.loop.saving.LARGEST_SHARE", 1e-9)  # writing takes long
+    monkeypatch.setattr("mmrl.training.saving.LARGEST_SHARE", 1e-9)  # writing takes long
     assert len(list(run(config, "slow", *words).glob("checkpoints/step-*"))) == 2
     assert len(list(run(config, "never", "checkpoint.every=0", "checkpoint.minutes=0").glob("checkpoints/step-*"))) == 1
 

@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError
 
 from mmrl.errors import RunError
-from mmrl.training.loop import update
-from mmrl.training.loop.evaluation import Evaluation
-from mmrl.training.loop.settings import CheckpointConfig, EvaluationConfig, ReferenceConfig
-from mmrl.training.loop.terms import Step
+from mmrl.training import update
+from mmrl.training.evaluation import Evaluation
+from mmrl.training.settings import CheckpointConfig, EvaluationConfig, ReferenceConfig
+from mmrl.training.terms import Step
 from tests.training.conftest import weights
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.training.loop import machine
+from mmrl.training import processes as machine
 
 
 @pytest.fixture

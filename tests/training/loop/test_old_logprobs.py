@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.terms import Step
+from mmrl.training.terms import Step
+from mmrl.training.update import update_constants
 from tests.training.toy import ToyRecipe
 
 

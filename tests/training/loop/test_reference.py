@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.training.loop.reference import Reference, make_reference
-from mmrl.training.loop.settings import CheckpointConfig, ReferenceConfig
+from mmrl.training.reference import Reference, make_reference
+from mmrl.training.settings import CheckpointConfig, ReferenceConfig
 from tests.training.conftest import weights
 from tests.training.toy import WORDS, ToyPolicy, ToyRecipe
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import torch
 
-from mmrl.training.loop.seeds import (
+from mmrl.training.processes import (
     capture_global_rng,
     make_generator,
     restore_global_rng,
@@ -32,7 +32,7 @@ def test_global_generators_continue_where_they_were(tmp_path):
 
 def test_what_a_run_imports_late_draws_nothing_from_the_seeded_generators():
     program = (
-        "import random; from mmrl.training.loop.seeds import seed_everything; seed_everything(1)\n"
+        "import random; from mmrl.training.processes import seed_everything; seed_everything(1)\n"
         "state = random.getstate(); import rich.console, rich.progress, rich.table, matplotlib.figure, PIL.Image\n"
         "print(random.getstate() == state)"
     )

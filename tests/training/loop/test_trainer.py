@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.core.aggregation import Denominators
+from mmrl.core.loss import Denominators
 from mmrl.errors import RunError, UserError
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.settings import CheckpointConfig, ReferenceConfig, TrainerConfig
-from mmrl.training.loop.tasks import TaskStream
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators, learning_rate_factor
+from mmrl.training.settings import CheckpointConfig, ReferenceConfig, TrainerConfig
+from mmrl.training.tasks import TaskStream
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators, learning_rate_factor, update_constants
 from tests.training.conftest import weights
 
 ROOT = Path(__file__).parents[3]

@@ -9,11 +9,10 @@ from torch import nn
 from mmrl.core.blocks import FullEntropy, Gae, SampledEntropy, ValueLoss
 from mmrl.core.catalogue import get
 from mmrl.errors import UserError
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.distributed import _buckets
-from mmrl.training.loop.recipe import Recipe
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import groups_with_gradient
+from mmrl.training.processes import _buckets
+from mmrl.training.recipe import Recipe
+from mmrl.training.terms import Step
+from mmrl.training.update import groups_with_gradient, update_constants
 from tests.training.conftest import weights
 from tests.training.loop.sharing import SharingRecipe
 from tests.training.toy import ToyPolicy, ToyRecipe
@@ -208,7 +207,7 @@ def test_a_nan_advantage_is_not_skipped(make_trainer):
 
 
 def test_messages_hold_neighbours_of_one_type_up_to_a_size(monkeypatch):
-    monkeypatch.setattr("mmrl.training.loop.distributed.BUCKET_ELEMENTS", 5)
+    monkeypatch.setattr("mmrl.training.processes.BUCKET_ELEMENTS", 5)
     tensors = [*map(torch.zeros, [2, 3, 1, 9, 1]), torch.zeros(1, dtype=torch.float64)]
     assert [[len(tensor) for tensor in bucket] for bucket in _buckets(tensors)] == [[2, 3], [1], [9], [1], [1]]
     assert list(_buckets([])) == []

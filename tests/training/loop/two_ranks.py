@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.distributed import leave, make_accelerator, shard
-from mmrl.training.loop.settings import TrainerConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.trainer import Trainer
+from mmrl.training.processes import leave, make_accelerator, shard
+from mmrl.training.settings import TrainerConfig
+from mmrl.training.terms import Step
+from mmrl.training.trainer import Trainer
+from mmrl.training.update import update_constants
 from tests.training.loop.sharing import SharingRecipe
 from tests.training.toy import ToyConfig
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mmrl.core.aggregation import token_mean
-from mmrl.training.loop.distributed import leave, make_accelerator
-from mmrl.training.loop.settings import TrainerConfig
-from mmrl.training.loop.terms import LossTerm, TermLoss
-from mmrl.training.loop.trainer import Trainer
+from mmrl.core.loss import token_mean
+from mmrl.training.processes import leave, make_accelerator
+from mmrl.training.settings import TrainerConfig
+from mmrl.training.terms import LossTerm, TermLoss
+from mmrl.training.trainer import Trainer
 from tests.training.toy import LENGTH, ToyConfig, ToyPolicy, ToyRecipe
 
 

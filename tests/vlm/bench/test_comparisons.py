@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.bench import run
-from mmrl.bench.harness import BenchOptions
-from mmrl.bench.report import table
+from benchmarks import run
+from benchmarks.harness import BenchOptions
+from benchmarks.report import table
+from benchmarks.vlm import equality
+from benchmarks.vlm.arms import make_recipe, make_rollouts, rows_apart, step_arm
+from benchmarks.vlm.comparisons import NAMES, compare
+from benchmarks.vlm.setup import QUICK_SHAPE
+from benchmarks.vlm.workload import build_model, questions_file, shape_of
 from mmrl.errors import UserError
-from mmrl.training.loop.terms import Step
-from mmrl.vlm.bench import equality
-from mmrl.vlm.bench.arms import make_recipe, make_rollouts, rows_apart, step_arm
-from mmrl.vlm.bench.comparisons import NAMES, compare
-from mmrl.vlm.bench.setup import QUICK_SHAPE
-from mmrl.vlm.bench.workload import build_model, questions_file, shape_of
+from mmrl.training.terms import Step
 
 SHAPE = QUICK_SHAPE[1]
 HAS_TRL = find_spec("trl") is not None
@@ -119,7 +119,7 @@ def test_switches_reach_the_configuration(options):
 
 
 def test_half_of_the_groups_are_dead_where_skipping_them_is_measured(options, monkeypatch):
-    from mmrl.training.loop.update import Updater
+    from mmrl.training.update import Updater
 
     kept = []
     live = Updater._live
@@ -130,7 +130,7 @@ def test_half_of_the_groups_are_dead_where_skipping_them_is_measured(options, mo
         return rows
 
     monkeypatch.setattr(Updater, "_live", note)
-    groups = {"tasks_per_step": 4, "reward": "mmrl.vlm.bench.workload:half_dead_reward"}
+    groups = {"tasks_per_step": 4, "reward": "benchmarks.vlm.workload:half_dead_reward"}
     step_arm(options | groups)
     step_arm(options | groups | {"skip_zero_advantage_groups": False})
     assert kept == [(4, 2)] * 2 + [(4, 4)] * 2

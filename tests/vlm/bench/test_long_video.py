@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.vlm import long_video
+from benchmarks.vlm.long_video import BESIDE_BATCH, QUICK, CountingEncoder, pick_arm
 from mmrl.hub.video_reading import read_index
-from mmrl.vlm.bench import long_video
-from mmrl.vlm.bench.long_video import BESIDE_BATCH, QUICK, CountingEncoder, pick_arm
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmrl.errors import UserError
-from mmrl.vlm.bench.workload import (
+from benchmarks.vlm.workload import (
     MODELS,
     Shape,
     build_model,
@@ -17,10 +16,11 @@ from mmrl.vlm.bench.workload import (
     shape_of,
     suppressed_tokens,
 )
-from mmrl.vlm.data import DataConfig, load_tasks
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.models import load_policy
-from mmrl.vlm.tiny import FAMILIES, build_tiny_vlm
+from mmrl.errors import UserError
+from mmrl.vlm.data.dataset import DataConfig, load_tasks
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.toy.tiny import FAMILIES, build_tiny_vlm
 from tests.vlm.builders import CORPUS
 
 

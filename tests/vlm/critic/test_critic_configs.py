@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mmrl.config import load_run
-from mmrl.vlm.data import load_tasks
+from mmrl.vlm.data.dataset import load_tasks
 
 CONFIGS = Path(__file__).parents[3] / "configs/vlm"
 NAMES = ("critic_sft", "critic_grpo", "critic_reading_grpo", "critique_sft", "critique_dpo")

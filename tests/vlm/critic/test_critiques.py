@@ -6,9 +6,9 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.vlm.critic.critiques import build_false_answers, build_pairs
-from mmrl.vlm.critic.digits import CRITIQUE, REVISION, build_critique_start, build_readings
-from mmrl.vlm.data import DataConfig, load_tasks
-from mmrl.vlm.pairs import PairColumns, keep_pairs
+from mmrl.vlm.data.dataset import DataConfig, load_tasks
+from mmrl.vlm.methods.pairs import PairColumns, keep_pairs
+from mmrl.vlm.toy.critic_digits import CRITIQUE, REVISION, build_critique_start, build_readings
 
 
 def rows(path):

@@ -7,12 +7,11 @@ import pytest
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
-from mmrl.training.runs import train
+from mmrl.training.run import train
 from mmrl.vlm.critic import revision
-from mmrl.vlm.critic.revision import Revision, RevisionConfig, revise
-from mmrl.vlm.critic.revision_measure import change_shares
-from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.critic.revision import Revision, RevisionConfig, change_shares, revise
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import ModelConfig
 from tests.vlm.builders import make_task
 from tests.vlm.pairs import pair_config
 

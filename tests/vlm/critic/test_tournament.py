@@ -4,9 +4,7 @@ import itertools
 
 import pytest
 
-from mmrl.vlm.critic.choice_measure import judgement_metrics
-from mmrl.vlm.critic.self_critic import Choice
-from mmrl.vlm.critic.tournament import Verdict, choose, majority
+from mmrl.vlm.critic.self_critic import Choice, Verdict, choose, judgement_metrics, majority
 
 FIRST, SECOND, SPLIT, MUTE = Verdict(1, 2), Verdict(2, 1), Verdict(1, 1), Verdict(None, None)
 

@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.record.tracking import TrackingConfig
-from mmrl.vlm.data import DataConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.settings import CheckpointConfig, TrainerConfig
+from mmrl.vlm.data.dataset import DataConfig
+from mmrl.vlm.toy.needles import build_needles
+from mmrl.vlm.toy.tiny_clip import build_clip
 from mmrl.vlm.tspo.config import AgentConfig, FeatureConfig, PickConfig, TspoConfig, TspoEvaluationConfig
-from mmrl.vlm.tspo.needles import build_needles
-from mmrl.vlm.tspo.tiny_clip import build_clip
 
 _KEPT: list[Any] = []  # folders that are deleted with the process
 FRAMES = 22

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mmrl.errors import UserError
+from mmrl.runs.samples import read_samples
 from mmrl.training import stages
-from mmrl.training.record.samples import read_samples
-from mmrl.vlm.tspo import demo
+from mmrl.vlm.toy import video_demo as demo
 
 ROOT = Path(__file__).parents[3]
 MODEL = "{hidden: 32, layers: 1, vision_hidden: 32, vision_depth: 1, min_pixels: 3136, max_pixels: 3136}"

@@ -9,20 +9,20 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from mmrl.core.aggregation import Denominators
+from mmrl.core.loss import Denominators
 from mmrl.errors import RunError
 from mmrl.hub.video_reading import VideoError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.recipe import NoUsableTasksError
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.update import count_denominators
-from mmrl.training.runs import train
-from mmrl.vlm.sampling import SamplerConfig
-from mmrl.vlm.tspo.candidates import Candidates
-from mmrl.vlm.tspo.needles import build_model
+from mmrl.training.recipe import NoUsableTasksError
+from mmrl.training.run import train
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.toy.needles import build_model
 from mmrl.vlm.tspo.policy import TspoPayload
 from mmrl.vlm.tspo.recipe import TspoRecipe
+from mmrl.vlm.tspo.tasks import Candidates
 from tests.vlm.tspo.builders import data_folder, needle_config
 
 

@@ -13,18 +13,17 @@ from PIL import Image
 
 from mmrl.errors import ConfigError, UserError
 from mmrl.recipes import RECIPES
-from mmrl.training.export import export_run
-from mmrl.training.loop.terms import Step
-from mmrl.training.record.samples import read_samples
-from mmrl.training.runs import train
-from mmrl.vlm.tspo.answering import OracleAnswerer
+from mmrl.runs.export import export_run
+from mmrl.runs.samples import read_samples
+from mmrl.training.run import train
+from mmrl.training.terms import Step
+from mmrl.vlm.tspo.answerers import OracleAnswerer
 from mmrl.vlm.tspo.config import PickConfig, objective_of
-from mmrl.vlm.tspo.measure import needle_recall
+from mmrl.vlm.tspo.measure import INSIDE, OUTSIDE, needle_recall, pick_strip
 from mmrl.vlm.tspo.picker import load_frame_picker
 from mmrl.vlm.tspo.picking import LOGPROBS
 from mmrl.vlm.tspo.policy import TspoPayload
 from mmrl.vlm.tspo.recipe import TspoRecipe
-from mmrl.vlm.tspo.strip import INSIDE, OUTSIDE, pick_strip
 from tests.vlm.tspo.builders import FRAMES, data_folder, needle_config
 
 

@@ -7,20 +7,23 @@ import pytest
 
 from mmrl.config import load_run
 from mmrl.errors import ConfigError, UserError
-from mmrl.training.runs import evaluate
+from mmrl.training.run import evaluate
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[flow3d]'")
 pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow3d]'")
 
-from robotics.flow3d.check.opening import VerifierConfig  # noqa: E402
-from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes  # noqa: E402
+from robotics.flow3d.closed_loop.episodes import (  # noqa: E402
+    FlowEpisodesConfig,
+    LoopConfig,
+    TrueFlow,
+    list_episodes,
+)
 from robotics.flow3d.closed_loop.measure import evaluate_flow, loop_metrics, loop_table  # noqa: E402
-from robotics.flow3d.closed_loop.settings import LoopConfig  # noqa: E402
-from robotics.flow3d.closed_loop.sources import TrueFlow  # noqa: E402
-from robotics.flow3d.closed_loop.stage import EpisodeRunner  # noqa: E402
-from robotics.flow3d.scenes.demonstrator import Demonstrator  # noqa: E402
-from robotics.flow3d.scenes.tasks import FLOW_TASKS  # noqa: E402
+from robotics.flow3d.closed_loop.runner import EpisodeRunner  # noqa: E402
+from robotics.flow3d.plan.judge import VerifierConfig  # noqa: E402
+from robotics.scenes.objects.demonstrator import Demonstrator  # noqa: E402
+from robotics.scenes.objects.tasks import FLOW_TASKS  # noqa: E402
 
 PLACE = FlowEpisodesConfig(tasks=["place_red"], arms=["free_gripper"], episodes=1, image_size=64)
 

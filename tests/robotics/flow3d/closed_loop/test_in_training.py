@@ -7,10 +7,9 @@ import pytest
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 pytest.importorskip("mink")
 
-from mmrl.training.runs import train
-from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig
-from robotics.flow3d.closed_loop.settings import LoopConfig, VerifierConfig
-from robotics.flow3d.planner_config import PlannerConfig
+from mmrl.training.run import train
+from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, VerifierConfig
+from robotics.flow3d.plan.config import PlannerConfig
 from tests.robotics.flow3d.model.test_recipe import run_config
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from robotics.flow3d.closed_loop.sources import StillPoints
+from robotics.flow3d.closed_loop.episodes import StillPoints
 
 
 class Moving:

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from mmrl.hub.compat import ensure_torchvision
-from robotics.flow3d.encoding import FlowEncoding
+from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.model.settings import BodyConfig, ConditionConfig, FlowModelConfig, ProcessConfig, UnetConfig
 from robotics.flow3d.model.world_model import FlowWorldModel
-from robotics.vla.vocabulary import Vocabulary
+from robotics.policies.base.encoder import Vocabulary
 
 TEXTS = ["Move the block to the red pad", "Move the block to the green pad"]
 SMALL = {"width": 16, "image_px": 32, "heads": 2}
@@ -47,7 +47,7 @@ def build_sd(folder: Path, channels=(8, 16), width: int = 16) -> Path:
     ensure_torchvision()
     from diffusers import UNet2DConditionModel
 
-    from diffusion.tiny_text import clip_text_model, clip_tokenizer
+    from diffusion.toy.pipelines.tiny import clip_text_model, clip_tokenizer
 
     torch.manual_seed(0)
     UNet2DConditionModel(

@@ -7,28 +7,25 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.sampler import row_noise
-from diffusion.velocity_matching import TimestepConfig
+from diffusion.matching.velocity import TimestepConfig
+from diffusion.sampling.sampler import row_noise
 from mmrl.config import load_run
 from mmrl.errors import UserError
-from mmrl.training.loop.constants import update_constants
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.recipe import collect_metrics
-from mmrl.training.loop.reference import Reference
-from mmrl.training.loop.seeds import make_generator
-from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.trainer import Trainer
-from mmrl.training.loop.update import count_denominators
-from mmrl.training.record.tracking import TrackingConfig
-from mmrl.training.runs import train
-from robotics.flow3d.check.judge import WeightedVerifierConfig
-from robotics.flow3d.model.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig
-from robotics.flow3d.model.evaluation import FlowEvaluationConfig
-from robotics.flow3d.model.exploration import ExplorationConfig
-from robotics.flow3d.model.guesses import FlowPayload
-from robotics.flow3d.model.training_data import ClipSetConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.processes import make_accelerator, make_generator
+from mmrl.training.recipe import collect_metrics
+from mmrl.training.reference import Reference
+from mmrl.training.run import train
+from mmrl.training.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.terms import Step
+from mmrl.training.trainer import Trainer
+from mmrl.training.update import count_denominators, update_constants
+from robotics.flow3d.methods.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig
+from robotics.flow3d.methods.clips import ClipSetConfig
+from robotics.flow3d.methods.evaluation import FlowEvaluationConfig
+from robotics.flow3d.methods.samples import ExplorationConfig, FlowPayload
 from robotics.flow3d.model.world_model import FlowWorldModel
+from robotics.flow3d.plan.judge import WeightedVerifierConfig
 from tests.robotics.flow3d.model.builders import disturb, tiny_model
 from tests.rounding import assert_same_gradient
 

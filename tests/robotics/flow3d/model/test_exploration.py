@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from robotics.flow3d.geometry import lift
-from robotics.flow3d.model.exploration import ExplorationConfig, perturbed
+from robotics.flow3d.methods.samples import ExplorationConfig, perturbed
 from tests.robotics.flow3d.model.synthetic import make_clips
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from robotics.flow3d.model.point_codes import (
+from robotics.flow3d.model.context import (
     CODE_SIZE,
     clip_places,
     corrected_code,

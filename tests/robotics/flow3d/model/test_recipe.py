@@ -9,17 +9,16 @@ import torch
 
 from mmrl.config import load_run
 from mmrl.errors import UserError
-from mmrl.training.loop.distributed import make_accelerator
-from mmrl.training.loop.seeds import make_generator
-from mmrl.training.loop.settings import BaseTrainerConfig, CheckpointConfig
-from mmrl.training.loop.terms import Step
-from mmrl.training.loop.trainer import Trainer
-from mmrl.training.loop.update import count_denominators
-from mmrl.training.record.tracking import TrackingConfig
-from mmrl.training.runs import train
-from robotics.flow3d.model.evaluation import FlowEvaluationConfig
-from robotics.flow3d.model.recipe import Flow3dConfig, Flow3dRecipe, FlowPayload, WorldModelConfig
-from robotics.flow3d.model.training_data import ClipSetConfig, depth_range_m
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.processes import make_accelerator, make_generator
+from mmrl.training.run import train
+from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
+from mmrl.training.terms import Step
+from mmrl.training.trainer import Trainer
+from mmrl.training.update import count_denominators
+from robotics.flow3d.methods.clips import ClipSetConfig, depth_range_m
+from robotics.flow3d.methods.evaluation import FlowEvaluationConfig
+from robotics.flow3d.methods.recipe import Flow3dConfig, Flow3dRecipe, FlowPayload, WorldModelConfig
 from robotics.flow3d.model.world_model import FlowWorldModel
 from tests.robotics.flow3d.model.builders import build_sd, build_vision, disturb, tiny_config
 from tests.robotics.flow3d.model.synthetic import make_clips
@@ -76,7 +75,7 @@ def test_hidden_points_are_left_out_of_the_loss_but_not_their_visibility(tmp_pat
     clips = make_clips(4)
     for clip in clips:
         clip.flow[2, 0, 1, 3] = 0.0
-    monkeypatch.setattr("robotics.flow3d.model.recipe.load_clips", lambda config, where: clips)
+    monkeypatch.setattr("robotics.flow3d.methods.recipe.load_clips", lambda config, where: clips)
     config = run_config(tmp_path, WorldModelConfig(**vars(tiny_config(visibility="channel"))))
     config.loss_mask = "visible"
     recipe = Flow3dRecipe(config)
@@ -131,7 +130,7 @@ def test_a_tiny_model_learns_to_follow_the_instruction(tmp_path):
 
 def test_evaluation_by_task_and_source_with_pictures(tmp_path, monkeypatch):
     clips = [*make_clips(4, task="push"), *make_clips(4, seed=2, task="lift")]
-    monkeypatch.setattr("robotics.flow3d.model.recipe.load_clips", lambda config, where: clips)
+    monkeypatch.setattr("robotics.flow3d.methods.recipe.load_clips", lambda config, where: clips)
     recipe = Flow3dRecipe(run_config(tmp_path))
     result = recipe.evaluate(recipe.policy, "held_out", make_accelerator(), Step())
     parts = [result.metrics[f"flow/ade_cm/task={task}"] for task in ("push", "lift")]

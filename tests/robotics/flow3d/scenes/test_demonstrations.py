@@ -4,24 +4,23 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.flow3d.encoding import FlowEncoding
+from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.geometry import angle_rad, apply_pose, inverse_pose
-from robotics.flow3d.rigid_fit import kabsch
+from robotics.flow3d.rigid_motion import kabsch
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
 from robotics.flow3d.data import FlowReader  # noqa: E402
-from robotics.flow3d.scenes.arms import FLOW_ARMS, HELD_OUT_ARMS  # noqa: E402
-from robotics.flow3d.scenes.building import build_clips  # noqa: E402
-from robotics.flow3d.scenes.demonstrations import (  # noqa: E402
+from robotics.scenes.objects.building import build_clips  # noqa: E402
+from robotics.scenes.objects.demonstrations import (  # noqa: E402
     TRAINING_ACTORS,
     DemonstrationConfig,
     demonstrations,
     instructed_clips,
 )
-from robotics.flow3d.scenes.demonstrator import Demonstrator  # noqa: E402
-from robotics.flow3d.scenes.scene import FlowScene, SceneConfig  # noqa: E402
-from robotics.flow3d.scenes.tasks import FLOW_TASKS  # noqa: E402
+from robotics.scenes.objects.demonstrator import Demonstrator  # noqa: E402
+from robotics.scenes.objects.scene import FLOW_ARMS, HELD_OUT_ARMS, FlowScene, SceneConfig  # noqa: E402  # noqa: E402
+from robotics.scenes.objects.tasks import FLOW_TASKS  # noqa: E402
 
 SMALL = SceneConfig(width=64, height=64)
 

@@ -10,10 +10,10 @@ from mmrl.errors import UserError
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow3d]'")
 
-from robotics.flow3d.act.ik import ArmIk  # noqa: E402
-from robotics.flow3d.scenes.envs import FlowTabletopEnv  # noqa: E402
-from robotics.flow3d.scenes.tasks import FLOW_TASKS  # noqa: E402
-from robotics.sim.registration import FLOW_ENVIRONMENT_IDS, register  # noqa: E402
+from robotics.flow3d.kinematics import ArmIk  # noqa: E402
+from robotics.scenes.objects.envs import FlowTabletopEnv  # noqa: E402
+from robotics.scenes.objects.tasks import FLOW_TASKS  # noqa: E402
+from robotics.scenes.registration import FLOW_ENVIRONMENT_IDS, register  # noqa: E402
 
 BARE = {"arm": "free_gripper", "image_size": 24}
 UNBOUNDED = "ignore:.*A Box observation space m.*:UserWarning"

@@ -8,8 +8,11 @@ from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
-from robotics.flow3d.scenes.looks import FLOOR_RGB, OBJECT_RGB  # noqa: E402
-from robotics.flow3d.scenes.scene import FlowScene  # noqa: E402
+from robotics.scenes.objects.scene import (  # noqa: E402
+    FLOOR_RGB,
+    OBJECT_RGB,
+    FlowScene,
+)
 
 
 @pytest.fixture(scope="module")

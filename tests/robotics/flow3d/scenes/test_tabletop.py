@@ -7,9 +7,9 @@ from mmrl.errors import UserError
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
-from robotics.flow3d.scenes.arms import FLOW_ARMS  # noqa: E402
-from robotics.flow3d.scenes.grips import arm_path, scripted_grips  # noqa: E402
-from robotics.flow3d.scenes.tabletop import FlowTabletop  # noqa: E402
+from robotics.scenes.objects.demonstrator import arm_path, scripted_grips  # noqa: E402
+from robotics.scenes.objects.scene import FLOW_ARMS  # noqa: E402
+from robotics.scenes.objects.tabletop import FlowTabletop  # noqa: E402
 
 INTO_THE_TABLE = {"panda": (1, 2.2), "ur5e": (1, 2.2), "gen3": (1, 2.1), "free_gripper": (2, -0.45)}
 """Joint and how far it is turned."""
@@ -75,7 +75,7 @@ def test_physics_needs_an_arm():
 
 def perform(robot, seed):
     """Whole episode along the ideal motion, with the first scripted grip that the arm reaches all along."""
-    from robotics.flow3d.act.ik import ArmIk
+    from robotics.flow3d.kinematics import ArmIk
 
     robot.reset(seed)
     motion, ik = robot.ideal_motion(9), ArmIk(robot.arm)

@@ -1,0 +1,47 @@
+"""`python -m benchmarks ROOM`: time and memory against row-per-sample code, or another library, as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import ROOMS, run
+from benchmarks.harness import BenchOptions
+from mmrl.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparisons of a room; exit code 1 where an arm or a check failed, 2 for bad usage."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("room", choices=list(ROOMS), help="what is measured")
+    add("--against", choices=["trl"], help="compare with this library as well; needs the extra `bench`")
+    add("--only", metavar="NAME", action="append", default=[], help="one comparison; repeatable")
+    add("--blocks", metavar="N", type=int, default=0, help="processes of each arm, in turns; default 5")
+    add("--repetitions", metavar="N", type=int, default=0, help="that count in each; default 2")
+    add("--threads", metavar="N", type=int, default=1, help="of each process; default 1")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
+    add("--family", choices=["qwen2_5_vl", "qwen3_vl"], default="qwen2_5_vl", help="of the built model")
+    add("--model", metavar="DIR", type=Path, help="model folder in place of a built one")
+    add("--folder", metavar="DIR", type=Path, default=BenchOptions.folder, help="where built things are kept")
+    add("--out", metavar="FILE", type=Path, help="write the JSON to a file as well")
+    add("--quick", action="store_true", help="tiny sizes that only show that everything runs")
+    given = vars(parser.parse_args(argv))
+    room, out = given.pop("room"), given.pop("out")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what the arms print; standard output is the result's
+            text, passed = run(room, BenchOptions(**given), out)
+    except UserError as error:
+        sys.stderr.write(f"benchmarks: {error}\n")
+        return 2
+    sys.stdout.write(f"{text}\n")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Options that every reinforcement-learning run of a diffusion or flow model has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from diffusion.data.prompts import PromptConfig
+from diffusion.evaluation import DiffusionEvaluationConfig
+from diffusion.matching.losses import sample_times
+from diffusion.matching.velocity import TimestepConfig
+from diffusion.models.ema import EvalEmaConfig
+from diffusion.models.policy import ModelConfig
+from diffusion.sampling.sampler import SamplerConfig
+from mmrl.errors import UserError
+from mmrl.fields import choice, rare
+from mmrl.rewards import RewardConfig
+from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, RunConfig, TrainerConfig
+
+COMBINATIONS = ("sum", "gdpo")
+SCORES = ("kl_ref",)
+"""What an image policy scores beside log-probabilities: the divergence of two Gaussians, or a velocity distance."""
+
+
+def image_trainer() -> TrainerConfig:
+    """Optimiser and batch sizes of the published recipes: AdamW at 3e-4 for LoRA, two updates an epoch."""
+    return TrainerConfig(
+        learning_rate=3e-4,
+        samples_per_task=24,
+        minibatches_per_step=2,
+        weight_decay=1e-4,
+        old_logp="sampler",
+    )
+
+
+def matching_sampler() -> SamplerConfig:
+    """Fourteen steps of SA-Solver without guidance, as published for AWM on GenEval."""
+    return SamplerConfig(steps=14, guidance=1.0, solver="sa_solver", noise_level=0.4)
+
+
+def matching_trainer() -> TrainerConfig:
+    """One update an epoch, so that the ratio is 1 and nothing is clipped."""
+    trainer = image_trainer()
+    trainer.minibatches_per_step = 1
+    trainer.old_logp = "recompute"
+    return trainer
+
+
+def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
+    """Refuse what a run on noisy versions cannot do, before a model is there; raises ValueError."""
+    if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
+        raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
+    grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times
+    source, options = torch.Generator(), timesteps
+    try:
+        sample_times(options.times, options.count, source, grid=grid, fraction=options.fraction, shift=options.shift)
+    except UserError as error:
+        raise ValueError(f"timesteps.times is '{timesteps.times}', sampler.steps {sampler.steps}: {error}") from error
+    if sampler.solver == "sa_solver" and sampler.steps < 2:
+        raise ValueError(f"sampler.steps is {sampler.steps}; sampler.solver 'sa_solver' needs at least 2")
+    if sampler.solver == "cps" and sampler.noise_level > 1:
+        raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
+
+
+@dataclass
+class DiffusionParts:
+    """Model and evaluation prompts of a diffusion run; to be inherited before the configuration of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Pipeline, adapter, precision."""
+    eval_data: dict[str, PromptConfig] = field(default_factory=dict)
+    """Held-out prompts by name; the first split is the headline."""
+    eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
+    """Moving average that evaluations use."""
+
+
+@dataclass
+class GivenEvaluationConfig(DiffusionEvaluationConfig):
+    """Evaluation at fixed prompts and seeds of runs that learn from given images."""
+
+    sampler: SamplerConfig = field(
+        default_factory=lambda: SamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
+    )
+    """How images are drawn."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that are reported."""
+    heldout_rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that are reported as held out; at least one."""
+
+
+@dataclass
+class GivenImagesConfig(DiffusionParts, BaseRunConfig):
+    """A run that learns from given images; rewards and sampling belong to its evaluation."""
+
+    evaluation: GivenEvaluationConfig = field(default_factory=GivenEvaluationConfig)
+    """Evaluation at fixed prompts and seeds."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_rewards(self.evaluation.rewards, self.evaluation.heldout_rewards)
+        if self.evaluation.sampler.guidance != 1.0:
+            raise ValueError(
+                f"evaluation.sampler.guidance is {self.evaluation.sampler.guidance}, but given images are learned "
+                "without guidance; evaluation.sampler.eval_guidance is for the images of evaluations"
+            )
+
+
+@dataclass
+class DiffusionConfig(DiffusionParts, RunConfig):
+    """A reinforcement-learning run of a diffusion or flow model."""
+
+    compares_samples: ClassVar[bool] = True
+    """Whether advantages come from the other images of a prompt."""
+
+    data: PromptConfig = field(default_factory=PromptConfig)
+    """Training prompts."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """How images are drawn."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that are optimised, and their weights."""
+    heldout_rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that are never optimised and always reported beside the others; at least one."""
+    combine: str = rare(choice("sum", COMBINATIONS))
+    """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, their weighted sum
+    normalised over the batch, then the objective's bound and factor."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What is optimised."""
+    trainer: TrainerConfig = field(default_factory=image_trainer)
+    """Batch sizes, optimiser and guards."""
+    evaluation: DiffusionEvaluationConfig = field(default_factory=DiffusionEvaluationConfig)
+    """Evaluation at fixed prompts and seeds."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_rewards(self.rewards, self.heldout_rewards)
+        self.check_objective()
+
+    def check_objective(self) -> None:
+        """Refuse an objective that the policy or the rewards cannot serve; raises ValueError."""
+        objective = make_objective(self.objective)
+        samples = self.trainer.samples_per_task if self.compares_samples else None
+        check_objective(objective, SCORES, samples, [reward.name for reward in self.rewards])
+
+
+def check_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[RewardConfig]) -> None:
+    """Refuse rewards that measure nothing, and held-out rewards that are optimised; raises ValueError."""
+    if not any(reward.weight for reward in rewards):
+        raise ValueError("rewards is empty or all of its weights are 0; name at least one, see `mmrl list rewards`")
+    if not heldout_rewards:
+        raise ValueError(
+            "heldout_rewards is empty; name at least one reward that is not optimised, so that reward hacking shows"
+        )
+    sources, heldout = ({_source(reward) for reward in terms} for terms in (rewards, heldout_rewards))
+    if both := sorted(sources & heldout):
+        raise ValueError(
+            f"{', '.join(both)} is in rewards and in heldout_rewards; a held-out reward must not be optimised"
+        )
+
+
+def _source(reward: RewardConfig) -> str:
+    return reward.function or reward.name

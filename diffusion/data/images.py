@@ -1,0 +1,223 @@
+"""Captioned images to pre-train on: made by a function, or a user's own files."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import MISSING
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, is_text, rare
+from mmrl.files import expanded, is_file, replaced
+from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
+from mmrl.hub.tables import LINES, READERS, Row, read_rows
+
+PACKED = ".npz"
+
+
+@dataclass(frozen=True)
+class CaptionedImage:
+    """One image, read when it is needed."""
+
+    id: str
+    """Place in the data."""
+    caption: str
+    """Its text."""
+    read: Callable[[], NDArray[np.uint8]]
+    """Gives RGB uint8 (h, w, 3)."""
+
+
+@dataclass
+class ImageDataConfig:
+    """Where the captioned images are."""
+
+    path: str = MISSING
+    """A .npz file with `images` uint8 (N, h, w, 3) and `captions`, or a .jsonl file with the columns image (a path,
+    relative to the file) and prompt."""
+    build: str | None = None
+    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the build function."""
+    max_image_pixels: int = rare(image_pixels_option())
+    """Largest image in pixels, checked by its header before it is decoded."""
+    max_prompt_chars: int = rare(bounded(10_000, at_least=1))
+    """Longest caption in characters."""
+
+
+def write_images(path: Path | str, images: NDArray[np.uint8], captions: Sequence[str]) -> Path:
+    """Write captioned images as one .npz file.
+
+    Args:
+        path: file to write; created with its folder.
+        images: RGB uint8 (N, h, w, 3).
+        captions: N texts.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: the numbers differ.
+    """
+    if len(images) != len(captions):
+        raise ValueError(f"there are {len(images)} images and {len(captions)} captions.")
+    file = Path(path)
+    with replaced(file) as draft, draft.open("wb") as handle:
+        np.savez_compressed(handle, images=images, captions=np.array(captions, dtype=np.str_))
+    return file
+
+
+def load_images(config: ImageDataConfig) -> list[CaptionedImage]:
+    """Read which images there are.
+
+    Args:
+        config: where they are.
+
+    Returns:
+        The images; those of a .jsonl file are opened later.
+
+    Raises:
+        UserError: nothing is there, a row has no image or caption, or a file is damaged.
+    """
+    path = readable(config, "images")
+    found = _read_packed(path, config) if path.suffix == PACKED else _read_list(path, config)
+    if not found:
+        raise UserError(f"{path} holds no images")
+    return found
+
+
+def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
+    arrays = read_arrays(path, ("images",), (), "captioned images", config.max_image_pixels, "images")
+    captions = arrays["captions"].tolist()
+    for number, caption in enumerate(captions):
+        check_caption(f"{path.name} {number}", caption, config)
+    images = arrays["images"]
+    return [CaptionedImage(f"{path.name} {n}", caption, StoredImage(images, n)) for n, caption in enumerate(captions)]
+
+
+def read_arrays(
+    path: Path, sides: Sequence[str], numbers: Sequence[str], content: str, max_pixels: int, key: str
+) -> dict[str, NDArray[Any]]:
+    """Read captions, images and any numbers of a .npz file; sizes are checked before memory is taken for them.
+
+    `sides` names the arrays of images uint8 (N, h, w, 3), `numbers` those of N numbers that may be there; `content` and
+    the option's section `key` are for messages.
+    """
+    try:
+        with zipfile.ZipFile(path) as packed:
+            known = [name for name in numbers if f"{name}.npy" in packed.namelist()]
+            heads = {name: _array_header(packed, f"{name}.npy") for name in (*sides, "captions", *known)}
+    except Exception as error:  # zipfile, zlib and the parser of NumPy's headers each raise their own kinds
+        raise UserError(f"{path} is no file of {content}: {error}") from error
+    shape = heads[sides[0]][0]
+    fits = len(shape) == 4 and shape[3] == 3 and all(heads[name] == (shape, np.uint8) for name in sides)
+    if (
+        not fits
+        or any(heads[name][0] != shape[:1] for name in ("captions", *known))
+        or heads["captions"][1].kind != "U"
+    ):
+        found = ", ".join(f"{name} {dtype} {size}" for name, (size, dtype) in heads.items())
+        raise UserError(f"{path}: {found}; {' and '.join(sides)} must be uint8 (N, h, w, 3), with N texts and numbers")
+    try:
+        check_pixels(shape[2], shape[1], max_pixels, f"{key}.max_image_pixels")
+        with np.load(path, allow_pickle=False) as data:
+            return {name: data[name] for name in heads}
+    except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is no file of {content}: {error or type(error).__name__}") from error
+
+
+def _array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of an array, checked against its stored bytes."""
+    with packed.open(name) as content:
+        version = np.lib.format.read_magic(content)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(content)
+        stored = packed.getinfo(name).file_size - content.tell()
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != stored:
+        raise ValueError(f"{name} says {dtype} {shape}, but has {stored} bytes")
+    return shape, dtype
+
+
+def readable(config: Any, key: str) -> Path:
+    """The file of a configuration with `path` and `build`, built where it is missing; `key` is the option's section."""
+    if not config.path or config.path == MISSING:
+        raise UserError(f"{key}.path is not set: give a .npz or .jsonl file")
+    from mmrl.hub.building import build_if_missing
+
+    build_if_missing(config, key)
+    path = expanded(config.path)
+    if not is_file(path):
+        raise UserError(f"{key}.path: no such file: {path}")
+    return path
+
+
+def read_list(path: Path) -> Iterator[Row]:
+    """The good rows of a list of image files; raises UserError at a bad one."""
+    if path.suffix.lower() not in (LINES, *READERS):
+        raise UserError(f"{path}: unknown extension {path.suffix!r}; give a .npz or .jsonl file")
+    for row in read_rows(str(path), "train", None):
+        if row.problem is not None:
+            raise UserError(f"{row.place}: {row.problem}")
+        yield row
+
+
+def check_caption(place: str, caption: str, config: Any) -> None:
+    """Refuse a caption that is no text or longer than `config.max_prompt_chars`; raises UserError."""
+    if not is_text(caption):
+        raise UserError(f"{place}: the caption holds a NUL or half of a surrogate pair, which is no text")
+    if len(caption) > config.max_prompt_chars:
+        raise UserError(
+            f"{place}: the caption has {len(caption)} characters, more than {config.max_prompt_chars} "
+            "(images.max_prompt_chars)"
+        )
+
+
+def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
+    found = []
+    for row in read_list(path):
+        image, caption = row.cells.get("image"), row.cells.get("prompt")
+        if not isinstance(image, str) or not isinstance(caption, str):
+            columns = ", ".join(row.cells)
+            raise UserError(f"{row.place}: expected an object with the texts image and prompt, it has {columns}")
+        check_caption(row.place, caption, config)
+        file = path.parent / image
+        if not is_file(file):
+            raise UserError(f"{row.place}: no such image: {file}")
+        found.append(CaptionedImage(row.place, caption, ImageFile(file, config.max_image_pixels)))
+    return found
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image of an array of images."""
+
+    images: NDArray[np.uint8]
+    row: int
+
+    def __call__(self) -> NDArray[np.uint8]:
+        """RGB uint8 (h, w, 3)."""
+        pixels: NDArray[np.uint8] = self.images[self.row]
+        return pixels
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image file, opened when it is called."""
+
+    path: Path
+    max_pixels: int
+
+    def __call__(self) -> NDArray[np.uint8]:
+        """RGB uint8 (h, w, 3); raises UserError where the file cannot be read."""
+        try:
+            content = read_image_file(self.path, self.max_pixels)
+            return np.asarray(decode_image(content, self.max_pixels, "images.max_image_pixels").convert("RGB"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path} cannot be read as an image: {error}") from error

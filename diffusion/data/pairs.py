@@ -1,0 +1,185 @@
+"""Pairs of a preferred and a rejected image of one caption: made by a function, or a user's own files.
+
+Columns are those of TRL's preference data with images in place of texts: prompt, chosen, rejected, and optionally
+score_chosen and score_rejected (of a reward model) and text_quality (of the caption).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import MISSING
+
+from diffusion.data.images import PACKED, ImageFile, StoredImage, check_caption, read_arrays, read_list, readable
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice, rare
+from mmrl.files import is_file, replaced
+from mmrl.hub.images import image_pixels_option
+
+LOGGER = logging.getLogger("mmrl")
+NUMBERS = ("score_chosen", "score_rejected", "text_quality")
+"""Columns of numbers that a pair may have."""
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class ImagePair:
+    """Two images of one caption, read when they are needed."""
+
+    id: str
+    """File and row, for messages."""
+    caption: str
+    """The text of both."""
+    chosen: Callable[[], NDArray[np.uint8]]
+    """Gives the preferred image, RGB uint8 (h, w, 3)."""
+    rejected: Callable[[], NDArray[np.uint8]]
+    """Gives the rejected one."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Those of `NUMBERS` that the data has."""
+
+    def read(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """The preferred and the rejected image; a resume compares them to notice changed data."""
+        return self.chosen(), self.rejected()
+
+
+@dataclass
+class ImagePairConfig:
+    """Where the pairs are."""
+
+    path: str = MISSING
+    """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3) and perhaps the numbers
+    score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file whose columns prompt, chosen
+    and rejected name image files beside it."""
+    build: str | None = None
+    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the build function."""
+    max_image_pixels: int = rare(image_pixels_option())
+    """Largest image in pixels, checked by its header before it is decoded."""
+    max_prompt_chars: int = rare(bounded(10_000, at_least=1))
+    """Longest caption in characters."""
+    on_bad_row: str = rare(choice("error", ("error", "skip")))
+    """A pair with equal or missing images: error stops the run, skip leaves it out and counts it."""
+
+
+@dataclass
+class LoadedPairs:
+    """The usable pairs, and what was left out."""
+
+    pairs: list[ImagePair]
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Pairs left out, by kind: equal_sides, missing_side."""
+
+
+def write_pairs(
+    path: Path | str,
+    captions: Sequence[str],
+    chosen: NDArray[np.uint8],
+    rejected: NDArray[np.uint8],
+    **numbers: Sequence[float],
+) -> Path:
+    """Write pairs as one .npz file.
+
+    Args:
+        path: file to write; created with its folder.
+        captions: N texts.
+        chosen: RGB uint8 (N, h, w, 3), the preferred images.
+        rejected: RGB uint8 (N, h, w, 3).
+        numbers: any of `NUMBERS`, N each.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: the counts differ, or a number has another name.
+    """
+    unknown = sorted(set(numbers) - set(NUMBERS))
+    counts = {len(captions), len(chosen), len(rejected), *map(len, numbers.values())}
+    if unknown or len(counts) != 1:
+        raise ValueError(f"there are {sorted(counts)} entries and the numbers {unknown}; known: {', '.join(NUMBERS)}.")
+    arrays: dict[str, Any] = {"captions": np.array(captions, dtype=np.str_), "chosen": chosen, "rejected": rejected}
+    arrays |= {name: np.asarray(values, np.float64) for name, values in numbers.items()}
+    file = Path(path)
+    with replaced(file) as draft, draft.open("wb") as handle:
+        np.savez_compressed(handle, **arrays)
+    return file
+
+
+def load_pairs(config: ImagePairConfig) -> LoadedPairs:
+    """Read which pairs there are.
+
+    Args:
+        config: where they are.
+
+    Returns:
+        The pairs in file order; images of a list are opened later.
+
+    Raises:
+        UserError: nothing is there, a file is damaged, or a pair is bad and `on_bad_row` is "error".
+    """
+    path = readable(config, "pairs")
+    loaded = LoadedPairs([])
+    if path.suffix == PACKED:
+        _read_packed(path, config, loaded)
+    else:
+        _read_list(path, config, loaded)
+    if not loaded.pairs:
+        counts = ", ".join(f"{number} {kind}" for kind, number in loaded.skipped.items())
+        raise UserError(f"{path} has no usable pair ({counts or 'it is empty'})")
+    return loaded
+
+
+def _read_packed(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> None:
+    arrays = read_arrays(path, SIDES, NUMBERS, "pairs of images", config.max_image_pixels, "pairs")
+    known = [name for name in NUMBERS if name in arrays]
+    for row, caption in enumerate(arrays["captions"].tolist()):
+        place = f"{path.name} {row}"
+        check_caption(place, caption, config)
+        if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
+            _leave_out("equal_sides", f"{place}: both images are the same", config, loaded)
+            continue
+        chosen, rejected = (StoredImage(arrays[side], row) for side in SIDES)
+        numbers = {name: float(arrays[name][row]) for name in known}
+        loaded.pairs.append(ImagePair(place, caption, chosen, rejected, _finite(numbers, place)))
+
+
+def _read_list(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> None:
+    for row in read_list(path):
+        caption, *names = (row.cells.get(key) for key in ("prompt", *SIDES))
+        if not isinstance(caption, str):
+            raise UserError(f"{row.place}: expected the text of column prompt; it has {', '.join(row.cells)}")
+        check_caption(row.place, caption, config)
+        files = [path.parent / name if isinstance(name, str) and name else None for name in names]
+        gone = [str(name) for name, file in zip(names, files, strict=True) if file is None or not is_file(file)]
+        if gone:
+            _leave_out("missing_side", f"{row.place}: no such image: {gone[0]}", config, loaded)
+            continue
+        if files[0] == files[1]:
+            _leave_out("equal_sides", f"{row.place}: both sides are {names[0]}", config, loaded)
+            continue
+        given = {name: row.cells[name] for name in NUMBERS if row.cells.get(name) is not None}
+        chosen, rejected = (ImageFile(file, config.max_image_pixels) for file in files if file is not None)
+        loaded.pairs.append(ImagePair(row.place, caption, chosen, rejected, _finite(given, row.place)))
+
+
+def _finite(numbers: Mapping[str, Any], place: str) -> dict[str, float]:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserError(f"{place}: {name} is {value!r}; must be a finite number")
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def _leave_out(kind: str, message: str, config: ImagePairConfig, loaded: LoadedPairs) -> None:
+    if config.on_bad_row == "error":
+        raise UserError(f"{message}; pairs.on_bad_row=skip leaves such pairs out")
+    if not loaded.skipped[kind]:
+        LOGGER.warning("%s; such pairs are skipped and counted", message)
+    loaded.skipped[kind] += 1

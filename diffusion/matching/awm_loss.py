@@ -1,0 +1,157 @@
+"""The loss of AWM on whatever is sampled by matching velocities: likelihoods, anchors, averages and metrics.
+
+    L = mean max(-A r, -A clip(r)) + beta mean |v - v_ref|^2 + ema_coef mean |v - v_kl_ema|^2,
+    r = exp(logp - logp_old),    logp = -(t / p) ((l + e)^p - e^p)      (`weighting: ghuber`, p = 1/4)
+
+with l the matching error of a noisy version. The first two terms are the objective's (`awm` of the catalogue).
+
+Source: Xue et al., AWM, arXiv 2509.25050; scxue/advantage_weighted_matching.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from diffusion.matching.losses import WEIGHTINGS, pseudo_log_likelihood
+from diffusion.matching.velocity import Matching, VelocityMatching
+from diffusion.models.ema import EMAWeights, kl_ema_decay
+from diffusion.sampling.steps import VELOCITY_KLS
+from diffusion.sampling.trajectories import mean_over_decisions
+from mmrl.core.loss import Denominators, Metric, mean_metric
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice, rare
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.reference import Reference
+from mmrl.training.terms import LossTerm, Step, TermLoss
+
+
+@dataclass
+class AwmSettings:
+    """Options of the matching loss."""
+
+    weighting: str = choice("ghuber", lambda: WEIGHTINGS)
+    """Error to pseudo log-likelihood: uniform, t, t2, huber or ghuber."""
+    power: float = rare(bounded(0.25, above=0))
+    """Exponent p of ghuber."""
+    average: str = rare(choice("exp_first", lambda: AVERAGING))
+    """exp_first: a ratio for each time; sum_first: one of their mean; bgpo: exp_first, but linear where A >= 0."""
+    kl_kind: str = rare(choice("uniform", lambda: VELOCITY_KLS))
+    """Weight of the velocity distances to reference and EMA: uniform or elbo."""
+    ema_coef: float = bounded(1.0, at_least=0)
+    """Weight of the distance to `kl_ema`, the moving average of past policies; 0 = no such term."""
+    ema_limit: float = rare(bounded(0.3, at_least=0, below=1))
+    """Largest weight that the moving average gives to its old value."""
+    ema_slope: float = rare(bounded(0.001, at_least=0))
+    """Growth of that weight an epoch until the limit; large = at once."""
+    off_policy: bool = rare(False)
+    """Draw images with the moving average instead of the policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwmScores(PolicyOutputs):
+    """What AWM's loss takes from one pass of the policy."""
+
+    kl_ema: Tensor | None
+    """(B, T), distance to the velocity of the moving average; None where it was not asked for."""
+    error: Tensor
+    """(B, T), matching errors, without gradient."""
+    velocity_norm: Metric | None
+    """Size of the velocity over that of the reference."""
+
+
+class AwmLoss(LossTerm):
+    """The distance to the moving average of past policies, with the likelihoods that the objective reads."""
+
+    name = "kl_ema"
+
+    def __init__(self, policy: nn.Module, settings: AwmSettings, process: VelocityMatching) -> None:
+        self.policy, self.settings, self.process = policy, settings, process
+        needs_ema = settings.ema_coef > 0 or settings.off_policy
+        self.kl_ema = EMAWeights(policy, enabled=needs_ema)
+        self.outputs = frozenset({"kl_ema"} if settings.ema_coef else ())
+
+    def sampling_weights(self, policy: nn.Module) -> AbstractContextManager[None]:
+        """Those of the moving average off policy, else the policy's own."""
+        return self.kl_ema.applied(policy) if self.settings.off_policy else nullcontext()
+
+    def scores(
+        self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], reference: Reference | None
+    ) -> AwmScores:
+        """Pseudo log-likelihood of each noisy version; with a reference and "kl_ema" the distances to the anchors."""
+        versions, kind = self.process.noisy(rollouts), self.settings.kl_kind
+        with torch.no_grad():  # before the policy's own pass: its graph must not see other weights come and go
+            ema = None
+            if "kl_ema" in outputs:
+                with self.kl_ema.applied():
+                    ema = self.process.velocity(self.policy, rollouts, versions.rows)
+            ref = self.process.reference_velocity(reference, rollouts, versions.rows)
+        matching = self.process.evaluate(policy, rollouts, versions)
+        return AwmScores(
+            logp=self._logp(matching),
+            kl_ref=None if ref is None else matching.distance(ref, kind),
+            kl_ema=None if ema is None else matching.distance(ema, kind),
+            error=matching.errors.detach(),
+            velocity_norm=None if ref is None else _norm_ratio(matching.velocity, ref),
+        )
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """The distance to the moving average of past policies."""
+        assert isinstance(scores, AwmScores)
+        mask = minibatch.loss_mask
+        metrics = {"awm/error": mean_metric(scores.error, mask)}
+        if scores.velocity_norm is not None:
+            metrics["awm/velocity_norm"] = scores.velocity_norm
+        if scores.kl_ema is None:
+            return TermLoss(metrics=metrics)
+        term = self.settings.ema_coef * mean_over_decisions(scores.kl_ema, minibatch, counts)
+        metrics["policy/kl_ema"] = mean_metric(scores.kl_ema.detach(), mask)
+        return TermLoss({"loss/kl_ema": term}, metrics)
+
+    def formula(self) -> str:
+        """The anchor, and what takes the place of a log-likelihood."""
+        settings = self.settings
+        anchor = f"          + {settings.ema_coef:g} mean |v - v_kl_ema|^2; " if settings.ema_coef else "  "
+        return f"{anchor}logp = {settings.weighting} of the matching error"
+
+    def on_step_end(self, step: Step) -> None:
+        """Move the average of past policies."""
+        self.kl_ema.update(kl_ema_decay(step.number, self.settings.ema_limit, self.settings.ema_slope))
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """The average of past policies."""
+        return self.kl_ema.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
+        """Restore `state_dict`."""
+        self.kl_ema.load_state_dict(state)
+
+    def _logp(self, matching: Matching) -> Tensor:
+        logp = pseudo_log_likelihood(matching.error, matching.noisy.sigma, self.settings.weighting, self.settings.power)
+        return matching.decisions.scatter(logp)
+
+
+def with_ratio(objective: ObjectiveConfig, settings: AwmSettings) -> ObjectiveConfig:
+    """The objective's ratio and clip rule as `settings.average` says, unless the configuration sets them itself."""
+    changes = AVERAGING[settings.average]
+    return dataclasses.replace(objective, **{key: value | getattr(objective, key) for key, value in changes.items()})
+
+
+def _norm_ratio(velocity: Tensor, reference: Tensor) -> Metric:
+    size, base = (x.detach().float().square().mean().sqrt() for x in (velocity, reference))
+    return Metric(float(size / base.clamp(min=1e-8)), 1.0)
+
+
+AVERAGING: dict[str, dict[str, dict[str, str]]] = {
+    "exp_first": {},
+    "sum_first": {"ratio": {"kind": "sequence_full"}},
+    "bgpo": {"clip": {"kind": "bgpo"}},
+}
+"""What an averaging changes in the objective."""

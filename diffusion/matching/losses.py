@@ -1,0 +1,351 @@
+"""Noisy versions of finished images, for the methods that learn from x_0 alone (AWM, DiffusionNFT, ORW-CFM, AC-Flow).
+
+Shapes: B images, K draws of each, R = K * B rows, C channels, H x W latent pixels. sigma runs from 1 (noise) to 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffusion.sampling.schedule import shift_sigmas
+from mmrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class NoisyRows:
+    """K noisy versions of each of B images as one batch, draw by draw: k0b0 k0b1 .. k1b0 .."""
+
+    latents: Tensor
+    """x_t = (1 - sigma) x_0 + sigma noise (R, C, H, W)."""
+    target: Tensor
+    """Velocity to match, noise - x_0 (R, C, H, W)."""
+    sigma: Tensor
+    """Time (R,) float32."""
+    image: Tensor
+    """Image that each row is a version of (R,) int64, on the CPU; selects its text rows and its advantage."""
+
+    def __len__(self) -> int:
+        return len(self.sigma)
+
+    def select(self, rows: slice) -> NoisyRows:
+        """Some of the rows, for a smaller batch; the draws stay what they are."""
+        return NoisyRows(self.latents[rows], self.target[rows], self.sigma[rows], self.image[rows])
+
+    def matching_error(self, velocity: Tensor) -> Tensor:
+        """Mean squared distance (R,) float32 of velocities (R, C, H, W) to the target."""
+        return (velocity.float() - self.target.float()).square().flatten(1).mean(1)
+
+
+def stack_timesteps(
+    images: Tensor,
+    draws: int,
+    *,
+    generator: torch.Generator,
+    sigma: Tensor | None = None,
+) -> NoisyRows:
+    """Draw K pairs of time and noise for each image and stack the noisy images as one batch.
+
+    Args:
+        images: x_0 (B, C, H, W).
+        draws: K, at least 1.
+        generator: source of times and noise; its device decides where they are drawn.
+        sigma: times (K,) for all images or (K, B), between 0 and 1; None draws them uniformly, one from each of K
+            equal intervals.
+
+    Returns:
+        The K * B rows. Cutting them into smaller batches changes none of them.
+
+    Raises:
+        UserError: shapes that do not fit, or times outside 0..1.
+    """
+    if draws < 1 or images.ndim < 2:
+        raise UserError(
+            f"draws={draws} must be at least 1 and images need a batch, their shape is {tuple(images.shape)}"
+        )
+    count = len(images)
+    times = stratified(draws, count, generator) if sigma is None else _checked(sigma, draws, count)
+    noise = torch.randn((draws, *images.shape), generator=generator, device=generator.device).to(images.device)
+    times = times.to(images.device)
+    clean = images.detach().repeat(draws, *[1] * (images.ndim - 1))
+    return mix(clean, noise.flatten(0, 1), times.flatten(), torch.arange(count).repeat(draws))
+
+
+def mix(clean: Tensor, noise: Tensor, sigma: Tensor, image: Tensor) -> NoisyRows:
+    """Noisy versions x_t = (1 - sigma) x_0 + sigma noise of `clean` (R, C, H, W), with the velocities to match.
+
+    `sigma` is (R,) float32; `image` (R,) int64 on the CPU names the image of each row.
+    """
+    wide, weight = clean.float(), sigma.reshape(-1, *[1] * (clean.ndim - 1))
+    return NoisyRows(((1 - weight) * wide + weight * noise).to(clean.dtype), noise - wide, sigma, image)
+
+
+def stratified(draws: int, count: int, generator: torch.Generator) -> Tensor:
+    """One time in each of K equal intervals of 0..1 for each source (K, count)."""
+    offset = torch.rand(draws, count, generator=generator, device=generator.device)
+    lower = torch.arange(draws, device=generator.device)[:, None]
+    return (lower + offset) / draws
+
+
+def _checked(sigma: Tensor, draws: int, count: int) -> Tensor:
+    if sigma.shape not in ((draws,), (draws, count)):
+        raise UserError(f"sigma has the shape {tuple(sigma.shape)}; must be ({draws},) or ({draws}, {count})")
+    if not bool(((sigma >= 0) & (sigma <= 1)).all()):
+        raise UserError(f"sigma must be between 0 and 1, it runs from {sigma.min():.3g} to {sigma.max():.3g}")
+    return sigma.float().reshape(draws, -1).expand(draws, count)
+
+
+ERROR_FLOOR = 1e-10
+NFT_ADVANTAGE_LIMIT = 5.0
+NFT_ERROR_FLOOR = 1e-5
+LOWEST_TIME = 0.01
+LOWEST_UNIFORM_TIME = 0.2
+
+
+@dataclass(frozen=True)
+class _TimeOptions:
+    """Arguments of a time sampler."""
+
+    draws: int
+    count: int
+    generator: torch.Generator
+    grid: Tensor | None
+    fraction: float
+    shift: float
+
+
+def pseudo_log_likelihood(error: Tensor, sigma: Tensor, weighting: str = "ghuber", power: float = 0.25) -> Tensor:
+    """Turn matching errors into the pseudo log-likelihoods that AWM uses as log-probabilities.
+
+    With l = error, t = sigma, e = 1e-10 and p = power:
+
+    * uniform: -l, up to a constant the log-likelihood bound of the pretraining loss
+    * t: -t l
+    * t2: -t^2 l
+    * huber: -t (sqrt(l + e) - sqrt(e))
+    * ghuber: -(t / p) ((l + e)^p - e^p); its gradient weighs rows by t (l + e)^(p - 1), so rows that already match
+      weigh more
+
+    Args:
+        error: mean squared distance to the target velocity (R,), of `NoisyRows.matching_error`.
+        sigma: time (R,).
+        weighting: one of `WEIGHTINGS`.
+        power: p, above 0; read by ghuber only.
+
+    Returns:
+        (R,), float64 if the error is, otherwise float32; computed in float64.
+
+    Raises:
+        UserError: unknown weighting, or a power that is not above 0.
+        ValueError: shapes that differ.
+
+    Gradient: through error.
+
+    Source: AWM, arXiv 2509.25050; scxue/advantage_weighted_matching scripts/train_sd3_awm.py.
+    """
+    if weighting not in WEIGHTINGS:
+        raise UserError(f"there is no weighting '{weighting}'; available: {', '.join(WEIGHTINGS)}")
+    if power <= 0:
+        raise UserError(f"power is {power}; must be above 0")
+    if error.shape != sigma.shape:
+        raise ValueError(f"error {tuple(error.shape)} and sigma {tuple(sigma.shape)} must have one shape, (R,).")
+    likelihood = WEIGHTINGS[weighting](error.double(), sigma.double(), power)
+    return likelihood if error.dtype == torch.float64 else likelihood.float()
+
+
+def sample_times(
+    kind: str,
+    draws: int,
+    generator: torch.Generator,
+    *,
+    grid: Tensor | None = None,
+    fraction: float = 0.9,
+    count: int = 1,
+    shift: float = 3.0,
+) -> Tensor:
+    """Draw the times at which images are made noisy again, one from each of K strata.
+
+    * discrete: times of the grid, strata over its first int(fraction * S); the same for all images
+    * discrete_wo_init: the same without the grid's first time, pure noise
+    * discrete_with_init: the grid's first time, and K - 1 strata over the others
+    * logit_normal: sigmoid of a standard normal, shifted, at least 0.01, in random order; the same for all images
+    * uniform: strata of 0.2..1 for each image, in random order, shifted
+
+    Args:
+        kind: one of `TIME_SAMPLERS`.
+        draws: K, at least 1.
+        generator: source of the draws; its device decides where they are made.
+        grid: the sampler's times (S + 1,), descending to 0; needed by the discrete kinds.
+        fraction: share of the grid that is used, 0..1; read by the discrete kinds.
+        count: B, images with times of their own; read by uniform.
+        shift: of `shift_sigmas`; read by the continuous kinds.
+
+    Returns:
+        (K,) float32, or (K, B) for uniform; both fit `stack_timesteps`.
+
+    Raises:
+        UserError: unknown kind, no draws, or a grid that is missing or too short.
+
+    Source: scxue/advantage_weighted_matching; X-GenGroup/Flow-Factory, timestep sampler.
+    """
+    if kind not in TIME_SAMPLERS:
+        raise UserError(f"there is no time sampler '{kind}'; available: {', '.join(TIME_SAMPLERS)}")
+    if draws < 1 or count < 1:
+        raise UserError(f"draws={draws} and count={count}; both must be at least 1")
+    return TIME_SAMPLERS[kind](_TimeOptions(draws, count, generator, grid, fraction, shift))
+
+
+def nft_weight(advantage: Tensor) -> Tensor:
+    """Bring advantages to 0..1, the probability of being good that `nft_loss` weighs its two sides by.
+
+    Args:
+        advantage: (R,); limited to +-5, where the weight is 1 and 0.
+
+    Returns:
+        (R,).
+
+    Source: DiffusionNFT, arXiv 2509.16117; NVlabs/DiffusionNFT scripts/train_nft_sd3.py.
+    """
+    limited = advantage.clamp(-NFT_ADVANTAGE_LIMIT, NFT_ADVANTAGE_LIMIT)
+    return limited / NFT_ADVANTAGE_LIMIT / 2 + 0.5
+
+
+def nft_loss(
+    velocity: Tensor, velocity_old: Tensor, noisy: NoisyRows, clean: Tensor, weight: Tensor, beta: float
+) -> Tensor:
+    """Loss of DiffusionNFT: good images pull a mixture of new and old velocity, bad ones pull its mirror image.
+
+    With v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v and x+- = x_t - sigma v+-, the loss of a row is
+    5 / beta [r mean((x+ - x_0)^2) / w+ + (1 - r) mean((x- - x_0)^2) / w-], where w+- is the mean absolute error of x+-
+    (at least 1e-5) and 5 undoes the division of `nft_weight`.
+
+    Args:
+        velocity: of the policy (R, C, H, W).
+        velocity_old: of the policy that made the images (R, C, H, W).
+        noisy: the rows; latents and sigma are read.
+        clean: image of each row (R, C, H, W).
+        weight: r of each row (R,), 0..1, of `nft_weight`.
+        beta: how far the policy's mixture reaches, above 0.
+
+    Returns:
+        (R,) float32, computed in float64.
+
+    Raises:
+        UserError: beta is not above 0.
+        ValueError: shapes that do not fit.
+
+    Gradient: through velocity; w+-, r and the old velocity are constants.
+
+    Source: DiffusionNFT, arXiv 2509.16117; NVlabs/DiffusionNFT scripts/train_nft_sd3.py.
+    """
+    if beta <= 0:
+        raise UserError(f"beta is {beta}; must be above 0")
+    if not velocity.shape == velocity_old.shape == noisy.latents.shape == clean.shape:
+        shapes = [tuple(x.shape) for x in (velocity, velocity_old, noisy.latents, clean)]
+        raise ValueError(f"velocity, velocity_old, latents and clean must have one shape (R, C, H, W), got {shapes}.")
+    if weight.shape != noisy.sigma.shape:
+        raise ValueError(f"weight has the shape {tuple(weight.shape)}; must be {tuple(noisy.sigma.shape)}.")
+    new, old, r = velocity.double(), velocity_old.detach().double(), weight.detach().double()
+    good = _nft_error(beta * new + (1 - beta) * old, noisy, clean)
+    bad = _nft_error((1 + beta) * old - beta * new, noisy, clean)
+    return (NFT_ADVANTAGE_LIMIT / beta * (r * good + (1 - r) * bad)).float()
+
+
+def _nft_error(mixed: Tensor, noisy: NoisyRows, clean: Tensor) -> Tensor:
+    """Squared error of the clean image over its mean absolute error, by row."""
+    sigma = noisy.sigma.double().reshape(-1, *[1] * (clean.ndim - 1))
+    miss = (noisy.latents.double() - sigma * mixed - clean.detach().double()).flatten(1)
+    scale = miss.detach().abs().mean(1).clamp(min=NFT_ERROR_FLOOR)
+    return miss.square().mean(1) / scale
+
+
+def _uniform_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
+    return -error
+
+
+def _t_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
+    return -sigma * error
+
+
+def _t2_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
+    return -sigma.square() * error
+
+
+def _huber_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
+    return -sigma * ((error + ERROR_FLOOR).sqrt() - ERROR_FLOOR**0.5)
+
+
+def _ghuber_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
+    return -sigma / power * ((error + ERROR_FLOOR) ** power - ERROR_FLOOR**power)
+
+
+def _discrete(options: _TimeOptions) -> Tensor:
+    return _grid_times(options, options.draws, first=0)
+
+
+def _discrete_wo_init(options: _TimeOptions) -> Tensor:
+    return _grid_times(options, options.draws, first=1)
+
+
+def _discrete_with_init(options: _TimeOptions) -> Tensor:
+    initial = _usable_grid(options, first=0)[:1]
+    if options.draws == 1:
+        return initial
+    return torch.cat([initial, _grid_times(options, options.draws - 1, first=1)])
+
+
+def _grid_times(options: _TimeOptions, strata: int, first: int) -> Tensor:
+    """One index of each stratum of first..int(fraction * S) - 1; strata without an index take the nearest below."""
+    times = _usable_grid(options, first)
+    device = options.generator.device
+    edges = torch.arange(strata + 1, device=device) * (len(times) - first) // strata + first
+    offset = torch.rand(strata, generator=options.generator, device=device) * (edges[1:] - edges[:-1])
+    return times.to(device)[edges[:-1] + offset.long()]
+
+
+def _usable_grid(options: _TimeOptions, first: int) -> Tensor:
+    if options.grid is None:
+        raise UserError("the discrete time samplers need grid, the times of the sampler; logit_normal needs none")
+    last = int((len(options.grid) - 1) * options.fraction)
+    if not (0 < options.fraction <= 1 and last > first):
+        raise UserError(
+            f"fraction={options.fraction} of a grid of {len(options.grid) - 1} steps leaves no time to draw from; use "
+            "more steps or a fraction nearer to 1"
+        )
+    return options.grid[:last].float()
+
+
+def _logit_normal(options: _TimeOptions) -> Tensor:
+    device = options.generator.device
+    normal = torch.special.ndtri(stratified(options.draws, 1, options.generator)[:, 0])
+    times = shift_sigmas(normal.sigmoid(), options.shift).clamp(min=LOWEST_TIME)
+    return times[torch.randperm(options.draws, generator=options.generator, device=device)]
+
+
+def _uniform(options: _TimeOptions) -> Tensor:
+    times = LOWEST_UNIFORM_TIME + (1 - LOWEST_UNIFORM_TIME) * stratified(
+        options.draws, options.count, options.generator
+    )
+    device = options.generator.device
+    order = torch.rand(options.draws, options.count, generator=options.generator, device=device).argsort(0)
+    return shift_sigmas(times.gather(0, order), options.shift)
+
+
+WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "uniform": _uniform_weighting,
+    "t": _t_weighting,
+    "t2": _t2_weighting,
+    "huber": _huber_weighting,
+    "ghuber": _ghuber_weighting,
+}
+
+TIME_SAMPLERS: dict[str, Callable[[_TimeOptions], Tensor]] = {
+    "discrete": _discrete,
+    "discrete_wo_init": _discrete_wo_init,
+    "discrete_with_init": _discrete_with_init,
+    "logit_normal": _logit_normal,
+    "uniform": _uniform,
+}

@@ -1,0 +1,249 @@
+"""A model's velocity on noisy versions of finished samples, whatever the samples are.
+
+A sample is a row; its T decisions are noisy versions of it, each a time and a noise, on which the model's velocity is
+compared with the true one. Times and noises are constants of the rollout (a seed a row), so old policy, anchors and
+every pass of the update see the same.
+
+Shapes: B rows (samples), T noisy versions of each, M of the B * T whose mask is 1, `...` the shape of one sample.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffusion.data.prompts import DiffusionTask
+from diffusion.matching.losses import TIME_SAMPLERS, NoisyRows, mix, sample_times
+from diffusion.models.policy import DiffusionPolicy
+from diffusion.sampling.sampler import SamplerConfig, group_seeds, guided, row_noise, sample_latents, text_of
+from diffusion.sampling.schedule import sigma_grid
+from diffusion.sampling.steps import velocity_kl
+from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions, mean_over_decisions
+from mmrl.core.loss import Denominators, Metric, mean_metric
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice, rare
+from mmrl.training.reference import Reference
+
+SHARING = ("batch", "group", "image")
+
+
+@dataclass
+class TimestepConfig:
+    """The noisy versions of a sample that are trained on."""
+
+    count: int = bounded(6, at_least=1)
+    """Times T of each image in an epoch."""
+    times: str = choice("discrete_wo_init", lambda: TIME_SAMPLERS)
+    """How they are drawn: discrete, discrete_wo_init, discrete_with_init (of the sampler's grid), logit_normal or
+    uniform."""
+    fraction: float = bounded(0.9, above=0, at_most=1)
+    """Share of the grid that the discrete kinds use, from the noisy end."""
+    shift: float = bounded(3.0, above=0)
+    """Shift of the continuous kinds towards noise; 1 = none."""
+    share_times: str = rare(choice("group", SHARING))
+    """Images with the same times: batch (all), group (those of a prompt) or image (each has its own)."""
+    share_noise: bool = rare(False)
+    """Whether the images of a group get the same noises."""
+
+
+def draw_times(
+    options: TimestepConfig, grid: Tensor, groups: int, group_size: int, generator: torch.Generator
+) -> Tensor:
+    """Draw the times (B, T) float32 of B = groups * group_size samples; `grid` (S + 1,) descends to 0."""
+
+    def drawn() -> Tensor:
+        times = sample_times(
+            options.times, options.count, generator, grid=grid, fraction=options.fraction, shift=options.shift
+        )
+        return times.reshape(options.count)
+
+    distinct = {"batch": 1, "group": groups, "image": groups * group_size}[options.share_times]
+    table = torch.stack([drawn() for _ in range(distinct)])
+    return table.repeat_interleave(groups * group_size // distinct, 0)
+
+
+class MatchedSamples(NamedTuple):
+    """Finished samples and the noisy versions of them that are trained on."""
+
+    latents: Tensor
+    """x_0 (B, ...)."""
+    sigma: Tensor
+    """Times (B, T) float32."""
+    noise_seed: Tensor | None
+    """(B,) int64, seed of each row's T noises; None where the noisy versions are kept as they are."""
+
+
+@dataclass(frozen=True)
+class NoisyVersions:
+    """The noisy versions whose mask is 1 as one batch of M."""
+
+    decisions: TrainedDecisions
+    """Their indices in (B, T)."""
+    rows: NoisyRows
+    """The M noisy latents with their times and targets."""
+
+
+@dataclass(frozen=True)
+class Matching:
+    """A model's velocity on noisy versions."""
+
+    decisions: TrainedDecisions
+    """Indices of the noisy versions in (B, T)."""
+    noisy: NoisyRows
+    """M rows."""
+    clean: Tensor
+    """x_0 of each row (M, ...) float32."""
+    velocity: Tensor
+    """(M, ...), carries the gradient."""
+
+    @property
+    def error(self) -> Tensor:
+        """Mean squared distance of the velocity to its target (M,) float32."""
+        return self.noisy.matching_error(self.velocity)
+
+    @property
+    def errors(self) -> Tensor:
+        """`error` scattered into (B, T), 0 elsewhere."""
+        return self.decisions.scatter(self.error)
+
+    def distance(self, anchor: Tensor, kind: str = "uniform") -> Tensor:
+        """Distance (B, T) to the velocity (M, ...) of another model by `velocity_kl`, 0 where not trained."""
+        return self.decisions.scatter(velocity_kl(self.velocity, anchor, self.noisy.sigma, kind))
+
+
+class VelocityMatching(ABC):
+    """Evaluates models on noisy versions of samples."""
+
+    def __init__(self, timesteps: TimestepConfig) -> None:
+        self.timesteps = timesteps
+
+    @abstractmethod
+    def samples(self, rollouts: Rollouts) -> MatchedSamples:
+        """The samples of some rollouts."""
+
+    @abstractmethod
+    def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
+        """Velocity (M, ...) of a model on noisy rows."""
+
+    def noisy(self, rollouts: Rollouts) -> NoisyVersions:
+        """Mix the noisy versions whose mask is 1, row by row."""
+        samples = self.samples(rollouts)
+        assert samples.noise_seed is not None
+        decisions = TrainedDecisions.of(rollouts)
+        noise = row_noise(samples.noise_seed, self.timesteps.count, tuple(samples.latents.shape[1:]))
+        noise = decisions.gather(noise.to(decisions.index.device))
+        clean, sigma = samples.latents[decisions.row], decisions.gather(samples.sigma)
+        return NoisyVersions(decisions, mix(clean, noise, sigma, decisions.row.cpu()))
+
+    def evaluate(self, model: Any, rollouts: Rollouts, versions: NoisyVersions | None = None) -> Matching:
+        """Evaluate a model on the noisy versions of some rows; `versions` is what `noisy` gave, if already called."""
+        versions = versions or self.noisy(rollouts)
+        velocity = self.velocity(model, rollouts, versions.rows)
+        clean = self.samples(rollouts).latents.float()[versions.decisions.row]
+        return Matching(versions.decisions, versions.rows, clean, velocity)
+
+    def scores(self, model: Any, rollouts: Rollouts, reference: Reference | None = None) -> PolicyOutputs:
+        """Minus the matching error as log-likelihood of each noisy version; the velocity distance to a reference."""
+        matching = self.evaluate(model, rollouts)
+        anchor = self.reference_velocity(reference, rollouts, matching.noisy)
+        return PolicyOutputs(-matching.errors, kl_ref=None if anchor is None else matching.distance(anchor))
+
+    def reference_velocity(self, reference: Reference | None, rollouts: Rollouts, noisy: NoisyRows) -> Tensor | None:
+        """Velocity (M, ...) of the reference on noisy rows; None without one."""
+        if reference is None:
+            return None
+        return reference.score(lambda module: self.velocity(module, rollouts, noisy))
+
+    def reference_term(
+        self,
+        matching: Matching,
+        minibatch: Rollouts,
+        denominators: Denominators,
+        reference: Reference | None,
+        coefficient: float,
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """Weighted mean velocity distance to the reference and its metrics; 0 without a reference."""
+        anchor = self.reference_velocity(reference, minibatch, matching.noisy)
+        if anchor is None:
+            return matching.velocity.new_zeros(()), {}
+        distance = matching.distance(anchor)
+        term = coefficient * mean_over_decisions(distance, minibatch, denominators)
+        metrics = {"policy/kl_ref": mean_metric(distance, minibatch.loss_mask), "loss/kl": Metric.summed(term.detach())}
+        return term, metrics
+
+
+class FlowMatching(VelocityMatching):
+    """Draws images with noisy versions of them, and evaluates models on these."""
+
+    def __init__(self, policy: DiffusionPolicy, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
+        super().__init__(timesteps)
+        self.policy = policy
+        self.sampler = sampler
+
+    def draw(
+        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
+    ) -> Rollouts:
+        """Draw G images of each task, and the times and noises that they will be trained on."""
+        group = torch.arange(len(tasks)).repeat_interleave(group_size)
+        seeds = group_seeds(len(tasks), group_size, generator, same_noise=self.sampler.same_noise)
+        latents = sample_latents(policy, text_of(policy, tasks, group), seeds, self.sampler)
+        noise_seed = torch.randint(2**62, (len(group),), generator=generator)
+        if self.timesteps.share_noise:
+            noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
+        sigma = self.times(len(tasks), group_size, generator).to(latents.device)
+        return matched_rollouts(tasks, group, latents, sigma, noise_seed=noise_seed.to(latents.device))
+
+    def times(self, groups: int, group_size: int, generator: torch.Generator) -> Tensor:
+        """Draw the times (B, T) of the noisy versions of B = groups * group_size images."""
+        grid = sigma_grid(self.policy.pipeline.scheduler, self.sampler.steps, self.policy.image_tokens)
+        return draw_times(self.timesteps, grid, groups, group_size, generator)
+
+    def samples(self, rollouts: Rollouts) -> MatchedSamples:
+        """The finished latents."""
+        payload = DiffusionPayload.of(rollouts)
+        return MatchedSamples(payload.latents, payload.sigma, payload.noise_seed)
+
+    def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
+        """Guided velocity (M, C, H, W) of a model on noisy rows.
+
+        Gradient: through the positive half of guidance.
+        """
+        text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.group).select(noisy.image)
+        scale, negative = self.sampler.guidance, self.sampler.negative_prompt
+        return guided(self.policy, model, text, scale, negative, detach_negative=True)(noisy.latents, noisy.sigma)
+
+
+def matched_rollouts(
+    tasks: Sequence[DiffusionTask],
+    group: Tensor,
+    latents: Tensor,
+    sigma: Tensor,
+    *,
+    noise_seed: Tensor | None = None,
+    states: Tensor | None = None,
+) -> Rollouts:
+    """Rows of finished latents x_0 (B, C, H, W) whose decisions are noisy versions at times (B, T), unscored.
+
+    The noisy versions are mixed from `noise_seed` (B,) int64 when they are needed, or are `states` (B, T, C, H, W).
+    """
+    return Rollouts(
+        group=group.to(latents.device),
+        mask=torch.ones_like(sigma),
+        logp_old=torch.zeros_like(sigma),
+        reward=torch.full((len(group),), float("nan"), device=latents.device),
+        payload=DiffusionPayload(
+            tasks=list(tasks),
+            latents=latents,
+            images=np.zeros((len(group), 0, 0, 3), np.uint8),
+            sigma=sigma,
+            noise_seed=noise_seed,
+            states=states,
+        ),
+    )

@@ -1,0 +1,78 @@
+"""AWM, Advantage Weighted Matching (Xue et al., arXiv 2509.25050; public code scxue/advantage_weighted_matching).
+
+The pretraining loss as policy gradient: each image's matching error l = mean |v - (noise - x_0)|^2 at T times takes the
+place of a log-likelihood, weighted by the image's group advantage,
+
+    L = mean max(-A r, -A clip(r)) + beta mean |v - v_ref|^2 + ema_coef mean |v - v_kl_ema|^2,
+    r = exp(logp - logp_old),    logp = -(t / p) ((l + e)^p - e^p)      (`weighting: ghuber`, p = 1/4).
+
+Images come from any solver, without guidance; A = clip(group advantage over the epoch's standard deviation, +-5) / 5.
+With one update an epoch, the default as in all published runs, r is 1 and the gradient is A times that of logp.
+
+Differences from the public code: the two anchors are independent of each other (there the second needs the first);
+times are shared by the images of a prompt rather than of a micro-batch, so that micro-batches change nothing
+(`timesteps.share_times`); `bgpo` is added, linear in the draws where the advantage is positive (arXiv 2510.11683).
+Defaults are those of the GenEval preset of config/dgx_awm.py after 2026-03-27, except the sizes of an epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from diffusion.config import DiffusionConfig, check_matching, matching_sampler, matching_trainer
+from diffusion.matching.awm_loss import AwmLoss, AwmSettings, with_ratio
+from diffusion.matching.velocity import FlowMatching, TimestepConfig
+from diffusion.models.policy import DiffusionPolicy
+from diffusion.recipe import DiffusionRecipe
+from diffusion.sampling.sampler import SamplerConfig
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.settings import TrainerConfig
+
+
+@dataclass
+class AwmConfig(DiffusionConfig):
+    """An AWM run."""
+
+    awm: AwmSettings = field(default_factory=AwmSettings)
+    """The matching loss."""
+    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
+    """The noisy versions."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="awm"))
+    """Advantage, clipping and the weight of the distance to the reference."""
+    sampler: SamplerConfig = field(default_factory=matching_sampler)
+    """How images are drawn."""
+    trainer: TrainerConfig = field(default_factory=matching_trainer)
+    """Batch sizes, optimiser and guards."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_matching(self.trainer, self.sampler, self.timesteps)
+
+
+class AwmRecipe(DiffusionRecipe):
+    """Advantage weighted matching; see the module."""
+
+    config: AwmConfig
+    process: FlowMatching
+
+    def __init__(self, config: AwmConfig) -> None:
+        super().__init__(dataclasses.replace(config, objective=with_ratio(config.objective, config.awm)))
+        self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
+        self.awm = AwmLoss(self.policy, config.awm, self.process)
+        self.terms = [self.awm]
+
+    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
+        """Those of the moving average off policy, else the policy's own."""
+        return self.awm.sampling_weights(policy)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
+        reference = self.loss_reference if "kl_ref" in outputs else None
+        return self.awm.scores(policy, rollouts, outputs, reference)

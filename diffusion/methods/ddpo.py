@@ -1,0 +1,145 @@
+"""Rewards remembered per prompt, for advantages that compare with earlier rollouts as DDPO's do."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from diffusion.config import DiffusionConfig
+from diffusion.recipe import DiffusionRecipe
+from diffusion.sampling.sampler import SamplerConfig
+from diffusion.sampling.trajectories import DiffusionPayload, StepConfig, Trajectories, check_trajectories
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import bounded, rare
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import merge_lists
+from mmrl.training.terms import Step
+
+
+class PromptHistory:
+    """The latest rewards of each prompt, over rollouts.
+
+    Unlike a group baseline it needs no several images of a prompt in one rollout; it has to be saved with a run.
+
+    Source: kvablack/ddpo-pytorch ddpo_pytorch/stat_tracking.py.
+    """
+
+    def __init__(self, buffer_size: int = 16, min_count: int = 16, eps: float = 1e-6) -> None:
+        if not 1 <= min_count <= buffer_size:
+            raise UserError(f"min_count is {min_count}; must be between 1 and buffer_size, which is {buffer_size}")
+        if eps <= 0:
+            raise UserError(f"eps is {eps}; must be above 0, because the rewards of a prompt may all be equal")
+        self.buffer_size = buffer_size
+        self.min_count = min_count
+        self.eps = eps
+        self._rewards: dict[str, deque[float]] = {}
+
+    def normalise(self, prompts: Sequence[str], rewards: Tensor | Sequence[float]) -> Tensor:
+        """Remember the rewards (B,) of a rollout and return its advantages (B,), (reward - mean) / (std + eps).
+
+        Mean and population standard deviation are those of the prompt's buffer, new rewards included, or of this
+        rollout while the buffer has fewer than `min_count`. A NaN reward could not be computed: it is left out and its
+        advantage is 0.
+        """
+        if not isinstance(rewards, Tensor):
+            rewards = torch.tensor(rewards, dtype=torch.float64)
+        if rewards.shape != (len(prompts),):
+            raise ValueError(f"rewards have the shape {tuple(rewards.shape)}; must be ({len(prompts)},), one a prompt.")
+        wide = rewards.detach().double().cpu()
+        scored = ~wide.isnan()
+        for prompt, reward, counts in zip(prompts, wide.tolist(), scored.tolist(), strict=True):
+            if counts:
+                self._buffer(prompt).append(reward)
+        whole = wide[scored]
+        advantages = torch.zeros_like(wide)
+        for prompt in set(prompts):
+            rows = scored & torch.tensor([other == prompt for other in prompts])
+            kept = self._rewards.get(prompt, ())
+            basis = whole if len(kept) < self.min_count else wide.new_tensor(list(kept))
+            if rows.any():
+                advantages[rows] = (wide[rows] - basis.mean()) / (basis.std(correction=0) + self.eps)
+        return advantages.to(rewards)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rewards kept for each prompt, oldest first, as plain Python."""
+        return {"rewards": {prompt: list(kept) for prompt, kept in self._rewards.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; a shorter buffer keeps the latest rewards."""
+        self._rewards = {
+            prompt: deque((float(reward) for reward in kept), maxlen=self.buffer_size)
+            for prompt, kept in state["rewards"].items()
+        }
+
+    def _buffer(self, prompt: str) -> deque[float]:
+        return self._rewards.setdefault(prompt, deque(maxlen=self.buffer_size))
+
+
+@dataclass
+class HistoryConfig:
+    """Rewards of a prompt that its advantages are measured against."""
+
+    size: int = rare(bounded(16, at_least=1))
+    """Latest rewards kept for each prompt."""
+    min_count: int = rare(bounded(16, at_least=1))
+    """Fewest rewards of a prompt before its own mean and deviation are used."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError."""
+        if self.min_count > self.size:
+            raise ValueError(f"history.min_count is {self.min_count}; must be between 1 and history.size={self.size}")
+
+
+@dataclass
+class DdpoConfig(DiffusionConfig):
+    """A DDPO run."""
+
+    compares_samples: ClassVar[bool] = False
+    sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(guidance=5.0))
+    """How images are drawn."""
+    step: StepConfig = field(default_factory=lambda: StepConfig(detach_negative=False))
+    """Gradient through both halves of guidance."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="ddpo"))
+    """Clip 1e-4, no KL."""
+    history: HistoryConfig = rare(field(default_factory=HistoryConfig))
+    """Statistics of each prompt."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_trajectories(self.sampler)
+        if self.combine != "sum":
+            raise ValueError(f"combine is '{self.combine}'; DDPO keeps one history of summed rewards, use sum")
+
+
+class DdpoRecipe(DiffusionRecipe):
+    """Policy gradient with per-prompt reward statistics; see the module."""
+
+    config: DdpoConfig
+    process: Trajectories
+
+    def __init__(self, config: DdpoConfig) -> None:
+        super().__init__(config)
+        self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
+        self.history = self.parts["history"] = PromptHistory(config.history.size, config.history.min_count)
+
+    def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Rewards against the history of their prompts; every process keeps the whole history."""
+        prompts = [DiffusionPayload.of(rollouts).tasks[group].prompt for group in rollouts.group.tolist()]
+        rewards = rollouts.reward.tolist()
+        everyone = merge_lists([list(zip(prompts, rewards, strict=True))], accelerator)
+        scored = [(prompt, reward) for part in everyone for prompt, reward in part if reward == reward]
+        found = iter(self.history.normalise([prompt for prompt, _ in scored], [reward for _, reward in scored]))
+        parts = [[next(found) if reward == reward else 0.0 for _, reward in part] for part in everyone]
+        advantage = torch.tensor(parts[accelerator.process_index], device=rollouts.mask.device)
+        limit = self.objective.scaling.clip
+        if limit is not None:
+            advantage = advantage.clamp(-limit, limit)
+        return rollouts.replace(advantage=advantage.float()[:, None] * rollouts.loss_mask)

@@ -1,0 +1,255 @@
+"""FiFA: which pairs of images are worth fine-tuning on (Yang et al., arXiv 2410.10166).
+
+The subset S of K pairs is to have large preference margins m, good captions q and varied captions:
+
+    max_S  mean_S m + alpha mean_S q + gamma H(S),
+
+approximated by the K pairs of the highest importance m_i + alpha q_i + gamma log(1 + d_i), where m = |r(x_w) - r(x_l)|
+under a reward model, q is a quality score of the caption, and d_i the distance of its embedding to the k-th nearest
+other caption (the term of a nearest-neighbour estimate of the entropy).
+
+Differences from the paper, which has no public code: alpha, gamma, k and the normalisation are not stated in what could
+be read of it; here each term is standardised over the pairs (`normalise: zscore`) and both weights default to 0.5. The
+1 in the logarithm keeps duplicate captions finite. `margin: signed` also drops pairs whose labels the reward
+model reverses, which |.| keeps.
+
+As a filter of a run: `filter: {kind: fifa, keep: 200}`. Alone: `select_pairs`, or
+
+    python -m diffusion.methods.fifa pairs.npz kept.npz --keep 200 --pipeline runs/shapes/pipeline
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffusion.data.pairs import NUMBERS, ImagePair, ImagePairConfig, load_pairs, write_pairs
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, choice, rare
+
+CHUNK = 1024
+"""Rows of the distance table in memory at a time."""
+
+
+@dataclass
+class PairFilterConfig:
+    """Which pairs are trained on."""
+
+    kind: str = choice("none", ("none", "fifa", "random"))
+    """none: all of them; fifa: the most important ones; random: as many drawn at random, to compare with."""
+    keep: int | None = bounded(None, at_least=1)
+    """Number of pairs kept; must be given for fifa and random."""
+    alpha: float = bounded(0.5, at_least=0, finite=True)
+    """Weight of the captions' quality; 0 = ignored."""
+    gamma: float = bounded(0.5, at_least=0, finite=True)
+    """Weight of the captions' diversity; 0 = ignored."""
+    margin: str = rare(choice("absolute", ("absolute", "signed")))
+    """absolute: distance of the two scores; signed: score of the preferred image minus that of the rejected one."""
+    neighbours: int = rare(bounded(5, at_least=1))
+    """k: the diversity of a caption is its distance to the k-th nearest other one."""
+    normalise: str = rare(choice("zscore", ("zscore", "none")))
+    """zscore: each term minus its mean, over its deviation; none: as it is."""
+    reward: str | None = rare(None)
+    """Image reward that scores both images, see `mmrl list rewards`; empty: columns score_chosen and score_rejected."""
+    quality: str | None = rare(None)
+    """`module:function` that scores captions, f(list of texts) -> list of numbers; empty: the column text_quality."""
+    seed: int = 0
+    """Seed of a random choice."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError."""
+        if (self.kind == "none") != (self.keep is None):
+            raise ValueError(f"filter.kind is '{self.kind}' and filter.keep is {self.keep}; give both or neither")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The kept pairs, the most important first."""
+
+    pairs: list[ImagePair]
+    importance: Tensor
+    """(K,) float64."""
+    terms: dict[str, Tensor]
+    """margin, quality and diversity (K,) before normalisation, where they are used."""
+
+
+def select_pairs(
+    pairs: Sequence[ImagePair],
+    config: PairFilterConfig,
+    embed: Callable[[Sequence[str]], Tensor],
+) -> Selection:
+    """Keep the most important of N pairs; fifa needs their scores.
+
+    `embed` gives embeddings (U, D) of U captions and is called for the diversity only.
+    """
+    keep = len(pairs) if config.keep is None else min(config.keep, len(pairs))
+    if config.kind != "fifa":
+        order = list(range(len(pairs)))
+        if config.kind == "random":
+            order = np.random.default_rng(config.seed).permutation(len(pairs)).tolist()
+        chosen = sorted(order[:keep])
+        return Selection([pairs[place] for place in chosen], torch.zeros(len(chosen), dtype=torch.float64), {})
+    if config.reward is not None:
+        pairs = score_pairs(pairs, config.reward)
+    weights = {"margin": 1.0, "quality": config.alpha, "diversity": config.gamma}
+    terms = {"margin": _margins(pairs, config)}
+    if config.alpha:
+        terms["quality"] = _quality(pairs, config)
+    if config.gamma:
+        terms["diversity"] = _diversity([pair.caption for pair in pairs], config.neighbours, embed)
+    parts = [
+        weights[name] * (_standardised(term) if config.normalise == "zscore" else term) for name, term in terms.items()
+    ]
+    importance = torch.stack(parts).sum(0)
+    best = torch.argsort(importance, descending=True, stable=True)[:keep]
+    kept = {name: term[best] for name, term in terms.items()}
+    return Selection([pairs[place] for place in best.tolist()], importance[best], kept)
+
+
+def score_pairs(pairs: Sequence[ImagePair], reward: str) -> list[ImagePair]:
+    """Score both images of each pair."""
+    from diffusion.data.prompts import DiffusionTask
+    from diffusion.rewards.scoring import load_rewards, score_images
+    from mmrl.rewards import RewardConfig
+
+    rewards = load_rewards([RewardConfig(name=reward)], [])
+    try:
+        scores: list[float] = []
+        for start in range(0, len(pairs), CHUNK):
+            part = pairs[start : start + CHUNK]
+            tasks = [DiffusionTask(pair.id, pair.caption) for pair in part for _ in (0, 1)]
+            images = np.stack([side for pair in part for side in pair.read()])
+            result = score_images(rewards, tasks, images, [True] * len(tasks))
+            if result.errors:
+                raise UserError(f"filter.reward {reward} failed: {'; '.join(result.examples.values())}")
+            scores += result.terms[reward]
+    finally:
+        rewards.close()
+    both = zip(pairs, scores[::2], scores[1::2], strict=True)
+    return [
+        dataclasses.replace(pair, numbers={**pair.numbers, "score_chosen": chosen, "score_rejected": rejected})
+        for pair, chosen, rejected in both
+    ]
+
+
+def neighbour_distances(embeddings: Tensor, neighbours: int) -> Tensor:
+    """Distance (U,) float64 of each row of (U, D), U at least 2, to its k-th nearest other row."""
+    table = embeddings.double()
+    k = min(neighbours, len(table) - 1)
+    parts = []
+    for start in range(0, len(table), CHUNK):
+        distances = torch.cdist(table[start : start + CHUNK], table, compute_mode="donot_use_mm_for_euclid_dist")
+        own = torch.arange(start, start + len(distances))
+        distances[own - start, own] = float("inf")
+        parts.append(distances.kthvalue(k, dim=1).values)
+    return torch.cat(parts)
+
+
+def embed_captions(policy: Any) -> Callable[[Sequence[str]], Tensor]:
+    """The pooled text embeddings of a policy's pipeline as a function of captions."""
+
+    def embed(captions: Sequence[str]) -> Tensor:
+        rows = policy.embeddings.rows(list(captions), allow_empty=True)
+        return rows.pooled[rows.index].float().cpu()
+
+    return embed
+
+
+def _margins(pairs: Sequence[ImagePair], config: PairFilterConfig) -> Tensor:
+    lacking = next((pair for pair in pairs if not {"score_chosen", "score_rejected"} <= set(pair.numbers)), None)
+    if lacking is not None:
+        raise UserError(
+            f"{lacking.id} has no score_chosen and score_rejected, whose difference filter.kind=fifa needs; name an "
+            "image reward in filter.reward, or use filter.kind=random"
+        )
+    scores = torch.tensor([[pair.numbers[name] for name in NUMBERS[:2]] for pair in pairs], dtype=torch.float64)
+    margin = scores[:, 0] - scores[:, 1]
+    return margin.abs() if config.margin == "absolute" else margin
+
+
+def _quality(pairs: Sequence[ImagePair], config: PairFilterConfig) -> Tensor:
+    if config.quality is None:
+        lacking = next((pair for pair in pairs if "text_quality" not in pair.numbers), None)
+        if lacking is not None:
+            raise UserError(
+                f"{lacking.id} has no text_quality, which filter.alpha={config.alpha:g} weighs; name a function in "
+                "filter.quality, or set filter.alpha=0"
+            )
+        return torch.tensor([pair.numbers["text_quality"] for pair in pairs], dtype=torch.float64)
+    captions = list(dict.fromkeys(pair.caption for pair in pairs))
+    scores = dict(zip(captions, _load_function(config.quality)(captions), strict=True))
+    return torch.tensor([float(scores[pair.caption]) for pair in pairs], dtype=torch.float64)
+
+
+def _load_function(name: str) -> Callable[[Sequence[str]], Sequence[float]]:
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[[Sequence[str]], Sequence[float]] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"filter.quality '{name}' cannot be loaded: {error}; give module:function") from error
+    return found
+
+
+def _diversity(captions: Sequence[str], neighbours: int, embed: Callable[[Sequence[str]], Tensor]) -> Tensor:
+    distinct = list(dict.fromkeys(captions))
+    if len(distinct) < 2:
+        return torch.zeros(len(captions), dtype=torch.float64)
+    term = torch.log1p(neighbour_distances(embed(distinct), neighbours))
+    place = {caption: number for number, caption in enumerate(distinct)}
+    return term[torch.tensor([place[caption] for caption in captions])]
+
+
+def _standardised(term: Tensor) -> Tensor:
+    deviation = term.std(correction=0)
+    return (term - term.mean()) / deviation if float(deviation) > 0 else torch.zeros_like(term)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the most important pairs of a .npz file into another."""
+    parser = argparse.ArgumentParser(prog="python -m diffusion.methods.fifa", description=main.__doc__)
+    parser.add_argument("pairs", help=".npz or .jsonl file of pairs with scores")
+    parser.add_argument("output", help=".npz file to write")
+    parser.add_argument("--keep", type=int, required=True, help="pairs that stay")
+    parser.add_argument("--pipeline", default="", help="pipeline whose text encoders embed captions; needed by gamma")
+    for item in dataclasses.fields(PairFilterConfig):
+        if item.name in ("alpha", "gamma", "margin", "neighbours", "normalise", "reward", "quality"):
+            kind = str if item.default is None else type(item.default)
+            parser.add_argument(f"--{item.name}", type=kind, default=item.default, help=f"filter.{item.name}")
+    args = vars(parser.parse_args(argv))
+    source, output, pipeline = (args.pop(name) for name in ("pairs", "output", "pipeline"))
+    config = PairFilterConfig(kind="fifa", **args)
+    try:
+        check_config(config, "filter")
+        found = select_pairs(load_pairs(ImagePairConfig(path=source)).pairs, config, _encoders(pipeline, config.gamma))
+    except (UserError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    numbers = {name: [pair.numbers[name] for pair in found.pairs] for name in NUMBERS if name in found.pairs[0].numbers}
+    chosen, rejected = (np.stack([getattr(pair, side)() for pair in found.pairs]) for side in ("chosen", "rejected"))
+    write_pairs(output, [pair.caption for pair in found.pairs], chosen, rejected, **numbers)
+    means = ", ".join(f"{name} {float(term.mean()):.4g}" for name, term in found.terms.items())
+    sys.stdout.write(f"{len(found.pairs)} pairs written to {output}; means: {means}\n")
+    return 0
+
+
+def _encoders(path: str, gamma: float) -> Callable[[Sequence[str]], Tensor]:
+    if not gamma:
+        return lambda captions: torch.zeros(len(captions), 1)
+    if not path:
+        raise UserError("--gamma weighs the captions' diversity, which needs --pipeline; or give --gamma 0")
+    from diffusion.models.policy import ModelConfig, load_policy
+
+    return embed_captions(load_policy(ModelConfig(path=path, max_sequence_length=1)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Flow-GRPO (Liu et al., arXiv 2505.05470; public code yifan123/flow_grpo).
+
+The flow's ODE sampler is made stochastic without changing its marginals (`flow_sde`), so that each denoising step is a
+Gaussian with a log-density, and the steps are trained with GRPO: few steps while training (10) and many for
+evaluation (40), guidance in both, group advantages over the epoch's standard deviation, PPO clip at 1e-4 and a KL to
+the start model.
+
+Where the paper and its code differ: the paper's KL is the exact divergence of two Gaussians (`step.kl_form: exact`, the
+default); the code at its head divides by the variance without the step length (`flow_grpo_head`), a factor of 0.04 to
+0.27, so its coefficients do not carry over. Older code sends gradient through the unconditional half of guidance
+(`step.detach_negative: false`). Groups whose images all have one reward are dropped, as there
+(`objective.filter.kind: drop`). Defaults are those of config/grpo.py for GenEval, except the sizes of an
+epoch (48 prompts of 24 images there).
+
+Methods that are this code with other constants are rows of `diffusion/methods/flow_grpo.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from diffusion.config import DiffusionConfig, image_trainer
+from diffusion.models.policy import full_model
+from diffusion.recipe import DiffusionRecipe
+from diffusion.sampling.sampler import SamplerConfig
+from diffusion.sampling.steps import guard_log_ratio
+from diffusion.sampling.trajectories import DiffusionPayload, StepConfig, Trajectories, check_trajectories
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.objectives import ObjectiveConfig
+
+
+def flow_grpo_objective() -> ObjectiveConfig:
+    """The published objective; groups of equal reward have no gradient and are dropped."""
+    return ObjectiveConfig(preset="flow_grpo", filter={"kind": "drop"})
+
+
+@dataclass
+class FlowGrpoConfig(DiffusionConfig):
+    """A Flow-GRPO run."""
+
+    step: StepConfig = field(default_factory=StepConfig)
+    """Evaluation of the trained steps."""
+    objective: ObjectiveConfig = field(default_factory=flow_grpo_objective)
+    """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_trajectories(self.sampler)
+
+
+class FlowGrpoRecipe(DiffusionRecipe):
+    """Group-relative policy optimisation over stochastic denoising steps; see the module."""
+
+    config: FlowGrpoConfig
+    process: Trajectories
+
+    def __init__(self, config: FlowGrpoConfig) -> None:
+        super().__init__(config)
+        self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
+
+
+def flow_grpo_fast() -> FlowGrpoConfig:
+    """Flow-GRPO on a short window of the steps, placed at random in the first half; the others follow the ODE.
+
+    No guidance in rollouts, training or evaluation: the model learns what guidance gave. Coefficient-preserving steps
+    (`cps`, noise 0.8), clip 1e-5, no KL. The public preset has 48 prompts of 24 images in an epoch.
+
+    Source: yifan123/flow_grpo config/grpo.py (`*_fast_nocfg`), scripts/train_sd3_fast.py.
+    """
+    return FlowGrpoConfig(
+        sampler=SamplerConfig(guidance=1.0, kernel="cps", noise_level=0.8, window=3),
+        objective=ObjectiveConfig(preset="flow_grpo_fast", filter={"kind": "drop"}),
+    )
+
+
+def dance_grpo() -> FlowGrpoConfig:
+    """DanceGRPO: constant noise eta (`dance_sde`), one initial noise a prompt, a random 60 % of each image's steps.
+
+    Group advantages over the group's own standard deviation, clip 1e-4, no KL, no filter; 16 steps, eta 0.3, learning
+    rate 1e-5 for full fine-tuning and groups of 12, as in the FLUX script. The public code scores the image predicted
+    at the last step in place of the last state; here the last step is an ODE step to 0, which is that prediction.
+
+    Source: Xue et al., DanceGRPO, arXiv 2505.07818; XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py.
+    """
+    return FlowGrpoConfig(
+        model=full_model(),
+        sampler=SamplerConfig(
+            steps=16, guidance=1.0, kernel="dance_sde", noise_level=0.3, same_noise=True, random_share=0.6
+        ),
+        objective=ObjectiveConfig(preset="dance_grpo"),
+        trainer=dataclasses.replace(image_trainer(), samples_per_task=12, learning_rate=1e-5),
+    )
+
+
+@dataclass
+class GrpoGuardConfig(DiffusionConfig):
+    """A GRPO-Guard run."""
+
+    step: StepConfig = field(default_factory=StepConfig)
+    """Evaluation of the trained steps."""
+    objective: ObjectiveConfig = field(default_factory=flow_grpo_objective)
+    """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_trajectories(self.sampler)
+        if self.sampler.kernel == "cps":
+            raise ValueError("sampler.kernel is 'cps', whose log-probability has no scale to correct; use flow_sde")
+        if self.trainer.old_logp != "sampler":
+            raise ValueError("trainer.old_logp must be 'sampler': the means are those of the sampling policy")
+
+
+class GrpoGuardRecipe(DiffusionRecipe):
+    """Flow-GRPO with normalised ratios; see the module."""
+
+    config: GrpoGuardConfig
+    process: Trajectories
+
+    def __init__(self, config: GrpoGuardConfig) -> None:
+        super().__init__(config)
+        precision = config.trainer.mixed_precision
+        self.process = Trajectories(self.policy, config.sampler, config.step, precision, keep_mean=True)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Old log-density plus the normalised log-ratio, so that the objective's ratio is GRPO-Guard's."""
+        payload = DiffusionPayload.of(rollouts)
+        assert payload.mean_old is not None
+        found = self.process.evaluate(policy, rollouts)
+        decisions = found.steps.decisions
+        logp_old = decisions.gather(rollouts.logp_old)
+        ratio = guard_log_ratio(found.logp, logp_old, found.mean, decisions.gather(payload.mean_old), found.std)
+        kl_ref = self.process.kl(found, self.loss_reference) if "kl_ref" in outputs else None
+        return PolicyOutputs(logp=decisions.scatter(logp_old + ratio), kl_ref=kl_ref)

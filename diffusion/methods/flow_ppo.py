@@ -1,0 +1,163 @@
+"""PPO over stochastic denoising steps with a critic of the latents: AC-Flow's critic, and a policy gradient for actor.
+
+An image is an episode of T stochastic steps (`diffusion.sampling.trajectories`) that is rewarded at its end. With
+V(x_t, t, c) before each trained step and R = shape(reward) after the last,
+
+    delta_i = V(s_{i+1}) - V(s_i),    delta_T = R - V(s_T),    A_i = sum_{l >= i} lambda^(l - i) delta_l,
+    loss = mean max(-A_i rho_i, -A_i clip(rho_i, 1 +- 1e-4)) + 0.04 KL,    L_V = mean (V(s_i) - R)^2,
+
+with A_i within +-5. lambda 1 is R - V(s_i), a learned baseline; lambda 0 is the difference of the values around a step,
+as AC-Flow's `credit: difference`. AC-Flow matches the whole image of a path with it, of which later noise is a part;
+here the advantage of a step multiplies the gradient of that step's own log-density.
+
+The combination is the suite's own. Steps, clip range and KL are Flow-GRPO's (arXiv 2505.05470), the estimator is that
+of arXiv 1506.02438, and the critic that of `diffusion.methods.ac_flow`, a reconstruction of AC-Flow's (arXiv
+2510.18072). It has an optimiser of its own (`objective.value.kind: separate`) and is asked before it is trained on
+all states of the rollout; until `critic.warmup_updates` the policy stays as it is. Unlike groups, a critic needs no
+second image of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from diffusion.config import SCORES, DiffusionConfig
+from diffusion.methods.critic import (
+    CriticConfig,
+    RewardShaping,
+    ShapingConfig,
+    States,
+    explained_by_time,
+    make_critic,
+    state_values,
+    train_critic,
+)
+from diffusion.recipe import DiffusionRecipe
+from diffusion.sampling.trajectories import StepConfig, Trajectories, check_trajectories
+from mmrl.core.loss import Denominators
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import rare
+from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.processes import global_advantages, make_generator
+from mmrl.training.terms import LossTerm, Passes, Step, TermLoss
+
+
+def _objective() -> ObjectiveConfig:
+    return ObjectiveConfig(
+        preset="flow_grpo", advantage={"kind": "gae", "gamma": 1.0, "lam": 0.95}, value={"kind": "separate"}
+    )
+
+
+@dataclass
+class FlowPpoConfig(DiffusionConfig):
+    """A run of PPO with a critic of the latents."""
+
+    compares_samples: ClassVar[bool] = False
+    step: StepConfig = field(default_factory=StepConfig)
+    """Evaluation of the trained steps."""
+    shaping: ShapingConfig = rare(field(default_factory=ShapingConfig))
+    """Rewards to returns, of any kind but group_z: the critic is the baseline."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value function."""
+    objective: ObjectiveConfig = field(default_factory=_objective)
+    """Flow-GRPO's clip and KL; gae over the steps with lambda 0.95, and a critic that is trained apart."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_trajectories(self.sampler)
+        if self.combine != "sum":
+            raise ValueError(f"combine is '{self.combine}'; the critic predicts summed rewards, use sum")
+        if self.trainer.old_logp != "sampler":
+            raise ValueError("trainer.old_logp must be 'sampler'; before the update only the critic is asked")
+        if self.shaping.kind == "group_z":
+            raise ValueError("shaping.kind is 'group_z', but here the critic is the baseline; use another kind")
+        if not self.critic.enabled:
+            raise ValueError("critic.enabled is false, but Flow-PPO's advantages come from the critic; leave it true")
+
+    def check_objective(self) -> None:
+        """Refuse an objective that has no place for this critic; raises ValueError."""
+        objective = make_objective(self.objective)
+        check_objective(objective, (*SCORES, "values", "separate_critic"), None, [r.name for r in self.rewards])
+        if not objective.needs_values:
+            raise ValueError(f"objective.advantage is '{objective.advantage.kind}', which asks no critic; use gae")
+        if "separate_critic" not in objective.needs:
+            raise ValueError("objective.value must be of kind 'separate': the critic has an optimiser of its own")
+
+
+class LatentCritic(LossTerm):
+    """Values of the states before each trained step, from a critic with an optimiser of its own.
+
+    Args:
+        values: V (B, T) of some rollouts.
+    """
+
+    name = "latent_critic"
+    gradient = "never"
+
+    def __init__(self, values: Callable[[Rollouts], Tensor]) -> None:
+        self.values = values
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """The values; the policy has no value head."""
+        return frozenset({"values"})
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Ask the critic before it is trained."""
+        return rollouts.replace(values=self.values(rollouts))
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Nothing; the critic is trained apart."""
+        return TermLoss()
+
+
+class FlowPpoRecipe(DiffusionRecipe):
+    """Policy gradient over denoising steps with a critic of their states; see the module."""
+
+    config: FlowPpoConfig
+    process: Trajectories
+
+    def __init__(self, config: FlowPpoConfig) -> None:
+        super().__init__(config)
+        self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
+        self.critic = self.parts["critic"] = make_critic(self.policy, self.train_tasks, config.critic, config.seed)
+        self.shaping = self.parts["running"] = RewardShaping(config.shaping, self.objective)
+        self.terms = [LatentCritic(self.values)]
+
+    def values(self, rollouts: Rollouts) -> Tensor:
+        """V (B, T) of the states before each trained step."""
+        return state_values(self.critic, self.policy, rollouts, self._states(rollouts))
+
+    def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages of the shaped reward over the steps; none of them counts while the critic warms up."""
+        assert rollouts.values is not None
+        returns = self.shaping(rollouts, accelerator)
+        shaped = rollouts.replace(reward=torch.where(rollouts.scored, returns, rollouts.reward))
+        found = global_advantages(self.objective.compute_advantages, shaped, accelerator)
+        self.noted |= explained_by_time(rollouts, returns, rollouts.values)
+        found = found.replace(reward=rollouts.reward)
+        if not self.critic.warm:
+            found = found.replace(mask=torch.zeros_like(found.mask))
+        generator = make_generator(self.config.seed, "critic", step.number, accelerator.process_index)
+        self.noted |= train_critic(
+            self.critic, self.policy, rollouts, self._states(rollouts), returns, generator, accelerator
+        )
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.critic.critic.to(self.policy.device)  # the optimiser's moments go where the weights are
+        super().load_state_dict(state)
+
+    def _states(self, rollouts: Rollouts) -> States:
+        steps = self.process.trained_steps(rollouts)
+        return States(steps.latents, steps.sigma, steps.decisions)

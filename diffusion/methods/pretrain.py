@@ -1,0 +1,134 @@
+"""Flow matching on captioned images: the supervised start of a tiny pipeline before it is trained with rewards.
+
+    L = mean |v(x_t, t, c) - (noise - x_0)|^2,   x_t = (1 - t) x_0 + t noise,
+
+with t from a shifted logit-normal and the caption left out at random, so that the model can be guided. It runs in the
+same loop as reinforcement learning; the rewards of `evaluation` only score held-out images.
+
+Source: Lipman et al., Flow Matching, arXiv 2210.02747; Esser et al., arXiv 2403.03206 (times and shift).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from diffusion.config import GivenImagesConfig, check_matching
+from diffusion.data.images import CaptionedImage, ImageDataConfig, load_images
+from diffusion.data.prompts import DiffusionTask
+from diffusion.matching.velocity import FlowMatching, TimestepConfig
+from diffusion.models.pipelines import encode_images
+from diffusion.models.policy import DiffusionPolicy, ModelConfig, full_model
+from diffusion.recipe import DiffusionDomain
+from diffusion.sampling.trajectories import DiffusionPayload, mean_over_decisions
+from mmrl.core.loss import Denominators, Metric
+from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, rare
+from mmrl.training.recipe import NoUsableTasksError, SupervisedRecipe
+from mmrl.training.reference import Reference
+from mmrl.training.settings import BaseTrainerConfig
+from mmrl.training.terms import Step
+
+
+def pretraining_trainer() -> BaseTrainerConfig:
+    """Batches and schedule under which a tiny pipeline learns to draw."""
+    return BaseTrainerConfig(steps=5000, tasks_per_step=64, learning_rate=1.5e-3, schedule="cosine", warmup_steps=100)
+
+
+@dataclass
+class PretrainConfig(GivenImagesConfig):
+    """A flow-matching run on captioned images."""
+
+    model: ModelConfig = field(default_factory=full_model)
+    """Pipeline whose transformer is trained in full."""
+    images: ImageDataConfig = field(default_factory=ImageDataConfig)
+    """The captioned images."""
+    drop_caption: float = rare(bounded(0.1, at_least=0, at_most=1))
+    """Probability that an image is shown without its caption."""
+    timesteps: TimestepConfig = field(
+        default_factory=lambda: TimestepConfig(count=1, times="logit_normal", share_times="image")
+    )
+    """Times of each image in a step."""
+    trainer: BaseTrainerConfig = field(default_factory=pretraining_trainer)
+    """Batch sizes, optimiser and guards."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_matching(self.trainer, self.evaluation.sampler, self.timesteps)
+
+
+class PretrainRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, CaptionedImage]):
+    """Flow matching on given images; see the module."""
+
+    config: PretrainConfig
+    own_loss = "flow_matching"
+    start: Reference
+
+    def __init__(self, config: PretrainConfig) -> None:
+        super().__init__(config)
+        self.open(config, config.evaluation)
+        self.process = FlowMatching(self.policy, config.evaluation.sampler, config.timesteps)
+
+    def load_train_tasks(self) -> Sequence[Any]:
+        """The captioned images."""
+        return load_images(self.config.images)
+
+    def prompts_of(self, task: Any) -> list[str]:
+        """The caption of an image, or the prompt of an evaluation."""
+        return [task.caption if isinstance(task, CaptionedImage) else task.prompt]
+
+    def batch(
+        self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], generator: torch.Generator, step: Step
+    ) -> Rollouts:
+        """Encode the images of a step, and draw which of them lose their caption."""
+        pixels = _pixels(tasks)
+        latents = encode_images(policy.pipeline, pixels, batch=self.scoring.sampler.batch_rows)
+        rows = len(tasks)
+        kept = torch.rand(rows, generator=generator) >= self.config.drop_caption
+        captions = [task.caption if keep else "" for task, keep in zip(tasks, kept.tolist(), strict=True)]
+        shown = [DiffusionTask(task.id, caption) for task, caption in zip(tasks, captions, strict=True)]
+        zeros = torch.zeros(rows, self.config.timesteps.count, device=latents.device)
+        return Rollouts(
+            group=torch.arange(rows, device=latents.device),
+            mask=torch.ones_like(zeros),
+            logp_old=zeros,
+            reward=zeros[:, 0],
+            advantage=zeros,
+            payload=DiffusionPayload(
+                tasks=shown,
+                latents=latents.to(policy.device, policy.dtype),
+                images=pixels,
+                sigma=self.process.times(rows, 1, generator).to(latents.device),
+                noise_seed=torch.randint(2**62, (rows,), generator=generator).to(latents.device),
+                finite=[True] * rows,
+            ),
+        )
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Minus the matching error on each noisy version (B, T)."""
+        return PolicyOutputs(-self.process.evaluate(policy, rollouts).errors)
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Mean matching error."""
+        errors = self.process.evaluate(policy, minibatch).errors
+        loss = mean_over_decisions(errors, minibatch, denominators)
+        return LossOutput(loss, {"loss/total": Metric.summed(loss.detach())})
+
+    def describe(self) -> str:
+        """Formula of the loss."""
+        return "mean |v(x_t, t, c) - (noise - x_0)|^2"
+
+
+def _pixels(tasks: Sequence[CaptionedImage]) -> np.ndarray:
+    images = [task.read() for task in tasks]
+    shapes = {image.shape for image in images}
+    if len(shapes) > 1:
+        raise NoUsableTasksError(f"images of a step differ in size: {sorted(shapes)}; bring them to one size")
+    return np.stack(images)

@@ -1,0 +1,200 @@
+"""Moving averages of the trained weights, with the decays of the published methods.
+
+Three different ones are in use: the average that is evaluated and saved (`eval_ema_decay`), the anchor of AWM's KL term
+(`kl_ema_decay`) and the policy that DiffusionNFT samples from (`nft_old_decay`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+
+
+class EMAWeights:
+    """A second set of values for the parameters that are trained; all other weights are shared with the policy.
+
+    The values start as a copy and are float32 whatever the parameters are, so that small steps of the average are not
+    rounded away.
+
+    Args:
+        policy: the policy; the parameters that require a gradient now are the ones that are followed.
+        enabled: without it there is no average: `applied` leaves the policy as it is, and nothing is saved.
+
+    Raises:
+        UserError: nothing of the policy is trained.
+    """
+
+    def __init__(self, policy: nn.Module, *, enabled: bool = True) -> None:
+        trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
+        self._parameters = trained if enabled else {}
+        if enabled and not trained:
+            raise UserError("no parameter of the policy requires a gradient, so there is nothing to average")
+        self._values = {name: value.detach().float().clone() for name, value in self._parameters.items()}
+        self._applied = False
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """Move the average towards the policy: average <- decay * average + (1 - decay) * policy.
+
+        Args:
+            decay: share of the OLD average that is kept, 0..1; 0 copies the policy bit for bit.
+
+        Raises:
+            UserError: a decay outside 0..1.
+            RuntimeError: the average is in the policy's place, see `applied`.
+        """
+        if not 0.0 <= decay <= 1.0:
+            raise UserError(f"decay={decay} must be between 0 and 1")
+        self._check_apart()
+        for name, parameter in self._parameters.items():
+            current = parameter.detach().float()
+            if decay == 0.0:
+                self._values[name] = current.clone()
+            else:
+                self._values[name] = self._values[name].to(current.device).lerp_(current, 1.0 - decay)
+
+    def copy_(self) -> None:
+        """Make the average equal to the policy."""
+        self.update(0.0)
+
+    @contextlib.contextmanager
+    def applied(self, policy: nn.Module | None = None) -> Iterator[None]:
+        """Put the average in the policy's place; afterwards, also after an exception, the policy is what it was.
+
+        It is restored bit for bit. What is written into the parameters meanwhile is lost.
+
+        Args:
+            policy: the module whose parameters are replaced, by name; None is the policy that is averaged.
+
+        Raises:
+            RuntimeError: the average is already in the policy's place.
+
+        Gradient: the exchange is no part of any graph; a graph from before it can no longer be walked back.
+        """
+        self._check_apart()
+        parameters = self._parameters if policy is None else dict(policy.named_parameters())
+        replaced = {name: parameters[name] for name in self._values}
+        kept = {name: parameter.detach().clone() for name, parameter in replaced.items()}
+        _write(replaced, self._values)
+        self._applied = len(self) > 0
+        try:
+            yield
+        finally:
+            _write(replaced, kept)
+            self._applied = False
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """A copy of the values by parameter name, float32; None where the average is not enabled."""
+        return {name: value.clone() for name, value in self._values.items()} or None
+
+    def load_state_dict(self, state: Mapping[str, Tensor] | None) -> None:
+        """Restore `state_dict`; an average that a checkpoint does not hold starts from the policy.
+
+        Args:
+            state: values by parameter name.
+
+        Raises:
+            UserError: they belong to other parameters.
+            RuntimeError: the average is in the policy's place.
+        """
+        self._check_apart()
+        if state is None or not self._values:
+            return
+        different = sorted(set(state) ^ set(self._values))
+        different += [name for name, own in self._values.items() if name in state and state[name].shape != own.shape]
+        if different:
+            raise UserError(f"the averaged weights are those of another policy; {', '.join(different[:4])} do not fit")
+        self._values = {
+            name: state[name].detach().to(value.device, torch.float32, copy=True)
+            for name, value in self._values.items()
+        }
+
+    def _check_apart(self) -> None:
+        if self._applied:
+            raise RuntimeError("the average is in the policy's place; leave applied() first.")
+
+
+@torch.no_grad()
+def _write(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
+
+
+def eval_ema_decay(step: int, decay: float = 0.9999) -> float:
+    """Decay of the average that is evaluated and saved: min((1 + s) / (10 + s), d).
+
+    Source: yifan123/flow_grpo flow_grpo/ema.py, scxue/advantage_weighted_matching.
+    """
+    return min((1 + step) / (10 + step), decay)
+
+
+def kl_ema_decay(step: int, limit: float = 0.3, slope: float = 0.001) -> float:
+    """Decay of the anchor of AWM's KL term: min(slope * s, limit), so at first the anchor is the last sampling policy.
+
+    Source: scxue/advantage_weighted_matching (the linear schedule of the adapter `ema`).
+    """
+    return min(slope * step, limit)
+
+
+def nft_old_decay(step: int, kind: int) -> float:
+    """Decay of the policy that DiffusionNFT samples from after `step` steps; `kind` is a row of `NFT_SCHEDULES`.
+
+    Source: NVlabs/DiffusionNFT (decay types of the adapter `old`).
+    """
+    if kind not in NFT_SCHEDULES:
+        raise UserError(f"decay kind {kind}; there are: {', '.join(map(str, NFT_SCHEDULES))}")
+    flat, slope, limit = NFT_SCHEDULES[kind]
+    return min(slope * max(step - flat, 0), limit)
+
+
+NFT_SCHEDULES = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
+"""Decay types: 0 for so many steps, then growing by a slope a step up to a limit."""
+
+
+FOLDER = "eval_ema"
+"""Folder of a checkpoint that holds the averaged policy."""
+
+
+@dataclass
+class EvalEmaConfig:
+    """A moving average of the weights for evaluation and use; sampling and KL terms do not see it."""
+
+    decay: float = bounded(0.0, at_least=0, below=1)
+    """Share of the old average that is kept at most, min((1 + s) / (10 + s), decay); 0 = no average."""
+
+
+class EvalAverage(EMAWeights):
+    """The average of a policy's trained weights; a decay of 0 evaluates the policy itself."""
+
+    def __init__(self, policy: nn.Module, config: EvalEmaConfig) -> None:
+        super().__init__(policy, enabled=config.decay > 0)
+        self._policy, self._decay = policy, config.decay
+
+    def on_step_end(self, step: int) -> None:
+        """Move the average after a step, counted from 1."""
+        self.update(eval_ema_decay(step, self._decay))
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the averaged policy into a checkpoint, as its `eval_ema`."""
+        if len(self):
+            policy: Any = self._policy
+            with self.applied():
+                policy.save_pretrained(checkpoint / FOLDER)
+
+    @staticmethod
+    def folder_of(checkpoint: Path) -> Path:
+        """The weights of a checkpoint that were evaluated: the average where there is one, else the model."""
+        averaged = checkpoint / FOLDER
+        return averaged if averaged.is_dir() else checkpoint / "model"

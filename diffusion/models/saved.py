@@ -1,0 +1,113 @@
+"""Files of a trained transformer: an adapter or all weights, written for diffusers and read back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.models.pipelines import quiet_diffusers
+from mmrl.errors import UserError
+from mmrl.files import read_json_object
+from mmrl.hub.building import base_path, sort_header
+
+BASE_FILE = "base.json"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+ADAPTER = "default"
+
+
+def read_base(file: Path) -> dict[str, Any]:
+    """Read which base pipeline the saved weights of a folder belong to; raises UserError where the file is damaged."""
+    saved = read_json_object(file)
+    if not isinstance(saved.get("path"), str):
+        raise UserError(f"{file} names no base pipeline: it has {', '.join(saved) or 'nothing'}")
+    return saved | {"path": base_path(saved, file.parent)}
+
+
+def guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Load a folder's weights; turn reader errors into a UserError."""
+    try:
+        return read()
+    except UserError:
+        raise
+    except Exception as error:  # safetensors, json and diffusers each raise their own kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise UserError(f"the weights in {folder} cannot be read: {type(error).__name__}: {reason}") from error
+
+
+def save_adapter(transformer: Any, pipeline: Any, folder: Path) -> None:
+    """Write a transformer's adapter as a file for its pipeline's `load_lora_weights`."""
+    from peft import get_peft_model_state_dict
+
+    weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
+    # rank and alpha go into the file's header; without them diffusers takes alpha = rank
+    settings = transformer.peft_config[ADAPTER].to_dict()
+    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+    type(pipeline).save_lora_weights(
+        folder,
+        transformer_lora_layers={name: weight.detach().cpu() for name, weight in weights.items()},
+        transformer_lora_adapter_metadata=settings,
+    )
+    sort_header(folder / LORA_FILE)
+
+
+def merged(transformer: Any) -> Any:
+    """A transformer with the adapters merged; weights without an adapter are shared."""
+    # a new module: merging and unmerging the policy's own would round its weights
+    state = {
+        name.replace(".base_layer.", "."): weight
+        for name, weight in transformer.state_dict().items()
+        if ".lora_" not in name
+    }
+    layers: list[tuple[str, Any]] = list(transformer.named_modules())
+    with torch.no_grad():
+        for name, layer in layers:
+            if hasattr(layer, "get_delta_weight"):
+                weight = state[f"{name}.weight"]
+                state[f"{name}.weight"] = (weight.float() + layer.get_delta_weight(ADAPTER)).to(weight.dtype)
+    with torch.device("meta"):
+        merged = type(transformer).from_config(transformer.config)
+    merged.load_state_dict(state, assign=True)
+    return merged
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Weights of an adapter file, under the names that they have in the transformer."""
+    from safetensors.torch import load_file
+
+    state = {}
+    for key, weight in load_file(folder / LORA_FILE).items():
+        stem, _, last = key.removeprefix("transformer.").rpartition(".")
+        state[f"{stem}.{ADAPTER}.{last}"] = weight
+    return state
+
+
+def read_transformer(transformer: Any, folder: Path) -> dict[str, Tensor]:
+    """Weights of a transformer folder, through diffusers, which reads sharded files."""
+    with quiet_diffusers():
+        saved, report = type(transformer).from_pretrained(
+            folder, torch_dtype=transformer.dtype, local_files_only=True, output_loading_info=True
+        )
+    wrong = {key: sorted(map(str, value))[:4] for key, value in report.items() if value}
+    if wrong:
+        raise UserError(f"the weights in {folder} do not fit this model: {wrong}")
+    return dict(saved.state_dict())
+
+
+def copy_into(transformer: Any, state: dict[str, Tensor], folder: Path, *, adapter_only: bool) -> None:
+    """Copy saved weights into a transformer bit for bit; raises UserError where they do not fit."""
+    own = {key: value for key, value in transformer.state_dict().items() if not adapter_only or ".lora_" in key}
+    different = sorted(set(state) ^ set(own))
+    different += [key for key in own if key in state and own[key].shape != state[key].shape]
+    if different:
+        raise UserError(f"the weights in {folder} do not fit this model; they differ in {', '.join(different[:4])}")
+    inexact = [key for key in own if own[key].dtype != state[key].dtype]
+    if inexact:
+        key = inexact[0]
+        raise UserError(f"{key} in {folder} is {state[key].dtype}, here it is {own[key].dtype}; set model.dtype to fit")
+    with torch.no_grad():
+        for key, value in state.items():
+            own[key].copy_(value)

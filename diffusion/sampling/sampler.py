@@ -1,0 +1,416 @@
+"""Velocities of a flow model with or without classifier-free guidance.
+
+Shapes: B rows (images), C channels, H x W latent pixels, L text tokens of width D, P width of the pooled embedding.
+sigma runs from 1 (noise) to 0 (image); velocity = noise - image, as Stable Diffusion 3 and FLUX have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffusion.data.prompts import DiffusionTask
+from diffusion.models.conditioning import TextRows
+from diffusion.models.families import VelocityModel
+from diffusion.sampling.schedule import (
+    RANDOM_SOLVERS,
+    SOLVERS,
+    Solver,
+    make_solver,
+    sde_window,
+    sigma_grid,
+    trained_steps,
+)
+from diffusion.sampling.steps import KERNELS, OdeStep, StepKernel, sample_step
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice, rare
+
+
+class GuidedVelocity:
+    """Velocity of fixed text rows, negative + scale * (positive - negative), from one call of twice the rows.
+
+    The text rows are laid out at the first step and then serve every one. Scale 1 needs the positive half only, scale 0
+    the negative half only; the other half is then not computed.
+
+    Args:
+        model: the flow model.
+        text: positive text of B rows.
+        negative: negative text of the same B rows, or of one row that all share; not needed with scale 1.
+        scale: guidance scale w; 1 = no guidance.
+        together: whether both halves go through the model in one call of 2 B rows or in two of B.
+        detach_negative: leave the negative half out of the gradient. It then gets a call of its own without a graph
+            wherever gradients are on, which saves its backward pass.
+
+    Raises:
+        UserError: the scale is not finite, or guidance without a negative prompt for every row.
+
+    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598), eq. 6 with scale = 1 + their w.
+    """
+
+    def __init__(
+        self,
+        model: VelocityModel,
+        text: TextRows,
+        negative: TextRows | None = None,
+        scale: float = 1.0,
+        *,
+        together: bool = True,
+        detach_negative: bool = False,
+    ) -> None:
+        if not math.isfinite(scale):
+            raise UserError(f"guidance scale is {scale}; must be finite")
+        self.model = model
+        self.scale = scale
+        self.together = together
+        self.detach_negative = detach_negative
+        self._positive = None if scale == 0.0 else text
+        self._negative = None if scale == 1.0 else _negative_rows(negative, len(text), scale)
+
+    @property
+    def halves(self) -> int:
+        """Model rows that one image costs at each step: 1 or 2."""
+        return (self._positive is not None) + (self._negative is not None)
+
+    def __call__(self, latents: Tensor, sigma: Tensor) -> Tensor:
+        """Evaluate the guided velocity.
+
+        Args:
+            latents: x_t (B, C, H, W).
+            sigma: time of each row (B,), or of all of them ().
+
+        Returns:
+            Velocity (B, C, H, W) in the model's dtype.
+
+        Gradient: through both halves, or with `detach_negative` through the positive one only.
+        """
+        sigma = sigma.expand(len(latents))
+        if self._negative is None:
+            return self.model(latents, sigma, *self._positive_text)
+        if self._positive is None:
+            return self.model(latents, sigma, *self._negative_text)
+        apart = not self.together or (self.detach_negative and torch.is_grad_enabled())
+        if apart:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach_negative):
+                negative = self.model(latents, sigma, *self._negative_text)
+            positive = self.model(latents, sigma, *self._positive_text)
+        else:
+            both = self.model(torch.cat([latents, latents]), torch.cat([sigma, sigma]), *self._both_texts)
+            negative, positive = both.chunk(2)
+        return negative + self.scale * (positive - negative)
+
+    # expanded at first use: a half that is never evaluated is never laid out
+    @cached_property
+    def _positive_text(self) -> tuple[Tensor, Tensor]:
+        assert self._positive is not None
+        return self._positive.expanded()
+
+    @cached_property
+    def _negative_text(self) -> tuple[Tensor, Tensor]:
+        assert self._negative is not None
+        return self._negative.expanded()
+
+    @cached_property
+    def _both_texts(self) -> tuple[Tensor, Tensor]:
+        assert self._negative is not None
+        assert self._positive is not None
+        return self._negative.followed_by(self._positive).expanded()
+
+
+def euler_ode(velocity: Callable[[Tensor, Tensor], Tensor], latents: Tensor, sigmas: Tensor) -> Tensor:
+    """Follow the flow from noise to image: x <- x + (sigma' - sigma) v(x, sigma).
+
+    Args:
+        velocity: (latents (B, C, H, W), sigma ()) -> velocity (B, C, H, W).
+        latents: noise (B, C, H, W).
+        sigmas: grid (S + 1,) float32, descending from about 1 to 0; `scheduler.sigmas` after `set_timesteps(S)`.
+
+    Returns:
+        Latents of the images (B, C, H, W) in the dtype of `latents`; the steps are added up in float32.
+    """
+    for sigma, sigma_next in pairwise(sigmas):
+        step = (sigma_next - sigma) * velocity(latents, sigma.to(latents.device)).float()
+        latents = (latents.float() + step).to(latents.dtype)
+    return latents
+
+
+def _negative_rows(negative: TextRows | None, rows: int, scale: float) -> TextRows:
+    if negative is None:
+        raise UserError(f"guidance scale {scale} needs a negative prompt, which may be empty; scale 1 needs none")
+    if len(negative) == 1:
+        return negative.select(torch.zeros(rows, dtype=torch.int64))
+    if len(negative) != rows:
+        raise UserError(f"there are {len(negative)} negative text rows for {rows} rows; must be 1 or {rows}")
+    return negative
+
+
+@dataclass
+class SamplerConfig:
+    """How images are drawn while training, and for evaluation."""
+
+    steps: int = bounded(10, at_least=1)
+    """Denoising steps of a training rollout."""
+    guidance: float = bounded(4.5, at_least=0)
+    """Classifier-free guidance scale in rollouts and in training; 1 = none, one model row a step instead of two."""
+    negative_prompt: str = rare("")
+    """The other side of guidance."""
+    kernel: str = rare(choice("flow_sde", lambda: KERNELS))
+    """Transition of the trained steps: flow_sde, dance_sde or cps; methods that learn from x_0 alone use `solver`."""
+    noise_level: float = bounded(0.7, at_least=0)
+    """Noise of the stochastic steps, eta; the meaning is the kernel's (or sa_solver's tau). euler and dpm have none."""
+    window: int = rare(bounded(0, at_least=0))
+    """Consecutive stochastic steps that are trained, the others are ODE steps; 0 = all that `fraction` leaves."""
+    window_low: int = rare(bounded(0, at_least=0))
+    """First step at which the window may start."""
+    window_high: int = rare(bounded(0, at_least=0))
+    """Step before which the window ends; 0 = half of the steps."""
+    fraction: float = rare(bounded(0.99, above=0, at_most=1))
+    """Share of the steps that is trained; 0.99 leaves out the last one, whose Gaussian is too peaked."""
+    random_share: float = rare(bounded(1.0, above=0, at_most=1))
+    """Train on this share of the trained steps, drawn for each image (DanceGRPO 0.6)."""
+    solver: str = choice("euler", lambda: SOLVERS)
+    """Solver of rollouts without log-probabilities: euler, sa_solver (2nd order, stochastic), dpm (2nd order), or the
+    stochastic steps flow_sde, dance_sde and cps, of which the last has no noise."""
+    same_noise: bool = rare(False)
+    """Whether the images of a group start from the same noise (DanceGRPO)."""
+    batch_rows: int = bounded(64, at_least=1)
+    """Most images drawn or decoded at a time; for memory only, the images do not depend on it."""
+    eval_steps: int = bounded(40, at_least=1)
+    """ODE steps of evaluation images."""
+    eval_guidance: float | None = bounded(None, at_least=0)
+    """Guidance scale of evaluation images; empty = that of training."""
+
+    def validate(self) -> None:
+        """Check that the window of steps lies among the steps; raises ValueError."""
+        lowest = self.window_low + max(self.window, 1)
+        highest = f"0, or between window_low + window={lowest} and steps={self.steps}"
+        for name, valid, expected in (
+            ("window", self.window <= self.steps, f"between 0 and steps={self.steps}"),
+            ("window_low", self.window_low <= self.steps - self.window, "between 0 and steps - window"),
+            ("window_high", self.window_high == 0 or lowest <= self.window_high <= self.steps, highest),
+        ):
+            if not valid:
+                raise ValueError(f"sampler.{name} is {getattr(self, name)}; must be {expected}")
+
+
+@dataclass
+class Trajectory:
+    """Denoising runs, with the states and times at which their trained steps are evaluated again."""
+
+    latents: Tensor
+    """x_0 (B, C, H, W)."""
+    states: Tensor
+    """(B, T + 1, C, H, W), latents before each trained step and after the last."""
+    sigma: Tensor
+    """(B, T) float32, time before each trained step."""
+    sigma_next: Tensor
+    """(B, T) float32, time after it."""
+    logp: Tensor
+    """(B, T) float32, mean log-density per latent dimension."""
+    mean: Tensor | None
+    """(B, T, C, H, W) float32, where asked for."""
+
+
+class SampledStates(NamedTuple):
+    """Images and some latents of their paths."""
+
+    latents: Tensor
+    """x_0 (B, C, H, W)."""
+    states: Tensor
+    """(B, T, C, H, W), the latents that were kept."""
+    sigma: Tensor
+    """(B, T) float32, their times."""
+
+
+def row_noise(seeds: Tensor, draws: int, shape: tuple[int, ...]) -> Tensor:
+    """Standard normal noise (B, draws, *shape) float32 on the CPU that depends on each row's seed (B,) alone."""
+    generator = torch.Generator()
+    rows = [torch.randn(draws, *shape, generator=generator.manual_seed(seed)) for seed in seeds.tolist()]
+    return torch.stack(rows) if rows else torch.zeros(0, draws, *shape)
+
+
+def group_seeds(groups: int, size: int, generator: torch.Generator, *, same_noise: bool = False) -> Tensor:
+    """Draw the seeds (N * G, 2) of each row's initial noise and of its later noise."""
+    seeds = torch.randint(2**62, (groups * size, 2), generator=generator)
+    if same_noise:
+        seeds[:, 0] = seeds[::size, 0].repeat_interleave(size)
+    return seeds
+
+
+def text_of(policy: Any, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRows:
+    """Text of rows, given the task (B,) of each; an empty prompt is one without a caption."""
+    embedded: TextRows = policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True)
+    return embedded.select(rows.cpu())
+
+
+def guided(
+    policy: Any, velocity_of: Any, text: TextRows, scale: float, negative: str, **options: Any
+) -> GuidedVelocity:
+    """Velocity of rows under classifier-free guidance, with the policy's embeddings of the negative prompt."""
+    other = None if scale == 1.0 else policy.embeddings.negative(negative)
+    return GuidedVelocity(velocity_of, text, other, scale, **options)
+
+
+def make_kernel(config: SamplerConfig, grid: Tensor) -> StepKernel:
+    """Transition of the trained steps on a grid (S + 1,) of times."""
+    return KERNELS[config.kernel](config.noise_level, float(grid[1]))
+
+
+def sample_trajectories(
+    policy: Any,
+    text: TextRows,
+    seeds: Tensor,
+    config: SamplerConfig,
+    window: range,
+    *,
+    keep_mean: bool = False,
+    together: bool = True,
+) -> Trajectory:
+    """Denoise, with the steps of the window stochastic and recorded and the others deterministic.
+
+    Args:
+        policy: a `DiffusionPolicy`.
+        text: text of B rows.
+        seeds: (B,) int64 or (B, 2): of the initial noise and of the steps' noise.
+        config: grid, kernel and guidance.
+        window: the trained steps.
+        keep_mean: whether the means of the transitions are returned.
+        together: of `GuidedVelocity`.
+
+    Returns:
+        The B runs.
+    """
+    grid = sigma_grid(policy.pipeline.scheduler, config.steps, policy.image_tokens)
+    parts = []
+    for rows in torch.arange(len(text)).split(config.batch_rows):
+        velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt, together=together)
+        parts.append(_trajectories(policy, velocity, seeds[rows], grid, make_kernel(config, grid), window, keep_mean))
+    means = [part.mean for part in parts if part.mean is not None]
+    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _JOINED}
+    return Trajectory(**joined, mean=torch.cat(means) if means else None)
+
+
+def _trajectories(
+    policy: Any, velocity: GuidedVelocity, seeds: Tensor, grid: Tensor, kernel: Any, window: range, keep_mean: bool
+) -> Trajectory:
+    pairs = _pairs(seeds)
+    latents = _first_latents(policy, pairs)
+    noise = row_noise(pairs[:, 1], len(window), policy.latent_shape).to(policy.device)
+    states: list[Tensor] = []
+    logps, means = [], []
+    ode = OdeStep()
+    for index, (sigma, sigma_next) in enumerate(pairwise(grid)):
+        v = velocity(latents, sigma.to(latents.device))
+        if index not in window:
+            latents = ode.transition(v, latents, sigma, sigma_next)[0].to(latents.dtype)
+            continue
+        if not states:
+            states.append(latents)
+        result = sample_step(kernel, v, latents, sigma, sigma_next, noise[:, index - window.start])
+        latents = result.previous
+        states.append(latents)
+        logps.append(result.logp)
+        means += [result.mean] if keep_mean else []
+    rows = len(seeds)
+    return Trajectory(
+        latents=latents,
+        states=torch.stack(states, 1),
+        sigma=grid[list(window)].expand(rows, -1).to(latents.device),
+        sigma_next=grid[[index + 1 for index in window]].expand(rows, -1).to(latents.device),
+        logp=torch.stack(logps, 1),
+        mean=torch.stack(means, 1) if means else None,
+    )
+
+
+def sample_latents(
+    policy: Any,
+    text: TextRows,
+    seeds: Tensor,
+    config: SamplerConfig,
+    *,
+    steps: int | None = None,
+    guidance: float | None = None,
+    solver: str | None = None,
+) -> Tensor:
+    """Denoise without log-probabilities.
+
+    Args:
+        policy: a `DiffusionPolicy`.
+        text: text of B rows.
+        seeds: (B,) int64 or (B, 2): of the initial noise and of the solver's noise.
+        config: grid, solver and guidance.
+        steps: another number of steps.
+        guidance: another guidance scale.
+        solver: another solver.
+
+    Returns:
+        x_0 (B, C, H, W) in the policy's dtype.
+    """
+    scale = config.guidance if guidance is None else guidance
+    made = _solver(policy, config, solver or config.solver, steps or config.steps)
+    parts = []
+    for rows in torch.arange(len(text)).split(config.batch_rows):
+        velocity = guided(policy, policy, text.select(rows), scale, config.negative_prompt)
+        for latents in _solved(policy, velocity, made, seeds[rows]):
+            finished = latents  # earlier states are not kept
+        parts.append(finished)
+    return torch.cat(parts)
+
+
+def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerConfig, kept: Tensor) -> SampledStates:
+    """Denoise as `sample_latents` does and keep the latents before the steps `kept` (B, T) int64 of each row."""
+    made = _solver(policy, config, config.solver, config.steps)
+    finished, states = [], []
+    for rows in torch.arange(len(text)).split(config.batch_rows):
+        velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt)
+        path = torch.stack([*_solved(policy, velocity, made, seeds[rows])], 1)
+        states.append(path[torch.arange(len(rows))[:, None], kept[rows]])
+        finished.append(path[:, -1].clone())
+    latents = torch.cat(finished)
+    return SampledStates(latents, torch.cat(states), made.sigmas[kept].to(latents.device))
+
+
+def _solver(policy: Any, config: SamplerConfig, name: str, steps: int) -> Solver:
+    noise_level = config.noise_level if name in RANDOM_SOLVERS else 0.0
+    return make_solver(name, policy.pipeline.scheduler, steps, noise_level, policy.image_tokens)
+
+
+def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor) -> Iterator[Tensor]:
+    """Latents (B, C, H, W) at each time of the solver, x_0 last."""
+    pairs = _pairs(seeds)
+    latents = _first_latents(policy, pairs)
+    yield latents
+    sources = [torch.Generator().manual_seed(seed) for seed in pairs[:, 1].tolist()]
+    for index in range(len(solver.sigmas) - 1):
+        v = velocity(latents, solver.sigmas[index].to(latents.device))
+        latents = solver.step(v, index, latents, sources)
+        yield latents
+
+
+def trained_window(config: SamplerConfig, generator: torch.Generator) -> range:
+    """Steps that are stochastic and trained in one rollout."""
+    if not config.window:
+        return trained_steps(config.steps, config.fraction)
+    high = config.window_high or max(config.steps // 2, config.window_low + config.window)
+    return sde_window(config.steps, config.window, config.window_low, high, generator)
+
+
+def _pairs(seeds: Tensor) -> Tensor:
+    """Seeds (B, 2) of the initial noise and of the noise of the steps."""
+    return seeds if seeds.dim() == 2 else torch.stack([seeds, seeds ^ OTHER_STREAM], 1)
+
+
+def _first_latents(policy: Any, pairs: Tensor) -> Tensor:
+    """Initial noise (B, C, H, W)."""
+    return row_noise(pairs[:, 0], 1, policy.latent_shape)[:, 0].to(policy.device, policy.dtype)
+
+
+_JOINED = ("latents", "states", "sigma", "sigma_next", "logp")
+OTHER_STREAM = 0x5DEECE66D
+"""Turns the seed of a row's initial noise into that of its steps."""

@@ -1,0 +1,314 @@
+"""The times of a sampler, its random and trained steps, and solvers without log-probabilities.
+
+Shapes: S steps, B rows (images), C channels, H x W latent pixels. A grid (S + 1,) descends from about 1 (noise) to 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.sampling.steps import KERNELS, OdeStep, StepKernel, sample_step
+from mmrl.errors import UserError
+
+Noise = torch.Generator | list[torch.Generator] | None
+"""One generator for all rows, or one for each, so that images do not depend on their batch."""
+
+RANDOM_FROM, RANDOM_TO = 0.3, 0.9  # times between which SA-Solver may add noise
+SA_FIRST_SIGMA = 0.999
+
+
+def sigma_grid(scheduler: Any, steps: int, image_tokens: int | None = None) -> Tensor:
+    """Return the times at which the scheduler's pipeline would call the model.
+
+    With a fixed shift (Stable Diffusion 3) the scheduler spaces the times itself; with one that depends on the image
+    size (FLUX) the pipeline hands it S equal steps from 1 to 1 / S and `dynamic_shift`.
+
+    Args:
+        scheduler: a diffusers FlowMatchEulerDiscreteScheduler; it is not changed.
+        steps: S, at least 1.
+        image_tokens: tokens that the transformer sees of an image, (H / 2) (W / 2) with patches of 2 x 2; needed by a
+            scheduler with `use_dynamic_shifting` and read by no other.
+
+    Returns:
+        (S + 1,) float32 on the CPU, descending, the last 0.
+
+    Raises:
+        UserError: another scheduler, no steps, or a missing number of tokens.
+
+    Source: diffusers FlowMatchEulerDiscreteScheduler.set_timesteps; FluxPipeline.__call__.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    known = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+    if not known or scheduler.config.invert_sigmas:
+        raise UserError(
+            f"the scheduler is a {type(scheduler).__name__}; supported is FlowMatchEulerDiscreteScheduler, with "
+            "sigmas that fall from 1 to 0 (invert_sigmas=False)"
+        )
+    if steps < 1:
+        raise UserError(f"steps is {steps}; must be at least 1")
+    own = copy.deepcopy(scheduler)
+    if not own.config.use_dynamic_shifting:
+        own.set_timesteps(steps)
+    elif image_tokens is None:
+        raise UserError("the scheduler shifts its times by the image size; give image_tokens")
+    else:
+        even = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64).tolist()
+        own.set_timesteps(steps, sigmas=even, mu=dynamic_shift(own, image_tokens))
+    grid: Tensor = own.sigmas.to("cpu", torch.float32).clone()
+    return grid
+
+
+def dynamic_shift(scheduler: Any, image_tokens: int) -> float:
+    """Return mu, the logarithm of the shift for an image size: a line through two sizes of the scheduler's config.
+
+    Source: diffusers pipelines/flux/pipeline_flux.py, calculate_shift.
+    """
+    config = scheduler.config
+    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+    return float(config.base_shift + slope * (image_tokens - config.base_image_seq_len))
+
+
+def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
+    """Move times 0..1 towards the noise, s sigma / (1 + (s - 1) sigma) for the shift s > 0; 1 / s undoes s.
+
+    Source: Stable Diffusion 3, arXiv 2403.03206, eq. 23.
+    """
+    if shift <= 0:
+        raise UserError(f"shift is {shift}; must be above 0")
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def sa_solver_grid(sigmas: Tensor) -> Tensor:
+    """Adapt a grid (S + 1,), S at least 2, to SA-Solver: it begins at 0.999 and its last time before 0 is halved.
+
+    At pure noise the solver's log-SNR would be infinite, and a tiny last step is unstable.
+
+    Source: scxue/advantage_weighted_matching, SA-Solver of the rollout (which changes the scheduler in place).
+    """
+    if len(sigmas) < 3:
+        raise UserError(f"the grid has {len(sigmas) - 1} steps; SA-Solver needs at least 2")
+    adapted = sigmas.clone()
+    adapted[0] = SA_FIRST_SIGMA
+    return _halved_end(adapted)
+
+
+def sde_window(steps: int, size: int, low: int, high: int, generator: torch.Generator) -> range:
+    """Draw the consecutive steps of a rollout that are random and trained; the others follow the ODE.
+
+    Source: Flow-GRPO-Fast, yifan123/flow_grpo scripts/train_sd3_fast.py (low 0, high S // 2).
+    """
+    if not 1 <= size <= high - low or not 0 <= low < high <= steps:
+        raise UserError(
+            f"a window of {size} steps within {low}..{high} of {steps} steps; must have 0 <= low, "
+            "low + size <= high <= steps and size >= 1"
+        )
+    drawn = torch.randint(low, high - size + 1, (), generator=generator, device=generator.device)
+    start = int(drawn)
+    return range(start, start + size)
+
+
+def trained_steps(steps: int, fraction: float = 0.99) -> range:
+    """Return the steps that an update trains on, the first int(fraction * S).
+
+    The default leaves out the last step alone, whose Gaussian is so narrow that its log-ratio is mostly rounding.
+
+    Source: yifan123/flow_grpo config/grpo.py, train.timestep_fraction.
+    """
+    if not 0 < fraction <= 1 or int(steps * fraction) < 1:
+        raise UserError(f"fraction={fraction} of {steps} steps trains none; use more steps or a fraction nearer to 1")
+    return range(int(steps * fraction))
+
+
+class Solver(ABC):
+    """Follows the flow from noise to image on a grid, one model call a step, without log-probabilities.
+
+    For each index in 0..S - 1, evaluate the model at sigmas[index] and call `step`. Solvers with a memory reset it at
+    index 0, so one solver serves many rollouts.
+    """
+
+    sigmas: Tensor
+    """The times of the model calls and 0 (S + 1,) float32."""
+
+    @abstractmethod
+    def step(self, velocity: Tensor, index: int, latents: Tensor, generator: Noise = None) -> Tensor:
+        """Go from sigmas[index] to sigmas[index + 1].
+
+        Args:
+            velocity: the model's velocity at `latents` and sigmas[index] (B, C, H, W).
+            index: number of the step; steps must come in order.
+            latents: (B, C, H, W).
+            generator: source of noise, one or one for each row; needed by a solver with noise.
+
+        Returns:
+            (B, C, H, W) in the dtype of `latents`; computed in float32.
+        """
+
+
+class _KernelSolver(Solver):
+    """The stochastic steps of a kernel, the last one along the ODE; Euler's ODE steps without a kernel."""
+
+    def __init__(self, sigmas: Tensor, noise_level: float, kernel: Callable[[float, float], StepKernel] | None) -> None:
+        self.sigmas = sigmas
+        self._noise_level = noise_level
+        random = kernel is not None and noise_level and len(sigmas) > 2
+        self._kernel = kernel(noise_level, float(sigmas[1])) if kernel is not None and random else OdeStep()
+
+    def step(self, velocity: Tensor, index: int, latents: Tensor, generator: Noise = None) -> Tensor:
+        times = self.sigmas[index], self.sigmas[index + 1]
+        if isinstance(self._kernel, OdeStep) or index == len(self.sigmas) - 2:
+            return OdeStep().transition(velocity, latents, *times)[0].to(latents.dtype)
+        if generator is None:
+            raise UserError(f"noise_level is {self._noise_level}, so every step needs a generator")
+        return sample_step(self._kernel, velocity, latents, *times, _noise_like(latents, generator)).previous
+
+
+def _noise_like(latents: Tensor, generator: torch.Generator | list[torch.Generator]) -> Tensor:
+    """Standard normal noise (B, C, H, W) float32 from one generator, or from one for each row."""
+    if isinstance(generator, list):
+        return torch.stack([_noise_like(row, source) for row, source in zip(latents, generator, strict=True)])
+    return torch.randn(latents.shape, generator=generator, device=generator.device)
+
+
+class _MultistepSolver(Solver):
+    """A diffusers multistep scheduler on a grid of its own."""
+
+    def __init__(self, sigmas: Tensor, make_scheduler: Callable[[], Any], noise_level: float) -> None:
+        self.sigmas = sigmas
+        self._make_scheduler = make_scheduler
+        self._noise_level = noise_level
+        self._next = 0
+
+    def step(self, velocity: Tensor, index: int, latents: Tensor, generator: Noise = None) -> Tensor:
+        if index not in (0, self._next):
+            raise ValueError(f"step {index} does not follow step {self._next - 1}; the solver remembers earlier steps.")
+        if generator is None and self._noise_level:
+            raise UserError(f"noise_level is {self._noise_level}, so every step needs a generator")
+        if index == 0:
+            self._start()
+        self._next = index + 1
+        v, x = velocity.float(), latents.float()
+        if index == len(self.sigmas) - 2:
+            # The limit of every solver of data prediction at sigma 0, where the log-SNR it works in is infinite.
+            return (x - float(self.sigmas[index]) * v).to(latents.dtype)
+        moved: Tensor = self._advance(v, index, x, generator)
+        return moved.to(latents.dtype)
+
+    def _start(self) -> None:
+        steps = len(self.sigmas) - 1
+        self._scheduler = self._make_scheduler()
+        self._scheduler.set_timesteps(steps)
+        self._scheduler.sigmas = self.sigmas.clone()
+        # SA-Solver's tau is a function of the time; neither scheduler uses it for anything else
+        self._scheduler.timesteps = self.sigmas[:-1].clone()
+        self._scheduler.set_begin_index(0)
+
+    def _advance(self, v: Tensor, index: int, x: Tensor, generator: Noise) -> Tensor:
+        # The schedulers draw even where the noise gets weight 0; this keeps them off the global generator.
+        source = generator or torch.Generator(x.device).manual_seed(0)
+        moved: Tensor = self._scheduler.step(v, self._scheduler.timesteps[index], x, generator=source).prev_sample
+        if index == 0 and hasattr(self._scheduler, "last_sample"):
+            # No correction of the first step: it spans most of the log-SNR range.
+            self._scheduler.last_sample = None
+        return moved
+
+
+def make_solver(
+    name: str, scheduler: Any, steps: int, noise_level: float = 0.0, image_tokens: int | None = None
+) -> Solver:
+    """Build a solver on the scheduler's grid.
+
+    * euler: first order, deterministic
+    * sa_solver: second-order predictor and corrector on `sa_solver_grid`, with noise tau = noise_level where
+      0.3 <= sigma <= 0.9; the first step is not corrected and the last one returns the predicted image
+    * dpm: DPM-Solver++ of second order, deterministic; the last time before 0 is half of the one before it, because a
+      rule that extrapolates from the step before overshoots in the grid's own step from 0.28 to 0.009, so far that
+      Euler's is the better one
+    * flow_sde, dance_sde, cps: first order, the stochastic steps of `diffusion.sampling.steps` at every time but the
+      last
+
+    Args:
+        name: one of `SOLVERS`.
+        scheduler: a diffusers FlowMatchEulerDiscreteScheduler; it is not changed.
+        steps: S, which is also the number of model calls.
+        noise_level: tau of SA-Solver or the noise of a stochastic step, at least 0; 0 for the others.
+        image_tokens: of `sigma_grid`.
+
+    Returns:
+        The solver.
+
+    Raises:
+        UserError: unknown name, noise for a solver without it, or what `sigma_grid` refuses.
+
+    Source: SA-Solver, arXiv 2309.05019, as scxue/advantage_weighted_matching sets it up; DPM-Solver++, arXiv
+        2211.01095, as NVlabs/DiffusionNFT does; steps by diffusers.
+    """
+    if name not in SOLVERS:
+        raise UserError(f"there is no solver '{name}'; available: {', '.join(SOLVERS)}")
+    if noise_level < 0:
+        raise UserError(f"noise_level is {noise_level}; must be at least 0")
+    return SOLVERS[name](sigma_grid(scheduler, steps, image_tokens), noise_level)
+
+
+def _sa_solver(sigmas: Tensor, noise_level: float) -> Solver:
+    def make_scheduler() -> Any:
+        from diffusers import SASolverScheduler
+
+        return SASolverScheduler(
+            predictor_order=2,
+            corrector_order=2,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            lower_order_final=True,
+            tau_func=lambda sigma: noise_level if RANDOM_FROM <= sigma <= RANDOM_TO else 0.0,
+        )
+
+    return _MultistepSolver(sa_solver_grid(sigmas), make_scheduler, noise_level)
+
+
+def _dpm_solver(sigmas: Tensor, noise_level: float) -> Solver:
+    _refuse_noise("dpm", noise_level)
+
+    def make_scheduler() -> Any:
+        from diffusers import DPMSolverMultistepScheduler
+
+        return DPMSolverMultistepScheduler(
+            solver_order=2, prediction_type="flow_prediction", use_flow_sigmas=True, algorithm_type="dpmsolver++"
+        )
+
+    return _MultistepSolver(_halved_end(sigmas), make_scheduler, 0.0)
+
+
+def _halved_end(sigmas: Tensor) -> Tensor:
+    """The grid with its last time before 0 at half of the one before it."""
+    adapted = sigmas.clone()
+    if len(adapted) > 2:
+        adapted[-2] = adapted[-3] / 2
+    return adapted
+
+
+def _euler_solver(sigmas: Tensor, noise_level: float) -> Solver:
+    _refuse_noise("euler", noise_level)
+    return _KernelSolver(sigmas, 0.0, None)
+
+
+def _refuse_noise(name: str, noise_level: float) -> None:
+    if noise_level:
+        raise UserError(f"noise_level is {noise_level}, but the solver '{name}' adds no noise; set it to 0")
+
+
+SOLVERS: dict[str, Callable[[Tensor, float], Solver]] = {
+    "euler": _euler_solver,
+    "sa_solver": _sa_solver,
+    "dpm": _dpm_solver,
+    **{name: functools.partial(_KernelSolver, kernel=kernel) for name, kernel in KERNELS.items()},
+}
+RANDOM_SOLVERS = ("sa_solver", *KERNELS)
+"""Solvers that add noise where the noise level is above 0."""

@@ -1,0 +1,297 @@
+"""The payload of diffusion rollouts: prompts, stored once per group, and images with their latents.
+
+Shapes: N groups (prompts), B rows (images), T decisions (denoising steps or draws), C x H x W one latent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diffusion.data.prompts import DiffusionTask
+from diffusion.models.conditioning import TextRows
+from diffusion.models.policy import DiffusionPolicy
+from diffusion.sampling.sampler import (
+    SamplerConfig,
+    group_seeds,
+    guided,
+    make_kernel,
+    sample_trajectories,
+    text_of,
+    trained_window,
+)
+from diffusion.sampling.schedule import sigma_grid
+from diffusion.sampling.steps import flow_grpo_head_kl, gaussian_kl, velocity_kl
+from mmrl.core.loss import Denominators, token_mean
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.payload import Payload, per_decision, per_group, per_row
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import choice, rare
+from mmrl.training.reference import Reference
+
+
+@dataclass
+class DiffusionPayload(Payload):
+    """Prompts of N groups; images, latents and decisions of B rows."""
+
+    tasks: list[DiffusionTask] = per_group()
+    """The task of each group."""
+    latents: Tensor = per_row()
+    """x_0 (B, C, H, W), the finished latents."""
+    images: np.ndarray = per_row()
+    """uint8 (B, height, width, 3)."""
+    sigma: Tensor = per_decision()
+    """(B, T) float32, the time at which each decision is taken."""
+    sigma_next: Tensor | None = per_decision(default=None)
+    """(B, T) float32, the time that the decision leads to; trajectories only."""
+    states: Tensor | None = per_decision(default=None)
+    """(B, T + 1, C, H, W), the latents at the T times and after the last of them, or (B, T, C, H, W), those at the T
+    times alone; for methods that learn from the sampler's own states."""
+    mean_old: Tensor | None = per_decision(default=None)
+    """(B, T, C, H, W) float32, mean of each transition under the sampling policy; where a method needs it."""
+    noise_seed: Tensor | None = per_row(default=None)
+    """(B,) int64, seed of each row's T noises; methods that match noisy versions of x_0 only."""
+    finite: list[bool] = per_row(default_factory=list)
+    """Whether each row's image could be decoded."""
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompt of each group."""
+        return [task.prompt for task in self.tasks]
+
+    def without_nonfinite(self) -> Self:
+        """Zeros in the rows without an image: infinities would spoil even masked sums."""
+        if all(self.finite):
+            return self
+        bad = torch.tensor([not good for good in self.finite], device=self.latents.device)
+        cleaned: dict[str, Any] = {
+            name: value.masked_fill(bad.view(-1, *[1] * (value.dim() - 1)), 0)
+            for name in ("latents", "states", "mean_old")
+            if (value := getattr(self, name)) is not None
+        }
+        return dataclasses.replace(self, **cleaned)
+
+
+@dataclass(frozen=True)
+class TrainedDecisions:
+    """Indices of the M decisions whose mask is 1."""
+
+    index: Tensor
+    """(M,) int64, index in the flattened (B, T)."""
+    shape: torch.Size
+    """(B, T)."""
+
+    @classmethod
+    def of(cls, rollouts: Rollouts) -> TrainedDecisions:
+        """From the rollouts' mask, row by row."""
+        return cls(torch.nonzero(rollouts.mask.flatten() > 0).flatten(), rollouts.mask.shape)
+
+    @property
+    def row(self) -> Tensor:
+        """Row of each decision (M,) int64."""
+        return self.index // self.shape[1]
+
+    def gather(self, table: Tensor) -> Tensor:
+        """Entries (M, ...) of a table (B, T, ...); columns after the first T are left out."""
+        return table[:, : self.shape[1]].flatten(0, 1)[self.index]
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """Scatter values (M,) into (B, T), 0 elsewhere."""
+        return values.new_zeros(self.shape.numel()).index_copy(0, self.index, values).view(self.shape)
+
+
+def mean_over_decisions(values: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
+    """Mean of values (B, T) over the trained decisions of the whole optimiser step."""
+    mask = minibatch.loss_mask
+    return token_mean(torch.where(mask > 0, values, 0.0), mask, denominators)
+
+
+KL_FORMS = ("exact", "flow_grpo_head", "velocity")
+
+
+@dataclass
+class StepConfig:
+    """How the trained steps are evaluated in the update."""
+
+    kl_form: str = choice("exact", KL_FORMS)
+    """KL of a step to the reference: exact, flow_grpo_head (as published, without the step length) or velocity."""
+    detach_negative: bool = rare(True)
+    """Leave the negative half of guidance out of the gradient, as newer Flow-GRPO code does."""
+
+
+def check_trajectories(sampler: SamplerConfig) -> None:
+    """Refuse sampler options under which a step has no log-density; raises ValueError."""
+    if sampler.noise_level == 0:
+        raise ValueError("sampler.noise_level is 0, but a step without noise has no log-density")
+    if sampler.kernel == "cps" and sampler.noise_level > 1:
+        raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
+    if sampler.steps < 2:
+        raise ValueError(f"sampler.steps is {sampler.steps}; needs at least 2, the last one is not trained")
+    try:
+        trained_window(sampler, torch.Generator())
+    except UserError as error:
+        raise ValueError(f"sampler: {error}") from error
+
+
+@dataclass(frozen=True)
+class TrainedSteps:
+    """The steps whose mask is 1 as one batch of M."""
+
+    decisions: TrainedDecisions
+    """Indices of the steps in (B, T)."""
+    latents: Tensor
+    """Before each step (M, C, H, W)."""
+    reached: Tensor
+    """After it (M, C, H, W)."""
+    sigma: Tensor
+    """(M,) float32, time before the step."""
+    sigma_next: Tensor
+    """(M,) float32, time after it."""
+    text: TextRows
+    """Text of the M steps."""
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """The Gaussian of each trained step under some policy."""
+
+    steps: TrainedSteps
+    """The M steps."""
+    velocity: Tensor
+    """(M, C, H, W), carries the gradient."""
+    mean: Tensor
+    """(M, C, H, W) float32."""
+    std: Tensor
+    """(M,) float32, standard deviation of the step."""
+    logp: Tensor
+    """(M,) float32, log-density of the latents that were reached."""
+
+
+class Trajectories:
+    """Draws denoising trajectories and evaluates their trained steps under the current policy."""
+
+    def __init__(
+        self,
+        policy: DiffusionPolicy,
+        sampler: SamplerConfig,
+        step: StepConfig,
+        mixed_precision: str = "none",
+        *,
+        keep_mean: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.sampler = sampler
+        self.step = step
+        self.keep_mean = keep_mean
+        self.kernel = make_kernel(sampler, sigma_grid(policy.pipeline.scheduler, sampler.steps, policy.image_tokens))
+        self._low_precision = policy.dtype != torch.float32 or mixed_precision != "none"
+
+    @property
+    def halves_together(self) -> bool:
+        """Whether the two halves of guidance go through the model in one call."""
+        # In the update a negative half without gradient has a call of its own. In bfloat16 sampling has to do the same:
+        # rounding makes the two differ by more than a clip range of 1e-4.
+        return not (self._low_precision and self.step.detach_negative)
+
+    def draw(
+        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
+    ) -> Rollouts:
+        """Denoise G images of each task with stochastic steps inside the window."""
+        group = torch.arange(len(tasks)).repeat_interleave(group_size)
+        window = trained_window(self.sampler, generator)
+        seeds = group_seeds(len(tasks), group_size, generator, same_noise=self.sampler.same_noise)
+        text = text_of(policy, tasks, group)
+        run = sample_trajectories(
+            policy, text, seeds, self.sampler, window, keep_mean=self.keep_mean, together=self.halves_together
+        )
+        device = run.logp.device
+        return Rollouts(
+            group=group.to(device),
+            mask=_trained_share(run.logp.shape, self.sampler.random_share, generator).to(device),
+            logp_old=run.logp.nan_to_num(0.0, 0.0, 0.0),
+            reward=torch.full((len(group),), float("nan"), device=device),
+            payload=DiffusionPayload(
+                tasks=list(tasks),
+                latents=run.latents,
+                images=np.zeros((len(group), 0, 0, 3), np.uint8),
+                sigma=run.sigma,
+                sigma_next=run.sigma_next,
+                states=run.states,
+                mean_old=run.mean,
+            ),
+        )
+
+    def evaluate(self, model: Any, rollouts: Rollouts) -> StepScores:
+        """Evaluate a model on the trained steps of some rows; steps with mask 0 cost nothing.
+
+        Gradient: through velocity, mean and log-density; see `StepConfig.detach_negative`.
+        """
+        steps = self.trained_steps(rollouts)
+        velocity, mean, std = self._transition(model, steps, self.step.detach_negative)
+        return StepScores(steps, velocity, mean, std, self.kernel.log_prob(steps.reached, mean, std))
+
+    def scores(self, model: nn.Module, rollouts: Rollouts, reference: Reference | None = None) -> PolicyOutputs:
+        """Log-density of each trained step, and its divergence from a reference where there is one."""
+        found = self.evaluate(model, rollouts)
+        return PolicyOutputs(found.steps.decisions.scatter(found.logp), kl_ref=self.kl(found, reference))
+
+    def kl(self, scores: StepScores, reference: Reference | None) -> Tensor | None:
+        """Divergence (B, T) from the reference by `StepConfig.kl_form`, 0 where not trained; None without reference."""
+        if reference is None:
+            return None
+        steps = scores.steps
+        velocity, mean, _ = reference.score(lambda module: self._transition(module, steps, detach_negative=True))
+        if self.step.kl_form == "velocity":
+            divergence = velocity_kl(scores.velocity, velocity, steps.sigma)
+        elif self.step.kl_form == "flow_grpo_head":
+            divergence = flow_grpo_head_kl(scores.mean, mean, scores.std, steps.sigma, steps.sigma_next)
+        else:
+            divergence = gaussian_kl(scores.mean, mean, scores.std)
+        return steps.decisions.scatter(divergence)
+
+    def trained_steps(self, rollouts: Rollouts) -> TrainedSteps:
+        """The steps of some rows of `draw` whose mask is 1."""
+        payload = DiffusionPayload.of(rollouts)
+        assert payload.states is not None
+        assert payload.sigma_next is not None
+        decisions = TrainedDecisions.of(rollouts)
+        return TrainedSteps(
+            decisions=decisions,
+            latents=decisions.gather(payload.states),
+            reached=decisions.gather(payload.states[:, 1:]),
+            sigma=decisions.gather(payload.sigma),
+            sigma_next=decisions.gather(payload.sigma_next),
+            text=text_of(self.policy, payload.tasks, rollouts.group[decisions.row]),
+        )
+
+    def _transition(
+        self, model: nn.Module, steps: TrainedSteps, detach_negative: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Velocity, and mean and standard deviation of the steps, under a model."""
+        velocity = guided(
+            self.policy,
+            model,
+            steps.text,
+            self.sampler.guidance,
+            self.sampler.negative_prompt,
+            detach_negative=detach_negative,
+            together=self.halves_together,
+        )(steps.latents, steps.sigma)
+        mean, std = self.kernel.transition(velocity, steps.latents, steps.sigma, steps.sigma_next)
+        return velocity, mean, std
+
+
+def _trained_share(shape: torch.Size, share: float, generator: torch.Generator) -> Tensor:
+    """Mask (B, T) of the trained steps: a random share of them for each row."""
+    rows, steps = shape
+    if share >= 1.0:
+        return torch.ones(rows, steps)
+    order = torch.rand(rows, steps, generator=generator).argsort(1).argsort(1)
+    return (order < max(int(steps * share), 1)).float()

@@ -1,0 +1,106 @@
+"""The worker's side of `EnvPool`: one environment that starts episodes and executes actions on request."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.environment import (
+    Environment,
+    Fields,
+    MalformedError,
+    Outcome,
+    as_outcome,
+    as_start,
+    pack_outcome,
+)
+from mmrl.errors import UserError
+from mmrl.workers.loading import LoadError, check_arguments, find_function
+from mmrl.workers.values import decode, encode
+
+if TYPE_CHECKING:
+    import numpy as np
+
+METHODS = ("reset", "step", "close")
+
+
+class EnvService:
+    """Answers requests of the kinds reset, step and expert.
+
+    A malformed observation, reward or flag is reported, not raised: the process itself is fine.
+    """
+
+    def __init__(self, env: Environment) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._env = env
+
+    def hello(self) -> dict[str, Any]:
+        """Names and descriptions of the actions, and whether there is an expert."""
+        actions = getattr(self._env, "actions", None) or {}
+        if isinstance(actions, (list, tuple)):
+            actions = dict.fromkeys(actions, "")
+        if not isinstance(actions, Mapping):
+            raise LoadError(
+                f"`actions` of {type(self._env).__name__} is a {type(actions).__name__}; expected a mapping from the "
+                "names of its actions to a sentence each"
+            )
+        has_expert = callable(getattr(self._env, "expert", None))
+        return {"actions": {str(name): str(text) for name, text in actions.items()}, "expert": has_expert}
+
+    def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fields:
+        """Start an episode, execute an action, or return the action of the environment's expert."""
+        body = decode(fields["body"], arrays)
+        try:
+            if fields["kind"] == "step":
+                return pack_outcome(as_outcome(self._env.step(Action(body["name"], body["arguments"], body["text"]))))
+            try:
+                if fields["kind"] == "expert":
+                    move = self._env.expert()  # type: ignore[attr-defined]
+                else:
+                    start = self._env.reset(body["task"], body["seed"])
+            except UserError as error:  # there is no such task or no expert, or the machine lacks something
+                raise LoadError(str(error)) from error
+            if fields["kind"] == "reset":
+                observation, info = as_start(start)
+                return pack_outcome(Outcome(observation, 0.0, False, False, info))
+            if not isinstance(move, Action):
+                raise MalformedError(f"expert returned a {type(move).__name__}; expected an Action")
+            tree, arrays = encode({"name": move.name, "arguments": dict(move.arguments)})
+            return {"move": tree}, arrays
+        except MalformedError as error:
+            return {"malformed": str(error)}, {}
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+
+def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> Environment:
+    """Make an environment; one of Gymnasium's is wrapped."""
+    function = find_function(factory, what="environment.factory")
+    check_arguments(f"environment.kwargs for {factory}", function, kwargs)
+    try:
+        env = function(**kwargs)
+        if hasattr(env, "action_space") and hasattr(env, "observation_space"):
+            from mmrl.agents.environments.gym import GymEnvironment
+
+            check_arguments("environment.adapter", GymEnvironment, {"env": env, **adapter})
+            return GymEnvironment(env, **adapter)
+    except UserError as error:
+        raise LoadError(str(error)) from error
+    if adapter:
+        raise LoadError(f"environment.adapter is for environments of Gymnasium; {factory} made a {type(env).__name__}")
+    missing = [name for name in METHODS if not callable(getattr(env, name, None))]
+    if missing:
+        raise LoadError(
+            f"environment.factory: {factory} made a {type(env).__name__} without {', '.join(missing)}; an environment "
+            f"has the methods {', '.join(METHODS)}, or is a gymnasium.Env"
+        )
+    return env
+
+
+def make(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> EnvService:
+    """Make the service of a worker; arguments as for `open_environment`."""
+    return EnvService(open_environment(factory, kwargs, adapter))

@@ -1,0 +1,240 @@
+"""What an agent sees, and the three methods of an environment: `reset`, `step` and `close`.
+
+They may return an `Observation`, a dict with `image`, `images` and `text`, an array, a PIL image or a string;
+`as_observation` and `as_outcome` convert all of these, and explain what is wrong with anything else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mmrl.agents.environments.actions import Action
+from mmrl.workers.values import decode, encode
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+MAX_SIDE = 16_384
+"""Pixels."""
+
+
+class MalformedError(ValueError):
+    """An environment returned something of an unknown form; the message says what and why."""
+
+
+def as_image(value: Any) -> NDArray[np.uint8]:
+    """Convert a grey, RGB or RGBA uint8 array or a PIL image to a copy (H, W, 3) RGB; transparency lies over white."""
+    if hasattr(value, "convert") and hasattr(value, "getbands"):  # PIL, without importing it
+        value = np.asarray(value.convert("RGBA" if "A" in value.getbands() or "transparency" in value.info else "RGB"))
+    if isinstance(value, (str, bytes, dict)) or value is None:
+        raise MalformedError(f"an image is a {type(value).__name__}; expected (H, W, 3) uint8 or a PIL image")
+    try:
+        image = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise MalformedError(f"an image cannot be made an array: {error}") from None
+    if image.ndim == 2:
+        image = image[:, :, None]
+    if image.ndim != 3 or image.shape[2] not in (1, 3, 4) or not image.size or max(image.shape) > MAX_SIDE:
+        raise MalformedError(f"an image has the shape {np.shape(value)}; expected (H, W, 3){_shape_advice(image)}")
+    if image.dtype != np.uint8:
+        advice = "; multiply it by 255 and round it, if it lies in 0 to 1" if image.dtype.kind == "f" else ""
+        raise MalformedError(f"an image is {image.dtype}; expected uint8, 0 to 255{advice}")
+    if image.shape[2] == 1:
+        return np.repeat(image, 3, axis=2)
+    if image.shape[2] == 4:
+        opacity = image[:, :, 3:].astype(np.uint32)
+        over_white = image[:, :, :3] * opacity + 255 * (255 - opacity)
+        return ((over_white + 127) // 255).astype(np.uint8)
+    return np.array(image, order="C")  # a copy: the environment may draw into its buffer again
+
+
+def _shape_advice(image: NDArray[Any]) -> str:
+    if image.ndim == 3 and image.shape[0] in (1, 3, 4) and image.shape[2] not in (1, 3, 4):
+        return "; the channels come last: image.transpose(1, 2, 0)"
+    if image.ndim == 3 and image.size and max(image.shape) > MAX_SIDE:
+        return f" of at most {MAX_SIDE} pixels a side"
+    return " of at least one pixel" if not image.size else ""
+
+
+ACTION_ERROR = "action_error"
+KEYS = ("image", "images", "text")
+"""Keys of an observation that is a dict."""
+MAX_TEXT_CHARS = 200_000
+MAX_IMAGES = 64
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the agent sees in one turn."""
+
+    text: str = ""
+    images: tuple[NDArray[np.uint8], ...] = ()
+    """(H, W, 3) RGB each."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a step."""
+
+    observation: Observation
+    reward: float
+    terminated: bool
+    """Whether the task is over."""
+    truncated: bool
+    """Whether a time limit of the environment ended the episode."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Anything else; `action_error`, where present, says why an action was not executed."""
+
+
+class Environment(Protocol):
+    """The methods of a custom environment; it lives in a process of its own and serves many episodes.
+
+    It may also have `actions`, a mapping from the names of its actions to a sentence each, for prompts.
+
+    An action that cannot be executed (unknown name, wrong arguments, out of bounds) is the agent's mistake: the
+    environment says so in the observation's text and in `info["action_error"]`, and the turn is spent. An exception is
+    the environment's own failure: the episode then has no result.
+    """
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Any:
+        """Start an episode; equal arguments start the same one. Returns an observation, or a pair of it and a dict."""
+        ...
+
+    def step(self, action: Action) -> Any:
+        """Execute an action; returns (observation, reward, ended), or the five values of Gymnasium."""
+        ...
+
+    def close(self) -> None:
+        """Free resources."""
+        ...
+
+
+def as_observation(value: Any) -> Observation:
+    """Convert what an environment shows.
+
+    Args:
+        value: `Observation`; a dict with `image`, `images` and `text`, each optional; a text; an array (H, W, 3), (H,
+            W, 4) over white, (H, W, 1) or (H, W) uint8; a PIL image; or a list of images.
+
+    Raises:
+        MalformedError: it is none of these, too long, or has too many images.
+    """
+    if isinstance(value, Observation):
+        return _observation(value.text, list(value.images))
+    if isinstance(value, str):
+        return _observation(value, [])
+    if isinstance(value, Mapping):
+        unknown = [str(key) for key in value if key not in KEYS]
+        if unknown or not value:
+            raise MalformedError(
+                f"the observation is a dict with {', '.join(unknown[:10]) or 'no entries'}; its entries may be "
+                f"{', '.join(KEYS)}; put anything else into the info that reset and step may return as well"
+            )
+        images = _listed(value.get("images"))
+        return _observation(value.get("text", ""), [value["image"], *images] if "image" in value else images)
+    return _observation("", value if isinstance(value, list) else [value])
+
+
+def as_start(value: Any) -> tuple[Observation, Mapping[str, Any]]:
+    """Convert what `reset` returned to an observation and info."""
+    if not isinstance(value, tuple):
+        return as_observation(value), {}
+    if len(value) != 2 or not isinstance(value[1], Mapping):
+        raise MalformedError(
+            f"reset returned a tuple of {_kinds(value)}; expected an observation, or a pair of it and a dict"
+        )
+    return as_observation(value[0]), value[1]
+
+
+def as_outcome(value: Any) -> Outcome:
+    """Convert what `step` returned; raises MalformedError, also for a reward that is not finite."""
+    if isinstance(value, Outcome):
+        value = (value.observation, value.reward, value.terminated, value.truncated, value.info)
+    if not isinstance(value, tuple) or not 3 <= len(value) <= 5:
+        returned = f"a tuple of {_kinds(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        raise MalformedError(
+            f"step returned {returned}; expected (observation, reward, ended), or Gymnasium's (observation, reward, "
+            "terminated, truncated, information)"
+        )
+    observation, reward, terminated = value[:3]
+    truncated = value[3] if len(value) == 5 else False
+    info = value[-1] if len(value) > 3 else {}
+    if not isinstance(info, Mapping):
+        raise MalformedError(f"step returned {_kinds(value)}; the last of {len(value)} values must be a dict")
+    if info.get(ACTION_ERROR, "") is None:  # some environments send None in every turn that went well
+        info = {key: entry for key, entry in info.items() if key != ACTION_ERROR}
+    for name, flag in (("ended", terminated), ("truncated", truncated)):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise MalformedError(f"{name} is {flag!r:.80}; expected True or False as the third value of step")
+    return Outcome(as_observation(observation), _reward(reward), bool(terminated), bool(truncated), info)
+
+
+def _observation(text: Any, images: list[Any]) -> Observation:
+    if not isinstance(text, str):
+        raise MalformedError(f"the observation's text is a {type(text).__name__}; expected a str")
+    if len(text) > MAX_TEXT_CHARS:
+        raise MalformedError(f"the observation's text has {len(text)} characters; at most {MAX_TEXT_CHARS} are allowed")
+    if len(images) > MAX_IMAGES:
+        raise MalformedError(f"the observation has {len(images)} images; at most {MAX_IMAGES} are allowed")
+    return Observation(text, tuple(as_image(image) for image in images))
+
+
+def _listed(images: Any) -> list[Any]:
+    if images is None:
+        return []
+    if isinstance(images, (list, tuple)) or (isinstance(images, np.ndarray) and images.ndim == 4):
+        return list(images)
+    raise MalformedError(f"images is a {type(images).__name__}; expected a list of images, or (T, H, W, 3) uint8")
+
+
+def _reward(value: Any) -> float:
+    try:
+        number = float(np.asarray(value, np.float64).item())
+    except (TypeError, ValueError, OverflowError):
+        raise MalformedError(f"the reward is {value!r:.80}; expected a number") from None
+    if not math.isfinite(number):
+        raise MalformedError(f"the reward is {number}; expected a finite number")
+    return number
+
+
+def _kinds(values: tuple[Any, ...]) -> str:
+    return ", ".join(type(value).__name__ for value in values[:8]) or "nothing"
+
+
+Fields = tuple[dict[str, Any], "dict[str, np.ndarray]"]
+
+NOT_SENT = "not_sent"
+"""Entry of the info with the names of those entries that cannot leave the environment's process."""
+
+
+def pack_outcome(outcome: Outcome) -> Fields:
+    """Encode an outcome; entries of the info that are not plain data are only named."""
+    info, not_sent = {}, []
+    for key, value in outcome.info.items():
+        try:
+            encode(value)
+        except (TypeError, RecursionError):
+            not_sent.append(str(key))
+        else:
+            info[str(key)] = value
+    if not_sent:
+        info[NOT_SENT] = not_sent
+    parts = (outcome.observation.text, list(outcome.observation.images), outcome.reward)
+    tree, arrays = encode([*parts, outcome.terminated, outcome.truncated, info])
+    return {"outcome": tree}, arrays
+
+
+def unpack_outcome(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Outcome:
+    """Decode `pack_outcome`, checked again because the other side runs users' code; raises MalformedError."""
+    try:
+        text, images, reward, terminated, truncated, info = decode(fields["outcome"], arrays)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise MalformedError(f"the process sent something else than an outcome: {error!r:.200}") from None
+    return as_outcome((Observation(text, tuple(images)), reward, terminated, truncated, info))

@@ -1,0 +1,282 @@
+"""Any Gymnasium environment with images or text to look at, for agents that write their actions.
+
+Images are the entries of the observation that are Boxes of uint8 shaped like one, or the result of `render`; text is
+the entries that are Text spaces, and any other that is asked for by name. Actions are names of a Discrete space, a
+text, numbers, or the entries of a Dict by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.environment import Observation, as_image
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class NotExecutableError(ValueError):
+    """An action that the environment does not have; the message is for the agent."""
+
+
+class NamedActions:
+    """A Discrete space: each action has a name and no arguments."""
+
+    def __init__(self, space: Any, names: Sequence[str] | None) -> None:
+        count, start = int(space.n), int(getattr(space, "start", 0))
+        names = [str(start + index) for index in range(count)] if names is None else [str(name) for name in names]
+        if len(names) != count or len(set(names)) < count:
+            raise UserError(
+                f"environment.adapter.action_names has {len(names)} names, {len(set(names))} of them different; the "
+                f"environment has {count} actions"
+            )
+        self._numbers = {name: start + index for index, name in enumerate(names)}
+        self.actions: Mapping[str, str] = dict.fromkeys(names, "")
+        """Names, with a sentence about the arguments."""
+
+    def read(self, action: Action) -> int:
+        """The number of a name; raises NotExecutableError."""
+        if action.name not in self._numbers:
+            names = ", ".join(list(self._numbers)[:50])
+            raise NotExecutableError(f"There is no action {action.name[:60]!r}; the actions are: {names}.")
+        if action.arguments:
+            raise NotExecutableError(f"The action {action.name} takes no arguments.")
+        return self._numbers[action.name]
+
+    def write(self, value: Any) -> Action:
+        """The action that `read` turns into a number."""
+        return Action(next(name for name, number in self._numbers.items() if number == int(value)))
+
+
+class TextAction:
+    """A Text space: the argument `text` of any action; without one the action's name."""
+
+    def __init__(self, space: Any) -> None:
+        self._space = space
+        self.actions: Mapping[str, str] = {}
+
+    def read(self, action: Action) -> str:
+        """The text, within the space's characters and lengths; raises NotExecutableError."""
+        text = action.arguments.get("text", action.name)
+        if set(action.arguments) - {"text"} or not isinstance(text, str):
+            raise NotExecutableError("The action is a text, with no arguments beside it.")
+        if text not in self._space:
+            low, high = self._space.min_length, self._space.max_length
+            raise NotExecutableError(f"The text must have {low} to {high} characters, of those that are allowed.")
+        return text
+
+    def write(self, value: Any) -> Action:
+        """The text as an argument."""
+        return Action("type", {"text": str(value)})
+
+
+class ArgumentActions:
+    """A Dict of Discrete, Box and Text spaces: its entries are the action's arguments; a single Box is `value`."""
+
+    def __init__(self, spaces: Mapping[str, Any], single: bool) -> None:
+        self._spaces, self._single = dict(spaces), single
+        for name, space in self._spaces.items():
+            if type(space).__name__ not in CONVERTERS:
+                raise UserError(
+                    f"the action's entry {name!r} is {space!r:.120}; an agent can write {', '.join(CONVERTERS)}"
+                )
+        described = (f"{name}: {_described(space)}" for name, space in self._spaces.items())
+        self.actions: Mapping[str, str] = {"act": ", ".join(described)}
+
+    def read(self, action: Action) -> Any:
+        """The arguments, each within its space; raises NotExecutableError."""
+        if set(self._spaces) != set(action.arguments):
+            given = ", ".join(sorted(action.arguments)) or "none"
+            raise NotExecutableError(f"The action needs the arguments {', '.join(self._spaces)}; given: {given}.")
+        values = {}
+        for name, space in self._spaces.items():
+            values[name] = CONVERTERS[type(space).__name__](space, action.arguments[name])
+            if values[name] is None or not space.contains(values[name]):
+                raise NotExecutableError(f"The argument {name} must be {_described(space)}.")
+        return values["value"] if self._single else values
+
+    def write(self, value: Any) -> Action:
+        """The entries as arguments of an action."""
+        entries = {"value": value} if self._single else dict(value)
+        plain = {name: part.tolist() if hasattr(part, "tolist") else part for name, part in entries.items()}
+        return Action("act", plain)
+
+
+ActionReader: TypeAlias = NamedActions | TextAction | ArgumentActions
+
+
+def action_reader(space: Any, names: Sequence[str] | None) -> ActionReader:
+    """The reader of a space, which is recognised by the name of its class."""
+    kind = type(space).__name__
+    if kind == "Discrete":
+        return NamedActions(space, names)
+    if names is not None:
+        raise UserError(f"environment.adapter.action_names is for Discrete actions; this environment's are {kind}")
+    if kind == "Text":
+        return TextAction(space)
+    if kind == "Dict":
+        return ArgumentActions(space.spaces, single=False)
+    return ArgumentActions({"value": space}, single=True)
+
+
+def _described(space: Any) -> str:
+    kind = type(space).__name__
+    if kind == "Discrete":
+        start = int(getattr(space, "start", 0))
+        return f"a whole number from {start} to {start + int(space.n) - 1}"
+    if kind == "Text":
+        return f"a text of {space.min_length} to {space.max_length} characters"
+    low, high = (np.unique(side).tolist() for side in (space.low, space.high))
+    limits = f" from {low[0]:g} to {high[0]:g}" if len(low) == len(high) == 1 else " within their bounds"
+    return f"a number{limits}" if space.shape == () else f"a list of numbers of the shape {space.shape}{limits}"
+
+
+def _numbers(space: Any, value: Any) -> Any:
+    def all_numbers(part: Any) -> bool:
+        return all(map(all_numbers, part)) if isinstance(part, (list, tuple)) else type(part) in (int, float)
+
+    if not all_numbers(value):
+        return None
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if array.shape != space.shape or (space.dtype.kind in "iu" and (array != np.round(array)).any()):
+        return None
+    # Bounds are compared before a cast could wrap a number around.
+    return array.astype(space.dtype) if ((array >= space.low) & (array <= space.high)).all() else None
+
+
+CONVERTERS = {
+    "Discrete": lambda space, value: np.int64(value) if type(value) is int and abs(value) < 2**62 else None,
+    "Box": _numbers,
+    "Text": lambda space, value: value if isinstance(value, str) else None,
+}
+"""(space, argument) to a member of the space, or None."""
+
+
+class GymEnvironment:
+    """One Gymnasium environment with the methods of `mmrl.agents.environments.environment.Environment`.
+
+    Args:
+        env: gymnasium.Env.
+        action_names: names of a Discrete space's actions in order; those of the environment's `metadata` when None, or
+            their numbers. With a Dict of numbers and texts the entries' names are the arguments of the action.
+        image_keys: entries of a Dict observation that are images, in order; None = all that look like one.
+        text_keys: entries of a Dict observation that are shown as text; None = all Text spaces. An entry of another
+            space is written as `name: value`.
+        render: whether the image is `env.render()`, which needs render_mode="rgb_array"; None = where the observation
+            has neither image nor text.
+        task_options: whether the task is passed to `env.reset` as its options.
+        repeat_text: whether an unchanged text is shown again beside an image.
+
+    Raises:
+        UserError: there is nothing to look at, a key does not exist, or the actions are of another kind.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        action_names: Sequence[str] | None = None,
+        image_keys: Sequence[str] | None = None,
+        text_keys: Sequence[str] | None = None,
+        render: bool | None = None,
+        task_options: bool = True,
+        repeat_text: bool = False,
+    ) -> None:
+        self._env, self._task_options, self._repeat_text = env, task_options, repeat_text
+        if action_names is None:
+            action_names = (getattr(env, "metadata", None) or {}).get("action_names")
+        self._reader = action_reader(env.action_space, action_names)
+        self.actions = self._reader.actions
+        """Names of the actions, with a sentence about their arguments."""
+        parts = getattr(env.observation_space, "spaces", None)
+        entries = dict(parts) if isinstance(parts, Mapping) else {"": env.observation_space}
+        self._image_keys = _chosen("image_keys", image_keys, entries, _is_image)
+        self._text_keys = _chosen("text_keys", text_keys, entries, lambda space: type(space).__name__ == "Text")
+        self._render = not (self._image_keys or self._text_keys) if render is None else render
+        if self._render and getattr(env, "render_mode", None) != "rgb_array":
+            raise UserError(
+                f"{_name(env)} is to be seen by what it renders, but its render_mode is "
+                f"{getattr(env, 'render_mode', None)!r}; make it with render_mode='rgb_array'. Its observation is "
+                f"{env.observation_space!r:.200}, in which an image is a Box of uint8 (H, W, 3)"
+            )
+        self._images: tuple[NDArray[np.uint8], ...] = ()
+        self._text = ""
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
+        """Start an episode; the task is passed as options."""
+        options = dict(task) if self._task_options and task else None
+        observation, info = self._env.reset(seed=seed, options=options)
+        self._text = ""
+        return self._observe(observation), info
+
+    def step(self, action: Action) -> tuple[Observation, Any, bool, bool, Mapping[str, Any]]:
+        """Execute an action; one that the environment does not have changes nothing and spends the turn."""
+        try:
+            value = self._reader.read(action)
+        except NotExecutableError as error:
+            return Observation(str(error), self._images), 0.0, False, False, {"action_error": str(error)}
+        observation, reward, terminated, truncated, info = self._env.step(value)
+        return self._observe(observation), reward, terminated, truncated, info
+
+    def expert(self) -> Action:
+        """The action of the environment's own expert, its method `expert_action`; raises UserError without one."""
+        expert = getattr(getattr(self._env, "unwrapped", self._env), "expert_action", None)
+        if expert is None:
+            raise UserError(f"{_name(self._env)} has no method expert_action that returns a member of its action space")
+        return self._reader.write(expert())
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def _observe(self, observation: Any) -> Observation:
+        parts = observation if isinstance(observation, Mapping) else {"": observation}
+        images = [as_image(parts[key]) for key in self._image_keys]
+        if self._render:
+            images.append(as_image(self._env.render()))
+        text = "\n".join(_text(key, parts[key]) for key in self._text_keys)
+        repeated = text == self._text and bool(images) and not self._repeat_text
+        self._images, self._text = tuple(images), text
+        return Observation("" if repeated else text, self._images)
+
+
+def _chosen(option: str, names: Sequence[str] | None, entries: Mapping[str, Any], fits: Any) -> list[str]:
+    """The keys of entries to show: those named, or those that fit."""
+    if names is None:
+        return [name for name, space in entries.items() if fits(space)]
+    listing = f"it has: {', '.join(f'{name} ({type(space).__name__})' for name, space in entries.items())}"
+    for name in names:
+        if name not in entries:
+            listing = "it is no Dict" if list(entries) == [""] else listing
+            raise UserError(f"environment.adapter.{option}: the observation has no {name!r}; {listing}")
+        if option == "image_keys" and not _is_image(entries[name]):
+            raise UserError(
+                f"environment.adapter.{option}: {name!r} is {entries[name]!r:.120}; an image is a Box of uint8 "
+                f"(H, W, 3), (H, W, 1) or (H, W). {listing}"
+            )
+    return list(names)
+
+
+def _is_image(space: Any) -> bool:
+    shape: tuple[int, ...] = getattr(space, "shape", None) or ()
+    flat = len(shape) == 2 and min(shape) > 1
+    return getattr(space, "dtype", None) == np.uint8 and (flat or (len(shape) == 3 and shape[2] in (1, 3, 4)))
+
+
+def _text(key: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    written = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    return f"{key}: {written}" if key else str(written)
+
+
+def _name(env: Any) -> str:
+    return str(getattr(getattr(env, "spec", None), "id", None) or type(env).__name__)

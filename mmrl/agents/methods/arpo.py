@@ -1,0 +1,368 @@
+"""ARPO for GUI agents, Agentic Replay Policy Optimization (public code dvlab-research/ARPO).
+
+GRPO over whole trajectories, for tasks with one reward at the end. Where the trajectories of a group all earn little
+(`needs_replay`), one of them is replaced by a success that the task had in an earlier step, so that the group has a
+gradient again; afterwards every fresh trajectory that earned more than `replay.threshold` is stored. With e what the
+environment gave and f = -1 where the last answer had no action that could be read:
+
+    r = e + 0.5 f        A = (r - mean_g r) / (std_g r + 1e-6)        clip 0.2 / 0.3, dual clip 3, no KL
+
+Differences from the public code: `replay.enabled` switches the replay off (there an option of that name is not read);
+in a group with a broken environment its slot is the one that is filled, otherwise slot 0; an episode that does not fit
+into the model is dropped and counted instead of cut; only tokens that the agent sampled are trained, the end of a turn
+among them but not the header of its role. `replay.correction: behaviour` and `replay.max_age` are additions: with
+`recompute`, as in the public code, the ratio of a replayed trajectory begins at 1 however old it is. The episode
+metrics count fresh trajectories only; reward/mean is that of the groups as they are trained on.
+
+Every process holds the whole buffer: it is filled with what all processes found, in the order of the tasks. So a run in
+several processes replays what a run in one would, wherever the next group of a task is sampled, and the first
+process's checkpoint is complete. The buffer takes `replay.memory_mb` a process at most.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.recipe import AgentConfig, AgentRecipe, AgentRewardConfig
+from mmrl.agents.rollout.episodes import Episode, pack_groups
+from mmrl.agents.rollout.storage import Record, restore_episode, size_of, store_episode
+from mmrl.core.blocks.divergence import k3
+from mmrl.core.loss import Denominators, Metric, mean_metric
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice, rare
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import make_generator, sum_over_processes
+from mmrl.training.recipe import KEEPS_OLD
+from mmrl.training.terms import LossTerm, Passes, Step, TermLoss
+from mmrl.vlm.data.prompt import Prompt
+from mmrl.vlm.engine.policy import VlmPolicy
+
+CORRECTIONS = ("recompute", "behaviour")
+MEGABYTE = 10**6
+
+
+@dataclass
+class ReplayConfig:
+    """Replay of successful trajectories."""
+
+    enabled: bool = True
+    """Whether successes are kept and replayed; false is plain GRPO over trajectories."""
+    size: int = rare(bounded(8, at_least=1))
+    """Trajectories kept of each task; the oldest one goes first."""
+    threshold: float = rare(bounded(0.1, finite=True))
+    """A trajectory is kept where the environment's rewards add up to more."""
+    max_std: float = rare(bounded(0.05, at_least=0))
+    """A group is given a stored trajectory where the standard deviation (of the population) of what its trajectories
+    earned is smaller, and"""
+    max_mean: float = rare(bounded(0.2, finite=True))
+    """the mean is smaller."""
+    correction: str = rare(choice("recompute", CORRECTIONS))
+    """Old log-probs of replayed trajectories: recompute (of the policy before the update, so that the ratio begins at 1
+    and nothing tells how stale they are) or behaviour (as they were sampled, clipped as usual)."""
+    max_age: int | None = rare(bounded(None, at_least=1))
+    """Steps after which a stored trajectory is not used any more; null = never."""
+    memory_mb: int = rare(bounded(4096, at_least=1))
+    """Largest size of the buffer in 10^6 bytes, of which every process holds a copy; beyond it the oldest trajectories
+    of all tasks go."""
+
+
+def needs_replay(outcomes: Sequence[float], max_std: float = 0.05, max_mean: float = 0.2) -> bool:
+    """Whether a group is given a stored trajectory: its outcomes hardly differ, and are low.
+
+    Args:
+        outcomes: what each trajectory of the group earned from the environment, before a format reward; NaN for those
+            without a result, which do not count.
+        max_std: bound of the standard deviation of the population.
+        max_mean: bound of the mean.
+
+    Source: dvlab-research/ARPO verl/trainer/ray_trainer.py, apply_replay.
+    """
+    known = [outcome for outcome in outcomes if not math.isnan(outcome)]
+    return bool(known) and statistics.pstdev(known) < max_std and statistics.fmean(known) < max_mean
+
+
+class ReplayBuffer:
+    """Trajectories by task, first in, first out.
+
+    Source: dvlab-research/ARPO verl/trainer/replay_buffer.py.
+    """
+
+    def __init__(self, config: ReplayConfig) -> None:
+        self._config = config
+        self._stored: dict[str, deque[Record]] = {}
+        self._added = 0
+        self.counts: Counter[str] = Counter()
+        """added, expired (by age), evicted (by memory) so far; what a task's own length pushes out is not counted."""
+
+    def __len__(self) -> int:
+        """Trajectories that are stored."""
+        return sum(map(len, self._stored.values()))
+
+    @property
+    def megabytes(self) -> float:
+        """Size in 10^6 bytes."""
+        return sum(entry["bytes"] for own in self._stored.values() for entry in own) / MEGABYTE
+
+    def push(self, task: str, record: Record, step: int) -> None:
+        """Store a trajectory."""
+        own = self._stored.setdefault(task, deque(maxlen=self._config.size))
+        own.append({"episode": record, "step": step, "number": self._added, "bytes": size_of(record)})
+        self._added += 1
+        self.counts["added"] += 1
+        while self.megabytes > self._config.memory_mb:
+            self._evict_oldest()
+
+    def draw(self, task: str, step: int, generator: torch.Generator) -> tuple[Record, int] | None:
+        """Draw one of a task's trajectories, each as likely as the others."""
+        own = [entry for entry in self._stored.get(task, ()) if not self._is_old(entry, step)]
+        if not own:
+            return None
+        entry = own[int(torch.randint(len(own), (), generator=generator))]
+        return entry["episode"], step - entry["step"]
+
+    def expire(self, step: int) -> None:
+        """Drop the trajectories that are beyond `max_age` at a step."""
+        for task, own in list(self._stored.items()):
+            while own and self._is_old(own[0], step):
+                own.popleft()
+                self.counts["expired"] += 1
+            if not own:
+                del self._stored[task]
+
+    def stored(self, task: str) -> list[Record]:
+        """A task's trajectories, oldest first."""
+        return [entry["episode"] for entry in self._stored.get(task, ())]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as tensors and plain data."""
+        stored = {task: list(own) for task, own in self._stored.items()}
+        return {"stored": stored, "added": self._added, "counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`; where the buffer is smaller now, the newest trajectories stay."""
+        self._stored = {task: deque(own, maxlen=self._config.size) for task, own in state["stored"].items()}
+        self._added, self.counts = int(state["added"]), Counter(state["counts"])
+        while self.megabytes > self._config.memory_mb:
+            self._evict_oldest()
+
+    def _is_old(self, entry: dict[str, Any], step: int) -> bool:
+        return self._config.max_age is not None and step - entry["step"] > self._config.max_age
+
+    def _evict_oldest(self) -> None:
+        task = min((own[0]["number"], task) for task, own in self._stored.items() if own)[1]
+        self._stored[task].popleft()
+        if not self._stored[task]:
+            del self._stored[task]
+        self.counts["evicted"] += 1
+
+
+REPLAYED = "replayed"
+"""(B,) 1 where a row was replayed."""
+SAMPLED = "logp_sampled"
+"""(B, T) log-probs in nats when the row was sampled."""
+
+
+@dataclass
+class ArpoConfig(AgentConfig):
+    """An ARPO run."""
+
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """Replay of past successes."""
+    reward: AgentRewardConfig = field(default_factory=lambda: AgentRewardConfig(format=0.5))
+    """What an episode is worth; the public code takes off 0.5 for a last answer without action."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="arpo"))
+    """What is optimised."""
+
+
+class Replay(LossTerm):
+    """Old log-probs of replayed trajectories, and metrics of fresh and replayed ones apart; adds nothing to the loss.
+
+    Args:
+        config: options of the replay.
+        recomputes: whether the old log-probs of fresh trajectories are computed anew, before or in the update.
+    """
+
+    name = "replay"
+    gradient = "never"
+
+    def __init__(self, config: ReplayConfig, *, recomputes: bool) -> None:
+        self.config, self.recomputes = config, recomputes
+        self.buffer = ReplayBuffer(config)
+        self.seen: Counter[str] = Counter()
+        """Groups of the step without success, replayed trajectories, and the sum of their ages."""
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Give replayed trajectories the old log-probs that `replay.correction` asks for."""
+        replayed = rollouts.extras[REPLAYED]
+        if self.config.correction == "behaviour":
+            logp_old = torch.where(replayed[:, None] > 0, rollouts.extras[SAMPLED], rollouts.logp_old)
+            return rollouts.replace(logp_old=logp_old, extras=rollouts.extras | {KEEPS_OLD: replayed})
+        rows = torch.nonzero(replayed > 0).flatten()
+        if self.recomputes or not len(rows):
+            return rollouts
+        # trajectories that were sampled long ago were not sampled by the old policy
+        logp = passes.scores(rollouts.select(rows), frozenset({"logp"})).logp
+        return rollouts.replace(logp_old=rollouts.logp_old.index_copy(0, rows, logp.to(rollouts.logp_old.dtype)))
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Ratios of fresh and of replayed trajectories apart."""
+        return TermLoss(metrics=source_metrics(minibatch, scores.logp))
+
+    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
+        """The buffer and what was replayed."""
+        seen = sum_over_processes(self.seen)
+        self.seen.clear()
+        injected = seen.get("injected", 0)
+        found = {f"replay/{name}": float(self.buffer.counts[name]) for name in ("added", "expired", "evicted")}
+        if injected:
+            found["replay/age"] = seen["age"] / injected
+        return found | {
+            "replay/groups_without_success": float(seen.get("low", 0)),
+            "replay/injected": float(injected),
+            "replay/stored": float(len(self.buffer)),
+            "replay/memory_mb": self.buffer.megabytes,
+        }
+
+    def formula(self) -> str:
+        """The rule of the replay."""
+        replay = self.config
+        return (
+            f"  replay: one of the last {replay.size} successes (> {replay.threshold:g}) of the task, in groups whose "
+            f"returns have a deviation below {replay.max_std:g} and a mean below {replay.max_mean:g}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The buffer."""
+        return self.buffer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.buffer.load_state_dict(state)
+
+
+class ArpoRecipe(AgentRecipe):
+    """Trajectory GRPO with replay; see the module."""
+
+    config: ArpoConfig
+
+    def __init__(self, config: ArpoConfig) -> None:
+        super().__init__(config)
+        self.replay = Replay(config.replay, recomputes=config.trainer.old_logp == "recompute")
+        self.terms = [self.replay] if config.replay.enabled else []
+        self._fresh: list[tuple[int, str, Record]] = []
+
+    def rollout(
+        self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step
+    ) -> Rollouts:
+        """Run G episodes of each task and replay a success in groups that have none."""
+        settings = self.config.replay
+        if not settings.enabled:
+            return super().rollout(policy, tasks, generator, step)
+        groups = self.run_groups(policy, tasks, step)
+        self._fresh = [
+            (number, episode.task.id, store_episode(episode))
+            for number, own in enumerate(groups)
+            for episode in own
+            if episode.total > settings.threshold
+        ]
+        low = sum(needs_replay([e.total for e in own], settings.max_std, settings.max_mean) for own in groups)
+        injected = inject_successes(groups, self.replay.buffer, settings, step.number, self.config.seed)
+        self.replay.seen.update(low=low, injected=len(injected), age=sum(age for _, age in injected.values()))
+        rollouts = pack_groups(groups, policy)
+        marks = [
+            float(number in injected and injected[number][0] == slot)
+            for number, own in enumerate(groups)
+            for slot in range(len(own))
+        ]
+        replayed = torch.tensor(marks, device=rollouts.mask.device)
+        return rollouts.replace(extras=rollouts.extras | {REPLAYED: replayed, SAMPLED: rollouts.logp_old})
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Rewards as in every agent's recipe; then the fresh successes of all processes are stored."""
+        if self.config.replay.enabled:
+            self._store_fresh(step)
+        return super().score(rollouts, step)
+
+    def _store_fresh(self, step: Step) -> None:
+        """Store the successes of this step on all processes, in the order of the tasks."""
+        rank = PartialState().process_index
+        mine = [(number, rank, task, record) for number, task, record in self._fresh]
+        found = mine if PartialState().num_processes == 1 else list(gather_object(mine))
+        self._fresh = []
+        self.replay.buffer.expire(step.number)
+        for _, _, task, record in sorted(found, key=lambda entry: entry[:2]):
+            self.replay.buffer.push(task, record, step.number)
+
+
+def inject_successes(
+    groups: list[list[Episode]], buffer: ReplayBuffer, config: ReplayConfig, step: int, seed: int
+) -> dict[int, tuple[int, int]]:
+    """Replace an episode by a stored one in each group that needs it and whose task has one."""
+    injected, times = {}, Counter[str]()
+    for number, group in enumerate(groups):
+        task = group[0].task
+        times[task.id] += 1
+        if not needs_replay([episode.total for episode in group], config.max_std, config.max_mean):
+            continue
+        drawn = buffer.draw(task.id, step, make_generator(seed, "replay", step, task.id, times[task.id]))
+        if drawn is None:
+            continue
+        slot = next((place for place, episode in enumerate(group) if not episode.has_result), 0)
+        group[slot] = _with_shared_prompt(restore_episode(drawn[0], task), group)
+        injected[number] = slot, drawn[1]
+    return injected
+
+
+def source_metrics(rollouts: Rollouts, logp: Tensor) -> dict[str, Metric]:
+    """Ratios and distances of fresh and of replayed rows apart.
+
+    Args:
+        rollouts: rows with `logp_old` as the loss uses it, and the extras "replayed" and "logp_sampled".
+        logp: (B, T) nats, now.
+    """
+    logp, replayed = logp.detach(), rollouts.extras[REPLAYED][:, None] > 0
+    moved = logp - rollouts.extras[SAMPLED]
+    values = {
+        "ratio": (logp - rollouts.logp_old).exp(),
+        "log_ratio": moved,
+        "kl": k3(rollouts.extras[SAMPLED], logp),
+    }
+    found: dict[str, Metric] = {}
+    for source, rows in (("fresh", ~replayed), ("replayed", replayed)):
+        mask = rollouts.loss_mask * rows
+        if bool(mask.any()):
+            found |= {f"replay/{name}/{source}": mean_metric(value, mask) for name, value in values.items()}
+    return found
+
+
+def _with_shared_prompt(episode: Episode, group: Sequence[Episode]) -> Episode:
+    """Give the episode its group's prompt object where both are equal, so that it is computed once."""
+    for other in group:
+        if other.prompt is not None and episode.prompt is not None and _equal(other.prompt, episode.prompt):
+            episode.prompt = other.prompt
+            break
+    return episode
+
+
+def _equal(one: Prompt, other: Prompt) -> bool:
+    if not torch.equal(one.input_ids, other.input_ids):
+        return False
+    for name in ("pixel_values", "pixel_values_videos"):
+        mine, its = getattr(one, name), getattr(other, name)
+        if (mine is None) != (its is None) or (mine is not None and not torch.equal(mine.cpu(), its.cpu())):
+            return False
+    return True

@@ -1,0 +1,144 @@
+"""Cloning an environment's own expert: a warm start for agents, in the same loop as reinforcement learning.
+
+The expert plays each task in an environment of the pool, and the likelihood of its answers is raised. All turns of an
+episode are one packed pass, as in every other recipe for agents.
+
+A start that knows how answers are written and little else is what an experiment on credit needs: `random_actions` is
+the share of turns in which any of the environment's actions is taken, and learned, in the place of the expert's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from mmrl.agents.environments.experts import (
+    ExpertEnvironment,
+    ExpertEpisode,
+    ExpertFailedError,
+    NoisyExpert,
+    RemoteExpert,
+    run_expert,
+)
+from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
+from mmrl.agents.evaluation import AgentEvaluationConfig
+from mmrl.agents.recipe import AgentDomain, AgentParts
+from mmrl.agents.rollout.conversation import Writer
+from mmrl.agents.rollout.episodes import Episode, pack_episodes
+from mmrl.agents.rollout.storage import replay_episode
+from mmrl.core.loss import Denominators
+from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.training.likelihood import likelihood_loss
+from mmrl.training.processes import stream_seed
+from mmrl.training.recipe import NoUsableTasksError, SupervisedRecipe
+from mmrl.training.settings import BaseRunConfig
+from mmrl.training.terms import Step
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.sampler import AnswerSampling
+from mmrl.vlm.model.config import check_critic, check_update_precision
+
+
+@dataclass
+class CloneEvaluationConfig(AgentEvaluationConfig):
+    """Evaluation of a cloned agent in episodes."""
+
+    sampler: AnswerSampling = field(default_factory=AnswerSampling)
+    """Lengths of the answers in episodes."""
+
+
+@dataclass
+class AgentCloneConfig(AgentParts, BaseRunConfig):
+    """A supervised run on the actions of an environment's expert; the environment needs an expert."""
+
+    data: TaskSetConfig = field(default_factory=TaskSetConfig)
+    """Tasks that the expert plays."""
+    random_actions: float = bounded(0.0, at_least=0, at_most=1)
+    """Share of turns in which a random action of the environment replaces the expert's."""
+    play_once: bool = False
+    """Whether each task is played once and its episode learned from whenever it comes up, for slow environments such as
+    browsers, with fewer tasks than the run goes through. A resumed run plays them again."""
+    evaluation: CloneEvaluationConfig = field(default_factory=CloneEvaluationConfig)
+    """Evaluation on held-out tasks, which the policy plays."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_update_precision(self.model, self.trainer.learning_rate)
+        check_critic(self.model, needed=False)
+
+
+class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
+    """Maximum likelihood of an expert's answers."""
+
+    config: AgentCloneConfig
+    own_loss = "sft"
+
+    def __init__(self, config: AgentCloneConfig) -> None:
+        super().__init__(config)
+        self.open(config, config.evaluation.sampler.config)
+        self._known: dict[str, ExpertEpisode] = {}
+        if not self.pool.has_expert:
+            self.close()
+            raise UserError(
+                f"environment.factory: {config.environment.factory} makes an environment without an expert to clone, a "
+                "method `expert` that returns an Action"
+            )
+
+    def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step) -> Rollouts:
+        """Let the expert play each task; the rows hold its answers, and as rewards what it earned."""
+        episodes = [self._play(policy, task, number, step) for number, task in enumerate(tasks)]
+        self._note(episodes)
+        usable = [episode for episode in episodes if episode.has_result]
+        if not usable:
+            raise NoUsableTasksError(f"no episode of the expert could be used: {episodes[0].reason}")
+        rollouts = pack_episodes(usable, list(range(len(usable))), policy)
+        earned = [episode.total for episode in usable]
+        return rollouts.replace(reward=torch.tensor(earned, dtype=torch.float32, device=rollouts.mask.device))
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Teacher-forced scores, all turns of an episode in one pass."""
+        return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Mean negative log-likelihood of the answers' tokens."""
+        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
+
+    def _play(self, policy: VlmPolicy, task: AgentTask, number: int, step: Step) -> Episode:
+        config = self.config
+        try:
+            played = self._known.get(task.id) or self._ask_expert(task, number, step)
+        except ExpertFailedError as error:
+            return Episode(task, ending="failed", reason=str(error))
+        if config.play_once:
+            self._known[task.id] = played
+        system = config.conversation.system_text(config.actions, self.pool.actions)
+        return _as_episode(played, task, policy, Writer(policy, config.conversation, system), config.episode.max_turns)
+
+    def _ask_expert(self, task: AgentTask, number: int, step: Step) -> ExpertEpisode:
+        config = self.config
+        env: ExpertEnvironment = RemoteExpert(self.pool)
+        if config.random_actions:
+            seed = stream_seed(config.seed, "clone", step.number, number, task.id)
+            env = NoisyExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))
+        try:
+            return run_expert(env, task.task, task.seed, config.actions.format)
+        except ExpertFailedError:
+            env.close()
+            raise
+
+
+def _as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer: Writer, max_turns: int) -> Episode:
+    """The expert's episode as one that an agent might have had; one that does not fit has no result."""
+    turns = played.turns[:max_turns]
+    episode = replay_episode(task, [(turn.observation, turn.action.text) for turn in turns], policy, writer)
+    episode.success, episode.last = played.success, played.last
+    episode.refused = sum("action_error" in turn.info for turn in turns)
+    episode.rewards = [0.0] * (episode.trajectory.turns - 1) + [played.reward] if episode.trajectory.turns else []
+    return episode

@@ -1,0 +1,368 @@
+"""DigiRL (Bai et al., arXiv 2406.11896; public code DigiRL-agent/digirl): filtered likelihood with two critics.
+
+Episodes, recorded ones and the run's own, are stored. In every step of the run
+
+1. the critics learn from all stored episodes: the instruction critic whether an episode succeeds, by the text of its
+   first prompt; the step critic whether it succeeds from a step on, by everything read up to then;
+2. an instruction filter keeps the episodes that ended best, or best against what the instruction critic expected
+   (`keep_best`): tasks that are mastered surprise no more and fade out, which is an automatic curriculum;
+3. a step filter keeps the steps whose doubly robust advantage is large enough (`paper_advantages`, `code_advantages`);
+4. the policy's likelihood of the kept steps is raised: L = - mean over the steps of a batch of [kept] * sum of their
+   tokens' log-probs. A dropped step counts as 0 in the mean. There are no importance weights and no KL.
+
+The first `offline_steps` steps run no episodes and filter by reward only, as the public code does; then each step adds
+`tasks_per_step` x `samples_per_task` episodes. `method: filtered_cloning` is the baseline: filter by reward, all steps.
+
+Differences from the public code: the critics read the policy's own states, as constants, instead of RoBERTa and BLIP-2;
+a step is a turn that has seen all turns before it; the state behind the last step is not read, so V is 0 there and the
+step critic has no target there; a batch holds whole episodes, all of their steps; no episodes are held back for
+validation, as `eval_data` does that; gradients are averaged. Where the public code and the paper part, `advantage` and
+`threshold` choose; `min_score` closes a gap of both (see `keep_best`).
+
+Every process holds all stored episodes and the same critics; reading the episodes is shared between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.methods.arpo import ReplayBuffer, ReplayConfig
+from mmrl.agents.methods.digirl_critics import (
+    CriticConfig,
+    Fitter,
+    InstructionCritic,
+    LabelledEpisodes,
+    StepCritic,
+    instruction_loss,
+    label_episodes,
+    step_loss,
+)
+from mmrl.agents.methods.digirl_filters import (
+    clamp_logp,
+    code_advantages,
+    instruction_advantages,
+    keep_best,
+    paper_advantages,
+    step_threshold,
+)
+from mmrl.agents.recipe import AgentConfig, AgentRecipe
+from mmrl.agents.rollout.conversation import Writer
+from mmrl.agents.rollout.episodes import AgentPayload, pack_episodes, pack_groups
+from mmrl.agents.rollout.storage import Record, read_recorded, restore_episode, store_episode
+from mmrl.core.loss import Denominators, Metric, mean_metric
+from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.returns import turn_starts
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice, rare
+from mmrl.files import expanded
+from mmrl.hub.building import build_if_missing
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import make_generator, stream_seed
+from mmrl.training.settings import RunConfig
+from mmrl.training.terms import LossTerm, Step, TermLoss
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.model.config import check_update_precision
+
+METHODS, ADVANTAGES = ("digirl", "filtered_cloning"), ("paper", "code")
+
+
+@dataclass
+class DigirlSettings:
+    """What is learnt from which episodes."""
+
+    method: str = choice("digirl", METHODS)
+    """digirl, or filtered_cloning: episodes filtered by reward, all of their steps, no critics."""
+    path: str | None = None
+    """Folder of recorded episodes to begin with; see mmrl.agents.rollout.storage."""
+    build: str | None = None
+    """`module:function` that writes the folder where it is missing: it gets the path and `build_options`."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `build`."""
+    offline_steps: int = bounded(0, at_least=0)
+    """First steps of the run, in which no episodes are run."""
+    warmup_steps: int = bounded(0, at_least=0)
+    """First steps of the run, in which only the critics learn."""
+    gamma: float = rare(bounded(0.5, at_least=0, at_most=1))
+    """Discount of the returns that the step critic predicts."""
+    advantage: str = rare(choice("paper", ADVANTAGES))
+    """Advantage of a step: doubly robust (paper), or V(s') - V(s) - 0.05 + r + return (code)."""
+    lam: float = rare(bounded(0.5, at_least=0, at_most=1))
+    """Weight of the episode's end in the paper's advantage; the further from it, the higher its power."""
+    threshold: str = rare("auto")
+    """What the advantage of a step has to exceed: 1/H with H the steps of its episode, a number, or auto (1/H for the
+    paper's advantage, 0 for the code's)."""
+    step_filter: bool = rare(True)
+    """Whether steps are filtered."""
+    instruction_filter: bool = rare(True)
+    """Whether episodes are filtered."""
+    quantile: float = bounded(0.9, at_least=0, at_most=1)
+    """Episodes that score at least this quantile of all are kept."""
+    min_score: float | None = bounded(None, finite=True)
+    """Smallest score of a kept episode besides, a reward offline and an advantage after; null = none."""
+    clamp: bool = rare(True)
+    """Whether token probabilities are kept within 0.001 and 0.99, beyond which a token has no gradient."""
+    batch_episodes: int = bounded(16, at_least=1)
+    """Episodes of an optimiser step, drawn with replacement."""
+    capacity: int = bounded(1000, at_least=1)
+    """Episodes that are stored; the oldest one goes first. All are read once in every step."""
+    memory_mb: int = rare(bounded(4096, at_least=1))
+    """Largest size of the stored episodes in 10^6 bytes, in each process."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critics."""
+
+    @property
+    def has_critics(self) -> bool:
+        """Whether there are critics."""
+        return self.method == "digirl"
+
+    def step_rule(self) -> str:
+        """The threshold of steps without auto."""
+        automatic = "1/H" if self.advantage == "paper" else "0"
+        return automatic if self.threshold == "auto" else self.threshold
+
+    def validate(self) -> None:
+        """Check that the options fit together; raises ValueError."""
+        step_threshold(self.step_rule(), 1)
+        if self.offline_steps and self.path is None:
+            raise UserError(f"digirl.offline_steps is {self.offline_steps}, but digirl.path names no recorded episodes")
+        if self.warmup_steps and not self.has_critics:
+            raise UserError("digirl.warmup_steps trains critics, which filtered_cloning does not have")
+
+
+@dataclass
+class DigirlConfig(AgentConfig):
+    """A DigiRL run; each step has `trainer.epochs` x `trainer.minibatches_per_step` optimiser steps, 20 in the code."""
+
+    digirl: DigirlSettings = field(default_factory=DigirlSettings)
+    """What is learnt from which episodes."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="sft"))
+    """Fixed: likelihood of what is kept."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        RunConfig.validate(self)
+        check_update_precision(self.model, self.trainer.learning_rate)
+        if self.objective != ObjectiveConfig(preset="sft"):
+            raise UserError("digirl raises the likelihood of kept steps; leave objective out, or use recipe: agent")
+
+
+EPISODES = "episodes"
+STEPS = "steps"
+
+
+class KeptSteps(LossTerm):
+    """Counts the steps that the likelihood is averaged over; the episodes of a batch need no old log-probs."""
+
+    name = "kept_steps"
+    gradient = "never"
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """Nothing is compared with an old policy."""
+        return frozenset({"logp_old"})
+
+    def counts(self, minibatch: Rollouts) -> dict[str, float]:
+        """Steps of the optimiser step, kept or not."""
+        return {STEPS: float(turn_starts(minibatch).sum())}
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Nothing; the loss is the recipe's own."""
+        return TermLoss()
+
+
+class DigirlRecipe(AgentRecipe):
+    """Offline and online filtered likelihood; see the module."""
+
+    config: DigirlConfig
+
+    def __init__(self, config: DigirlConfig) -> None:
+        super().__init__(config)
+        settings = config.digirl
+        self.terms = [KeptSteps()]
+        self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))
+        size = int(self.policy.network.config.text_config.hidden_size)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(config.seed, "critics"))
+            self.instruction_critic = Fitter(InstructionCritic(size), settings.critic)
+            self.step_critic = Fitter(StepCritic(size, settings.critic.hidden), settings.critic)
+        self.parts |= {
+            "episodes": self.store,
+            "instruction_critic": self.instruction_critic,
+            "step_critic": self.step_critic,
+        }
+        self._fresh: list[tuple[int, Record]] = []
+        if settings.path is not None:
+            try:
+                build_if_missing(settings, "digirl")
+                self._read(expanded(settings.path))
+            except BaseException:
+                self.close()
+                raise
+
+    def is_offline(self, step: Step) -> bool:
+        """Whether the step runs no episodes."""
+        return step.number < self.config.digirl.offline_steps
+
+    def rollout(
+        self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step
+    ) -> Rollouts:
+        """Run G episodes of each task; offline, draw stored ones, which only the step's statistics are taken of."""
+        if not self.is_offline(step):
+            groups = self.run_groups(policy, tasks, step)
+            valid = [(number, episode) for number, own in enumerate(groups) for episode in own if episode.has_result]
+            self._fresh = [(number, store_episode(episode)) for number, episode in valid]
+            return pack_groups(groups, policy)
+        records = self.store.stored(EPISODES)
+        drawn = torch.randint(len(records), (len(tasks),), generator=generator).tolist()
+        episodes = [restore_episode(records[number]) for number in drawn]
+        return pack_episodes(episodes, range(len(episodes)), policy)
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Store the step's episodes, train the critics, and return the kept steps, with advantage 1 on them."""
+        with accelerator.autocast():
+            found = self._kept_batch(rollouts, step)
+        return found if found.advantage is not None else found.replace(advantage=found.mask.clone())
+
+    def _kept_batch(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        settings = self.config.digirl
+        self._store_fresh(step)
+        episodes = [restore_episode(record) for record in self.store.stored(EPISODES)]
+        with stopwatch("critic"):
+            rows = self.config.trainer.micro_batch
+            data = label_episodes(self.policy, episodes, settings.gamma, rows, read=settings.has_critics)
+        self.noted |= {"digirl/stored": float(len(episodes)), "digirl/return": float(data.total.mean())}
+        if settings.has_critics:
+            with stopwatch("critic"):
+                self._train_critics(data, step)
+        chosen, steps = self._filter(data, step)
+        if step.number < settings.warmup_steps or not bool(chosen.any()):
+            return rollouts.replace(reward=torch.full_like(rollouts.reward, math.nan))  # nothing to train on
+        return self._batch(data, chosen, steps, step)
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Minus the mean over all steps of the log-probability of the kept ones."""
+        assert minibatch.advantage is not None
+        logp = self.scores(policy, minibatch, frozenset({"logp"})).logp
+        bounded_logp = clamp_logp(logp) if self.config.digirl.clamp else logp
+        mask = minibatch.loss_mask * minibatch.advantage
+        loss = -torch.where(mask > 0, bounded_logp, 0.0).sum() / denominators.others[STEPS]
+        return LossOutput(
+            loss, {"loss/total": Metric.summed(loss.detach()), "loss/nll": mean_metric(-logp.detach(), mask)}
+        )
+
+    def describe(self) -> str:
+        """The loss and the filters."""
+        settings = self.config.digirl
+        score = "reward" if not settings.has_critics else "reward - V(instruction)"
+        lines = ["digirl: minimise - mean over steps of [kept] * sum_t logp_t", "  episodes: all"]
+        if settings.instruction_filter:
+            lines[1] = f"  episodes: {score} at least its {settings.quantile:g} quantile"
+        if settings.has_critics and settings.step_filter:
+            lines.append(f"  steps: advantage ({settings.advantage}) above {settings.step_rule()}")
+        return "\n".join(lines)
+
+    def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
+        """Episodes are compared with all that are stored, never with their group."""
+        return torch.zeros_like(reward, dtype=torch.bool)
+
+    def _read(self, folder: Path) -> None:
+        config = self.config
+        writer = Writer(
+            self.policy, config.conversation, config.conversation.system_text(config.actions, self.pool.actions)
+        )
+        for episode in read_recorded(folder, self.policy, writer):
+            self.store.push(EPISODES, store_episode(episode), step=0)
+
+    def _store_fresh(self, step: Step) -> None:
+        """Store what all processes ran in this step, in the order of the tasks."""
+        process = PartialState()
+        mine = [(number, process.process_index, record) for number, record in self._fresh]
+        found = mine if process.num_processes == 1 else list(gather_object(mine))
+        self._fresh = []
+        for _, _, record in sorted(found, key=lambda entry: entry[:2]):
+            self.store.push(EPISODES, record, step.number)
+
+    def _train_critics(self, data: LabelledEpisodes, step: Step) -> None:
+        """Some updates of both critics, the same on every process."""
+        settings = self.config.digirl.critic
+        generator = make_generator(self.config.seed, "critics", step.number)
+        succeeded, steps = (data.total > 0).long(), data.steps
+        instruction, steps_critic = self.instruction_critic, self.step_critic
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            for _ in range(settings.updates):
+                rows = torch.randint(len(succeeded), (settings.batch_episodes,), generator=generator)
+                loss = instruction_loss(instruction.critic(data.text_state[rows]), succeeded[rows])
+                self.noted["digirl/instruction_loss"] = instruction.step(loss)
+                drawn = steps.select(torch.randint(len(steps), (settings.batch_steps,), generator=generator))
+                logits = steps_critic.critic(drawn.state), steps_critic.critic(drawn.next_state)
+                self.noted["digirl/step_loss"] = steps_critic.step(step_loss(*logits, drawn.has_next, drawn.succeeds))
+
+    def _filter(self, data: LabelledEpisodes, step: Step) -> tuple[Tensor, Tensor]:
+        """Which episodes (n,) and which of all steps (M,) are kept."""
+        settings = self.config.digirl
+        scores, steps = data.total, torch.ones(len(data.reward), dtype=torch.bool)
+        if settings.has_critics:
+            value = self.instruction_critic.critic.value(data.text_state).double()
+            self.noted["digirl/instruction_value"] = float(value.mean())
+            if not self.is_offline(step):
+                scores = instruction_advantages(data.total, value)
+            if settings.step_filter:
+                steps = kept_steps(data, self.step_critic.critic, settings)
+        chosen = torch.ones(len(scores), dtype=torch.bool)
+        if settings.instruction_filter:
+            chosen = keep_best(scores, settings.quantile, settings.min_score)
+        counts = torch.tensor(data.counts)
+        of_chosen = steps[chosen.repeat_interleave(counts)]
+        self.noted["digirl/kept_episodes"] = float(chosen.float().mean())
+        self.noted["digirl/kept_steps"] = float(of_chosen.float().mean()) if len(of_chosen) else 0.0
+        return chosen, steps
+
+    def _batch(self, data: LabelledEpisodes, chosen: Tensor, steps: Tensor, step: Step) -> Rollouts:
+        """Episodes for the optimiser steps of this step, this process's share of them."""
+        process = PartialState()
+        generator = make_generator(self.config.seed, "batch", step.number)
+        count = self.config.digirl.batch_episodes * self.config.trainer.minibatches_per_step
+        among = torch.nonzero(chosen).flatten()
+        drawn = among[torch.randint(len(among), (count,), generator=generator)].tolist()
+        mine = drawn[process.process_index :: process.num_processes]
+        rollouts = pack_episodes([data.episodes[number] for number in mine], range(len(mine)), self.policy)
+        assert rollouts.turn is not None
+        kept = steps.split(data.counts)
+        advantage = torch.zeros_like(rollouts.mask)
+        for row, number in enumerate(mine):
+            own = kept[number].to(advantage)[rollouts.turn[row].clamp(min=0)]
+            advantage[row] = own * rollouts.mask[row]
+        total = [episode.total for episode in AgentPayload.of(rollouts).episodes]
+        return rollouts.replace(reward=torch.tensor(total).to(rollouts.reward), advantage=advantage)
+
+
+def kept_steps(data: LabelledEpisodes, critic: StepCritic, settings: DigirlSettings) -> Tensor:
+    """Which steps have an advantage above the threshold.
+
+    Returns:
+        (M,) bool.
+    """
+    value = critic.value(data.state).double()
+    after = torch.where(data.has_next, critic.value(data.next_state).double(), 0.0)
+    found = []
+    columns = (tensor.split(data.counts) for tensor in (value, after, data.reward, data.mc_return))
+    for own, following, rewards, returns in zip(*columns, strict=True):
+        if settings.advantage == "paper":
+            advantage = paper_advantages(own, rewards, settings.lam)
+        else:
+            advantage = code_advantages(own, following, rewards, returns)
+        found.append(advantage > step_threshold(settings.step_rule(), len(own)))
+    return torch.cat(found)

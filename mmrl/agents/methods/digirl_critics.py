@@ -1,0 +1,249 @@
+"""Stored episodes with the inputs of DigiRL's critics and filters: states of the policy, returns, totals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from mmrl.agents.methods.digirl_filters import discounted_returns
+from mmrl.agents.rollout.episodes import Episode, pack_episodes
+from mmrl.core.returns import turn_starts
+from mmrl.fields import bounded, rare
+from mmrl.vlm.data.prompt import TEXT, Prompt
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.rows import text_prompt
+
+CriticT = TypeVar("CriticT", bound=nn.Module)
+
+
+@dataclass
+class CriticConfig:
+    """The critics and their training; the defaults are those of the public code."""
+
+    hidden: int = rare(bounded(768, at_least=1))
+    """Width of the two hidden layers of the step critic."""
+    learning_rate: float = bounded(1e-4, above=0)
+    """Of Adam, for both critics."""
+    updates: int = bounded(5, at_least=1)
+    """Optimiser steps of each critic in every step of the run."""
+    batch_steps: int = rare(bounded(128, at_least=1))
+    """Steps that an update of the step critic draws, with replacement."""
+    batch_episodes: int = rare(bounded(256, at_least=1))
+    """Episodes that an update of the instruction critic draws, with replacement."""
+    max_grad_norm: float = rare(bounded(0.01, above=0))
+    """Norm above which gradients are scaled down."""
+
+
+@dataclass
+class StepData:
+    """Steps of stored episodes, M of them."""
+
+    state: Tensor
+    """(M, S) before each step."""
+    next_state: Tensor
+    """(M, S) before the following step; anything where the episode is over."""
+    has_next: Tensor
+    """(M,) bool."""
+    succeeds: Tensor
+    """(M,) int64, 1 where the return from the step on is above 0."""
+
+    def __len__(self) -> int:
+        """Number of steps M."""
+        return len(self.succeeds)
+
+    def select(self, rows: Tensor) -> StepData:
+        """Some of the steps (m,) int64, with repetitions."""
+        return StepData(self.state[rows], self.next_state[rows], self.has_next[rows], self.succeeds[rows])
+
+
+class InstructionCritic(nn.Module):
+    """Probability that an instruction is carried out, by the state of its text: one linear layer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(size, 2)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Logits (n, 2) of failure and success."""
+        return self.head(states)  # type: ignore[no-any-return]
+
+    def value(self, states: Tensor) -> Tensor:
+        """Probability of success (n,); no gradient."""
+        with torch.no_grad():
+            return self(states).softmax(-1)[:, 1]  # type: ignore[no-any-return]
+
+
+class StepCritic(nn.Module):
+    """Probability that an episode succeeds from a state on: the smaller one of two heads."""
+
+    def __init__(self, size: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([_perceptron(size, hidden) for _ in range(2)])
+
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (M, 2) of failure and success, of each head."""
+        return self.heads[0](states), self.heads[1](states)
+
+    def value(self, states: Tensor) -> Tensor:
+        """Smaller probability of success (M,); no gradient."""
+        with torch.no_grad():
+            one, other = self(states)
+            return torch.minimum(one.softmax(-1)[:, 1], other.softmax(-1)[:, 1])
+
+
+def instruction_loss(logits: Tensor, succeeded: Tensor) -> Tensor:
+    """Cross-entropy of episodes.
+
+    Source: DigiRL-agent/digirl digirl/algorithms/digirl/trainer.py, trajectory_critic_loss.
+    """
+    return cross_entropy(logits, succeeded)
+
+
+def step_loss(
+    logits: tuple[Tensor, Tensor], next_logits: tuple[Tensor, Tensor], has_next: Tensor, succeeds: Tensor
+) -> Tensor:
+    """Sum of the cross-entropies of both heads, before and after the step, all with the return from the step on.
+
+    Args:
+        logits: (M, 2) of each head, before the steps.
+        next_logits: (M, 2) of each head, after them.
+        has_next: (M,) bool; where an episode is over, nothing is known of the state after it.
+        succeeds: (M,) int64.
+
+    Source: DigiRL-agent/digirl digirl/algorithms/digirl/trainer.py, critic_loss.
+    """
+    before = [cross_entropy(head, succeeds) for head in logits]
+    after = [cross_entropy(head[has_next], succeeds[has_next]) for head in next_logits if bool(has_next.any())]
+    return torch.stack([*before, *after]).sum()
+
+
+class Fitter(Generic[CriticT]):
+    """Adam on one critic."""
+
+    def __init__(self, critic: CriticT, config: CriticConfig) -> None:
+        self.critic, self._config = critic, config
+        self._optimizer = torch.optim.Adam(critic.parameters(), lr=config.learning_rate)
+
+    def step(self, loss: Tensor) -> float:
+        """Take an optimiser step; returns the loss."""
+        self._optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.critic.parameters(), self._config.max_grad_norm)
+        self._optimizer.step()
+        return float(loss.detach())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and moments."""
+        return {"critic": self.critic.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.critic.load_state_dict(state["critic"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+def _perceptron(size: int, hidden: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+
+
+ROWS = 16
+"""Episodes that are read together by default; more only cost memory."""
+
+
+@dataclass
+class LabelledEpisodes:
+    """n episodes of M steps in all; a step is a turn."""
+
+    episodes: list[Episode]
+    text_state: Tensor
+    """(n, S) float32, the policy's state after the text of the first prompt, without its images."""
+    state: Tensor
+    """(M, S) float32, the policy's state before each step, after everything up to then."""
+    counts: list[int]
+    """Steps H of each episode."""
+    reward: Tensor
+    """(M,) of each step."""
+    mc_return: Tensor
+    """(M,) discounted return from each step on."""
+
+    @property
+    def total(self) -> Tensor:
+        """(n,) sum of the rewards of each episode."""
+        return torch.stack([rewards.sum() for rewards in self.reward.split(self.counts)])
+
+    @property
+    def next_state(self) -> Tensor:
+        """(M, S) state before the next step; after the last step, that of the step itself."""
+        last = torch.tensor([step == steps - 1 for steps in self.counts for step in range(steps)])
+        return torch.where(last[:, None], self.state, self.state.roll(-1, 0))
+
+    @property
+    def has_next(self) -> Tensor:
+        """(M,) bool."""
+        return torch.tensor([step < steps - 1 for steps in self.counts for step in range(steps)])
+
+    @property
+    def steps(self) -> StepData:
+        """The steps as data of the step critic."""
+        return StepData(self.state, self.next_state, self.has_next, (self.mc_return > 0).long())
+
+
+def label_episodes(
+    policy: VlmPolicy, episodes: Sequence[Episode], gamma: float, rows: int, *, read: bool = True
+) -> LabelledEpisodes:
+    """Label episodes, and read them with the policy."""
+    counts = [episode.trajectory.turns for episode in episodes]
+    if read:
+        text_state, state = _shared_states(policy, episodes, rows or ROWS)
+    else:
+        text_state, state = torch.zeros(len(counts), 0), torch.zeros(sum(counts), 0)
+    return LabelledEpisodes(
+        episodes=list(episodes),
+        text_state=text_state,
+        state=state,
+        counts=counts,
+        reward=torch.cat([torch.tensor(episode.rewards, dtype=torch.float64) for episode in episodes]),
+        mc_return=torch.cat([discounted_returns(episode.rewards, gamma) for episode in episodes]),
+    )
+
+
+def _shared_states(policy: VlmPolicy, episodes: Sequence[Episode], rows: int) -> tuple[Tensor, Tensor]:
+    """States of the texts (n, S) and before the steps (M, S); each process reads a share."""
+    process = PartialState()
+    mine = list(range(process.process_index, len(episodes), process.num_processes))
+    found = []
+    with torch.no_grad():
+        for start in range(0, len(mine), rows):
+            chunk = mine[start : start + rows]
+            found += _states(policy, chunk, [episodes[number] for number in chunk])
+    if process.num_processes > 1:
+        found = list(gather_object(found))
+    found.sort(key=lambda entry: entry[0])
+    return torch.stack([text for _, text, _ in found]), torch.cat([states for _, _, states in found])
+
+
+def _states(policy: VlmPolicy, numbers: Sequence[int], episodes: Sequence[Episode]) -> list[tuple[int, Tensor, Tensor]]:
+    """Number, state of the text (S,) and states before the steps (H, S) of each episode."""
+    rollouts = pack_episodes(episodes, range(len(episodes)), policy)
+    starts = turn_starts(rollouts.replace(reward=torch.zeros_like(rollouts.reward)))
+    states = policy.states(rollouts.replace(mask=starts.to(rollouts.mask.dtype))).float().cpu()
+    texts = _text_states(policy, [episode.prompt for episode in episodes if episode.prompt is not None])
+    counts = [episode.trajectory.turns for episode in episodes]
+    return list(zip(numbers, texts, states.split(counts), strict=True))
+
+
+def _text_states(policy: VlmPolicy, prompts: Sequence[Prompt]) -> list[Tensor]:
+    """State (S,) after each prompt; equal prompts, of tasks that differ in their images only, are read once."""
+    texts = [text_prompt(prompt.input_ids[prompt.mm_token_type_ids == TEXT]) for prompt in prompts]
+    keys = [tuple(text.input_ids.tolist()) for text in texts]
+    distinct = dict(zip(keys, texts, strict=True))
+    states = policy.encode_prefix(list(distinct.values())).last_state.float().cpu()
+    found = dict(zip(distinct, states, strict=True))
+    return [found[key] for key in keys]

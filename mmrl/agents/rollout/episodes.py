@@ -1,0 +1,249 @@
+"""The payload of agents' rollouts: a row is an episode."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.environments.videos import Video
+from mmrl.core.payload import per_row
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, rare
+from mmrl.vlm.data.prompt import Context, Insert, Prompt, VlmPayload
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy
+
+
+@dataclass
+class Trajectory:
+    """The tokens of one trajectory after its first prompt, in the order in which the model reads them."""
+
+    ids: list[int] = field(default_factory=list)
+    """Sampled and given tokens."""
+    logp: list[float] = field(default_factory=list)
+    """Log-probability in nats of each sampled token; 0 for given ones."""
+    turn: list[int] = field(default_factory=list)
+    """Turn of each token; an observation belongs to the turn after it."""
+    sampled: list[bool] = field(default_factory=list)
+    """Whether the policy sampled the token."""
+    inserts: list[Insert] = field(default_factory=list)
+    """Observations between the turns."""
+    contexts: list[Context] = field(default_factory=list)
+    """Where the history was cut and the trajectory continues after another prompt."""
+    turns: int = 0
+    """Turns sampled so far."""
+    bootstrap_index: int | None = None
+    """Index of the token after the last observation, whose state value the critic is asked for."""
+
+    def add_turn(self, ids: Sequence[int], logp: Sequence[float]) -> None:
+        """Append the tokens that the policy sampled in a turn."""
+        self._append(ids, logp, sampled=True)
+        self.turns += 1
+
+    def add_given(self, prompt: Prompt) -> None:
+        """Append what the agent is given before its next turn."""
+        self.inserts.append(Insert(len(self.ids), prompt))
+        self._append(prompt.input_ids.tolist(), [0.0] * len(prompt), sampled=False)
+
+    def restart(self, prompt: Prompt) -> None:
+        """Continue after another prompt, which replaces everything up to here."""
+        self.contexts.append(Context(len(self.ids), prompt))
+
+    def add_bootstrap_observation(self, prompt: Prompt, restart: bool = False) -> None:
+        """Append the observation after the last action, so that a critic can value the state of a truncated episode."""
+        self.restart(prompt) if restart else self.add_given(prompt)
+        self.bootstrap_index = len(self.ids)
+        # A value belongs to the state before a token: a copy of the last sampled one stands for the next answer.
+        last = next(token for token, sampled in zip(self.ids[::-1], self.sampled[::-1], strict=True) if sampled)
+        self._append([last], [0.0], sampled=False)
+
+    def last_tokens(self) -> list[int]:
+        """Index of the last sampled token of each turn."""
+        found = {turn: index for index, turn in enumerate(self.turn) if self.sampled[index]}
+        return [found[turn] for turn in sorted(found)]
+
+    def _append(self, ids: Sequence[int], logp: Sequence[float], *, sampled: bool) -> None:
+        self.ids += ids
+        self.logp += logp
+        self.turn += [self.turns] * len(ids)
+        self.sampled += [sampled] * len(ids)
+
+
+@dataclass
+class TokenTable:
+    """B trajectories side by side, right-padded to the longest, T tokens."""
+
+    ids: Tensor
+    """(B, T) int64."""
+    mask: Tensor
+    """(B, T) float32, 1 on sampled tokens."""
+    logp: Tensor
+    """(B, T) float32, 0 where nothing was sampled."""
+    turn: Tensor
+    """(B, T) int64, -1 on padding."""
+    inserts: list[tuple[Insert, ...]]
+    contexts: list[tuple[Context, ...]]
+
+
+def tabulate_tokens(rows: Sequence[Trajectory], pad_id: int, device: torch.device | str = "cpu") -> TokenTable:
+    """Pad trajectories to one table."""
+    width = max([1, *(len(row.ids) for row in rows)])
+
+    def table(columns: Sequence[Sequence[float]], padding: float, dtype: torch.dtype) -> Tensor:
+        padded = [[*column, *[padding] * (width - len(column))] for column in columns]
+        return torch.tensor(padded, dtype=dtype, device=device)
+
+    return TokenTable(
+        ids=table([row.ids for row in rows], pad_id, torch.int64),
+        mask=table([row.sampled for row in rows], 0, torch.float32),
+        logp=table([row.logp for row in rows], 0.0, torch.float32),
+        turn=table([row.turn for row in rows], -1, torch.int64),
+        inserts=[tuple(row.inserts) for row in rows],
+        contexts=[tuple(row.contexts) for row in rows],
+    )
+
+
+@dataclass
+class EpisodeConfig:
+    """How long episodes last."""
+
+    max_turns: int = bounded(15, at_least=1)
+    """Turns after which an episode is truncated, unless the environment ended it before."""
+    success_above: float = rare(0.0)
+    """An episode succeeds where the sum of its rewards is larger, unless the environment sets info["success"]."""
+
+
+@dataclass
+class Episode:
+    """One episode and how it ended."""
+
+    task: AgentTask
+    prompt: Prompt | None = None
+    """First prompt; None where the environment did not start."""
+    trajectory: Trajectory = field(default_factory=Trajectory)
+    rewards: list[float] = field(default_factory=list)
+    """The environment's reward of each turn."""
+    answers: list[str] = field(default_factory=list)
+    """The agent's text of each turn."""
+    unreadable: int = 0
+    """Answers without a readable action."""
+    refused: int = 0
+    """Actions that the environment could not execute."""
+    ending: str = ""
+    """Key of `ENDINGS`; empty while it runs."""
+    reason: str = ""
+    """Why it has no result, in one line."""
+    success: bool = False
+    finish: str = ""
+    """Why the last answer ended: "eos", "stop" or "length"."""
+    last: Observation = field(default_factory=Observation)
+    """The last observation."""
+    video: Video | None = None
+    """Observations and actions, where they are recorded."""
+
+    @property
+    def has_result(self) -> bool:
+        """Whether its reward counts."""
+        return self.ending not in NO_RESULT
+
+    @property
+    def total(self) -> float:
+        """Sum of the environment's rewards; NaN where there is no result."""
+        return sum(self.rewards) if self.has_result else math.nan
+
+
+NO_RESULT = ("failed", "overflow")
+"""Endings of episodes whose reward does not count."""
+
+ENDINGS: dict[str, str] = {
+    "terminated": "The environment ended the episode.",
+    "truncated": "The environment's limit or episode.max_turns was reached.",
+    "unreadable": "An answer had no readable action, and actions.on_parse_error is terminate.",
+    "failed": "The environment raised, hung, died or returned something malformed: there is no result.",
+    "overflow": "The next observation does not fit into the model's positions: there is no result.",
+}
+
+
+@dataclass
+class AgentPayload(VlmPayload):
+    """Episodes of B rows, after the first prompt of their group."""
+
+    episodes: list[Episode] = per_row(default_factory=list)
+    """The episode of each row."""
+
+
+def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: VlmPolicy) -> Rollouts:
+    """Turn finished episodes into rollouts.
+
+    An episode whose first observation is not that of its group continues after a prompt of its own. One without a
+    result has no trained decision.
+
+    Returns:
+        Rows with the log-probabilities as sampled, the turn of each token, and the reward still NaN. Extras:
+        "decision_reward" (B, T), the environment's reward at the last token of each turn; "truncated" (B,), 1 where a
+        time limit ended the episode; "bootstrap_mask" (B, T), 1 at `Trajectory.bootstrap_index`.
+    """
+    prompts = _first_prompts(episodes, group)
+    rows = [_with_own_context(episode, prompts[number]) for episode, number in zip(episodes, group, strict=True)]
+    table = tabulate_tokens([episode.trajectory for episode in rows], policy.pad_id, policy.device)
+    tasks = {number: episode.task for episode, number in zip(episodes, group, strict=True)}
+    payload = AgentPayload(
+        prompts=prompts,
+        tasks=[VlmTask(tasks[number].id, []) for number in range(len(prompts))],
+        response_ids=table.ids,
+        texts=["\n".join(episode.answers) for episode in rows],
+        finish=[episode.finish for episode in rows],
+        inserts=table.inserts,
+        contexts=table.contexts,
+        episodes=list(episodes),
+    )
+    device = table.mask.device
+    rewards, bootstrap_mask = torch.zeros_like(table.logp), torch.zeros_like(table.logp)
+    for row, episode in enumerate(episodes):
+        index = episode.trajectory.last_tokens()
+        rewards[row, index] = torch.tensor(episode.rewards[: len(index)], device=device)
+        if episode.trajectory.bootstrap_index is not None:
+            bootstrap_mask[row, episode.trajectory.bootstrap_index] = 1.0
+    truncated = torch.tensor([float(episode.ending == "truncated") for episode in episodes], device=device)
+    return Rollouts(
+        group=torch.tensor(list(group), device=device),
+        mask=table.mask * torch.tensor([episode.has_result for episode in episodes], device=device)[:, None],
+        logp_old=table.logp,
+        reward=torch.full((len(episodes),), float("nan"), device=device),
+        payload=payload,
+        turn=table.turn,
+        extras={"decision_reward": rewards, "truncated": truncated, "bootstrap_mask": bootstrap_mask},
+    )
+
+
+def pack_groups(groups: Sequence[Sequence[Episode]], policy: VlmPolicy) -> Rollouts:
+    """Turn the episodes of whole groups into rollouts with `pack_episodes`."""
+    group = [number for number, own in enumerate(groups) for _ in own]
+    return pack_episodes([episode for own in groups for episode in own], group, policy)
+
+
+def _first_prompts(episodes: Sequence[Episode], group: Sequence[int]) -> list[Prompt]:
+    """The first prompt of each group."""
+    found: dict[int, Prompt] = {}
+    for episode, number in zip(episodes, group, strict=True):
+        if episode.prompt is not None:
+            found.setdefault(number, episode.prompt)
+    missing = sorted(set(group) - found.keys())
+    if missing:
+        raise ValueError(f"no episode of the groups {missing} started; leave such groups out.")
+    return [found[number] for number in range(len(found))]
+
+
+def _with_own_context(episode: Episode, prompt: Prompt) -> Episode:
+    """The episode, with its own first prompt as a context where it is not the group's."""
+    if episode.prompt is None or episode.prompt is prompt:
+        return episode
+    own = dataclasses.replace(episode.trajectory, contexts=[Context(0, episode.prompt), *episode.trajectory.contexts])
+    return dataclasses.replace(episode, trajectory=own)

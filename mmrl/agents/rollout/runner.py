@@ -1,0 +1,291 @@
+"""Episodes of an agent: environments and conversations side by side, sampled together turn by turn.
+
+An episode takes a slot of the pool of environments; further episodes start as slots become free. Each episode has its
+own random numbers, so it does not depend on which others run beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.agents.environments.actions import Action, ActionConfig, ParsedAnswer
+from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.pool import EnvPool, TurnResult
+from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.environments.videos import Video
+from mmrl.agents.rollout.conversation import Conversation, Writer
+from mmrl.agents.rollout.episodes import Episode, EpisodeConfig
+from mmrl.agents.rollout.turns import TurnSampler
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.vlm.data.prompt import Prompt
+from mmrl.vlm.data.task import TaskError
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.sampler import SamplerConfig, Samples
+
+FINISH = "finish"
+"""Action that asks an environment for its verdict, where it has such an action."""
+
+
+@dataclass
+class _Slot:
+    """A running episode."""
+
+    episode: Episode
+    conversation: Conversation
+    generator: torch.Generator
+    success: bool | None = None
+    """As reported by the environment."""
+
+
+class EpisodeRunner:
+    """Runs episodes of a policy.
+
+    Args:
+        policy: samples the answers.
+        pool: its size is the number of episodes that run at once.
+        writer: turns observations into prompts.
+        actions: how actions are read from answers.
+        sampler: sampling of a turn.
+        limits: turns of an episode.
+        bootstrap_observation: whether truncated episodes end with the observation after their last action.
+    """
+
+    def __init__(
+        self,
+        policy: VlmPolicy,
+        pool: EnvPool,
+        writer: Writer,
+        actions: ActionConfig,
+        sampler: SamplerConfig,
+        limits: EpisodeConfig,
+        *,
+        bootstrap_observation: bool = False,
+    ) -> None:
+        self._policy, self._pool, self._writer = policy, pool, writer
+        self._actions, self._sampler, self._limits = actions, sampler, limits
+        self._bootstrap_observation = bootstrap_observation
+
+    def run(
+        self, tasks: Sequence[AgentTask], seeds: Sequence[int], *, greedy: bool = False, video: Sequence[bool] = ()
+    ) -> list[Episode]:
+        """Run an episode of each task.
+
+        Args:
+            tasks: N tasks.
+            seeds: N seeds of the sampled tokens.
+            greedy: whether answers are greedy.
+            video: whether each episode is recorded; empty for none.
+
+        Returns:
+            N finished episodes.
+        """
+        episodes = [Episode(task) for task in tasks]
+        for episode, recorded in zip(episodes, video, strict=False):
+            episode.video = Video(episode.task.id) if recorded else None
+        turns = TurnSampler(self._policy, self._sampler, self._pool.size)
+        waiting, running, first = deque(range(len(tasks))), dict[int, _Slot](), dict[str, tuple[Observation, Prompt]]()
+        while waiting or running:
+            while waiting and len(running) < self._pool.size:
+                free = [row for row in range(self._pool.size) if row not in running]
+                index = {row: waiting.popleft() for row, _ in zip(free, list(waiting), strict=False)}
+                with stopwatch("environment"):
+                    results = self._pool.reset({row: episodes[number].task for row, number in index.items()})
+                started = {row: self._start(episodes[index[row]], result, first) for row, result in results.items()}
+                self._pool.stop([row for row, conversation in started.items() if conversation is None])
+                new = {
+                    row: _Slot(episodes[index[row]], conversation, torch.Generator().manual_seed(seeds[index[row]]))
+                    for row, conversation in started.items()
+                    if conversation is not None
+                }
+                if new:
+                    self._read_first(new, turns)
+                    running |= new
+            if running:
+                self._take_turn(running, turns, greedy)
+        return episodes
+
+    def _start(
+        self, episode: Episode, result: TurnResult, first: dict[str, tuple[Observation, Prompt]]
+    ) -> Conversation | None:
+        """Start the conversation of an episode; None where it is over already."""
+        if result.failure is not None or result.over:
+            reason = "it is over before it began" if result.failure is None else result.failure.reason
+            episode.ending, episode.reason = "failed", reason
+            return None
+        known = first.get(episode.task.id)
+        # Equal first observations share one prompt object, so that it is read once.
+        shared = known[1] if known is not None and _equal_observations(known[0], result.observation) else None
+        try:
+            conversation = self._writer.begin(episode.task, result.observation, shared)
+        except TaskError as error:
+            episode.ending, episode.reason = "overflow", str(error)
+            return None
+        episode.prompt, episode.last = conversation.parts[0].prompt, result.observation
+        first.setdefault(episode.task.id, (result.observation, episode.prompt))
+        return conversation
+
+    def _read_first(self, slots: dict[int, _Slot], turns: TurnSampler) -> None:
+        """Read the first prompts, each object once."""
+        prompts = {row: slot.conversation.parts[0].prompt for row, slot in slots.items()}
+        distinct = {id(prompt): prompt for prompt in prompts.values()}
+        index = {key: number for number, key in enumerate(distinct)}
+        rows = self._rows(slots)
+        with stopwatch("prefill"):
+            which = torch.tensor([index[id(prompts[row])] for row in rows.tolist()], device=rows.device)
+            turns.begin(rows, list(distinct.values()), which)
+
+    def _take_turn(self, running: dict[int, _Slot], turns: TurnSampler, greedy: bool) -> None:
+        """One answer and its actions in every running episode."""
+        rows, width = self._rows(running), self._sampler.max_new_tokens
+        uniforms = [torch.rand(width, generator=running[row].generator) for row in sorted(running) if not greedy]
+        with stopwatch("decode"):
+            drawn = turns.sample(rows, torch.stack(uniforms) if uniforms else None)
+        parsed = {row: self._note(running[row], drawn, index) for index, row in enumerate(rows.tolist())}
+        with stopwatch("environment"):
+            results = self._act(running, parsed)
+        over = [row for row in rows.tolist() if self._is_over(running[row], parsed[row], results.get(row))]
+        if self._bootstrap_observation:
+            self._add_bootstrap_observations({row: running[row] for row in over}, parsed, results, turns)
+        active = {row: slot for row, slot in running.items() if row not in over}
+        over += self._observe(active, parsed, results, turns)
+        self._pool.stop(over)
+        turns.drop(torch.tensor(sorted(over), dtype=torch.int64, device=rows.device))
+        for row in over:
+            slot = running.pop(row)
+            episode = slot.episode
+            if episode.has_result:
+                above = episode.total > self._limits.success_above
+                episode.success = above if slot.success is None else slot.success
+                if episode.video is not None:
+                    episode.video.end(episode.last, episode.total, episode.success)
+
+    def _note(self, slot: _Slot, drawn: Samples, index: int) -> ParsedAnswer:
+        """Keep an answer and read its actions."""
+        length = int(drawn.mask[index].sum())
+        ids, episode = drawn.response_ids[index, :length].tolist(), slot.episode
+        episode.trajectory.add_turn(ids, drawn.logp[index, :length].tolist())
+        episode.answers.append(drawn.texts[index])
+        episode.rewards.append(0.0)
+        episode.finish = drawn.finish[index]
+        self._writer.answer(slot.conversation, ids)
+        parsed = self._actions.parse(drawn.texts[index])
+        episode.unreadable += parsed.error is not None
+        return parsed
+
+    def _act(self, running: dict[int, _Slot], parsed: dict[int, ParsedAnswer]) -> dict[int, TurnResult]:
+        """Execute the actions of all answers, those of one answer in sequence; returns the last result of each row."""
+        results: dict[int, TurnResult] = {}
+        finishes = self._actions.on_parse_error == "terminate" and FINISH in self._pool.actions
+        queues = {
+            row: deque(answer.actions if answer.error is None else (Action(FINISH),) * finishes)
+            for row, answer in parsed.items()
+        }
+        while any(queues.values()):
+            actions = {row: queue.popleft() for row, queue in queues.items() if queue}
+            for row, result in self._pool.step(actions).items():
+                self._record(running[row], actions[row], result)
+                results[row] = result
+                if result.over:
+                    queues[row].clear()
+        return results
+
+    def _record(self, slot: _Slot, action: Action, result: TurnResult) -> None:
+        episode = slot.episode
+        if episode.video is not None:
+            episode.video.add(episode.last, str(action), result.info)
+        if result.failure is not None:
+            episode.ending, episode.reason = "failed", f"{result.failure.kind}: {result.failure.reason}"
+            return
+        episode.rewards[-1] += result.reward
+        episode.refused += "action_error" in result.info
+        episode.last = result.observation
+        if isinstance(result.info.get("success"), bool):
+            slot.success = result.info["success"]
+
+    def _is_over(self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None) -> bool:
+        """Set how the episode ended, if it did in this turn."""
+        episode = slot.episode
+        if episode.ending:
+            return True
+        if answer.error is not None and self._actions.on_parse_error == "terminate":
+            episode.ending, episode.reason = "unreadable", answer.detail
+        elif result is not None and result.terminated:
+            episode.ending = "terminated"
+        elif (result is not None and result.truncated) or episode.trajectory.turns >= self._limits.max_turns:
+            episode.ending = "truncated"
+        return bool(episode.ending)
+
+    def _observe(
+        self,
+        active: dict[int, _Slot],
+        parsed: dict[int, ParsedAnswer],
+        results: dict[int, TurnResult],
+        turns: TurnSampler,
+    ) -> list[int]:
+        """Append the resulting observations; returns the rows whose conversation no longer fits into the model."""
+        added, restarted, full = dict[int, Prompt](), dict[int, Prompt](), []
+        for (row, slot), room in zip(sorted(active.items()), self._room(active, turns), strict=True):
+            try:
+                prompt, restarts = self._next_prompt(slot, parsed[row], results.get(row), room)
+            except TaskError as error:
+                slot.episode.ending, slot.episode.reason = "overflow", str(error)
+                full.append(row)
+                continue
+            slot.episode.trajectory.restart(prompt) if restarts else slot.episode.trajectory.add_given(prompt)
+            (restarted if restarts else added)[row] = prompt
+        with stopwatch("prefill"):
+            if added:
+                turns.extend(self._rows(added), list(added.values()))
+            if restarted:
+                rows = self._rows(restarted)
+                turns.begin(rows, list(restarted.values()), torch.arange(len(rows), device=rows.device))
+        return full
+
+    def _add_bootstrap_observations(
+        self,
+        over: dict[int, _Slot],
+        parsed: dict[int, ParsedAnswer],
+        results: dict[int, TurnResult],
+        turns: TurnSampler,
+    ) -> None:
+        """Append the last observation to truncated episodes, where it fits into the model's positions."""
+        truncated = {row: slot for row, slot in over.items() if slot.episode.ending == "truncated"}
+        for (row, slot), room in zip(sorted(truncated.items()), self._room(truncated, turns), strict=True):
+            with contextlib.suppress(TaskError):
+                prompt, restarts = self._next_prompt(slot, parsed[row], results.get(row), room)
+                slot.episode.trajectory.add_bootstrap_observation(prompt, restarts)
+
+    def _next_prompt(
+        self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None, room: int
+    ) -> tuple[Prompt, bool]:
+        """The next observation and whether it restarts the conversation; raises TaskError where it does not fit."""
+        note = "" if answer.error is None else f"The answer could not be read: {answer.detail}."
+        observation = Observation() if result is None else result.observation
+        part = self._writer.follow(slot.conversation, observation, note)
+        cut = self._writer.cut(slot.conversation)
+        if (room - len(part) if cut is None else self._policy.positions - len(cut)) < 1:
+            turn = slot.episode.trajectory.turns + 1
+            raise TaskError(
+                "prompt_too_long", slot.episode.task.id, f"turn {turn} does not fit into the model's positions"
+            )
+        return (part, False) if cut is None else (cut, True)
+
+    def _room(self, slots: dict[int, _Slot], turns: TurnSampler) -> list[int]:
+        """Positions left in each row, in order."""
+        return turns.room(self._rows(slots)) if slots else []
+
+    def _rows(self, slots: dict[int, _Slot] | dict[int, Prompt]) -> Tensor:
+        return torch.tensor(sorted(slots), dtype=torch.int64, device=self._policy.device)
+
+
+def _equal_observations(one: Observation, other: Observation) -> bool:
+    if one.text != other.text or len(one.images) != len(other.images):
+        return False
+    return all(np.array_equal(a, b) for a, b in zip(one.images, other.images, strict=True))

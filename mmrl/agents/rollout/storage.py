@@ -1,0 +1,269 @@
+"""Folders of recorded episodes, of a run or of an expert, as episodes of a policy.
+
+Two formats are read, and a folder may hold both:
+
+* `episodes.jsonl` and its images, as `write_episodes` writes them: a row an episode, with task, seed, reward, success
+  and turns, each with images, text, answer and, unless it all comes at the end, reward. It belongs to no model: the
+  conversation is written and tokenised for the policy that reads it.
+* `episode-*.pt`, as `write_recorded` writes it: the tokens, log-probs and pixels of one model's own episodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.rollout.conversation import Writer
+from mmrl.agents.rollout.episodes import Episode, Trajectory
+from mmrl.errors import UserError
+from mmrl.files import replaced
+from mmrl.hub.tables import Row, read_rows
+from mmrl.vlm.data.prompt import Context, Insert, Prompt
+from mmrl.vlm.data.task import TaskError
+from mmrl.vlm.engine.policy import VlmPolicy
+
+Record = dict[str, Any]
+"""Tensors, numbers, texts, and lists and dictionaries of them."""
+
+PIXELS = ("pixel_values", "pixel_values_videos")
+GRIDS = ("image_grid_thw", "video_grid_thw")
+TABLES = ("input_ids", "mm_token_type_ids", "position_ids", *GRIDS)
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8)}
+FASTEST = 1
+"""Level of zlib; higher ones take several times as long to save a few per cent."""
+
+
+def store_episode(episode: Episode) -> Record:
+    """Turn a finished episode into plain data."""
+    if episode.prompt is None:
+        raise ValueError("an episode that did not start cannot be stored.")
+    table = _PromptTable()
+    steps = episode.trajectory
+    return {
+        "id": episode.task.id,
+        "instruction": episode.task.instruction,
+        "first": table.add(episode.prompt),
+        "inserts": [[insert.start, table.add(insert.prompt)] for insert in steps.inserts],
+        "contexts": [[context.start, table.add(context.prompt)] for context in steps.contexts],
+        "prompts": table.records,
+        "ids": torch.tensor(steps.ids, dtype=torch.int64),
+        "logp": torch.tensor(steps.logp, dtype=torch.float64),
+        "turn": torch.tensor(steps.turn, dtype=torch.int32),
+        "sampled": torch.tensor(steps.sampled, dtype=torch.bool),
+        "turns": steps.turns,
+        "bootstrap_index": steps.bootstrap_index,
+        "last_text": episode.last.text,
+        "last_images": [_compressed(torch.from_numpy(image)) for image in episode.last.images[-1:]],
+        **{name: getattr(episode, name) for name in PLAIN},
+        "rewards": [float(reward) for reward in episode.rewards],
+        "answers": list(episode.answers),
+    }
+
+
+def restore_episode(record: Record, task: AgentTask | None = None) -> Episode:
+    """The stored episode, without its video and with only the last image of its end."""
+    prompts = _restored_prompts(record["prompts"])
+    trajectory = Trajectory(
+        ids=record["ids"].tolist(),
+        logp=record["logp"].tolist(),
+        turn=record["turn"].tolist(),
+        sampled=record["sampled"].tolist(),
+        inserts=[Insert(start, prompts[number]) for start, number in record["inserts"]],
+        contexts=[Context(start, prompts[number]) for start, number in record["contexts"]],
+        turns=record["turns"],
+        bootstrap_index=record["bootstrap_index"],
+    )
+    images = tuple(_expanded(image).numpy() for image in record["last_images"])
+    return Episode(
+        task or AgentTask(record["id"], instruction=record["instruction"]),
+        prompts[record["first"]],
+        trajectory,
+        rewards=list(record["rewards"]),
+        answers=list(record["answers"]),
+        last=Observation(record["last_text"], images),
+        **{name: record[name] for name in PLAIN},
+    )
+
+
+PLAIN = ("unreadable", "refused", "ending", "reason", "success", "finish")
+"""Fields of an episode that are numbers and texts."""
+
+
+def size_of(record: Any) -> int:
+    """Bytes of the tensors and texts of a record."""
+    if isinstance(record, Tensor):
+        return record.nbytes
+    if isinstance(record, dict):
+        return sum(size_of(value) for value in record.values())
+    if isinstance(record, list):
+        return sum(size_of(value) for value in record)
+    return len(record) if isinstance(record, str) else 8
+
+
+class _PromptTable:
+    """Prompts by number, each object once and after its parts."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._number: dict[int, int] = {}
+
+    def add(self, prompt: Prompt) -> int:
+        if id(prompt) not in self._number:
+            parts = [self.add(part) for part in prompt.parts]
+            record: Record = {"next_position": int(prompt.next_position), "text": prompt.text, "parts": parts}
+            for name in (*TABLES, *PIXELS):
+                value = getattr(prompt, name)
+                if value is not None:
+                    value = _compressed(value) if name in PIXELS else value.cpu().clone()
+                record[name] = value
+            self._number[id(prompt)] = len(self.records)
+            self.records.append(record)
+        return self._number[id(prompt)]
+
+
+def _restored_prompts(records: list[Record]) -> list[Prompt]:
+    """Prompts by number; the parts of a prompt come before it."""
+    found: list[Prompt] = []
+    for record in records:
+        plain: dict[str, Any] = {name: record[name] for name in TABLES}
+        pixels: dict[str, Any] = {name: None if record[name] is None else _expanded(record[name]) for name in PIXELS}
+        parts = tuple(found[number] for number in record["parts"])
+        found.append(Prompt(**plain, **pixels, next_position=record["next_position"], text=record["text"], parts=parts))
+    return found
+
+
+def _compressed(values: Tensor) -> Record:
+    values = values.detach().cpu().contiguous()
+    packed = bytearray(zlib.compress(values.flatten().view(torch.uint8).numpy().tobytes(), FASTEST))
+    return {
+        "data": torch.frombuffer(packed, dtype=torch.uint8).clone(),
+        "dtype": str(values.dtype),
+        "shape": list(values.shape),
+    }
+
+
+def _expanded(record: Record) -> Tensor:
+    dtype, shape = DTYPES[record["dtype"]], tuple(record["shape"])
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    raw = bytearray(zlib.decompress(record["data"].numpy().tobytes()))
+    return torch.from_numpy(np.frombuffer(raw, np.uint8)).view(dtype).reshape(shape)
+
+
+LOGGER = logging.getLogger("mmrl")
+ROWS, SINGLE = "episodes.jsonl", "episode-*.pt"
+
+
+def write_recorded(episodes: Sequence[Episode], folder: Path) -> int:
+    """Write the episodes of a model that have a result, one file each; returns how many."""
+    folder.mkdir(parents=True, exist_ok=True)
+    valid = [episode for episode in episodes if episode.has_result]
+    first = len(list(folder.glob(SINGLE)))
+    for number, episode in enumerate(valid, first):
+        with replaced(folder / f"episode-{number:06d}.pt") as draft:
+            torch.save(store_episode(episode), draft)
+    return len(valid)
+
+
+def read_recorded(folder: Path, policy: VlmPolicy, writer: Writer) -> list[Episode]:
+    """Read the episodes of a folder."""
+    episodes: list[Episode] = []
+    if (folder / ROWS).is_file():
+        episodes = [_episode(row, folder, policy, writer) for row in read_rows(str(folder / ROWS), "train", None)]
+    for episode in episodes:
+        if not episode.has_result:
+            LOGGER.warning("%s: a recorded episode is left out: %s", folder, episode.reason)
+    valid = [episode for episode in episodes if episode.has_result]
+    valid += [_read_single(file, policy) for file in sorted(folder.glob(SINGLE))]
+    if not valid:
+        reason = f"none of its {len(episodes)} fits into the model" if episodes else f"no {ROWS} and no {SINGLE}"
+        raise UserError(f"{folder} has no episodes to learn from: {reason}")
+    return valid
+
+
+def _read_single(file: Path, policy: VlmPolicy) -> Episode:
+    try:
+        episode = restore_episode(torch.load(file, map_location="cpu", weights_only=True))
+    except Exception as error:  # a damaged file may raise anything in pickle
+        raise UserError(f"{file} is no recorded episode: {type(error).__name__}: {error}") from error
+    own = [token for token, sampled in zip(episode.trajectory.ids, episode.trajectory.sampled, strict=True) if sampled]
+    text = policy.processor.tokenizer.decode(own, skip_special_tokens=True)
+    if text != "".join(episode.answers):
+        raise UserError(f"{file} was written with another tokenizer than that of {policy.config.path}")
+    return episode
+
+
+def replay_episode(
+    task: AgentTask, turns: Sequence[tuple[Observation, str]], policy: VlmPolicy, writer: Writer
+) -> Episode:
+    """Build the episode of given observations and answers as the policy would have read and written it."""
+    episode = Episode(task, ending="terminated", finish="eos")
+    steps, tokenizer = episode.trajectory, policy.processor.tokenizer
+    try:
+        conversation = writer.begin(task, turns[0][0])
+        episode.prompt = conversation.parts[0].prompt
+        read = len(episode.prompt)
+        for number, (observation, answer) in enumerate(turns):
+            if number:
+                part, cut = writer.follow(conversation, observation), writer.cut(conversation)
+                steps.add_given(part) if cut is None else steps.restart(cut)
+                read = read + len(part) if cut is None else len(cut)
+            ids = [*tokenizer.encode(answer, add_special_tokens=False), policy.eos_ids[0]]
+            writer.answer(conversation, ids)
+            steps.add_turn(ids, [0.0] * len(ids))
+            episode.answers.append(answer)
+            read += len(ids)
+            if read > policy.positions:
+                problem = f"turn {number + 1} does not fit into the {policy.positions} positions of the model"
+                raise TaskError("prompt_too_long", task.id, problem)
+    except TaskError as error:
+        episode.ending, episode.reason = "overflow", str(error)
+    return episode
+
+
+def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episode:
+    turns: Any = row.cells.get("turns")
+    problem = row.problem
+    if problem is None and (not isinstance(turns, list) or not turns):
+        problem = "turns must be a list of at least one turn"
+    elif problem is None and not all(isinstance(turn, dict) and isinstance(turn.get("answer"), str) for turn in turns):
+        problem = "each turn must have an answer"
+    if problem is not None:
+        raise UserError(f"{row.place}: {problem}")
+    task = row.cells.get("task") or {}
+    name = task.get("name", "task") if isinstance(task, Mapping) else str(task)
+    seen = [(_observation(turn, folder, row), str(turn["answer"])) for turn in turns]
+    episode = replay_episode(AgentTask(f"{name}/{row.cells.get('seed', 0)}"), seen, policy, writer)
+    episode.rewards = _rewards(row, turns)
+    episode.success = bool(row.cells.get("success", sum(episode.rewards) > 0))
+    return episode
+
+
+def _rewards(row: Row, turns: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The rewards of the turns; without any, the row's own at the end."""
+    try:
+        if any("reward" in turn for turn in turns):
+            return [float(turn.get("reward", 0.0)) for turn in turns]
+        return [0.0] * (len(turns) - 1) + [float(row.cells["reward"])]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{row.place}: expected a number as reward, of the row or of its turns") from None
+
+
+def _observation(turn: Mapping[str, Any], folder: Path, row: Row) -> Observation:
+    from PIL import Image
+
+    try:
+        images = tuple(np.asarray(Image.open(folder / name).convert("RGB")) for name in turn.get("images") or ())
+    except OSError as error:
+        raise UserError(f"{row.place}: an image cannot be read: {error}") from error
+    return Observation(str(turn.get("text") or ""), images)

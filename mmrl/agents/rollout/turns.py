@@ -1,0 +1,253 @@
+"""Sampling the turns of many conversations at once, each continuing from what it has read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmrl.vlm.data.prompt import Prompt, join_prompts
+from mmrl.vlm.engine.attention import ResponseRow, response_index
+from mmrl.vlm.engine.decoder import PrefixDecoder, lean_weights, unsupported_reason
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.prefix import Prefix
+from mmrl.vlm.engine.rows import pack_prompts, text_prompt
+from mmrl.vlm.engine.sampler import GenerationState, SamplerConfig, Samples, decode, sample
+from mmrl.vlm.model.vision import gather_features
+
+GROWTH = 1.5
+"""Factor by which the tables grow where they are too small."""
+
+
+@dataclass
+class _KeepingRow(ResponseRow):
+    """Packed rows that keep their keys and values."""
+
+    own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """By layer: keys with rotary applied and values (M, Hk, d)."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Attend as `ResponseRow` does."""
+        self.own.append((key[0].transpose(0, 1), value[0].transpose(0, 1)))
+        return super().attend(layer, query, key, value, scale)
+
+
+class Histories:
+    """Keys, values and last states of B rows, each of its own length."""
+
+    def __init__(self, policy: VlmPolicy, rows: int) -> None:
+        self._policy = policy
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        device = policy.device
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        """(B,) int64, tokens that each row has read."""
+        self.next_position = torch.zeros(rows, dtype=torch.int64, device=device)
+        """(B,) int64, rotary position of each row's next token."""
+        self._last_state = torch.zeros(rows, policy.network.lm_head.in_features, device=device)
+
+    def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
+        """Start or restart rows (b,) after prompts that they may share; each prompt is read once."""
+        read = self._policy.encode_prefix(prompts).select(prompt)
+        if not self._keys:
+            count = len(self.lengths)
+            self._keys = [keys.new_zeros(count, keys.shape[1], 0, keys.shape[3]) for keys in read.keys]
+            self._values = [values.new_zeros(count, values.shape[1], 0, values.shape[3]) for values in read.values]
+            self._last_state = self._last_state.to(read.last_state.dtype)
+        self.lengths[rows] = 0
+        self._append(rows, read.lengths, [*zip(read.keys, read.values, strict=True)])
+        self.next_position[rows] = read.next_position
+        self._last_state[rows] = read.last_state.to(self._last_state.dtype)
+
+    def extend(self, rows: Tensor, parts: Sequence[Prompt]) -> None:
+        """Read the parts that were appended to some rows (b,), packed into one pass."""
+        lengths = torch.tensor([len(part) for part in parts], device=rows.device)
+        before = self.prefix(rows)
+        index = response_index(lengths, torch.arange(len(rows), device=rows.device), len(rows))
+        shared = _KeepingRow(index, before.real, before.keys, before.values)
+        packed = pack_prompts(parts, rows.device)
+        packed.positions = packed.positions + before.next_position.repeat_interleave(lengths)
+        features = gather_features(self._policy.network.model, parts, self._policy.features)
+        states = self._policy.run(packed, features, shared=shared)[0]
+        first = lengths.cumsum(0) - lengths
+        # From packed (M, ...) to padded (b, t, ...); what lies behind a row's end is not copied by _append.
+        table = first[:, None] + torch.arange(int(lengths.max()), device=rows.device)
+        table = table.clamp(max=len(states) - 1)
+        self._append(rows, lengths, [(k[table].transpose(1, 2), v[table].transpose(1, 2)) for k, v in shared.own])
+        self.next_position[rows] += torch.tensor([part.next_position for part in parts], device=rows.device)
+        self._last_state[rows] = states[first + lengths - 1].to(self._last_state.dtype)
+
+    def append(self, rows: Tensor, lengths: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Append sampled tokens that a decoder has read; the last state is then that before the next of them."""
+        self._append(rows, lengths, [*zip(keys, values, strict=True)])
+        self.next_position[rows] += lengths
+
+    def prefix(self, rows: Tensor) -> Prefix:
+        """The histories of rows (b,) as prompts to continue."""
+        width = int(self.lengths[rows].max())
+        return Prefix(
+            keys=[keys[rows, :, :width] for keys in self._keys],
+            values=[values[rows, :, :width] for values in self._values],
+            lengths=self.lengths[rows],
+            next_position=self.next_position[rows],
+            last_state=self._last_state[rows],
+        )
+
+    def drop(self, rows: Tensor) -> None:
+        """Forget rows (b,); the tables shrink once the widest rows are gone."""
+        self.lengths[rows] = 0
+        width = int(self.lengths.max())
+        if self._keys and 2 * width < self._keys[0].shape[2]:
+            self._keys = [keys[:, :, :width].clone() for keys in self._keys]
+            self._values = [values[:, :, :width].clone() for values in self._values]
+
+    def _append(self, rows: Tensor, lengths: Tensor, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write keys and values (b, Hk, t, d) of each layer after those of the rows."""
+        start = self.lengths[rows]
+        needed, width = int((start + lengths).max()), self._keys[0].shape[2]
+        grown = max(needed, int(GROWTH * width)) if needed > width else width
+        row, offset = torch.nonzero(
+            torch.arange(layers[0][0].shape[2], device=rows.device) < lengths[:, None], as_tuple=True
+        )
+        target, column = rows[row], start[row] + offset
+        for store, kind in ((self._keys, 0), (self._values, 1)):
+            for layer, table in enumerate(store):
+                if grown > width:
+                    store[layer] = table = torch.nn.functional.pad(table, (0, 0, 0, grown - width))
+                table[target, :, column] = layers[layer][kind][row, :, offset].to(table.dtype)
+        self.lengths[rows] = start + lengths
+
+
+class TurnSampler:
+    """Conversations of B rows, sampled turn by turn.
+
+    Keys, values and vision features of the history stay from turn to turn, and the decoder's cache of a sampled turn is
+    appended to them, so that no token passes the model twice. The log-probabilities are those of the whole conversation
+    up to then. Models that the lean decoder does not support, and `reread`, read the whole conversation in every turn.
+
+        turns = TurnSampler(policy, config, rows)
+        turns.begin(rows, prompts, group)
+        samples = turns.sample(rows, uniforms)
+        turns.extend(rows, observations)
+    """
+
+    def __init__(self, policy: VlmPolicy, config: SamplerConfig, rows: int, *, reread: bool = False) -> None:
+        self._policy, self._config, self._rows = policy, config, rows
+        keeps = config.lean and unsupported_reason(policy) is None and not reread
+        self._histories = Histories(policy, rows) if keeps else None
+        self._parts: dict[int, list[Prompt]] = {}
+        """The whole conversation of each row."""
+        self._unread: dict[int, Tensor] = {}
+        """Sampled tokens that the model has not read yet."""
+
+    def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
+        """Start or restart rows (b,) after the prompts with these indices (b,)."""
+        for row, number in zip(rows.tolist(), prompt.tolist(), strict=True):
+            self._parts[row] = [prompts[number]]
+            self._unread.pop(row, None)
+        if self._histories is not None:
+            with self._sampling():
+                self._histories.begin(rows, prompts, prompt)
+
+    def extend(self, rows: Tensor, parts: Sequence[Prompt]) -> None:
+        """Append an observation to each of some rows."""
+        given = []
+        for row, part in zip(rows.tolist(), parts, strict=True):
+            unread = self._unread.pop(row, None)
+            given.append(part if unread is None else join_prompts([text_prompt(unread), part]))
+            self._parts[row].append(given[-1])
+        if self._histories is not None:
+            with self._sampling():
+                self._histories.extend(rows, given)
+
+    def sample(self, rows: Tensor, uniforms: Tensor | None) -> Samples:
+        """Sample the next turn of some rows from uniform numbers (b, max_new_tokens); None is greedy."""
+        with self._sampling():
+            if self._histories is not None:
+                drawn = self._continue(self._histories, rows, uniforms)
+            else:
+                prompts = [join_prompts(self._parts[row]) for row in rows.tolist()]
+                drawn = sample(self._policy, prompts, 1, self._config, uniforms)
+        lengths = drawn.mask.sum(1).long().tolist()
+        ids = drawn.response_ids.cpu()
+        for index, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
+            # With a history, only the last token was drawn without being read.
+            self._unread[row] = ids[index, 0 if self._histories is None else length - 1 : length]
+        return drawn
+
+    def room(self, rows: Tensor) -> list[int]:
+        """Positions of the model left in each of some rows (b,), unread tokens counted as used."""
+        if self._histories is not None:
+            read = self._histories.lengths[rows].tolist()
+        else:
+            read = [sum(len(part) for part in self._parts[row]) for row in rows.tolist()]
+        unread = [len(self._unread.get(row, ())) for row in rows.tolist()]
+        return [self._policy.positions - a - b for a, b in zip(read, unread, strict=True)]
+
+    def drop(self, rows: Tensor) -> None:
+        """Forget rows (b,) whose conversation is over."""
+        for row in rows.tolist():
+            self._parts.pop(row, None)
+            self._unread.pop(row, None)
+        if self._histories is not None and len(rows):
+            self._histories.drop(rows)
+
+    def _continue(self, histories: Histories, rows: Tensor, uniforms: Tensor | None) -> Samples:
+        """Sample after the kept histories, and append to them what the decoder has read."""
+        draw = GenerationState(self._policy, self._config, len(rows), uniforms)
+        weights = lean_weights(self._policy)
+        for chunk in torch.arange(len(rows), device=rows.device).split(self._config.batch_rows):
+            prefix = histories.prefix(rows[chunk])
+            own = torch.arange(len(chunk), device=rows.device)
+            steps = max(self._config.max_new_tokens - 1, 1)
+            decoder = _KeepingDecoder(PrefixDecoder(weights, prefix, own, steps, self._policy.banned_ids), own)
+            decode(draw, decoder, chunk, draw.max_positions - prefix.lengths, prefix.last_state)
+            decoder.finish()
+            read = draw.mask[:, chunk].sum(0).long() - 1
+            for index, keys, values in decoder.left:
+                histories.append(rows[chunk[index]], read[index], keys, values)
+        return draw.collect()
+
+    @contextlib.contextmanager
+    def _sampling(self) -> Iterator[None]:
+        training = self._policy.training
+        self._policy.eval()  # checkpointed layers drop the cache in training mode
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._policy.train(training)
+
+
+class _KeepingDecoder:
+    """A decoder that saves the keys and values of rows that leave it."""
+
+    def __init__(self, decoder: PrefixDecoder, rows: Tensor) -> None:
+        self._decoder, self._rows, self._read = decoder, rows, 0
+        self.next_logp = decoder.next_logp
+        self.left: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
+        """Rows (n,) that left together, with their keys and values by layer (n, Hk, t, d)."""
+
+    def keep(self, index: Tensor) -> None:
+        """Drop all other rows."""
+        gone = torch.ones_like(self._rows, dtype=torch.bool)
+        gone[index] = False
+        self._save(torch.nonzero(gone).flatten())
+        self._rows = self._rows[index]
+        self._decoder.keep(index)
+
+    def advance(self, token: Tensor) -> Tensor:
+        """Read one token of each row and return the states (b, H) that predict the next."""
+        self._read += 1
+        return self._decoder.advance(token)
+
+    def finish(self) -> None:
+        """Save the remaining rows."""
+        self._save(torch.arange(len(self._rows), device=self._rows.device))
+
+    def _save(self, index: Tensor) -> None:
+        if self._read and len(index):
+            self.left.append((self._rows[index], *self._decoder.cached(index)))

@@ -1,0 +1,166 @@
+"""What an experiment reads of a run: its last value, and its metric over what it had spent at each evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from mmrl.compare.experiment import ExperimentConfig
+from mmrl.compare.plans import RunPlan, is_finished
+from mmrl.runs.tracking import read_evaluations, read_metrics
+
+
+class Curve(NamedTuple):
+    """A run's metric at its evaluations, or over its steps, and what it had spent by then."""
+
+    values: list[float]
+    """Metric at each point; NaN where it is no number."""
+    costs: dict[str, list[float]]
+    """Cost by name at each point, in its own unit; never falling."""
+
+
+Curves = Mapping[str, Mapping[int, Curve]]
+"""Arm to seed to curve; runs without one are absent."""
+
+
+def evaluations(experiment: ExperimentConfig, plan: RunPlan) -> list[dict[str, Any]]:
+    """Evaluations of a run on the task set that counts, in order, under the names of the experiment's metrics."""
+    records = _all_evaluations(plan)
+    split = experiment.split or (records[0].get("split") if records else None)
+    return [record for record in records if record.get("split") == split]
+
+
+def last_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> float | None:
+    """A metric at a finished run's last evaluation, or at its first where its arm reads that.
+
+    A secondary metric may also come from its last step, or as `split/name` from another task set. The compared metric
+    is the mean over the steps where `metric_over` says so.
+    """
+    if not is_finished(plan):
+        return None
+    if experiment.metric_over == "steps" and metric == experiment.metric:
+        known = [number for row in _steps(plan) if math.isfinite(number := _number(row, metric))]
+        return sum(known) / len(known) if known else None
+    counted = slice(0, 1) if plan.reads == "start" else slice(-1, None)
+    sources = [(record, metric) for record in evaluations(experiment, plan)[counted]]
+    if metric in experiment.secondary_metrics:
+        split, _, name = metric.partition("/")
+        others = [record for record in _all_evaluations(plan) if record.get("split") == split]
+        sources += [(record, name) for record in others[counted]]
+        sources += [(record, metric) for record in read_metrics(plan.run_dir)[-1:]]
+    for record, key in sources:
+        value = record.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    return None
+
+
+def last_values(experiment: ExperimentConfig, plans: Mapping[int, RunPlan], metric: str) -> dict[int, float]:
+    """Seed to `last_value`; seeds without one are absent."""
+    found = {seed: last_value(experiment, plan, metric) for seed, plan in plans.items()}
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+def work_metric(experiment: ExperimentConfig) -> tuple[str, bool]:
+    """Metric whose curve is read, and whether a larger value of it is better."""
+    assert experiment.work is not None
+    own = experiment.work.higher_is_better
+    return experiment.work.metric or experiment.metric, experiment.higher_is_better if own is None else own
+
+
+def read_curves(experiment: ExperimentConfig, plans: Mapping[str, Mapping[int, RunPlan]]) -> Curves:
+    """Curves of all finished runs that have one; none where the experiment has no costs."""
+    found: dict[str, dict[int, Curve]] = {arm: {} for arm in plans}
+    if experiment.work is None:
+        return found
+    for arm, by_seed in plans.items():
+        for seed, plan in by_seed.items():
+            curve = read_curve(experiment, plan) if is_finished(plan) else None
+            if isinstance(curve, Curve):
+                found[arm][seed] = curve
+    return found
+
+
+def read_curve(experiment: ExperimentConfig, plan: RunPlan) -> Curve | str:
+    """A run's curve, or why it has none."""
+    assert experiment.work is not None
+    metric, _ = work_metric(experiment)
+    over = experiment.work.steps
+    records, source = (_steps(plan), "steps") if over else (evaluations(experiment, plan), "evaluations")
+    known = ", ".join(sorted({name for record in records for name in record}))
+    values = [_number(record, metric) for record in records]
+    if not any(map(math.isfinite, values)):
+        return f"'{metric}' is no number in any of its {source}, which have: {known}"
+    if over:
+        values, records = _running_means(values, over), records[over - 1 :]
+    costs = {}
+    for name, weights in experiment.work.costs.items():
+        for counter in weights:
+            spent = [_number(record, counter) for record in records]
+            if not all(map(math.isfinite, spent)):
+                return f"cost '{name}': '{counter}' is no number in some of its {source}, which have: {known}"
+            if spent != sorted(spent):
+                return f"cost '{name}': '{counter}' falls from one of its {source} to the next: {spent}"
+        costs[name] = [sum(weight * record[counter] for counter, weight in weights.items()) for record in records]
+    return Curve(values, costs)
+
+
+def target_of(experiment: ExperimentConfig, baseline: Curve) -> float | str:
+    """What the arms have to reach at the seed of this run of the baseline, or why it says nothing."""
+    assert experiment.work is not None
+    if not isinstance(experiment.work.target, str):
+        return float(experiment.work.target)
+    last = experiment.work.baseline_last
+    final = baseline.values[-last:]
+    if len(final) < last:
+        return f"its curve has {len(final)} points, `work.baseline_last` asks for the mean of {last}"
+    if not all(map(math.isfinite, final)):
+        return (
+            f"'{work_metric(experiment)[0]}' is no number in the last {last} points of its curve, which set the target"
+        )
+    return experiment.work.baseline_share * sum(final) / last
+
+
+def kept_share(experiment: ExperimentConfig, plan: RunPlan) -> float | str:
+    """Final value of the watched metric over its value before training, or why there is none."""
+    assert experiment.collapse is not None
+    metric = experiment.collapse.metric
+    records = evaluations(experiment, plan)
+    if not records or records[0]["step"] != 0:
+        return "it has no evaluation before training, which `collapse` compares with"
+    start, final = (_number(record, metric) for record in (records[0], records[-1]))
+    if not math.isfinite(start) or not math.isfinite(final):
+        known = ", ".join(sorted(records[-1]))
+        return f"'{metric}' is no number in its first or last evaluation, which has: {known}"
+    if start <= 0:
+        return f"'{metric}' starts at {start:g}, of which a share means nothing; `collapse` needs a positive metric"
+    return final / start
+
+
+def _all_evaluations(plan: RunPlan) -> list[dict[str, Any]]:
+    """Evaluations of a run on all task sets, in order."""
+    # `mmrl evaluate` appends to the same file later, possibly at an older step: not part of the run
+    records = [record for record in read_evaluations(plan.run_dir) if record.get("tag") != "evaluate"]
+    return [record | {name: record[own] for name, own in plan.metrics.items() if own in record} for record in records]
+
+
+def _steps(plan: RunPlan) -> list[dict[str, Any]]:
+    """Steps of a run, in order, with the counters of its costs that they tell."""
+    rows = read_metrics(plan.run_dir)
+    seconds = accumulate(_number(row, "time/step") for row in rows)
+    return [
+        row | {"cost/samples": row.get("samples/total"), "cost/seconds": spent}
+        for row, spent in zip(rows, seconds, strict=True)
+    ]
+
+
+def _running_means(values: list[float], count: int) -> list[float]:
+    """Mean of each value and the `count` - 1 before it, for those that have as many; NaN where one is no number."""
+    return [sum(values[end - count : end]) / count for end in range(count, len(values) + 1)]
+
+
+def _number(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) else math.nan

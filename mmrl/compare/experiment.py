@@ -1,0 +1,318 @@
+"""An experiment file: arms on shared seeds, what is measured and what may be spent."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from mmrl.compare.overrides import dotted_overrides
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
+from mmrl.files import is_file
+
+BASELINE_FINAL = "baseline_final"
+MIN_OF_ARMS_FINAL = "min_of_arms_final"
+BASELINE_SPENDS = ("reach", "all")
+METRIC_OVER = ("last_evaluation", "steps")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass
+class PrepareConfig:
+    """A run that all arms share, such as the supervised warm start they begin from."""
+
+    config: str = MISSING
+    """Configuration file of the run."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that replace the file's, by dotted key."""
+    run_dir: str = MISSING
+    """Its run folder, relative to the output folder; a finished run there is not repeated."""
+
+
+@dataclass
+class ArmConfig:
+    """One of the compared methods."""
+
+    config: str | None = None
+    """Configuration file; null takes the experiment's `base`."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """What this arm changes, by dotted key; {output_dir} in a text stands for the output folder."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Names of the experiment's metrics in runs of this arm, where its recipe calls them otherwise."""
+    runs_of: str | None = None
+    """Another arm whose runs this one reads, with its own `metrics`, such as a rule that every run measures beside what
+    it trains; nothing is run for this arm."""
+    reads: str = choice("end", ("end", "start"))
+    """Evaluation of its runs that counts: end, the last one, or start, the one before any update; with `runs_of` an arm
+    that stands for the start."""
+
+
+@dataclass
+class SweepConfig:
+    """A parameter chosen on seeds that the comparison does not use, for each arm separately or for all together."""
+
+    parameter: str = "trainer.learning_rate"
+    """Dotted key of the parameter."""
+    values: list[Any] = field(default_factory=list)
+    """Values tried in every arm."""
+    seeds: list[int] = field(default_factory=list)
+    """Seeds of the sweep; none may be a seed of the comparison."""
+    metric: str | None = None
+    """Metric that picks the value; null takes the experiment's."""
+    shared: bool = False
+    """Choose one value for all arms, that of the best mean over them, instead of one for each: where seeds differ more
+    than values do, the best of each arm is a matter of luck."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that runs of the sweep get after all others, such as fewer steps."""
+
+
+@dataclass
+class WorkConfig:
+    """What it costs each arm to reach a target, and how many times less than the baseline that is.
+
+    Costs are counted from the start of the arm's own run; shared preparations are not part of them.
+    """
+
+    metric: str | None = None
+    """Evaluation metric whose curve is read; null takes the experiment's."""
+    higher_is_better: bool | None = None
+    """Whether a larger value of it is better; null takes the experiment's."""
+    target: str | int | float = BASELINE_FINAL
+    """`baseline_final`, the baseline's own final value at each seed, or one number for all seeds."""
+    baseline_last: int = bounded(1, at_least=1)
+    """Last evaluations of the baseline whose mean is its final value; more than one steadies the target."""
+    baseline_share: float = bounded(1.0, above=0, at_most=1)
+    """Share of the baseline's final value that is the target."""
+    steps: int = bounded(0, at_least=0)
+    """Training steps whose mean is a point of the curve, of a metric that steps log themselves, such as
+    episode/success; 0 reads the evaluations."""
+    baseline_spends: str = choice("reach", BASELINE_SPENDS)
+    """What the baseline's cost is in the ratios: reach, until its own curve has the target, or all of its run."""
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Costs by name, each a sum of weighted evaluation counters such as {cost/forward_rows: 1, cost/train_rows: 3}."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError naming the key."""
+        _check_number("work.target", self.target, BASELINE_FINAL)
+        if self.baseline_last > 1 and self.target != BASELINE_FINAL:
+            raise ValueError(f"`work.baseline_last` has no use with the number {self.target} as `work.target`")
+        if self.baseline_share < 1 and self.target != BASELINE_FINAL:
+            raise ValueError(f"`work.baseline_share` has no use with the number {self.target} as `work.target`")
+        if not self.costs:
+            raise ValueError("`work.costs` is empty; name at least one cost, such as images: {cost/samples: 1}")
+        for name, weights in self.costs.items():
+            _check_cost(name, weights)
+
+
+@dataclass
+class AtConfig:
+    """Values of the arms at equal cost; needs `work`, whose metric is read."""
+
+    cost: str = MISSING
+    """Name of the cost in `work.costs`."""
+    value: str | int | float = MIN_OF_ARMS_FINAL
+    """`min_of_arms_final`, at each seed the largest cost that every finished arm has spent, or one number."""
+
+
+@dataclass
+class CollapseConfig:
+    """Which runs count as collapsed: those that end with less than a share of what they started with."""
+
+    metric: str = MISSING
+    """Evaluation metric of which more is better, such as a reward that is never optimised."""
+    below: float = bounded(0.5, above=0, at_most=1)
+    """Share of its value before training below which the final value counts as collapsed."""
+
+
+@dataclass
+class ExperimentConfig:
+    """A comparison of arms on the same seeds and the same budget."""
+
+    name: str = MISSING
+    """Name in the figure and in comparison.json."""
+    arms: dict[str, ArmConfig | None] = field(default_factory=dict)
+    """The compared methods by name; an empty one is `base` as it stands."""
+    baseline: str = MISSING
+    """Arm that the others are compared with."""
+    seeds: list[int] = field(default_factory=list)
+    """Seeds of the comparison; each runs once in every arm."""
+    metric: str = MISSING
+    """Compared metric, see `metric_over`."""
+    metric_over: str = choice("last_evaluation", METRIC_OVER)
+    """last_evaluation, or steps: the mean over all training steps of a metric that they log themselves, such as
+    episode/success, the success of the policy's own episodes over the whole budget."""
+    base: str | None = None
+    """Configuration file of arms that name none."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that every arm gets before its own."""
+    prepare: list[PrepareConfig] = field(default_factory=list)
+    """Runs made first, in this order."""
+    sweep: SweepConfig | None = None
+    """Parameter to choose per arm before the comparison; null for none."""
+    secondary_metrics: list[str] = field(default_factory=list)
+    """Further metrics to report, of the last evaluation or else of the last step; `split/name` is one of another task
+    set."""
+    work: WorkConfig | None = None
+    """What each arm spends until it reaches a target; null for none."""
+    at: AtConfig | None = None
+    """Values at equal cost; null for none."""
+    collapse: CollapseConfig | None = None
+    """When a run counts as collapsed; null counts none."""
+    split: str | None = None
+    """Task set whose evaluation counts; null takes the first one."""
+    higher_is_better: bool = True
+    """Whether a larger metric is better; decides the sweep and which pairs are wins."""
+    budget: str = ""
+    """What every arm may spend, in words."""
+    jobs: int = bounded(2, at_least=1)
+    """Runs at a time, one thread each."""
+    timeout_s: float = bounded(7200.0, above=0)
+    """Seconds after which a run is stopped and counted as failed."""
+
+    def arm(self, name: str) -> ArmConfig:
+        """Settings of one arm."""
+        return self.arms[name] or ArmConfig()
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError naming the key."""
+        self._check_arms()
+        _check_seeds("seeds", self.seeds)
+        self._check_sweep()
+        self._check_metric()
+        self._check_work()
+        self._check_reserved()
+
+    def source(self, name: str) -> str:
+        """Arm whose runs an arm reads: its own, or those of `runs_of`."""
+        return self.arm(name).runs_of or name
+
+    def _check_arms(self) -> None:
+        if len(self.arms) < 2:
+            raise ValueError(f"`arms` needs at least two entries, got {len(self.arms)}")
+        for arm in self.arms:
+            if not _NAME.fullmatch(arm):
+                raise ValueError(f"arm name '{arm}' is a folder name; use letters, digits, '.', '_' and '-'")
+            self._check_runs_of(arm)
+            if self.arm(self.source(arm)).config is None and self.base is None:
+                raise ValueError(f"arm '{arm}' has no `config` and there is no `base`")
+        if self.baseline not in self.arms:
+            close = difflib.get_close_matches(self.baseline, self.arms, n=1)
+            hint = f"did you mean '{close[0]}'? " if close else ""
+            raise ValueError(f"`baseline` is '{self.baseline}'; {hint}arms: {', '.join(self.arms)}")
+
+    def _check_runs_of(self, arm: str) -> None:
+        settings = self.arm(arm)
+        if settings.runs_of is None:
+            return
+        running = [name for name in self.arms if self.arm(name).runs_of is None]
+        if settings.runs_of not in running:
+            raise ValueError(f"arms.{arm}.runs_of is '{settings.runs_of}'; arms with runs: {', '.join(running)}")
+        if settings.config is not None or settings.overrides:
+            raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}', so it takes no config and no overrides")
+        if not settings.metrics and settings.reads == "end":
+            difference = "say with which `metrics` it differs, or `reads: start`"
+            raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}'; {difference}")
+
+    def _check_sweep(self) -> None:
+        if self.sweep is None:
+            return
+        _check_seeds("sweep.seeds", self.sweep.seeds)
+        if not self.sweep.values:
+            raise ValueError("`sweep.values` is empty; give the values to try, or remove `sweep`")
+        shared = sorted(set(self.sweep.seeds) & set(self.seeds))
+        if shared:
+            raise ValueError(f"seeds {shared} are in `seeds` and in `sweep.seeds`; the comparison needs fresh seeds")
+
+    def _check_metric(self) -> None:
+        first = [arm for arm in self.arms if self.arm(arm).reads == "start"]
+        if self.metric_over == "steps" and first:
+            raise ValueError(f"`metric_over` is steps, but arms.{first[0]} reads the start, which has no steps")
+
+    def _check_work(self) -> None:
+        if self.work is not None:
+            self.work.validate()
+        if self.at is not None:
+            if self.work is None:
+                raise ValueError("`at` needs `work`, which names the metric and the costs")
+            if self.at.cost not in self.work.costs:
+                raise ValueError(f"`at.cost` is '{self.at.cost}'; costs of `work`: {', '.join(self.work.costs)}")
+            _check_number("at.value", self.at.value, MIN_OF_ARMS_FINAL)
+
+    def _check_reserved(self) -> None:
+        swept = [] if self.sweep is None else [self.sweep.parameter]
+        for where, overrides in _all_overrides(self):
+            for text in dotted_overrides(overrides, Path()):
+                key = text.partition("=")[0]
+                if key in ("seed", "output_dir") and not where.startswith("prepare"):
+                    raise ValueError(f"`{where}` sets '{key}', which the experiment sets itself for every run")
+                if key in swept and where.startswith(("arms", "sweep")):
+                    raise ValueError(f"`{where}` sets '{key}', which `sweep` chooses")
+
+
+def load_experiment(path: Path) -> ExperimentConfig:
+    """Read and check an experiment file."""
+    from mmrl.config import load
+
+    experiment = load(path, ExperimentConfig)
+    here = Path(path).parent
+    if experiment.base is not None:
+        experiment.base = str(_existing(experiment.base, here, f"{path}: base"))
+    for arm, settings in experiment.arms.items():
+        if settings is not None and settings.config is not None:
+            settings.config = str(_existing(settings.config, here, f"{path}: arms.{arm}.config"))
+    for index, preparation in enumerate(experiment.prepare):
+        preparation.config = str(_existing(preparation.config, here, f"{path}: prepare[{index}].config"))
+    return experiment
+
+
+def _all_overrides(experiment: ExperimentConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "overrides", experiment.overrides
+    for arm in experiment.arms:
+        yield f"arms.{arm}.overrides", experiment.arm(arm).overrides
+    if experiment.sweep is not None:
+        yield "sweep.overrides", experiment.sweep.overrides
+    for index, preparation in enumerate(experiment.prepare):
+        yield f"prepare[{index}].overrides", preparation.overrides
+
+
+def _check_seeds(key: str, seeds: list[int]) -> None:
+    if not seeds:
+        raise ValueError(f"`{key}` is empty; give the seeds to run")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"`{key}` repeats a seed: {seeds}")
+
+
+def _check_number(key: str, value: str | int | float, word: str) -> None:
+    if isinstance(value, str) and value != word:
+        raise ValueError(f"`{key}` is '{value}'; allowed: {word} or a number")
+    if not isinstance(value, str) and not math.isfinite(value):
+        raise ValueError(f"`{key}` is {value}; allowed: {word} or a finite number")
+
+
+def _check_cost(name: str, weights: Mapping[str, float]) -> None:
+    from mmrl.runs.tracking import METRICS, metric_definitions
+
+    counters = [metric for metric in METRICS | metric_definitions() if metric.startswith("cost/")]
+    if not weights:
+        raise ValueError(f"`work.costs.{name}` is empty; give weights of {', '.join(counters)}")
+    for counter, weight in weights.items():
+        if counter not in counters:
+            close = difflib.get_close_matches(counter, counters, n=1)
+            hint = f"did you mean '{close[0]}'? " if close else ""
+            raise ValueError(f"`work.costs.{name}` has no counter '{counter}'; {hint}counters: {', '.join(counters)}")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"`work.costs.{name}`: the weight of '{counter}' is {weight}; it must be positive")
+
+
+def _existing(name: str, here: Path, where: str) -> Path:
+    for path in (Path(name), here / name):
+        if is_file(path):
+            return path
+    raise UserError(f"{where}: there is no file {name}, neither from the working folder nor from {here}")

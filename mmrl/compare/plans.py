@@ -1,0 +1,217 @@
+"""The runs that follow from an experiment: configuration, overrides and folder of each."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mmrl.compare.experiment import ExperimentConfig
+from mmrl.compare.overrides import dotted_overrides, effective_overrides
+from mmrl.errors import UserError
+from mmrl.files import write_atomically
+from mmrl.runs.lock import owner_of
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run of an experiment."""
+
+    label: str
+    """Path of the run folder below the output folder."""
+    config: Path
+    """Configuration file."""
+    overrides: tuple[str, ...]
+    """Dotted assignments without the run folder."""
+    run_dir: Path
+    """Run folder."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """Names of the experiment's metrics in the run, where they differ."""
+    reads: str = "end"
+    """Whether its last or its first evaluation counts."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the run is made of: a changed file, parent file or override gives another fingerprint."""
+        return {"config_sha256": _digest(self.config), "overrides": effective_overrides(self.overrides)}
+
+
+def plan_preparations(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
+    """Runs that come before the arms."""
+    return [
+        RunPlan(
+            label=preparation.run_dir,
+            config=Path(preparation.config),
+            overrides=tuple(dotted_overrides(preparation.overrides, output_dir)),
+            run_dir=output_dir / preparation.run_dir,
+        )
+        for preparation in experiment.prepare
+    ]
+
+
+def plan_arm_run(
+    experiment: ExperimentConfig,
+    output_dir: Path,
+    arm: str,
+    seed: int,
+    value: Any = None,
+    sweeping: bool = False,
+) -> RunPlan:
+    """One run of one arm."""
+    metrics, reads, arm = experiment.arm(arm).metrics, experiment.arm(arm).reads, experiment.source(arm)
+    settings = experiment.arm(arm)
+    overrides = dotted_overrides({**experiment.overrides, **settings.overrides}, output_dir)
+    label = f"runs/{arm}/seed-{seed}"
+    if experiment.sweep is not None:
+        overrides += dotted_overrides({experiment.sweep.parameter: value}, output_dir)
+        if sweeping:
+            label = f"sweep/{arm}/{_folder_name(value)}/seed-{seed}"
+            overrides += dotted_overrides(experiment.sweep.overrides, output_dir)
+    config = Path(str(settings.config or experiment.base))
+    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, metrics, reads)
+
+
+def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
+    """Every run of the sweep, seeds outermost; none without a sweep."""
+    sweep = experiment.sweep
+    if sweep is None:
+        return []
+    return [
+        plan_arm_run(experiment, output_dir, arm, seed, value, sweeping=True)
+        for seed in sweep.seeds
+        for value in sweep.values
+        for arm in experiment.arms
+        if experiment.source(arm) == arm
+    ]
+
+
+def forget_digests() -> None:
+    """Read configuration files anew for the next fingerprints; one call sees one state of the files."""
+    _digest.cache_clear()
+
+
+@lru_cache
+def _digest(config: Path) -> str:
+    from omegaconf import OmegaConf
+
+    digest = hashlib.sha256()
+    path: Path | None = config
+    while path is not None:
+        digest.update(path.read_bytes())
+        content = OmegaConf.to_container(OmegaConf.load(path))
+        parent = content.get("extends") if isinstance(content, dict) else None
+        path = None if parent is None else path.parent / str(parent)
+    return digest.hexdigest()
+
+
+def _folder_name(value: Any) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", str(value))
+
+
+MARKER = "experiment_run.json"
+
+
+def is_finished(plan: RunPlan) -> bool:
+    """Whether the run is done with the settings that are planned now."""
+    result = _read_json(plan, "result.json")
+    if result is None or result.get("status") != "done":
+        return False
+    marker = _read_json(plan, MARKER)
+    return _agrees_with_config(plan) if marker is None else _same_run(plan, marker)
+
+
+def failure_of(plan: RunPlan) -> str | None:
+    """Why the run failed when it was last tried with these settings; None where it did not."""
+    marker = _read_json(plan, MARKER)
+    if marker is None or not _same_run(plan, marker):
+        return None
+    return marker.get("failed")
+
+
+def prepare_folder(plan: RunPlan) -> bool:
+    """Make a run's folder ready for its start.
+
+    A folder of the same settings with a checkpoint is kept for continuing, unless that run had failed. A finished
+    run of other settings is moved aside; what remains of failed and interrupted ones is removed.
+    """
+    owner = owner_of(plan.run_dir)
+    if owner is not None:
+        raise UserError(
+            f"{plan.run_dir} is in use by {owner}; another `mmrl compare` of this experiment may be running"
+        )
+    marker = _read_json(plan, MARKER)
+    if marker is None:
+        if plan.run_dir.is_dir() and any(plan.run_dir.iterdir()):
+            raise UserError(
+                f"{plan.run_dir} holds files that no experiment wrote, or a run with other settings than "
+                f"{plan.config} {' '.join(plan.overrides)}; remove it or choose another output folder"
+            )
+        return False
+    saved = any((plan.run_dir / "checkpoints").glob("step-*"))
+    if saved and marker.get("failed") is None and _same_run(plan, marker):
+        return True
+    if (plan.run_dir / "result.json").is_file() and marker.get("failed") is None:
+        plan.run_dir.rename(_free_name(plan))
+    else:
+        shutil.rmtree(plan.run_dir)
+    return False
+
+
+def mark(plan: RunPlan, failed: str | None = None) -> None:
+    """Note in the run's folder which settings it was started with and, where it failed, why."""
+    plan.run_dir.mkdir(parents=True, exist_ok=True)
+    content = {**plan.fingerprint(), "config": str(plan.config), "failed": failed}
+    write_atomically(plan.run_dir / MARKER, json.dumps(content, indent=1) + "\n")
+
+
+def _free_name(plan: RunPlan) -> Path:
+    names = (plan.run_dir.with_name(f"{plan.run_dir.name}.replaced-{i}") for i in itertools.count(1))
+    return next(path for path in names if not path.exists())
+
+
+def _same_run(plan: RunPlan, marker: Mapping[str, Any]) -> bool:
+    overrides = marker.get("overrides") or []
+    if not isinstance(overrides, list) or not all(isinstance(text, str) for text in overrides):
+        return False
+    known = {**marker, "overrides": effective_overrides(overrides)}
+    return all(known.get(key) == value for key, value in plan.fingerprint().items())
+
+
+def _agrees_with_config(plan: RunPlan) -> bool:
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(plan.run_dir / "config.yaml"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    given = OmegaConf.merge(OmegaConf.load(plan.config), OmegaConf.from_dotlist(list(plan.overrides)))
+    wanted = OmegaConf.to_container(given)
+    if not isinstance(saved, dict) or not isinstance(wanted, dict):
+        return False
+    own = {key: value for key, value in wanted.items() if key not in ("extends", "output_dir")}
+    return _contains(saved, own)
+
+
+def _contains(saved: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> bool:
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            if not _contains(saved.get(key) or {}, value):
+                return False
+        elif not isinstance(value, list) and saved.get(key) != value:  # saved lists carry filled-in defaults
+            return False
+    return True
+
+
+def _read_json(plan: RunPlan, name: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads((plan.run_dir / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,326 @@
+"""What comparison.json says, as dataclasses.
+
+A seed without a value is None; numbers of a mean, a difference or a ratio are None where no seed has one, and NaN where
+one seed alone gives no interval.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrl.compare.experiment import BASELINE_FINAL
+
+
+@dataclass
+class SeedValues:
+    """A metric of one arm by seed, with its mean and 95 % interval."""
+
+    values: dict[int, float | None]
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    """Seeds that have a value."""
+
+
+@dataclass
+class ArmResult:
+    """One arm's compared metric on the seeds of the comparison."""
+
+    chosen: dict[str, Any] | None
+    """The swept parameter and its chosen value; None without a sweep."""
+    values: dict[int, float | None]
+    mean: float | None
+    low: float | None
+    high: float | None
+    n: int
+    secondary: dict[str, SeedValues]
+    """Further metrics by name."""
+    command: str = ""
+    """Command of the arm's first run."""
+
+
+@dataclass
+class Difference:
+    """Arm minus baseline, paired seed by seed, with a 95 % interval."""
+
+    per_seed: dict[int, float]
+    missing_seeds: list[int]
+    """Seeds on which one of the two has no value."""
+    ties: int
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    """Pairs."""
+    wins: int = 0
+    """Pairs in which the arm is better than the baseline."""
+
+
+@dataclass
+class SweepRow:
+    """One value of the swept parameter in one arm."""
+
+    value: Any
+    values: dict[int, float | None]
+    mean: float | None
+
+
+@dataclass
+class SweepArm:
+    """All values tried in one arm."""
+
+    rows: list[SweepRow]
+    at_edge: bool
+    """Whether the chosen value is the smallest or the largest that was tried."""
+
+
+@dataclass
+class SweepResult:
+    """What the sweep tried and chose."""
+
+    parameter: str
+    seeds: list[int]
+    overrides: dict[str, Any]
+    metric: str
+    chosen: dict[str, Any]
+    """Arm to value; None where no run finished."""
+    arms: dict[str, SweepArm]
+
+
+@dataclass
+class Reach:
+    """What one arm spent until its curve had the target."""
+
+    needed: dict[int, float | None]
+    """By seed; an upper bound where the first evaluation has the target already, None where it is never reached."""
+    spent: dict[int, float]
+    """Cost of the whole run on seeds that never reach the target."""
+    reached: int
+    n: int
+    """Seeds with a curve and a target."""
+    never: list[int]
+    at_first_evaluation: list[int]
+    missing_seeds: list[int]
+
+
+@dataclass
+class Ratio:
+    """Geometric mean of baseline cost / arm cost over the seeds that both have, or what bounds it."""
+
+    per_seed: dict[int, list[float]]
+    """Lower and upper bound of the ratio; equal where both reached the target."""
+    missing_seeds: list[int]
+    never: list[int]
+    """Seeds on which the arm never reaches the target."""
+    baseline_never: list[int]
+    ratio: float | None = None
+    """NaN unless every ratio is known."""
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    at_least: float = 0.0
+    at_most: float | None = None
+
+
+@dataclass
+class CostResult:
+    """One cost: what each arm needed, and the baseline's cost over the arm's."""
+
+    weights: dict[str, float]
+    """Evaluation counters to their weights in the cost."""
+    arms: dict[str, Reach]
+    ratios: dict[str, Ratio]
+
+
+@dataclass
+class WorkResult:
+    """What each arm spent until it reached the target."""
+
+    metric: str
+    higher_is_better: bool
+    target: str | int | float
+    baseline_last: int
+    baseline_share: float
+    baseline_spends: str
+    targets: dict[int, float | None]
+    costs: dict[str, CostResult]
+
+
+@dataclass
+class EqualCostResult:
+    """Each arm's value at equal cost."""
+
+    metric: str
+    cost: str
+    value: str | int | float
+    costs: dict[int, float | None]
+    """Cost at which the curves are read, by seed."""
+    arms: dict[str, SeedValues]
+    differences: dict[str, Difference]
+
+
+@dataclass
+class CollapseArm:
+    """How much of its start value each run of an arm kept."""
+
+    kept: dict[int, float | None]
+    collapsed: list[int]
+    share: float | None
+    """Share of the runs that collapsed."""
+    n: int
+    missing_seeds: list[int]
+
+
+@dataclass
+class CollapseResult:
+    """Runs that end with less than a share of what they started with."""
+
+    metric: str
+    below: float
+    arms: dict[str, CollapseArm]
+
+
+@dataclass
+class Failure:
+    """A run that failed, or that finished without a number that was asked for."""
+
+    run: str
+    reason: str
+
+
+@dataclass
+class Comparison:
+    """Content of comparison.json."""
+
+    status: str
+    """running, done or failed."""
+    command: str
+    """Command that made it."""
+    name: str
+    budget: str
+    metric: str
+    higher_is_better: bool
+    baseline: str
+    seeds: list[int]
+    sweep: SweepResult | None
+    arms: dict[str, ArmResult]
+    differences: dict[str, Difference]
+    work: WorkResult | None
+    at: EqualCostResult | None
+    collapse: CollapseResult | None
+    failures: list[Failure] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as saved; a section that the experiment does not have is empty."""
+        content = dataclasses.asdict(self)
+        return {key: {} if value is None else value for key, value in content.items()}
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """Yield the means, the paired differences, the work, values at equal cost, collapsed runs and failures."""
+    for arm, entry in comparison.arms.items():
+        if entry.n:
+            yield f"{arm}: mean {comparison.metric} {entry.mean:.4f} over {entry.n} seeds"
+    yield from _difference_lines(comparison.differences, comparison.baseline)
+    if comparison.work is not None:
+        yield from _work_lines(comparison.work, comparison.baseline)
+    if comparison.at is not None:
+        yield from _equal_cost_lines(comparison.at, comparison.baseline)
+    if comparison.collapse is not None:
+        yield from _collapse_lines(comparison.collapse)
+    if comparison.failures:
+        yield failure_text(comparison.failures)
+
+
+def failure_text(failures: Sequence[Failure]) -> str:
+    """How many runs failed, and the first reason."""
+    if not failures:
+        return "nothing has run yet"
+    return f"{len(failures)} run(s) failed, the first is {failures[0].run}: {failures[0].reason}"
+
+
+def _difference_lines(differences: Mapping[str, Difference], baseline: str) -> Iterator[str]:
+    for arm, found in differences.items():
+        pair = f"{arm} - {baseline}"
+        if found.n:
+            interval = "" if found.n < 2 else f", 95 % [{found.low:+.4f}, {found.high:+.4f}]"
+            yield f"{pair}: {found.mean:+.4f}{interval}, {found.wins} wins in {found.n} pairs"
+        if found.missing_seeds:
+            yield f"{pair}: no pair for seeds {_listed(found.missing_seeds)}"
+
+
+def _work_lines(work: WorkResult, baseline: str) -> Iterator[str]:
+    """Table of how many times less than the baseline each arm needs, one row a cost and arm."""
+    whole = f", {baseline}'s being that of its whole run" if work.baseline_spends == "all" else ""
+    yield f"cost to reach {work.metric} = {_target_text(work, baseline)}{whole}, geometric mean of the ratios:"
+    rows = [("cost", "arm", f"{baseline} / arm", "95 %", "reached by arm", f"by {baseline}")]
+    rows += [
+        (cost, arm, *_ratio_text(ratio), _share(ratio.n, ratio.never), _share(ratio.n, ratio.baseline_never))
+        for cost, table in work.costs.items()
+        for arm, ratio in table.ratios.items()
+    ]
+    yield from _aligned(rows)
+    for cost, table in work.costs.items():
+        for arm, ratio in table.ratios.items():
+            if ratio.missing_seeds:
+                yield f"  {cost}, {arm}: no pair for seeds {_listed(ratio.missing_seeds)}"
+        for arm, reach in table.arms.items():
+            if reach.at_first_evaluation:
+                seeds = _listed(reach.at_first_evaluation)
+                yield f"  {cost}, {arm}: the first evaluation has the target already at seeds {seeds}"
+
+
+def _target_text(work: WorkResult, baseline: str) -> str:
+    if work.target != BASELINE_FINAL:
+        return f"{work.target:g}"
+    last = "final value" if work.baseline_last == 1 else f"mean of the last {work.baseline_last} evaluations"
+    share = "" if work.baseline_share == 1 else f"{100 * work.baseline_share:g} % of "
+    return f"{share}{baseline}'s {last} at each seed"
+
+
+def _ratio_text(ratio: Ratio) -> tuple[str, str]:
+    """Ratio and interval, or the bound that is left by seeds on which the target is not reached."""
+    if ratio.ratio is not None and math.isfinite(ratio.ratio):
+        return f"{ratio.ratio:.3g}x", "" if ratio.n < 2 else f"[{ratio.low:.3g}, {ratio.high:.3g}]"
+    if ratio.at_least > 0:
+        return f"at least {ratio.at_least:.3g}x", ""
+    if ratio.at_most is not None and math.isfinite(ratio.at_most):
+        return f"at most {ratio.at_most:.3g}x", ""
+    return "unknown", ""
+
+
+def _share(n: int, never: Sequence[int]) -> str:
+    return f"{n - len(never)} of {n}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"  {line.rstrip()}"
+
+
+def _equal_cost_lines(at: EqualCostResult, baseline: str) -> Iterator[str]:
+    where = f"{at.value:g}" if not isinstance(at.value, str) else "what every arm has spent at each seed"
+    yield f"{at.metric} at equal {at.cost} ({where}):"
+    for arm, entry in at.arms.items():
+        mean = "no value" if entry.mean is None else f"mean {entry.mean:.4f} over {entry.n} seeds"
+        yield f"  {arm}: {mean}"
+    for line in _difference_lines(at.differences, baseline):
+        yield f"  {line}"
+
+
+def _collapse_lines(collapse: CollapseResult) -> Iterator[str]:
+    yield f"runs that end with less than {collapse.below:g} of their first {collapse.metric}:"
+    for arm, entry in collapse.arms.items():
+        unknown = f"; unknown for seeds {_listed(entry.missing_seeds)}" if entry.missing_seeds else ""
+        yield f"  {arm}: {len(entry.collapsed)} of {entry.n}{unknown}"
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))

@@ -1,0 +1,216 @@
+"""`mmrl compare`: run arms on shared seeds, pair them seed by seed, and write every result, failures included.
+
+Order: the preparations, then the sweep (every value on the sweep's seeds, the best mean chosen per arm), then the
+comparison on fresh seeds. Runs that are finished with the same settings are kept, interrupted ones continue from
+their last checkpoint, failed ones are listed and tried again at the next call.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.compare import plans as run_status
+from mmrl.compare.experiment import ExperimentConfig, load_experiment
+from mmrl.compare.figures import draw
+from mmrl.compare.jobs import Job, JobResult, run_jobs
+from mmrl.compare.plans import RunPlan, forget_digests, plan_arm_run, plan_preparations, plan_sweep
+from mmrl.compare.results import Comparison, comparison_lines, failure_text
+from mmrl.compare.summary import chosen_values, plan_comparison, summarise
+from mmrl.errors import RunError, UserError
+from mmrl.files import write_atomically
+from mmrl.runs.jsonlines import finite_or_none
+
+BAD_CONFIGURATION = 2  # exit code of the command line for mistakes in what was asked
+
+CommandBuilder = Callable[[RunPlan, bool], Sequence[str]]
+
+
+def train_command(plan: RunPlan, resume: bool) -> list[str]:
+    """Program and arguments that train one run, or continue it from its last checkpoint."""
+    command = [sys.executable, "-m", "mmrl.cli", "train", str(plan.config), *plan.overrides]
+    return [*command, f"output_dir={plan.run_dir}", *(["--resume"] if resume else [])]
+
+
+def run_experiment(
+    path: Path,
+    output_dir: Path,
+    *,
+    jobs: int | None = None,
+    only_report: bool = False,
+    command: CommandBuilder = train_command,
+    announce: Callable[[str], None] | None = None,
+) -> Path:
+    """Run what an experiment file asks for and is not yet done, and write comparison.json and its pictures.
+
+    The pictures are comparison.png, and work.png where the experiment has costs.
+    """
+    experiment = load_experiment(path)
+    forget_digests()
+    folder = Path(output_dir)
+    if command is train_command and not only_report:
+        _check_configurations(experiment, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    invocation = shlex.join(["mmrl", "compare", str(path), "--output", str(output_dir)])
+    session = _Session(experiment, folder, invocation, jobs or experiment.jobs, command, announce or _say)
+    if not only_report:
+        session.prepare()
+        session.sweep()
+        session.compare()
+    comparison = session.summary("done")
+    for line in comparison_lines(comparison):
+        session.announce(line)
+    has_pairs = any(difference.n for difference in comparison.differences.values())
+    earlier = (folder / "comparison.json").exists()
+    if has_pairs or not (only_report and earlier):  # a report on nothing must not replace one
+        session.save(comparison)
+    if not has_pairs:
+        reason = failure_text(comparison.failures)
+        raise RunError(f"no pair of runs finished: {reason}; see {folder / 'comparison.json'}")
+    return folder
+
+
+@dataclass
+class _Session:
+    """One call: the experiment, where it writes, and how it starts runs."""
+
+    experiment: ExperimentConfig
+    folder: Path
+    invocation: str
+    jobs: int
+    command: CommandBuilder
+    announce: Callable[[str], None]
+
+    def prepare(self) -> None:
+        """Make the shared runs, one after another."""
+        for plan in plan_preparations(self.experiment, self.folder):
+            for label, reason in self.run([plan]).items():
+                raise RunError(f"preparation {label} failed: {reason}; log: {self._log(plan)}")
+
+    def sweep(self) -> None:
+        """Try every value of the swept parameter in every arm."""
+        if self.experiment.sweep is None:
+            return
+        shared = self.experiment.sweep.shared
+        self.run(plan_sweep(self.experiment, self.folder))
+        for arm, value in chosen_values(self.experiment, self.folder).items():
+            if value is None:
+                text = failure_text(self.write("failed").failures)
+                own = f"run of the sweep of arm '{arm}' finished"
+                raise RunError(f"no {'value of the sweep finished in all arms' if shared else own}: {text}")
+            self.announce(f"{arm}: {self.experiment.sweep.parameter}={value} chosen")
+
+    def compare(self) -> None:
+        """Run every arm on every seed of the comparison, pairs close together."""
+        plans = plan_comparison(self.experiment, self.folder)
+        runs = {by_seed[seed].label: by_seed[seed] for seed in self.experiment.seeds for by_seed in plans.values()}
+        self.run(list(runs.values()))
+
+    def run(self, plans: Sequence[RunPlan]) -> dict[str, str]:
+        """Start what is not finished and write comparison.json after each end."""
+        waiting = {plan.label: plan for plan in plans if not run_status.is_finished(plan)}
+        if len(waiting) < len(plans):
+            self.announce(f"{len(plans) - len(waiting)} of {len(plans)} runs are finished already")
+        resumed = {label for label, plan in waiting.items() if run_status.prepare_folder(plan)}
+        queue = [self._job(plan, label in resumed) for label, plan in waiting.items()]
+        failed: dict[str, str] = {}
+        ended = 0
+
+        def on_done(result: JobResult) -> None:
+            nonlocal ended
+            ended += 1
+            label = result.job.label
+            reason = self._check_result(waiting[label], result)
+            if reason is not None:
+                failed[label] = reason
+            outcome = reason or f"done in {result.seconds:.0f} s"
+            self.announce(f"[{ended}/{len(queue)}] {label}: {outcome}")
+            self.write("running")
+            if result.returncode == BAD_CONFIGURATION and label not in resumed and not result.timed_out:
+                raise UserError(f"run {label} was rejected: {reason}; log: {result.job.log}")
+
+        run_jobs(queue, self.jobs, self.experiment.timeout_s, on_done)
+        return failed
+
+    def write(self, status: str) -> Comparison:
+        """Summarise all runs so far into comparison.json; `status` "done" or "failed" also draws the figures."""
+        return self.save(self.summary(status))
+
+    def summary(self, status: str) -> Comparison:
+        """All runs so far, with the command of each arm."""
+        comparison = summarise(self.experiment, self.folder, status, self.invocation)
+        for arm, by_seed in plan_comparison(self.experiment, self.folder).items():
+            first = next(iter(by_seed.values()))
+            comparison.arms[arm].command = _shown(self.command(first, False))
+        return comparison
+
+    def save(self, comparison: Comparison) -> Comparison:
+        """Write comparison.json, and the figures of a comparison that has ended."""
+        text = json.dumps(finite_or_none(comparison.as_dict()), indent=1, ensure_ascii=False)
+        write_atomically(self.folder / "comparison.json", text + "\n")
+        if comparison.status != "running":
+            draw(self.experiment, self.folder, comparison)
+        return comparison
+
+    def _job(self, plan: RunPlan, resume: bool) -> Job:
+        return Job(plan.label, tuple(self.command(plan, resume)), self._log(plan), lambda: run_status.mark(plan))
+
+    def _check_result(self, plan: RunPlan, result: JobResult) -> str | None:
+        reason = result.reason
+        if reason is None and not run_status.is_finished(plan):
+            reason = "it ended without a result.json that says done"
+        if reason is not None:
+            run_status.mark(plan, reason)
+        return reason
+
+    def _log(self, plan: RunPlan) -> Path:
+        return self.folder / "logs" / f"{plan.label.replace('/', '_')}.log"
+
+
+def _check_configurations(experiment: ExperimentConfig, folder: Path) -> None:
+    """Read every configuration with its overrides, so that a typo in the last arm shows before the first run."""
+    values = [None] if experiment.sweep is None else experiment.sweep.values
+    seed = experiment.seeds[0]
+    starts = _arms_read_at_start(experiment)
+    for plan in plan_preparations(experiment, folder):
+        _load(plan)
+    for arm in experiment.arms:
+        for value in values:
+            plan = plan_arm_run(experiment, folder, arm, seed, value)
+            config = _load(plan)
+            if arm in starts and not config.evaluation.at_start:
+                raise UserError(
+                    f"{starts[arm]} compares with the evaluation before training, but evaluation.at_start of "
+                    f"{plan.label} is false; set it to true"
+                )
+
+
+def _load(plan: RunPlan) -> Any:
+    from mmrl.config import load_run
+
+    try:
+        return load_run(plan.config, plan.overrides)[1]
+    except UserError as error:
+        raise UserError(f"run {plan.label} would be rejected: {error}") from error
+
+
+def _arms_read_at_start(experiment: ExperimentConfig) -> dict[str, str]:
+    """Arms of which the evaluation before any update counts, and the setting that reads it."""
+    found = {} if experiment.collapse is None else dict.fromkeys(experiment.arms, "`collapse`")
+    reading = [arm for arm in experiment.arms if experiment.arm(arm).reads == "start"]
+    return found | {experiment.source(arm): f"arms.{arm}.reads" for arm in reading}
+
+
+def _shown(command: Sequence[str]) -> str:
+    module = [sys.executable, "-m", "mmrl.cli"]
+    return shlex.join(["mmrl", *command[3:]] if list(command[:3]) == module else command)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -1,0 +1,372 @@
+"""From an experiment's finished runs to its results: values by seed, paired differences, work, the sweep, failures.
+
+Work is read from the curve of a metric over what a run had spent at each evaluation. A seed on which an arm never
+reaches the target still bounds the ratio of costs: it would have needed more than it spent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmrl.compare.curves import (
+    Curve,
+    Curves,
+    evaluations,
+    kept_share,
+    last_value,
+    last_values,
+    read_curve,
+    read_curves,
+    target_of,
+    work_metric,
+)
+from mmrl.compare.experiment import BASELINE_FINAL, ExperimentConfig
+from mmrl.compare.plans import RunPlan, failure_of, is_finished, plan_arm_run, plan_sweep
+from mmrl.compare.results import (
+    ArmResult,
+    CollapseArm,
+    CollapseResult,
+    Comparison,
+    CostResult,
+    Difference,
+    EqualCostResult,
+    Failure,
+    Ratio,
+    Reach,
+    SeedValues,
+    SweepArm,
+    SweepResult,
+    SweepRow,
+    WorkResult,
+)
+from mmrl.runs.statistics import (
+    first_reach,
+    mean_interval,
+    paired_difference,
+    ratio_bounds,
+    ratio_interval,
+    value_at,
+)
+
+Plans = Mapping[str, Mapping[int, RunPlan]]
+Bounds = tuple[float, float]
+
+
+def plan_comparison(experiment: ExperimentConfig, folder: Path) -> dict[str, dict[int, RunPlan]]:
+    """Every run of the comparison, arm to seed to plan, with the values that the sweep has chosen so far."""
+    chosen = chosen_values(experiment, folder)
+    return {
+        arm: {seed: plan_arm_run(experiment, folder, arm, seed, chosen[arm]) for seed in experiment.seeds}
+        for arm in experiment.arms
+    }
+
+
+def chosen_values(experiment: ExperimentConfig, folder: Path) -> dict[str, Any]:
+    """Arm to the swept parameter's chosen value; None without a sweep or before any of its runs finished."""
+    sweep = sweep_result(experiment, folder)
+    return dict.fromkeys(experiment.arms) if sweep is None else sweep.chosen
+
+
+def summarise(experiment: ExperimentConfig, folder: Path, status: str = "done", command: str = "") -> Comparison:
+    """Results of the runs that are finished."""
+    plans = plan_comparison(experiment, folder)
+    values = {arm: last_values(experiment, by_seed, experiment.metric) for arm, by_seed in plans.items()}
+    curves = read_curves(experiment, plans)
+    return Comparison(
+        status=status,
+        command=command,
+        name=experiment.name,
+        budget=experiment.budget,
+        metric=experiment.metric,
+        higher_is_better=experiment.higher_is_better,
+        baseline=experiment.baseline,
+        seeds=experiment.seeds,
+        sweep=sweep_result(experiment, folder),
+        arms=_arms(experiment, folder, plans, values),
+        differences=_differences(experiment, values, experiment.higher_is_better),
+        work=_work(experiment, curves),
+        at=_at_equal_cost(experiment, curves),
+        collapse=_collapse(experiment, plans),
+        failures=_failures(experiment, folder, plans),
+    )
+
+
+def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | None:
+    """Every value's results in every arm, and the value with the best mean; None without a sweep."""
+    sweep = experiment.sweep
+    if sweep is None:
+        return None
+    metric = sweep.metric or experiment.metric
+    own = [arm for arm in experiment.arms if experiment.source(arm) == arm]
+    arms = {arm: _sweep_rows(experiment, folder, arm, metric) for arm in own}
+    joint = _mean_rows(arms) if sweep.shared else []
+    best = {arm: _best_value(joint or rows, experiment.higher_is_better) for arm, rows in arms.items()}
+    chosen = {arm: best[experiment.source(arm)] for arm in experiment.arms}
+    return SweepResult(
+        parameter=sweep.parameter,
+        seeds=sweep.seeds,
+        overrides=sweep.overrides,
+        metric=metric,
+        chosen=chosen,
+        arms={arm: SweepArm(rows, _at_edge(chosen[arm], sweep.values)) for arm, rows in arms.items()},
+    )
+
+
+def _sweep_rows(experiment: ExperimentConfig, folder: Path, arm: str, metric: str) -> list[SweepRow]:
+    assert experiment.sweep is not None
+    rows = []
+    for value in experiment.sweep.values:
+        plans = {
+            seed: plan_arm_run(experiment, folder, arm, seed, value, sweeping=True) for seed in experiment.sweep.seeds
+        }
+        finished = last_values(experiment, plans, metric)
+        mean = sum(finished.values()) / len(finished) if finished else None
+        rows.append(SweepRow(value, {seed: finished.get(seed) for seed in plans}, mean))
+    return rows
+
+
+def _mean_rows(arms: Mapping[str, list[SweepRow]]) -> list[SweepRow]:
+    """For each value the mean over arms of their means by seed; None unless every arm has all of its seeds."""
+    found = []
+    for rows in zip(*arms.values(), strict=True):
+        values = [list(row.values.values()) for row in rows]
+        whole = all(value is not None for own in values for value in own)
+        mean = sum(row.mean or 0.0 for row in rows) / len(rows) if whole else None
+        found.append(SweepRow(rows[0].value, {}, mean))
+    return found
+
+
+def _best_value(rows: Sequence[SweepRow], higher_is_better: bool) -> Any:
+    """Value with the best mean; the first of equals, None where nothing finished."""
+    sign = 1 if higher_is_better else -1
+    means = [(sign * row.mean, row.value) for row in rows if row.mean is not None]
+    return max(means, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def _at_edge(value: Any, tried: Sequence[Any]) -> bool:
+    numbers = [x for x in tried if isinstance(x, int | float)]
+    return len(numbers) == len(tried) > 1 and value in (min(numbers), max(numbers))
+
+
+def _arms(
+    experiment: ExperimentConfig, folder: Path, plans: Plans, values: Mapping[str, Mapping[int, float]]
+) -> dict[str, ArmResult]:
+    chosen = chosen_values(experiment, folder)
+    parameter = None if experiment.sweep is None else experiment.sweep.parameter
+    found = {}
+    for arm in experiment.arms:
+        own = _seed_values({seed: values[arm].get(seed) for seed in experiment.seeds}, values[arm])
+        secondary = {}
+        for metric in experiment.secondary_metrics:
+            measured = last_values(experiment, plans[arm], metric)
+            secondary[metric] = _seed_values(dict(measured), measured)
+        found[arm] = ArmResult(
+            chosen=None if parameter is None else {parameter: chosen[arm]},
+            values=own.values,
+            mean=own.mean,
+            low=own.low,
+            high=own.high,
+            n=own.n,
+            secondary=secondary,
+        )
+    return found
+
+
+def _seed_values(shown: dict[int, float | None], measured: Mapping[int, float]) -> SeedValues:
+    if not measured:
+        return SeedValues(shown)
+    return SeedValues(shown, **mean_interval(list(measured.values()))._asdict())
+
+
+def _differences(
+    experiment: ExperimentConfig, values: Mapping[str, Mapping[int, float]], higher_is_better: bool
+) -> dict[str, Difference]:
+    baseline = values[experiment.baseline]
+    others = [arm for arm in experiment.arms if arm != experiment.baseline]
+    return {arm: _difference(experiment.seeds, values[arm], baseline, higher_is_better) for arm in others}
+
+
+def _difference(
+    seeds: Sequence[int], values: Mapping[int, float], baseline: Mapping[int, float], higher_is_better: bool
+) -> Difference:
+    paired = [seed for seed in seeds if seed in values and seed in baseline]
+    per_seed = {seed: values[seed] - baseline[seed] for seed in paired}
+    missing = [seed for seed in seeds if seed not in paired]
+    ties = list(per_seed.values()).count(0.0)
+    if not paired:
+        return Difference(per_seed, missing, ties)
+    found = paired_difference([values[s] for s in paired], [baseline[s] for s in paired])
+    wins = found.wins if higher_is_better else sum(x < 0 for x in per_seed.values())
+    return Difference(per_seed, missing, ties, found.mean, found.low, found.high, found.n, wins)
+
+
+def _work(experiment: ExperimentConfig, curves: Curves) -> WorkResult | None:
+    """What each arm spent until it reached the target, by cost, and the baseline's cost over the arm's."""
+    work = experiment.work
+    if work is None:
+        return None
+    metric, higher_is_better = work_metric(experiment)
+    targets = _targets(experiment, curves)
+    return WorkResult(
+        metric=metric,
+        higher_is_better=higher_is_better,
+        target=work.target,
+        baseline_last=work.baseline_last,
+        baseline_share=work.baseline_share,
+        baseline_spends=work.baseline_spends,
+        targets={seed: targets.get(seed) for seed in experiment.seeds},
+        costs={name: _cost(experiment, name, curves, targets) for name in work.costs},
+    )
+
+
+def _targets(experiment: ExperimentConfig, curves: Curves) -> dict[int, float]:
+    """Seed to target; seeds whose baseline gives none are absent."""
+    assert experiment.work is not None
+    if experiment.work.target != BASELINE_FINAL:
+        return dict.fromkeys(experiment.seeds, float(experiment.work.target))
+    found = {seed: target_of(experiment, curve) for seed, curve in curves[experiment.baseline].items()}
+    return {seed: target for seed, target in found.items() if isinstance(target, float)}
+
+
+def _cost(experiment: ExperimentConfig, name: str, curves: Curves, targets: Mapping[int, float]) -> CostResult:
+    assert experiment.work is not None
+    sign = 1.0 if work_metric(experiment)[1] else -1.0
+    reach: dict[str, dict[int, Bounds]] = {
+        arm: {
+            seed: first_reach(curve.costs[name], [sign * value for value in curve.values], sign * targets[seed])
+            for seed, curve in by_seed.items()
+            if seed in targets
+        }
+        for arm, by_seed in curves.items()
+    }
+    baseline = reach[experiment.baseline]
+    if experiment.work.baseline_spends == "all":
+        ends = {seed: curves[experiment.baseline][seed].costs[name][-1] for seed in baseline}
+        baseline = {seed: (end, end) for seed, end in ends.items()}
+    return CostResult(
+        weights=experiment.work.costs[name],
+        arms={arm: _reach(experiment.seeds, found) for arm, found in reach.items()},
+        ratios={
+            arm: _ratio(experiment.seeds, found, baseline) for arm, found in reach.items() if arm != experiment.baseline
+        },
+    )
+
+
+def _reach(seeds: Sequence[int], reach: Mapping[int, Bounds]) -> Reach:
+    never = [seed for seed in seeds if seed in reach and math.isinf(reach[seed][1])]
+    return Reach(
+        needed={seed: reach[seed][1] if seed in reach and seed not in never else None for seed in seeds},
+        spent={seed: reach[seed][0] for seed in never},
+        reached=len(reach) - len(never),
+        n=len(reach),
+        never=never,
+        at_first_evaluation=[seed for seed in seeds if seed in reach and reach[seed][0] == 0 and seed not in never],
+        missing_seeds=[seed for seed in seeds if seed not in reach],
+    )
+
+
+def _ratio(seeds: Sequence[int], arm: Mapping[int, Bounds], baseline: Mapping[int, Bounds]) -> Ratio:
+    bounds = {seed: ratio_bounds(baseline[seed], arm[seed]) for seed in seeds if seed in arm and seed in baseline}
+    return Ratio(
+        per_seed={seed: list(pair) for seed, pair in bounds.items()},
+        missing_seeds=[seed for seed in seeds if seed not in bounds],
+        never=[seed for seed in bounds if math.isinf(arm[seed][1])],
+        baseline_never=[seed for seed in bounds if math.isinf(baseline[seed][1])],
+        **(ratio_interval(list(bounds.values()))._asdict() if bounds else {}),
+    )
+
+
+def _at_equal_cost(experiment: ExperimentConfig, curves: Curves) -> EqualCostResult | None:
+    """Each arm's value at equal cost, seed by seed, and the paired differences."""
+    at = experiment.at
+    if at is None:
+        return None
+    metric, higher_is_better = work_metric(experiment)
+    costs = _equal_costs(experiment, curves)
+    values: dict[str, dict[int, float]] = {}
+    for arm, by_seed in curves.items():
+        read = {seed: value_at(curve.costs[at.cost], curve.values, costs[seed]) for seed, curve in by_seed.items()}
+        values[arm] = {seed: read[seed] for seed in experiment.seeds if math.isfinite(read.get(seed, math.nan))}
+    return EqualCostResult(
+        metric=metric,
+        cost=at.cost,
+        value=at.value,
+        costs={seed: costs.get(seed) for seed in experiment.seeds},
+        arms={
+            arm: _seed_values({seed: found.get(seed) for seed in experiment.seeds}, found)
+            for arm, found in values.items()
+        },
+        differences=_differences(experiment, values, higher_is_better),
+    )
+
+
+def _equal_costs(experiment: ExperimentConfig, curves: Curves) -> dict[int, float]:
+    """Cost at which the curves of a seed are read: the given one, or what every finished arm has spent."""
+    assert experiment.at is not None
+    at, costs = experiment.at, {}
+    for seed in experiment.seeds:
+        spent = [by_seed[seed].costs[at.cost][-1] for by_seed in curves.values() if seed in by_seed]
+        if spent:
+            costs[seed] = min(spent) if isinstance(at.value, str) else float(at.value)
+    return costs
+
+
+def _collapse(experiment: ExperimentConfig, plans: Plans) -> CollapseResult | None:
+    """Share of each arm's finished runs that end below the given share of what they started with."""
+    if experiment.collapse is None:
+        return None
+    arms = {}
+    for arm, by_seed in plans.items():
+        found = {seed: kept_share(experiment, plan) for seed, plan in by_seed.items() if is_finished(plan)}
+        kept = {seed: share for seed, share in found.items() if isinstance(share, float)}
+        collapsed = [seed for seed, share in kept.items() if share < experiment.collapse.below]
+        arms[arm] = CollapseArm(
+            kept={seed: kept.get(seed) for seed in experiment.seeds},
+            collapsed=collapsed,
+            share=len(collapsed) / len(kept) if kept else None,
+            n=len(kept),
+            missing_seeds=[seed for seed in experiment.seeds if seed not in kept],
+        )
+    return CollapseResult(experiment.collapse.metric, experiment.collapse.below, arms)
+
+
+def _failures(experiment: ExperimentConfig, folder: Path, plans: Plans) -> list[Failure]:
+    compared = [plan for by_seed in plans.values() for plan in by_seed.values()]
+    failures = []
+    for plan in (*plan_sweep(experiment, folder), *compared):
+        reason = failure_of(plan) or _no_value(experiment, plan)
+        if reason is not None:
+            failures.append(Failure(plan.label, reason))
+    failures = list({failure.run: failure for failure in failures}.values())
+    named = {failure.run for failure in failures}
+    for arm, by_seed in plans.items():
+        for plan in by_seed.values():
+            reasons = list(_unreadable(experiment, arm, plan)) if is_finished(plan) else []
+            if reasons and plan.label not in named:
+                failures.append(Failure(plan.label, "; ".join(reasons)))
+    return failures
+
+
+def _no_value(experiment: ExperimentConfig, plan: RunPlan) -> str | None:
+    """Why a finished run lacks the compared metric; None where it has it or is not finished."""
+    if not is_finished(plan) or last_value(experiment, plan, experiment.metric) is not None:
+        return None
+    if experiment.metric_over == "steps":
+        return f"'{experiment.metric}' is no number in any of its steps; see {plan.run_dir / 'metrics.jsonl'}"
+    known = sorted({name for record in evaluations(experiment, plan)[-1:] for name in record})
+    return f"'{experiment.metric}' is no number in its last evaluation, which has: {', '.join(known)}"
+
+
+def _unreadable(experiment: ExperimentConfig, arm: str, plan: RunPlan) -> Iterator[str]:
+    """Why a finished run gives no curve, no target or no share of its start value."""
+    if experiment.work is not None:
+        curve = read_curve(experiment, plan)
+        if not isinstance(curve, Curve):
+            yield curve
+        elif arm == experiment.baseline and isinstance(target := target_of(experiment, curve), str):
+            yield target
+    if experiment.collapse is not None and isinstance(share := kept_share(experiment, plan), str):
+        yield share

@@ -1,0 +1,261 @@
+"""Which groups have a gradient, and the bookkeeping of dropping or resampling the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.block import Block
+from mmrl.core.checks import unknown_name
+from mmrl.core.groups import group_extremes, group_sum
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, rare
+
+
+def zero_variance_groups(
+    rollouts: Rollouts, key: str = "reward", low: float | None = None, high: float | None = None
+) -> Tensor:
+    """Say which groups to keep: those whose scored rows do not all have the same reward.
+
+    Args:
+        rollouts: The rows of whole groups.
+        key: "reward" or the name of a reward term, such as "accuracy".
+        low: With `low` or `high`, keep instead the groups whose mean lies strictly between them.
+        high: See `low`.
+
+    Returns:
+        (N,) bool, true where the group is kept; false for groups without a scored row.
+
+    Raises:
+        ValueError: `key` is neither "reward" nor a term.
+
+    Source: dynamic sampling, DAPO, arXiv 2503.14476, eq. 11; bounds on the mean as in EasyR1 filter_low and
+        filter_high.
+    """
+    values = _values(rollouts, key)
+    valid = rollouts.scored & torch.isfinite(values)
+    if low is None and high is None:
+        smallest, largest = group_extremes(values, rollouts.group, valid)
+        return largest > smallest
+    number = group_sum(valid.to(values.dtype), rollouts.group)
+    mean = group_sum(torch.where(valid, values, 0.0), rollouts.group) / number.clamp(min=1)
+    keep = number > 0
+    if low is not None:
+        keep &= mean > low
+    if high is not None:
+        keep &= mean < high
+    return keep
+
+
+@dataclass
+class FilterCounts:
+    """How many groups a filter has seen and kept."""
+
+    seen: int = 0
+    """Groups given to the filter."""
+    kept: int = 0
+    """Groups that went on to the loss."""
+    tries: int = 0
+    """Rollout batches given to the filter."""
+
+    @property
+    def kept_fraction(self) -> float:
+        """Share of the groups that were kept; NaN before the first."""
+        return self.kept / self.seen if self.seen else float("nan")
+
+
+def drop(rollouts: Rollouts, keep: Tensor) -> tuple[Rollouts, FilterCounts]:
+    """Remove groups; the denominators of the loss are then counted over what is left.
+
+    Args:
+        rollouts: The rows of whole groups.
+        keep: (N,) bool, from `zero_variance_groups`.
+
+    Returns:
+        The kept rows, possibly none at all, and the counts.
+    """
+    kept = rollouts.select_groups(keep)
+    return kept, FilterCounts(seen=len(keep), kept=int(keep.sum()), tries=1)
+
+
+@dataclass
+class DynamicSamplingBuffer:
+    """Collects kept groups over several rollout batches until a step is full.
+
+    Source: dynamic sampling, DAPO, arXiv 2503.14476, algorithm 1 lines 4-8; the limit of 20 tries is EasyR1's.
+    """
+
+    target_groups: int
+    """Groups that make a step."""
+    max_tries: int = 20
+    """Rollout batches after which `add` gives up."""
+    counts: FilterCounts = field(default_factory=FilterCounts)
+    """What has been seen and kept so far."""
+    _parts: list[Rollouts] = field(default_factory=list)
+
+    @property
+    def missing_groups(self) -> int:
+        """Groups still needed; 0 when the step is full."""
+        return max(0, self.target_groups - self.counts.kept)
+
+    @property
+    def full(self) -> bool:
+        """Whether no further rollouts are needed."""
+        return self.missing_groups == 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the tries are used up before the step is full."""
+        return not self.full and self.counts.tries >= self.max_tries
+
+    def add(self, rollouts: Rollouts, keep: Tensor) -> None:
+        """Add the kept groups (N,) bool of one more rollout batch; more batches than `max_tries` are refused."""
+        if self.counts.tries >= self.max_tries:
+            raise ValueError(
+                f"{self.counts.tries} rollout batches gave {self.counts.kept} of {self.target_groups} groups "
+                f"with different rewards (max_tries {self.max_tries}). The tasks are too easy or too hard "
+                "for the policy: change the tasks, take more samples_per_task, or set filter to 'drop'."
+            )
+        kept, counts = drop(rollouts, keep)
+        self.counts.seen += counts.seen
+        self.counts.kept += counts.kept
+        self.counts.tries += 1
+        if counts.kept:
+            self._parts.append(kept)
+
+    def take(self) -> Rollouts:
+        """Return the step's groups, the earliest ones first and not more than `target_groups`.
+
+        Raises:
+            ValueError: Nothing was kept.
+        """
+        if not self._parts:
+            raise ValueError("No group was kept, so there is no step to return; check `counts` first.")
+        joined = Rollouts.concat(self._parts)
+        return joined.select_groups(torch.arange(min(self.target_groups, joined.num_groups)))
+
+
+def _values(rollouts: Rollouts, key: str) -> Tensor:
+    if key == "reward":
+        return rollouts.reward
+    if key not in rollouts.reward_terms:
+        raise ValueError(unknown_name(key, ["reward", *rollouts.reward_terms], "reward term"))
+    return rollouts.reward_terms[key].to(rollouts.reward.dtype)
+
+
+@dataclass(frozen=True)
+class GroupFilter(Block):
+    """Chooses among the groups of a rollout batch."""
+
+    resamples: ClassVar[bool] = False
+    """Whether further tasks are sampled until the step is full."""
+
+    def kept(self, rollouts: Rollouts) -> Tensor:
+        """Which groups to keep (N,) bool; the rows are whole groups, scored."""
+        raise NotImplementedError
+
+    @property
+    def reward_key(self) -> str:
+        """`reward`, or the reward term that is looked at."""
+        return "reward"
+
+    @property
+    def tries(self) -> int:
+        """Most rollout batches of a step."""
+        return 1
+
+
+@dataclass(frozen=True)
+class KeepAll(GroupFilter):
+    """Keeps every group."""
+
+    kind = "none"
+
+    def kept(self, rollouts: Rollouts) -> Tensor:
+        return torch.ones(rollouts.num_groups, dtype=torch.bool, device=rollouts.group.device)
+
+    def formula(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class DropGroups(GroupFilter):
+    """Drops groups whose rewards are all equal, or whose mean is outside the bounds."""
+
+    kind = "drop"
+    key: str = rare("reward")
+    """`reward`, or the name of a reward term."""
+    low: float | None = rare(None)
+    """Keep groups whose mean of `key` lies strictly above; None for both bounds asks for different rewards."""
+    high: float | None = rare(None)
+    """Keep groups whose mean of `key` lies strictly below."""
+
+    @property
+    def reward_key(self) -> str:
+        return self.key
+
+    def kept(self, rollouts: Rollouts) -> Tensor:
+        return zero_variance_groups(rollouts, self.key, self.low, self.high)
+
+    def formula(self) -> str:
+        return f"{_rule(self.key, self.low, self.high)} are dropped"
+
+    def problems(self, where: str) -> Iterator[str]:
+        yield from super().problems(where)
+        yield from _order_problems(self.low, self.high, where)
+
+
+@dataclass(frozen=True)
+class ResampleGroups(GroupFilter):
+    """Dynamic sampling: replaces the groups that `DropGroups` drops by sampling further tasks.
+
+    Source: DAPO, arXiv 2503.14476, eq. 11; bounds on the mean as in EasyR1 filter_low and filter_high.
+    """
+
+    kind = "resample"
+    resamples = True
+    key: str = rare("reward")
+    """`reward`, or the name of a reward term."""
+    low: float | None = rare(None)
+    """Keep groups whose mean of `key` lies strictly above; None for both bounds asks for different rewards."""
+    high: float | None = rare(None)
+    """Keep groups whose mean of `key` lies strictly below."""
+    max_tries: int = rare(bounded(20, at_least=1))
+    """Sampling rounds before the step goes on with what there is (EasyR1: 20)."""
+
+    @property
+    def tries(self) -> int:
+        return self.max_tries
+
+    @property
+    def reward_key(self) -> str:
+        return self.key
+
+    def kept(self, rollouts: Rollouts) -> Tensor:
+        return zero_variance_groups(rollouts, self.key, self.low, self.high)
+
+    def formula(self) -> str:
+        return f"{_rule(self.key, self.low, self.high)} are replaced by sampling further tasks"
+
+    def problems(self, where: str) -> Iterator[str]:
+        yield from super().problems(where)
+        yield from _order_problems(self.low, self.high, where)
+
+
+def _rule(key: str, low: float | None, high: float | None) -> str:
+    if low is None and high is None:
+        return f"groups whose {key} is the same in all rows"
+    shown = ("-inf" if low is None else f"{low:g}", "inf" if high is None else f"{high:g}")
+    return f"groups whose mean {key} is not strictly between {shown[0]} and {shown[1]}"
+
+
+def _order_problems(low: float | None, high: float | None, where: str) -> Iterator[str]:
+    if low is not None and high is not None and low >= high:
+        yield f"{where}.low {low} must lie below {where}.high {high}; no group could be kept."
+
+
+FILTERS: dict[str, type[GroupFilter]] = {block.kind: block for block in (KeepAll, DropGroups, ResampleGroups)}

@@ -1,0 +1,235 @@
+"""Masked means of per-decision terms, with denominators counted once over the whole optimiser step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmrl.core.checks import check_decisions
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What the sums of one optimiser step are divided by, over all micro-batches and all ranks."""
+
+    tokens: float
+    """Trained decisions."""
+    rows: float
+    """Rows with at least one trained decision; empty and unscored rows do not count."""
+    length: float = 0.0
+    """Constant divisor a row of "fixed_length"; 0 where that mode is not used."""
+    turns: float = 0.0
+    """Turns with at least one trained decision; 0 where neither the aggregation nor a critic needs them."""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Counts that a recipe's own terms are divided by, by name."""
+
+    @staticmethod
+    def total(parts: Iterable[Denominators]) -> Denominators:
+        """Add the counts of several batches or ranks; the constant length stays."""
+        listed = list(parts)
+        others: Counter[str] = Counter()
+        for part in listed:
+            others.update(part.others)
+        return Denominators(
+            tokens=sum(part.tokens for part in listed),
+            rows=sum(part.rows for part in listed),
+            length=max((part.length for part in listed), default=0.0),
+            turns=sum(part.turns for part in listed),
+            others=dict(others),
+        )
+
+
+def count(mask: Tensor, *, length: float = 0.0, turns: float = 0.0) -> Denominators:
+    """Count the denominators of a batch.
+
+    Args:
+        mask: (B, T) {0, 1}, the loss mask of everything that goes into one optimiser step on this rank.
+        length: Constant L of "fixed_length".
+        turns: Number of turns, where the value loss needs it.
+
+    Returns:
+        The counts; add those of other ranks with `Denominators.total`.
+    """
+    lengths = mask.sum(1)
+    return Denominators(float(lengths.sum()), float((lengths > 0).sum()), float(length), float(turns))
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum where the mask is 1; values elsewhere, even NaN, are ignored.
+
+    Args:
+        x: (B, T).
+        mask: (B, T) {0, 1}.
+
+    Returns:
+        (B,) row sums.
+    """
+    return torch.where(mask > 0, x, torch.zeros((), dtype=x.dtype, device=x.device)).sum(1)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each row where the mask is 1; values elsewhere are ignored.
+
+    Args:
+        x: (B, T).
+        mask: (B, T) {0, 1}.
+
+    Returns:
+        (B,); 0 for rows without a 1.
+    """
+    return masked_sum(x, mask) / mask.sum(1).clamp(min=1).to(x.dtype)
+
+
+def token_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """This batch's share of the mean of x (B, T) over all trained decisions of the optimiser step.
+
+    The shares of micro-batches and ranks add up to the mean over all of them, in value and in gradient.
+    """
+    return masked_sum(x, mask).sum() / max(denominators.tokens, 1.0)
+
+
+def sequence_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """This batch's share of the mean over rows of row means; see `token_mean`."""
+    return masked_mean(x, mask).sum() / max(denominators.rows, 1.0)
+
+
+def sequence_sum(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """This batch's share of the mean over rows of row sums; see `token_mean`."""
+    return masked_sum(x, mask).sum() / max(denominators.rows, 1.0)
+
+
+def turn_mean(x: Tensor, mask: Tensor, turn: Tensor, denominators: Denominators) -> Tensor:
+    """This batch's share of the mean over turns of the mean of x (B, T) over each turn's decisions."""
+    segment = turn_segments(turn)
+    number = torch.zeros_like(mask).scatter_add(1, segment, mask).gather(1, segment).clamp(min=1)
+    return masked_sum(x / number.to(x.dtype), mask).sum() / max(denominators.turns, 1.0)
+
+
+def turn_segments(turn: Tensor) -> Tensor:
+    """Number the turns of each row from 0: (B, T) int64; padding (-1) belongs to the turn before it."""
+    changes = torch.zeros_like(turn)
+    changes[:, 1:] = turn.cummax(1).values.diff(dim=1) != 0
+    return changes.cumsum(1)
+
+
+def fixed_length(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """This batch's share of the sum over rows * `denominators.length`; see `token_mean`."""
+    if denominators.length <= 0:
+        raise ValueError(
+            "The aggregation 'fixed_length' divides every row by a constant; got length "
+            f"{denominators.length:g}. Set its length to the longest response the sampler allows."
+        )
+    return masked_sum(x, mask).sum() / (max(denominators.rows, 1.0) * denominators.length)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A sum and its weight, so that a mean can be taken after everything has been added."""
+
+    total: float | Tensor
+    """Weighted sum; the sum itself for kind "sum"; the largest value for kind "max"."""
+    weight: float | Tensor = 1.0
+    """Weight of the sum; unused by the kinds "sum" and "max"."""
+    kind: str = "mean"
+    """How parts merge: "mean" (totals and weights add), "sum" (totals add) or "max"."""
+
+    @classmethod
+    def summed(cls, total: float | Tensor) -> Metric:
+        """A share of a sum, such as the part of a loss that one micro-batch contributes."""
+        return cls(total, 1.0, "sum")
+
+    @property
+    def value(self) -> float:
+        """The number to report; NaN for the mean of nothing."""
+        total, weight = float(self.total), float(self.weight)
+        if self.kind != "mean":
+            return total
+        return total / weight if weight else float("nan")
+
+
+def mean_metric(x: Tensor, mask: Tensor) -> Metric:
+    """Mean of (B, T) terms where the (B, T) mask is 1; no gradient."""
+    return Metric(torch.where(mask > 0, x.detach(), 0.0).sum(), mask.sum())
+
+
+def max_metric(x: Tensor, mask: Tensor) -> Metric:
+    """Largest of (B, T) terms where the (B, T) mask is 1, -inf if there is none; no gradient."""
+    if not x.numel():
+        return Metric(float("-inf"), 1.0, "max")
+    return Metric(torch.where(mask > 0, x.detach(), float("-inf")).max(), 1.0, "max")
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge the metrics of micro-batches, minibatches or ranks.
+
+    Args:
+        parts: Name to metric; a part may lack names that others have.
+
+    Returns:
+        One metric a name; names keep the order in which they first occurred.
+    """
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = _join(merged[name], metric) if name in merged else metric
+    return merged
+
+
+def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the number to report for every metric."""
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def _join(first: Metric, second: Metric) -> Metric:
+    if first.kind != second.kind:
+        raise ValueError(f"Cannot merge a metric of kind '{first.kind}' with one of kind '{second.kind}'.")
+    if first.kind == "max":
+        return first if float(first.total) >= float(second.total) else second
+    if first.kind == "sum":
+        return Metric.summed(first.total + second.total)
+    return Metric(first.total + second.total, first.weight + second.weight)
+
+
+@dataclass(frozen=True)
+class PolicyOutputs:
+    """What the policy says now about the decisions of some rollouts; carries the gradient."""
+
+    logp: Tensor
+    """(B, T) nats, float32 or float64; anything may stand where the mask is 0."""
+    entropy: Tensor | None = None
+    """(B, T) nats, of the whole action distribution; needed by entropy "full"."""
+    values: Tensor | None = None
+    """(B, T), value of the state before each decision; needed by a critic."""
+    kl_ref: Tensor | None = None
+    """(B, T) nats, exact divergence from the reference; needed by kl "full"."""
+
+    def masked(self, mask: Tensor) -> PolicyOutputs:
+        """Check shapes and set what is not trained to 0, so that no NaN comes back from there; mask (B, T) {0, 1}."""
+        kept = {}
+        for name in ("logp", "entropy", "values", "kl_ref"):
+            value = getattr(self, name)
+            if value is not None:
+                check_decisions(f"scores.{name}", value, (mask.shape[0], mask.shape[1]))
+                kept[name] = torch.where(mask > 0, value, 0.0)
+        return PolicyOutputs(**kept)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A loss and the numbers about it."""
+
+    loss: Tensor
+    """Scalar, this batch's share of the loss of the optimiser step."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """Name to metric; merge them over the micro-batches of a step with `merge_metrics`."""
+
+
+def required(value: Tensor | None, name: str, hint: str) -> Tensor:
+    """`value`, or a ValueError that names what is missing and where it comes from."""
+    if value is None:
+        raise ValueError(f"{name} is missing: {hint}.")
+    return value

@@ -1,0 +1,65 @@
+"""Advantages of several rewards, each compared by itself before they are added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks import AdvantageScaling
+from mmrl.core.loss import masked_mean
+from mmrl.core.objectives.objective import Objective
+from mmrl.core.rollouts import Rollouts
+
+STD_EPS = 1e-4
+
+
+def decoupled_advantages(objective: Objective, rollouts: Rollouts, weights: Mapping[str, float]) -> Rollouts:
+    """Estimate an advantage of each reward, add them up by weight, and normalise the sum over the batch.
+
+    A = scaling((S - mean S) / (std S + 1e-4)),    S = sum_k w_k A_k,
+
+    where A_k is the objective's estimate from reward term k alone, mean and std (ddof 1) are taken over the rows of the
+    batch, and the bound and the factor of the objective's scaling act on the normalised sum. A term that does not apply
+    to a row (NaN) counts there neither in the sum nor in the statistics of its group.
+
+    Args:
+        objective: Supplies the estimator and the scaling.
+        rollouts: Scored rows with `reward_terms`; all that a rollout step produced, as for `compute_advantages`.
+        weights: Factor of each reward term.
+
+    Returns:
+        A copy with `advantage` (B, T), 0 where nothing is trained.
+
+    Raises:
+        ValueError: The objective shapes the summed reward (a divergence in the reward) or has a critic.
+
+    Gradient: none.
+
+    Source: GDPO, arXiv 2601.05242; NVlabs/GDPO trl-GDPO/trl-0.18.0-gdpo/trl/trainer/grpo_trainer.py; terms that do not
+        apply as in huggingface/trl, multi_objective_aggregation "normalize_then_sum".
+    """
+    if objective.kl_in_reward or objective.needs_values:
+        raise ValueError(
+            f"The objective '{objective.name}' has {'a critic' if objective.needs_values else 'a KL in the reward'}, "
+            "which knows the summed reward only. Add the rewards up, or use a group estimator and a KL in the loss."
+        )
+    estimator = objective.replace(scaling=AdvantageScaling())
+    total = torch.zeros_like(rollouts.mask)
+    for name, weight in weights.items():
+        values = torch.where(rollouts.scored, rollouts.reward_terms[name], torch.nan)
+        part = estimator.compute_advantages(rollouts.replace(reward=values)).advantage
+        assert part is not None
+        total = total + weight * part
+    return rollouts.replace(advantage=objective.scaling(_over_rows(total, rollouts), rollouts))
+
+
+def _over_rows(advantage: Tensor, rollouts: Rollouts) -> Tensor:
+    """Bring the rows' means to mean 0 and deviation 1; all advantages stay 0 where they are all equal."""
+    mask = rollouts.loss_mask
+    rows = masked_mean(advantage, mask)[mask.sum(1) > 0]
+    if len(rows) < 2:
+        return torch.zeros_like(advantage)
+    deviation, mean = torch.std_mean(rows, correction=1)
+    return torch.where(mask > 0, (advantage - mean) / (deviation + STD_EPS), 0.0)

@@ -1,0 +1,431 @@
+"""A policy-optimisation method as data: typed blocks, composed into advantages and a loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks import (
+    BLOCKS,
+    Advantage,
+    AdvantageScaling,
+    Aggregation,
+    Block,
+    Clip,
+    Divergence,
+    Entropy,
+    FixedLength,
+    GroupFilter,
+    GroupMeanStd,
+    KeepAll,
+    PpoClip,
+    Ratio,
+    SeparateCritic,
+    TokenMean,
+    TokenRatio,
+    ValueLoss,
+)
+from mmrl.core.blocks.aggregation import AGGREGATIONS
+from mmrl.core.blocks.block import changed
+from mmrl.core.blocks.clip import LOG_RATIO_LIMIT
+from mmrl.core.blocks.divergence import entropy_sampled, k3, row_weights
+from mmrl.core.loss import (
+    Denominators,
+    LossOutput,
+    Metric,
+    PolicyOutputs,
+    count,
+    masked_sum,
+    max_metric,
+    mean_metric,
+    required,
+)
+from mmrl.core.returns import decision_rewards, turn_starts
+from mmrl.core.rollouts import Rollouts
+
+Term = tuple[Tensor | None, dict[str, Metric]]
+"""A term of the loss, None where it has none, and its metrics."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One method: how advantages are estimated and which loss the policy minimises.
+
+    loss = agg[clip(ratio, A)] + kl.coef * agg_kl[w * KL] - entropy.coef * agg[H] + value.coef * agg[value loss], where
+    agg divides by counts over the whole optimiser step.
+
+        Objective("dapo", GroupMeanStd(), PpoClip(low=0.2, high=0.28), TokenMean(), filter=ResampleGroups())
+    """
+
+    name: str
+    """Short name, as in the catalogue."""
+    advantage: Advantage = field(default_factory=GroupMeanStd)
+    """Rewards to advantages."""
+    clip: Clip = field(default_factory=PpoClip)
+    """Policy loss of a decision."""
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    """How decisions become the loss of an optimiser step."""
+    ratio: Ratio = field(default_factory=TokenRatio)
+    """Level of the importance ratio."""
+    scaling: AdvantageScaling = field(default_factory=AdvantageScaling)
+    """What happens to advantages after they have been estimated."""
+    kl: Divergence | None = None
+    """Divergence from the reference."""
+    entropy: Entropy | None = None
+    """Entropy bonus."""
+    value: ValueLoss | SeparateCritic | None = None
+    """Loss of the critic, for estimators that have one."""
+    filter: GroupFilter = field(default_factory=KeepAll)
+    """Which groups go into the update."""
+    citation: str = ""
+    """Where the method was published."""
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks by field, without those that are not there."""
+        found = {key: getattr(self, key) for key in BLOCKS}
+        return {key: block for key, block in found.items() if block is not None}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the blocks need, see `Block.needs`; blocks with weight 0 need nothing."""
+        idle = {"kl": not self.needs_reference, "entropy": self.entropy is None or self.entropy.coef == 0}
+        active = [block.needs for key, block in self.blocks.items() if not idle.get(key, False)]
+        active += [mean.needs for mean in self._averages]
+        return frozenset().union(*active) | self.scaling.needed_turns()
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the policy must have a value head."""
+        return "values" in self.advantage.needs
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference is used."""
+        return self.kl is not None and self.kl.coef > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the policy must score the entropy of the whole distribution."""
+        return "entropy" in self.needs
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether a divergence is taken off the reward."""
+        return self.kl is not None and self.kl.in_reward
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the divergence; 0 without one."""
+        return 0.0 if self.kl is None else self.kl.coef
+
+    @property
+    def regularised(self) -> bool:
+        """Whether the loss has terms with a gradient on rows whose advantages are all 0."""
+        if self.compares_rows:
+            return True
+        divergence = self.needs_reference and not self.kl_in_reward
+        entropy = self.entropy is not None and self.entropy.coef != 0
+        return divergence or entropy or (self.needs_values and isinstance(self.value, ValueLoss))
+
+    @property
+    def compares_rows(self) -> bool:
+        """Whether the loss of a row depends on the other rows of its group: whole groups must be scored together."""
+        return self.clip.compares_rows
+
+    def replace(self, **changes: Any) -> Objective:
+        """A copy with some blocks exchanged."""
+        return dataclasses.replace(self, **changes)
+
+    def with_kl_coef(self, coef: float) -> Objective:
+        """A copy with another weight of its divergence; without one, an unchanged copy."""
+        return self if self.kl is None else self.replace(kl=self.kl.replace(coef=coef))
+
+    def override(self, changes: Mapping[str, Mapping[str, Any]]) -> Objective:
+        """Change numbers of blocks, or exchange blocks by `kind`.
+
+        Args:
+            changes: Field to new numbers, such as {"clip": {"high": 0.3}, "kl": {"kind": "none"}}. A divergence or an
+                entropy whose coefficient becomes 0 is left out.
+
+        Returns:
+            The changed objective, not yet validated.
+
+        Raises:
+            ValueError: Unknown field, kind or option, or a value of the wrong type; the message lists what exists.
+        """
+        parts: dict[str, Any] = {}
+        for key, options in changes.items():
+            if key not in BLOCKS:
+                raise ValueError(f"An objective has no part '{key}'; its parts: {', '.join(BLOCKS)}.")
+            base = getattr(self, key)
+            switched_off = base is None and "kind" not in options and options.get("coef") == 0
+            parts[key] = None if switched_off else changed(base, _with_aggregation(options, key), BLOCKS[key], key)
+        for key in ("kl", "entropy"):
+            if key in parts and parts[key] is not None and parts[key].coef == 0:
+                parts[key] = None
+        return self.replace(**parts)
+
+    def validate(self) -> None:
+        """Refuse numbers out of range and blocks that contradict each other.
+
+        Raises:
+            ValueError: The message names the options, what they may be and what to try.
+        """
+        problems = [problem for key, block in self.blocks.items() for problem in block.problems(key)]
+        problems = problems or list(self._conflicts())
+        if problems:
+            listed = "\n".join(f"- {problem}" for problem in problems)
+            raise ValueError(f"The objective '{self.name}' cannot be used:\n{listed}")
+
+    def describe(self) -> str:
+        """Return the formula this objective computes, with its constants.
+
+        Raises:
+            ValueError: The objective is not valid, so there is no such formula.
+        """
+        self.validate()
+        lines = [f"{self.name}: {self.citation}" if self.citation else self.name]
+        advantage = self.advantage.formula() + self.scaling.formula()
+        corrected = self.needs_reference and self.kl is not None and self.kl.importance
+        ratio = self.ratio.formula() if self.clip.uses_ratio or corrected else ""
+        lines += ["  " + line for line in (self.filter.formula(), self._reward_formula(), advantage, ratio) if line]
+        lines += ["  minimise  " + "\n          + ".join([f"mean {self.clip.formula()}", *self._term_formulas()])]
+        lines += [f"  averages: {self.aggregation.formula()}"]
+        if self.needs_reference and self.kl is not None and self.kl.aggregation and not self.kl_in_reward:
+            lines += [f"  KL averages: {self.kl.aggregation.formula()}"]
+        return "\n".join(lines)
+
+    def parts(self) -> str:
+        """The blocks in one line, for tables; parts that do nothing are left out."""
+        shown = [
+            block.summary().replace("scaling ", "scaled ") if key == "scaling" else f"{SHOWN_AS[key]}{block.summary()}"
+            for key, block in self.blocks.items()
+            if block not in (AdvantageScaling(), KeepAll())
+        ]
+        return ", ".join(shown)
+
+    def compute_advantages(self, rollouts: Rollouts) -> Rollouts:
+        """Turn rewards into advantages (and returns, with a critic).
+
+        Call it on everything a rollout step produced, before minibatches are cut: groups must be whole and
+        batch statistics are taken over all rows.
+
+        Args:
+            rollouts: Scored rows; with `logp_ref` if the divergence goes into the reward, with `values` if a
+                critic is used.
+
+        Returns:
+            A copy with `advantage` (B, T), 0 where nothing is trained, and with a critic `returns` (B, T).
+
+        Gradient: none; advantages and returns are constants.
+        """
+        with torch.no_grad():
+            shaped = self._kl_shaped(rollouts) if self.kl_in_reward and self.needs_reference else rollouts
+            advantage = self.advantage(shaped)
+            returns = rollouts.returns
+            if self.needs_values and rollouts.values is not None:
+                returns = torch.where(rollouts.loss_mask > 0, advantage + rollouts.values, 0.0)
+            advantage = self.scaling(advantage, rollouts)
+        return rollouts.replace(advantage=advantage.to(rollouts.logp_old.dtype), returns=returns)
+
+    def denominators(self, rollouts: Rollouts) -> Denominators:
+        """Count what the loss of an optimiser step is divided by.
+
+        Args:
+            rollouts: Everything of this rank that goes into one optimiser step.
+
+        Returns:
+            The counts; add those of other ranks with `Denominators.total` before calling `loss`.
+        """
+        counted = self.advantage.level == "turn" or any("turns" in mean.needs for mean in self._averages)
+        turns = float(turn_starts(rollouts).sum()) if counted else 0.0
+        return count(rollouts.loss_mask, length=self.fixed_length or 0.0, turns=turns)
+
+    @property
+    def fixed_length(self) -> int | None:
+        """Constant length of a `FixedLength` aggregation, None without one."""
+        return next((mode.length for mode in self._averages if isinstance(mode, FixedLength)), None)
+
+    def with_fixed_length(self, length: int) -> Objective:
+        """A copy whose `FixedLength` aggregations, if any, have this length."""
+        changes: dict[str, Any] = {}
+        if isinstance(self.aggregation, FixedLength):
+            changes["aggregation"] = FixedLength(length)
+        if self.kl is not None and isinstance(self.kl.aggregation, FixedLength):
+            changes["kl"] = self.kl.replace(aggregation=FixedLength(length))
+        return self.replace(**changes)
+
+    def loss(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> LossOutput:
+        """Return the loss of a batch or micro-batch.
+
+        Args:
+            outputs: What the policy says now about these rollouts.
+            rollouts: Rows with advantages; `extras["kl_weight"]` (B,) multiplies the divergence of each row.
+            denominators: Counts over the whole optimiser step, so that the losses of its micro-batches add up.
+
+        Returns:
+            The scalar loss and its metrics.
+
+        Raises:
+            ValueError: Something the objective needs is missing or has the wrong shape.
+
+        Gradient: through `outputs` only.
+        """
+        mask = rollouts.loss_mask
+        outputs = outputs.masked(mask)
+        policy, metrics = self._policy_term(outputs, rollouts, denominators)
+        terms = {"loss/policy": policy}
+        for name, (term, more) in (
+            ("loss/kl", self._kl_term(outputs, rollouts, denominators)),
+            ("loss/entropy", self._entropy_term(outputs, rollouts, denominators)),
+            ("loss/value", self._value_term(outputs, rollouts, denominators)),
+        ):
+            metrics |= more
+            if term is not None:
+                terms[name] = term
+        total = torch.stack(list(terms.values())).sum()
+        summed = {name: Metric.summed(term.detach()) for name, term in {"loss/total": total, **terms}.items()}
+        return LossOutput(total, summed | metrics)
+
+    def critic_loss(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> LossOutput:
+        """The part of `loss` that trains the critic, alone; for warming it up before the policy moves.
+
+        Raises:
+            ValueError: The objective has no critic.
+        """
+        term, _ = self._value_term(outputs.masked(rollouts.loss_mask), rollouts, denominators)
+        value = required(
+            term, "the value loss", f"advantage '{self.advantage.kind}' has no critic; use gae or gae_turn"
+        )
+        return LossOutput(value, {name: Metric.summed(value.detach()) for name in ("loss/total", "loss/value")})
+
+    @property
+    def _averages(self) -> list[Aggregation]:
+        """All aggregations."""
+        own = self.kl.aggregation if self.kl is not None else None
+        return [self.aggregation, *([own] if own is not None else [])]
+
+    def _policy_term(
+        self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        mask, logp_old = rollouts.loss_mask, rollouts.logp_old.detach()
+        advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
+        log_ratio = self.ratio(outputs.logp, logp_old, mask)
+        trained = torch.where(mask > 0, advantage, 0.0)
+        loss, indicators = self.clip.of_rollouts(log_ratio, outputs.logp, trained, rollouts)
+        rho = log_ratio.detach().clamp(max=LOG_RATIO_LIMIT).exp()
+        metrics = {
+            "policy/ratio_mean": mean_metric(rho, mask),
+            "policy/ratio_max": max_metric(rho, mask),
+            "policy/kl_old": mean_metric(k3(logp_old, outputs.logp.detach()), mask),
+        }
+        metrics |= {name: mean_metric(value, mask) for name, value in indicators.items()}
+        return _average(self.aggregation, loss, mask, denominators, rollouts), metrics
+
+    def _kl_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
+        if self.kl is None or not self.needs_reference:
+            return None, {}
+        mask = rollouts.loss_mask
+        divergence = self.kl(outputs, rollouts)
+        metrics = {"policy/kl_ref": mean_metric(divergence, mask)}
+        if self.kl.in_reward:
+            return None, metrics
+        weighted = divergence * row_weights(rollouts)
+        if self.kl.importance:
+            weighted = weighted * self.ratio(outputs.logp, rollouts.logp_old.detach(), mask).exp()
+        mean = self.kl.aggregation or self.aggregation
+        return self.kl.coef * _average(mean, weighted, mask, denominators, rollouts), metrics
+
+    def _entropy_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
+        mask = rollouts.loss_mask
+        shown = entropy_sampled(outputs.logp) if outputs.entropy is None else outputs.entropy
+        metrics = {"policy/entropy": mean_metric(shown, mask)}
+        if self.entropy is None or self.entropy.coef == 0:
+            return None, metrics
+        bonus = _average(self.aggregation, self.entropy(outputs), mask, denominators, rollouts)
+        return -self.entropy.coef * bonus, metrics
+
+    def _value_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
+        if not self.needs_values or not isinstance(self.value, ValueLoss):
+            return None, {}
+        mask, counts, mode = rollouts.loss_mask, denominators, self.aggregation
+        if self.advantage.level == "turn":
+            # A turn-level critic is only asked at the first decision of a turn, so it is only trained there.
+            mask, mode = turn_starts(rollouts).to(mask.dtype), TokenMean()
+            counts = dataclasses.replace(denominators, tokens=denominators.turns)
+        values = required(outputs.values, "scores.values", "the policy needs a value head")
+        values_old = required(rollouts.values, "rollouts.values", "the critic's predictions at sampling time")
+        returns = required(rollouts.returns, "rollouts.returns", "compute_advantages(rollouts) sets it")
+        return self.value.coef * _average(mode, self.value(values, values_old, returns), mask, counts, rollouts), {}
+
+    def _kl_shaped(self, rollouts: Rollouts) -> Rollouts:
+        assert self.kl is not None
+        mask, penalty = rollouts.loss_mask, self.kl.penalty(rollouts)
+        shaped = decision_rewards(rollouts) - torch.where(mask > 0, penalty, 0.0)
+        return rollouts.replace(
+            reward=rollouts.reward - masked_sum(penalty, mask),
+            extras={**rollouts.extras, "decision_reward": shaped},
+        )
+
+    def _conflicts(self) -> Iterator[str]:
+        yield from self.ratio.conflicts(self.advantage)
+        yield from self.clip.conflicts(self.ratio)
+        if not self.ratio.limited and (self.clip.exponentiates or (self.kl is not None and self.kl.importance)):
+            what = f"clip '{self.clip.kind}'" if self.clip.exponentiates else "kl.importance"
+            yield f"{what} needs the ratio itself, but ratio.limit is none. Set it, {LOG_RATIO_LIMIT:g} is usual."
+        if self.value is not None and not self.needs_values:
+            yield f"a value loss is set but advantage '{self.advantage.kind}' has no critic. Use 'gae' or no value."
+        if self.value is None and self.needs_values:
+            yield f"advantage '{self.advantage.kind}' needs a critic, but there is no value loss. Set value."
+
+    def _reward_formula(self) -> str:
+        if self.kl is None or not (self.kl.in_reward and self.needs_reference):
+            return ""
+        divergence = self.kl.formula().replace("logp_it", "logp_old_it")
+        if "samples" in self.advantage.needs:
+            return f"R_i <- R_i - {self.kl.coef:g} * sum_t {divergence}"
+        return f"R_it <- R_it - {self.kl.coef:g} * {divergence}"
+
+    def _term_formulas(self) -> Iterator[str]:
+        if self.kl is not None and self.needs_reference and not self.kl.in_reward:
+            yield f"{self.kl.coef:g} * mean {'r_it ' if self.kl.importance else ''}{self.kl.formula()}"
+        if self.entropy is not None and self.entropy.coef:
+            yield f"({-self.entropy.coef:g}) * mean {self.entropy.formula()}"
+        if isinstance(self.value, ValueLoss) and self.needs_values:
+            where = " at the first decision of each turn" if self.advantage.level == "turn" else ""
+            yield f"{self.value.coef:g} * mean {self.value.formula()}{where}"
+
+
+def _average(mode: Aggregation, x: Tensor, mask: Tensor, counts: Denominators, rollouts: Rollouts) -> Tensor:
+    """Aggregate (B, T); only those that need turns get them, so that one's own block need not know of them."""
+    return mode(x, mask, counts, *((rollouts.turn,) if "turns" in mode.needs else ()))
+
+
+def _with_aggregation(options: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Options of a block whose `aggregation`, given by name or as keys and values, is made a block."""
+    made = dict(options)
+    given = made.get("aggregation")
+    if key == "kl" and given is not None and not isinstance(given, Aggregation):
+        named = {"kind": given} if isinstance(given, str) else given
+        made["aggregation"] = changed(None, named, AGGREGATIONS, "kl.aggregation")
+    return made
+
+
+SHOWN_AS = {
+    "advantage": "",
+    "scaling": "",
+    "ratio": "ratio ",
+    "clip": "",
+    "kl": "KL ",
+    "entropy": "entropy ",
+    "aggregation": "",
+    "filter": "groups: ",
+    "value": "value ",
+}
+"""What stands before a block in `Objective.parts`."""

@@ -1,0 +1,233 @@
+"""A method that learns from pairs of a preferred and a rejected answer, as data: typed blocks, composed into a loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.block import Block, changed
+from mmrl.core.blocks.preference import (
+    PREFERENCE_BLOCKS,
+    ChosenLikelihood,
+    NoPairLoss,
+    PairLoss,
+    PairScore,
+    SigmoidPair,
+    SumScore,
+)
+from mmrl.core.loss import Denominators, LossOutput, Metric, PolicyOutputs, count, masked_mean, masked_sum, required
+from mmrl.core.pairs import SCORE, Pairs, pair_rows
+from mmrl.core.rollouts import Rollouts
+
+PAIRS, ANSWERS, DECISIONS = "pairs", "preferred_answers", "preferred_decisions"
+"""Keys of `Denominators.others`."""
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """One method on pairs: what is minimised over (prompt, preferred answer, rejected answer).
+
+    loss = mean over pairs [pair loss] + coef * NLL of the preferred answers, both means over the optimiser step.
+
+        PreferenceObjective("rpo", SigmoidPair(beta=0.01), SumScore(), ChosenLikelihood(0.005))
+    """
+
+    name: str
+    """Short name, as in the catalogue."""
+    loss: PairLoss = field(default_factory=SigmoidPair)
+    """Loss of a pair."""
+    score: PairScore = field(default_factory=SumScore)
+    """What an answer is compared by."""
+    likelihood: ChosenLikelihood | None = None
+    """Likelihood of the preferred answers as a further term."""
+    citation: str = ""
+    """Where the method was published."""
+    compares_rows: ClassVar[bool] = True
+    """The two sides of a pair are scored together."""
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks by field, without those that are not there."""
+        found = {key: getattr(self, key) for key in PREFERENCE_BLOCKS}
+        return {key: block for key, block in found.items() if block is not None}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What must be there beside log-probabilities: "logp_ref", "pair_scores"."""
+        return frozenset().union(*(block.needs for block in self.blocks.values()))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference is used."""
+        return "logp_ref" in self.needs
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the data must score both answers."""
+        return "pair_scores" in self.needs
+
+    def replace(self, **changes: Any) -> PreferenceObjective:
+        """A copy with some blocks exchanged."""
+        return dataclasses.replace(self, **changes)
+
+    def override(self, changes: Mapping[str, Mapping[str, Any]]) -> PreferenceObjective:
+        """Change numbers of blocks, or exchange blocks by `kind`.
+
+        Args:
+            changes: Field to new numbers, such as {"loss": {"beta": 0.3}, "likelihood": {"kind": "nll", "coef": 0.1}}.
+
+        Returns:
+            The changed objective, not yet validated.
+
+        Raises:
+            ValueError: Unknown field, kind or option, or a value of the wrong type; the message lists what exists.
+        """
+        parts: dict[str, Any] = {}
+        for key, options in changes.items():
+            if key not in PREFERENCE_BLOCKS:
+                known = ", ".join(PREFERENCE_BLOCKS)
+                raise ValueError(f"A preference objective has no part '{key}'; its parts: {known}.")
+            parts[key] = changed(getattr(self, key), options, PREFERENCE_BLOCKS[key], key)
+        if parts.get("likelihood") is not None and parts["likelihood"].coef == 0:
+            parts["likelihood"] = None
+        return self.replace(**parts)
+
+    def validate(self) -> None:
+        """Refuse numbers out of range and blocks that contradict each other.
+
+        Raises:
+            ValueError: The message names the options, what they may be and what to try.
+        """
+        problems = [problem for key, block in self.blocks.items() for problem in block.problems(key)]
+        if isinstance(self.loss, NoPairLoss) and self.likelihood is None:
+            problems.append("loss is 'none' and there is no likelihood, so nothing is minimised. Set likelihood.coef.")
+        if problems:
+            listed = "\n".join(f"- {problem}" for problem in problems)
+            raise ValueError(f"The preference objective '{self.name}' cannot be used:\n{listed}")
+
+    def describe(self) -> str:
+        """Return the formula this objective computes, with its constants.
+
+        Raises:
+            ValueError: The objective is not valid, so there is no such formula.
+        """
+        self.validate()
+        lines = [f"{self.name}: {self.citation}" if self.citation else self.name, f"  {self.score.formula()}"]
+        pair = self.loss.formula()
+        if "h" in pair.replace("(", " ").replace(")", " ").split():
+            ratio = "(logp_w - logp_ref_w) - (logp_l - logp_ref_l)" if self.needs_reference else "logp_w - logp_l"
+            lines.append(f"  h = {ratio}, w preferred, l rejected")
+        terms = [f"mean {pair}"] if pair else []
+        terms += [self.likelihood.formula()] if self.likelihood is not None else []
+        return "\n".join([*lines, "  minimise  " + "\n          + ".join(terms)])
+
+    def parts(self) -> str:
+        """The blocks in one line, for tables."""
+        return ", ".join(block.summary() for block in self.blocks.values())
+
+    def denominators(self, rollouts: Rollouts) -> Denominators:
+        """Count what the loss of an optimiser step is divided by; see `Objective.denominators`."""
+        chosen, rejected = pair_rows(rollouts)
+        mask = rollouts.loss_mask
+        valid = self.score(mask, mask)[1]
+        others = {
+            PAIRS: float((valid[chosen] & valid[rejected]).sum()),
+            ANSWERS: float((mask[chosen] > 0).any(1).sum()),
+            DECISIONS: float(mask[chosen].sum()),
+        }
+        return dataclasses.replace(count(mask), others=others)
+
+    def step_loss(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> LossOutput:
+        """Return the loss of a batch or micro-batch of whole pairs.
+
+        Args:
+            outputs: What the policy says now about the answers.
+            rollouts: Groups of two rows, see `pair_rows`; with `logp_ref` where the loss has a reference, and with
+                `extras[SCORE]` where it reads the scores of the data.
+            denominators: Counts over the whole optimiser step, so that the losses of its micro-batches add up.
+
+        Returns:
+            The scalar loss and its metrics.
+
+        Raises:
+            ValueError: Something the objective needs is missing or has the wrong shape.
+
+        Gradient: through `outputs` only.
+        """
+        outputs = outputs.masked(rollouts.loss_mask)
+        pairs = self.pairs(outputs.logp, rollouts)
+        term = self.loss(pairs).sum() / max(denominators.others[PAIRS], 1.0)
+        terms = {"loss/preference": term}
+        if self.likelihood is not None:
+            nll = self._nll(outputs.logp, rollouts, denominators)
+            terms = ({} if isinstance(self.loss, NoPairLoss) else terms) | {"loss/nll_chosen": nll}
+        total = torch.stack(list(terms.values())).sum()
+        summed = {name: Metric.summed(value.detach()) for name, value in {"loss/total": total, **terms}.items()}
+        return LossOutput(total, summed | self.pair_metrics(pairs))
+
+    def pairs(self, logp: Tensor, rollouts: Rollouts) -> Pairs:
+        """Form the pairs that both sides have a score of.
+
+        Args:
+            logp: (B, T) nats.
+            rollouts: Groups of two rows.
+
+        Returns:
+            M pairs, M = N, or up to N * T with a score a decision.
+
+        Raises:
+            ValueError: The reference or the scores of the data are missing.
+        """
+        chosen, rejected = pair_rows(rollouts)
+        mask = rollouts.loss_mask
+        scores, valid = self.score(logp, mask)
+        kept = valid[chosen] & valid[rejected]
+
+        def sides(table: Tensor) -> tuple[Tensor, Tensor]:
+            return table[chosen][kept], table[rejected][kept]
+
+        found = dict(zip(("logp_w", "logp_l"), sides(scores), strict=True))
+        if self.needs_reference:
+            reference = required(rollouts.logp_ref, "rollouts.logp_ref", "the reference scores the answers")
+            found |= dict(zip(("ref_w", "ref_l"), sides(self.score(reference, mask)[0]), strict=True))
+        if self.needs_scores:
+            given = required(rollouts.extras.get(SCORE), f"rollouts.extras['{SCORE}']", "the data scores both answers")
+            found |= dict(zip(("score_w", "score_l"), sides(given[:, None].expand_as(scores)), strict=True))
+        return Pairs(**found)
+
+    def pair_numbers(self, pairs: Pairs) -> dict[str, Tensor]:
+        """Numbers about each pair (M,), named as in TRL: implicit rewards (beta times log-ratios), log-probabilities.
+
+        Without a reference an answer has no implicit reward, and `rewards/` is left out.
+        """
+        logp_w, logp_l, scale = pairs.logp_w.detach(), pairs.logp_l.detach(), self.loss.reward_scale
+        found = {"logps/chosen": logp_w, "logps/rejected": logp_l, "logps/accuracies": (logp_w > logp_l).to(logp_w)}
+        if not self.needs_reference:
+            return found
+        chosen, rejected = scale * pairs.log_ratio_w.detach(), scale * pairs.log_ratio_l.detach()
+        return found | {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracies": (chosen > rejected).to(chosen),
+            "rewards/margins": chosen - rejected,
+        }
+
+    def pair_metrics(self, pairs: Pairs) -> dict[str, Metric]:
+        """Means of `pair_numbers` as metrics."""
+        count = float(len(pairs.logp_w))
+        return {name: Metric(values.sum(), count) for name, values in self.pair_numbers(pairs).items()}
+
+    def _nll(self, logp: Tensor, rollouts: Rollouts, denominators: Denominators) -> Tensor:
+        assert self.likelihood is not None
+        chosen, _ = pair_rows(rollouts)
+        logp, mask = logp[chosen], rollouts.loss_mask[chosen]
+        if self.likelihood.average == "answers":
+            mean = masked_mean(logp, mask).sum() / max(denominators.others[ANSWERS], 1.0)
+        else:
+            mean = masked_sum(logp, mask).sum() / max(denominators.others[DECISIONS], 1.0)
+        return -self.likelihood.coef * mean

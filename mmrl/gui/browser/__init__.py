@@ -1,0 +1,1 @@
+"""mmrl/gui/browser."""

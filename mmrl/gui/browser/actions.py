@@ -1,0 +1,225 @@
+"""The actions of an agent in a page: read and checked, then executed.
+
+Everything is checked first, since the driver silently takes clicks far outside the window and fails on NaN. Points are
+in the environment's coordinate space and are converted here, once.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmrl.gui.grounding.coords import CoordinateSpace, Point, Size, from_original, to_original
+
+if TYPE_CHECKING:
+    from mmrl.gui.browser.page import GuardedPage
+
+MAX_TEXT_CHARS = 500
+MAX_SCROLL_PX = 5000
+SCROLL_PX = 120
+DRAG_STEPS = 4
+
+
+class ActionError(ValueError):
+    """An action that cannot be executed; the message is for the agent."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Viewpoint:
+    """The image that the agent sees, and the coordinate space of its points."""
+
+    space: CoordinateSpace
+    image_wh: Size
+    """(width, height) of the screenshot in pixels."""
+    model_wh: Size | None
+    """(width, height) of the image for the agent, where it is resized."""
+    scale: float
+    """Pixels of the screenshot in a CSS pixel."""
+
+    def to_image(self, point: Point) -> Point:
+        """A point of the agent in pixels of the screenshot; raises ActionError outside of it."""
+        x, y = to_original(point, self.space, self.image_wh, self.model_wh)
+        width, height = self.image_wh
+        if not (0 <= x <= width and 0 <= y <= height):
+            raise ActionError("out_of_bounds", f"The point {_shown(point)} is outside of the picture.")
+        return min(x, width - 0.5), min(y, height - 0.5)  # the edge belongs to the image, not to the window
+
+    def from_image(self, point: Point) -> Point:
+        """A point of the screenshot in the agent's space: integers, or three decimals for fractions."""
+        first, second = from_original(point, self.space, self.image_wh, self.model_wh)
+        digits = 3 if self.space in (CoordinateSpace.REL1, CoordinateSpace.REL1_YX) else None
+        return round(first, digits), round(second, digits)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A checked action; points in pixels of the screenshot."""
+
+    name: str
+    points: tuple[Point, ...] = ()
+    text: str = ""
+    """Text to type, or a key in playwright's names."""
+    scroll_px: Point = (0, 0)
+    """Distance in CSS pixels, right and down."""
+
+
+@dataclass(frozen=True)
+class ActionKind:
+    """One kind of action."""
+
+    read: Callable[[str, dict[str, Any], Viewpoint], Command]
+    """Checks the arguments, removes those it knows from the dict, and makes the command."""
+    summary: str
+    """Its arguments and what it does, for prompts."""
+
+
+def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -> Command:
+    """Check an action; raises ActionError."""
+    if name not in ACTIONS:
+        raise ActionError("unknown_action", f"There is no action {name[:60]!r}; the actions are: {', '.join(ACTIONS)}.")
+    left = dict(arguments)
+    command = ACTIONS[name].read(name, left, viewpoint)
+    if left:
+        extra = ", ".join(map(str, list(left)[:5]))[:100]
+        raise ActionError("wrong_arguments", f"The action {name} has no argument {extra}. {ACTIONS[name].summary}")
+    return command
+
+
+def execute_command(command: Command, page: GuardedPage) -> None:
+    """Execute a command; returns when the page has handled the input."""
+    mouse, keyboard = page.page.mouse, page.page.keyboard
+    points = [(x / page.scale, y / page.scale) for x, y in command.points]
+    with page.browser.limited(f"the action {command.name}"):
+        match command.name:
+            case "click":
+                mouse.click(*points[0])
+            case "double_click":
+                mouse.dblclick(*points[0])
+            case "right_click":
+                mouse.click(*points[0], button="right")
+            case "drag":
+                mouse.move(*points[0])
+                mouse.down()
+                mouse.move(*points[1], steps=DRAG_STEPS)
+                mouse.up()
+            case "scroll":
+                mouse.move(*points[0])
+                mouse.wheel(*command.scroll_px)
+            case "type":
+                keyboard.type(command.text)
+            case "key":
+                keyboard.press(command.text)
+
+
+def _at_point(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+    return Command(name, (viewpoint.to_image(_point(name, left, "point", ("x", "y"))),))
+
+
+def _drag(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+    start = _point(name, left, "start", ("x", "y"))
+    end = _point(name, left, "end", ("to_x", "to_y"))
+    return Command(name, (viewpoint.to_image(start), viewpoint.to_image(end)))
+
+
+def _scroll(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+    direction, amount = left.pop("direction", None), left.pop("amount", SCROLL_PX)
+    if not isinstance(direction, str) or direction not in DIRECTIONS:
+        raise _wrong(name)
+    if not _is_number(amount) or not 0 < amount <= MAX_SCROLL_PX:
+        raise ActionError("wrong_arguments", f"The amount of a scroll is 1 to {MAX_SCROLL_PX} pixels.")
+    width, height = viewpoint.image_wh
+    point = (width / 2, height / 2)
+    if left.keys() & {"x", "y", "point"}:
+        point = viewpoint.to_image(_point(name, left, "point", ("x", "y")))
+    right, down = DIRECTIONS[direction]
+    return Command(name, (point,), scroll_px=(right * amount, down * amount))
+
+
+def _type(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+    text = left.pop("text", None)
+    if not isinstance(text, str) or not 0 < len(text) <= MAX_TEXT_CHARS:
+        raise ActionError("wrong_arguments", f"The text to type has 1 to {MAX_TEXT_CHARS} characters.")
+    if not all(character.isprintable() or character in "\n\t" for character in text):
+        raise ActionError("wrong_arguments", "The text to type has characters that no keyboard has.")
+    return Command(name, text=text)
+
+
+def _key(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+    """Read keys joined by +, or by spaces as in ARPO's hotkeys."""
+    given = left.pop("key", None)
+    parts = given.replace("+", " ").split() if isinstance(given, str) and len(given) < 60 else []
+    named = [MODIFIERS.get(part.lower(), "") for part in parts[:-1]]
+    last = parts[-1] if parts else ""
+    key = last if last in CHARACTERS else KEYS.get(last.lower().replace("_", ""), "")
+    if not key or not all(named) or len(set(named)) < len(named):
+        examples = (
+            "a character, or Enter, Tab, Escape, Backspace, ArrowDown and the like, after Control+, Shift+ or Alt+"
+        )
+        raise ActionError("wrong_arguments", f"There is no key {str(given)[:40]!r}; a key is {examples}.")
+    return Command(name, text="+".join([*named, key]))
+
+
+def _alone(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
+    return Command(name)
+
+
+def _point(name: str, left: dict[str, Any], whole: str, parts: tuple[str, str]) -> Point:
+    """Remove a point from the arguments, given as one pair or as two numbers."""
+    pair = left.pop(whole) if whole in left else [left.pop(part, None) for part in parts]
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(map(_is_number, pair)):
+        raise _wrong(name)
+    return float(pair[0]), float(pair[1])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
+
+
+def _wrong(name: str) -> ActionError:
+    return ActionError("wrong_arguments", f"The action {name} needs other arguments. {ACTIONS[name].summary}")
+
+
+def _shown(point: Point) -> str:
+    return f"({point[0]:g}, {point[1]:g})"
+
+
+DIRECTIONS: dict[str, Point] = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+CHARACTERS = frozenset(string.ascii_letters + string.digits + "-=[];',./`\\")
+MODIFIERS = {"ctrl": "Control", "control": "Control", "shift": "Shift", "alt": "Alt", "meta": "Meta", "cmd": "Meta"}
+KEYS = {
+    "enter": "Enter",
+    "return": "Enter",
+    "tab": "Tab",
+    "esc": "Escape",
+    "escape": "Escape",
+    "backspace": "Backspace",
+    "delete": "Delete",
+    "del": "Delete",
+    "space": "Space",
+    "home": "Home",
+    "end": "End",
+    "pageup": "PageUp",
+    "pagedown": "PageDown",
+    **{f"{prefix}{side}": f"Arrow{side.title()}" for prefix in ("", "arrow") for side in DIRECTIONS},
+}
+"""Names in lower case to those of playwright."""
+
+ACTIONS: dict[str, ActionKind] = {
+    "click": ActionKind(_at_point, "click(x, y): press and release the left button."),
+    "double_click": ActionKind(_at_point, "double_click(x, y): click twice."),
+    "right_click": ActionKind(_at_point, "right_click(x, y): press and release the right button."),
+    "drag": ActionKind(_drag, "drag(x, y, to_x, to_y): move with the left button held down."),
+    "scroll": ActionKind(_scroll, "scroll(direction): up, down, left or right; optional amount in pixels, and x, y."),
+    "type": ActionKind(_type, "type(text): type into what has the focus; \\n is Enter."),
+    "key": ActionKind(_key, "key(key): press a key such as Enter, Tab or Control+a."),
+    "wait": ActionKind(_alone, "wait(): do nothing."),
+    "finish": ActionKind(_alone, "finish(): the task is done."),
+    "fail": ActionKind(_alone, "fail(): the task cannot be done."),
+}
+"""By name."""

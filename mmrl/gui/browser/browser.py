@@ -1,0 +1,218 @@
+"""One Chromium per process, driven by playwright, with time limits and restarts after failures and many pages.
+
+playwright's synchronous interface is bound to its thread and refuses to run inside an asyncio loop, so environments run
+in processes, with one browser each and one context per environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.gui.browser.chromium import require_chromium
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext
+
+ARGUMENTS = (
+    "--no-sandbox",  # containers have no user namespaces for it; pages are local files, and offline
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--disable-dev-shm-usage",
+    "--disable-lcd-text",  # subpixel colours would depend on the position of a text
+    "--disable-partial-raster",  # redrawn parts would blend their round corners twice
+    "--font-render-hinting=none",
+    "--force-color-profile=srgb",
+)
+
+
+class BrowserFailure(Exception):  # noqa: N818 - the suite's word for events that are nobody's mistake
+    """The browser died, hung or could not show a page; the episode has no result."""
+
+
+@dataclass(frozen=True)
+class BrowserSettings:
+    """How the browser runs."""
+
+    executable: str = ""
+    """Program of the browser; empty: MMRL_CHROMIUM, else a Chromium, Chrome or Edge on the PATH."""
+    timeout_s: float = bounded(20.0, above=0)
+    """Longest time of one call (loading a page, a click, a screenshot); the browser is killed after twice as long."""
+    start_timeout_s: float = bounded(60.0, above=0)
+    """Longest time to start."""
+    pages_per_start: int = bounded(2000, at_least=1)
+    """Pages after which it restarts, because its memory grows."""
+
+
+class Browser:
+    """A running Chromium."""
+
+    def __init__(self, settings: BrowserSettings | None = None) -> None:
+        self.settings = settings or BrowserSettings()
+        self.generation = 0
+        """Starts so far; contexts of earlier ones are gone."""
+        self.restarts = 0
+        """Restarts after it died or was killed at a time limit."""
+        self.pages = 0
+        """Pages loaded since the last start."""
+        self.pid = 0
+        """Process of the running browser."""
+        self._open_contexts: set[BrowserContext] = set()
+        self._thread = threading.get_ident()
+        self._playwright: Any = None
+        self._browser: Any = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._program = require_chromium(self.settings.executable)
+        self._start()
+
+    def open_context(self, width: int, height: int, scale: float = 1.0, locale: str = "en-US") -> BrowserContext:
+        """A separate offline context (cookies, storage, windows) with a viewport in CSS pixels."""
+        self._check_thread()
+        with self.limited("opening a context"):
+            context: BrowserContext = self._browser.new_context(
+                viewport={"width": width, "height": height},
+                device_scale_factor=scale,
+                offline=True,
+                accept_downloads=False,
+                locale=locale,
+                timezone_id="UTC",
+                reduced_motion="reduce",
+                service_workers="block",
+            )
+        context.set_default_timeout(1000 * self.settings.timeout_s)
+        self._open_contexts.add(context)
+        return context
+
+    def close_context(self, context: BrowserContext) -> None:
+        """Close a context, which may be gone already."""
+        known = context in self._open_contexts
+        self._open_contexts.discard(context)
+        if known and self.is_alive():
+            with contextlib.suppress(BrowserFailure), self.limited("closing a context"):
+                context.close()
+
+    def is_alive(self) -> bool:
+        """Whether the browser is connected."""
+        return self._browser is not None and self._browser.is_connected()
+
+    def is_old(self) -> bool:
+        """Whether a restart is due by the number of pages, and no other environment would lose its page."""
+        return self.pages >= self.settings.pages_per_start and len(self._open_contexts) <= 1
+
+    def restart(self, after_failure: bool = True) -> None:
+        """Restart; every context is lost."""
+        self._check_thread()
+        self.restarts += after_failure
+        self.close()
+        self._start()
+
+    @contextlib.contextmanager
+    def limited(self, what: str) -> Iterator[None]:
+        """Run playwright calls; a browser that hangs is killed, and every failure is a `BrowserFailure`.
+
+        playwright itself limits only some calls: a script that never returns would block `evaluate` for ever.
+        """
+        from playwright.sync_api import Error
+
+        limit_s = 2 * self.settings.timeout_s
+        timer = threading.Timer(limit_s, self.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except Error as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise BrowserFailure(f"{what} failed: {reason}") from error
+        finally:
+            timer.cancel()
+
+    def kill(self) -> None:
+        """Kill the browser's process, as an out-of-memory killer would."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.pid:
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _start(self) -> None:
+        from playwright.sync_api import Error, sync_playwright
+
+        _refuse_asyncio()
+        try:
+            self._playwright = sync_playwright().start()
+            # A killed browser leaves temporary files; one is a socket, whose path must be short.
+            self._folder = tempfile.TemporaryDirectory(prefix="mmrl-", ignore_cleanup_errors=True)
+            self._browser = self._playwright.chromium.launch(
+                executable_path=self._program,
+                headless=True,
+                args=list(ARGUMENTS),
+                env={**os.environ, "TMPDIR": self._folder.name},
+                timeout=1000 * self.settings.start_timeout_s,
+                handle_sigint=False,  # the process that runs the environment decides what a signal means
+                handle_sigterm=False,
+                handle_sighup=False,
+            )
+            session = self._browser.new_browser_cdp_session()
+            processes = session.send("SystemInfo.getProcessInfo")["processInfo"]
+            self.pid = next(int(entry["id"]) for entry in processes if entry["type"] == "browser")
+        except Error as error:
+            self.close()
+            reason = " ".join(str(error).split())[:500]
+            raise BrowserFailure(f"{self._program} did not start: {reason}") from error
+        self.generation += 1
+        self.pages = 0
+
+    def close(self) -> None:
+        """End the browser."""
+        # Closing a browser that hangs would hang as well; a killed one loses nothing.
+        self._open_contexts.clear()
+        self.kill()
+        self.pid = 0
+        if self._browser is not None:
+            with contextlib.suppress(Exception):  # the driver may be gone too
+                self._browser.close()
+        if self._playwright is not None:
+            with contextlib.suppress(Exception):
+                self._playwright.stop()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._browser = self._playwright = self._folder = None
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise UserError("a browser belongs to the thread that started it; run environments in processes instead")
+
+
+def process_browser(settings: BrowserSettings | None = None) -> Browser:
+    """The browser shared by the environments of this process; it ends with the process."""
+    wanted = settings or BrowserSettings()
+    running = _RUNNING.get(os.getpid())
+    if running is None:
+        _RUNNING[os.getpid()] = running = Browser(wanted)
+        atexit.register(running.close)
+    elif running.settings != wanted:
+        raise UserError(f"a process has one browser; this one's runs with {running.settings}, not with {wanted}")
+    return running
+
+
+def _refuse_asyncio() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise UserError(
+        "a browser cannot be driven inside a running asyncio loop (a notebook has one, and so has a thread in which "
+        "another browser runs); run it in a process of its own"
+    )
+
+
+_RUNNING: dict[int, Browser] = {}
+"""By process id: a forked child must not use its parent's."""

@@ -1,0 +1,179 @@
+"""The pages of MiniWoB++ as environments, driven without selenium and without a server.
+
+The reward is the page's raw one, in [-1, 1], without the usual discount by wall-clock time. Timers of the pages run by
+the clock: animations of jQuery are switched off, and `wait` waits; the pages in `RESTLESS` move by themselves, so that
+equal actions may have other results. Importing this module registers mmrl/MiniWob-v0 with Gymnasium.
+
+Source: Farama-Foundation/miniwob-plusplus miniwob/html/core/core.js and miniwob/selenium_instance.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.gui.browser.browser import Browser, BrowserFailure
+from mmrl.gui.browser.page import GuardedPage
+from mmrl.gui.browser.page_env import PageEnv, PageEnvSettings, Verdict, WebAgentEnv, register_environments
+from mmrl.gui.browser.settings import settings_from
+
+ONE_CLICK = (
+    "click-button",
+    "click-color",
+    "click-dialog-2",
+    "click-link",
+    "click-shape",
+    "click-tab",
+    "click-tab-2-easy",
+    "click-test",
+    "click-test-2",
+    "click-widget",
+    "count-shape",
+    "count-sides",
+    "email-inbox-delete",
+    "email-inbox-important",
+    "focus-text",
+    "focus-text-2",
+    "grid-coordinate",
+    "identify-shape",
+    "unicode-test",
+)
+"""Tasks that one click on the right element solves."""
+RESTLESS = ("chase-circle", "click-pie", "drag-items", "drag-items-grid", "drag-sort-numbers", "use-slider")
+"""Tasks whose pages are not repeatable bit for bit; moving-items and simon-says depend on the clock as well."""
+TASK_FIELDS = ("name", "seed")
+BEGIN = """async seed => {
+  try { core.endEpisode(0); } catch (error) { /* there was none */ }
+  if (document.activeElement) document.activeElement.blur();
+  Math.seedrandom(seed);
+  core.setDataMode('train');
+  core.EPISODE_MAX_TIME = 1e9;  // above 2^31 ms the timer would fire at once
+  if (window.jQuery) jQuery.fx.off = true;
+  core.startEpisodeReal();
+  for (let turn = 0; !WOB_TASK_READY && turn < 200; turn += 1) await new Promise(done => setTimeout(done, 25));
+  // images shown for the first time are still read from files while the page is drawn without them
+  const shown = [...document.querySelectorAll('*')].map(element => getComputedStyle(element).backgroundImage);
+  const files = new Set(shown.flatMap(image => [...image.matchAll(/url\\("(.+?)"\\)/g)].map(match => match[1])));
+  const loaded = [...files].map(file => Object.assign(new Image(), { src: file }));
+  await Promise.all([...document.images, ...loaded].map(image => image.decode().catch(() => null)));
+  await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+  const said = core.getUtterance();
+  return { ready: WOB_TASK_READY, instruction: typeof said === 'string' ? said : said.utterance };
+}"""
+REPORT = """async () => {
+  await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+  return { done: WOB_DONE_GLOBAL, reward: WOB_RAW_REWARD_GLOBAL, reason: WOB_REWARD_REASON };
+}"""
+
+
+@dataclass(frozen=True)
+class MiniWobSettings(PageEnvSettings):
+    """Which pages, and what the agent sees."""
+
+    width_px: int = bounded(160, at_least=160, at_most=4096)
+    """Columns of the screenshot; the pages are designed for 160."""
+    height_px: int = bounded(210, at_least=210, at_most=4096)
+    """Rows of the screenshot; the pages are designed for 210, of which 50 are the yellow instruction."""
+    tasks: tuple[str, ...] = ONE_CLICK
+    """Pages that a reset without a name draws from; see `miniwob_names`."""
+    wait_s: float = bounded(0.5, at_least=0, at_most=10)
+    """Duration of the action wait in seconds, for pages that respond late."""
+
+    def validate(self) -> None:
+        """Check the names of the pages; raises UserError."""
+        super().validate()
+        if self.partial_credit:
+            raise UserError("MiniWoB++ pages give their own raw reward; partial_credit has no meaning there")
+        if not self.tasks:
+            raise UserError("tasks is empty; name pages of MiniWoB++, or leave it out")
+        for name in self.tasks:
+            _page_file(name)
+
+
+class MiniWobEnv(PageEnv):
+    """Pages of MiniWoB++.
+
+    A task is {"name", "seed"}; missing entries are drawn from the seed of the episode.
+    """
+
+    settings: MiniWobSettings
+
+    def __init__(self, settings: MiniWobSettings | None = None, browser: Browser | None = None) -> None:
+        super().__init__(settings or MiniWobSettings(), browser)
+        self._loaded: tuple[GuardedPage | None, str] = (None, "")
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Execute an action; wait takes `wait_s` seconds."""
+        name = action.get("name") if isinstance(action, Mapping) else getattr(action, "name", None)
+        if name == "wait":
+            time.sleep(self.settings.wait_s)
+        return super().step(action)
+
+    def _task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        unknown = [str(key) for key in options if key not in TASK_FIELDS]
+        if unknown:
+            raise UserError(f"a task has the entries {', '.join(TASK_FIELDS)}, not {unknown[0]!r}")
+        name = options.get("name") or Random(f"task/{seed}").choice(self.settings.tasks)
+        _page_file(name)
+        return {"seed": seed, **options, "name": name}
+
+    def _begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
+        if self._loaded != (page, task["name"]):
+            self._loaded = (None, "")
+            page.load_url(_page_file(task["name"]).as_uri())
+            self._loaded = (page, task["name"])
+        else:
+            with page.browser.limited("moving the mouse away"):
+                page.page.mouse.move(0, 0)
+            page.browser.pages += 1
+        started = page.evaluate(BEGIN, str(task["seed"]))
+        page.take_events()
+        if not started["ready"]:
+            raise BrowserFailure(f"the page {task['name']} did not get ready within 5 seconds")
+        return str(started["instruction"])
+
+    def _after(self, page: GuardedPage) -> Verdict:
+        report = page.evaluate(REPORT)
+        done, reward = bool(report["done"]), float(report["reward"])
+        info = {"raw_reward": reward, "reason": report["reason"]}
+        return Verdict(reward if done else 0.0, done and reward > 0, done, info)
+
+
+def miniwob_names() -> list[str]:
+    """Names of the pages."""
+    return sorted(path.stem for path in _folder().glob("*.html"))
+
+
+def miniwob_tasks(**settings: Any) -> WebAgentEnv:
+    """Pages of MiniWoB++ for agents: `environment.factory: mmrl.gui.browser.miniwob:miniwob_tasks`."""
+    return WebAgentEnv(MiniWobEnv(settings_from(MiniWobSettings, settings)))
+
+
+def make_miniwob(render_mode: str | None = None, **settings: Any) -> MiniWobEnv:
+    """A `MiniWobEnv` for `gymnasium.make`; arguments are fields of `MiniWobSettings` as plain data."""
+    return MiniWobEnv(settings_from(MiniWobSettings, settings, "gymnasium.make"))
+
+
+def _page_file(name: str) -> Path:
+    path = _folder() / f"{name}.html"
+    if "/" in str(name) or not path.is_file():
+        raise UserError(f"MiniWoB++ has no page {name!r}; it has: {', '.join(miniwob_names())}")
+    return path
+
+
+def _folder() -> Path:
+    spec = importlib.util.find_spec("miniwob")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    if not places:
+        raise UserError("pages of MiniWoB++ need the package miniwob: pip install 'mmrl-suite[miniwob]'")
+    return Path(places[0]) / "html" / "miniwob"
+
+
+register_environments("mmrl.gui.browser.miniwob:make_miniwob", {"mmrl/MiniWob-v0": {}})

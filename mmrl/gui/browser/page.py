@@ -1,0 +1,145 @@
+"""A browser page that cannot be left: dialogs, downloads, windows and other addresses are refused and reported.
+
+Caret, animations and transitions are hidden, so that the same page gives the same screenshot bit for bit.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.gui.browser.browser import Browser
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from playwright.sync_api import Dialog, Download, Frame, Page, Route
+
+ADDRESS = "http://page.invalid/"
+"""Address of pages given as HTML, so that a form or a reload makes a request that can be refused."""
+FREEZE = """async () => {
+  const style = document.createElement('style');
+  style.textContent = '*, *::before, *::after { caret-color: transparent !important; animation: none !important; '
+    + 'transition: none !important; scroll-behavior: auto !important; }';
+  (document.head || document.documentElement).append(style);
+  await document.fonts.ready;
+  // a screenshot shows the last drawn frame, and the first one after loading may still contain motion
+  await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+}"""
+SETTLE = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+class GuardedPage:
+    """One page in a context of its own.
+
+    Args:
+        browser: a running browser.
+        width: of the visible part in CSS pixels.
+        height: in CSS pixels.
+        scale: device pixels of a CSS pixel; the screenshot has width * scale columns.
+        locale: language reported to the page.
+    """
+
+    def __init__(self, browser: Browser, width: int, height: int, scale: float = 1.0, locale: str = "en-US") -> None:
+        self.browser, self.scale = browser, scale
+        self.generation = browser.generation
+        self._events: list[str] = []
+        self._loading, self._html = False, ""
+        self._context = browser.open_context(width, height, scale, locale)
+        with browser.limited("opening a page"):
+            self._page: Page = self._context.new_page()
+            self._context.on("page", self._close_window)
+            self._page.on("dialog", self._dismiss)
+            self._page.on("download", self._refuse_download)
+            self._page.on("framenavigated", self._note_address)
+            self._page.route("**/*", self._check_request)
+
+    @property
+    def page(self) -> Page:
+        """The playwright page; wrap calls in `browser.limited`."""
+        return self._page
+
+    def is_open(self) -> bool:
+        """Whether the page's browser still runs."""
+        return self.generation == self.browser.generation and self.browser.is_alive()
+
+    def load_html(self, html: str, *, new_document: bool = True) -> None:
+        """Show a page."""
+        self._html = html
+        if new_document or self._page.url != ADDRESS:
+            self._load(lambda: self._page.goto(ADDRESS, wait_until="load"), "loading the page")
+        else:
+            self._load(lambda: self._page.set_content(html, wait_until="load"), "loading the page")
+
+    def load_url(self, url: str) -> None:
+        """Show a local file."""
+        self._load(lambda: self._page.goto(url, wait_until="load"), f"loading {url}")
+
+    def _load(self, load: Callable[[], Any], what: str) -> None:
+        self.browser.pages += 1
+        self._loading = True
+        try:
+            with self.browser.limited(what):
+                self._page.mouse.move(0, 0)  # at its last position it would hover over something
+                load()
+                self._page.evaluate(FREEZE)
+        finally:
+            self._loading = False
+        self._events.clear()
+
+    def evaluate(self, script: str, argument: Any = None) -> Any:
+        """Evaluate a JavaScript function in the page."""
+        with self.browser.limited("a script in the page"):
+            return self._page.evaluate(script, argument)
+
+    def settle(self) -> None:
+        """Wait until changes of the page are drawn."""
+        self.evaluate(SETTLE)
+
+    def screenshot(self) -> NDArray[np.uint8]:
+        """The visible part as (H, W, 3) uint8 RGB."""
+        from PIL import Image
+
+        with self.browser.limited("a screenshot"):
+            # the protocol's own captureScreenshot is 10 ms faster, but ignores the scale
+            content = self._page.screenshot(caret="hide", animations="disabled", scale="device")
+        return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+
+    def take_events(self) -> list[str]:
+        """Refused attempts of the page since the last call, such as "dialog: Really?" or "download: a.zip"."""
+        found, self._events = self._events, []
+        return found
+
+    def close(self) -> None:
+        """Close the page and its context."""
+        if self.is_open():
+            self.browser.close_context(self._context)
+
+    def _dismiss(self, dialog: Dialog) -> None:
+        self._events.append(f"dialog: {dialog.message[:200]}")
+        dialog.dismiss()
+
+    def _refuse_download(self, download: Download) -> None:
+        self._events.append(f"download: {download.suggested_filename[:200]}")
+
+    def _close_window(self, window: Page) -> None:
+        self._events.append("window")
+        window.close()
+
+    def _note_address(self, frame: Frame) -> None:
+        # about:blank and a reload of a page without an address make no request that could be refused
+        if frame == self._page.main_frame and not self._loading:
+            self._events.append(f"left the page: {frame.url[:200]}")
+
+    def _check_request(self, route: Route) -> None:
+        request = route.request
+        if self._loading and request.url == ADDRESS:
+            route.fulfill(body=self._html, content_type="text/html; charset=utf-8")
+            return
+        if self._loading or not request.is_navigation_request():
+            route.continue_()
+            return
+        self._events.append(f"navigation: {request.url[:200]}")
+        route.abort("aborted")  # this reason keeps the page; any other shows an error page instead

@@ -1,0 +1,228 @@
+"""Points in a model's answer: how they are written, and two parsers that never raise.
+
+`reference` is exactly the rule of InfiGUI-G1's public reward; `robust` also reads the formats of other models. Neither
+guesses the meaning of a number from its size: the coordinate space is the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.gui.grounding.coords import CoordinateSpace, Point
+
+THINK, END_THINK = "<think>", "</think>"
+LONGEST = 100_000
+"""Characters of an answer that `robust` reads; no sampler gives more."""
+MOST_SPANS = 256
+"""Bracketed parts of an answer that `robust` tries."""
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """The points of one answer, in the order in which the model prefers them."""
+
+    points: tuple[Any, ...] = ()
+    """Pairs of numbers in the model's space; after `reference` a pair may hold any JSON value."""
+    kind: str = ""
+    """Form of the points: a key of an object (point_2d, bbox_2d, coordinate), or pairs; empty without points."""
+    error: str = ""
+    """Key of `ANSWER_ERRORS`; empty for a usable answer."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are points, including a refusal."""
+        return self.error in ("", "refusal")
+
+
+def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max_answers: int = 0) -> ParsedAnswer:
+    """Read the points of an answer.
+
+    Args:
+        text: the decoded answer.
+        mode: "reference" or "robust".
+        no_think: whether the answer is expected without a think block. `robust` removes a block in any case and does
+            not require one; `reference` refuses an answer without the block, unless this is set.
+        max_answers: more points are the error too_many; 0 is no limit.
+
+    Returns:
+        Points or an error; never raises for any text.
+
+    Raises:
+        UserError: `mode` is unknown.
+    """
+    if mode not in PARSERS:
+        raise UserError(f"unknown parser {mode!r}; there are: {', '.join(PARSERS)}")
+    found = PARSERS[mode](text, no_think)
+    if max_answers and len(found.points) > max_answers:
+        return ParsedAnswer(error="too_many")
+    return found
+
+
+def answer_text(points: Sequence[Point], space: CoordinateSpace, labels: Sequence[str] | None = None) -> str:
+    """Points as Qwen2.5-VL writes them: a JSON list of {"point_2d": [x, y]}, integers except for fractions."""
+    fractions = space in (CoordinateSpace.REL1, CoordinateSpace.REL1_YX)
+    pairs = [[round(number, 4) if fractions else round(number) for number in point] for point in points]
+    if labels is None:
+        return json.dumps([{"point_2d": pair} for pair in pairs])
+    return json.dumps([{"label": label, "point_2d": pair} for label, pair in zip(labels, pairs, strict=True)])
+
+
+def answer_tokens(labels: Sequence[str]) -> tuple[str, ...]:
+    """Parts of labelled answers that should be one token each in a tiny tokenizer.
+
+    A number then directly follows the token of its label, so that a random model learns to find an element by its label
+    in one step of attention instead of two.
+    """
+    parts = ('[{"label": "', ']}, {"label": "', "]}]", ", ")
+    return (*parts, *(f'{label}", "point_2d": [' for label in labels), *map(str, range(1001)))
+
+
+def split_think(text: str) -> str | None:
+    """The text after the one think block at the very start of an answer; None where the block is wrong or missing.
+
+    Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`extract_think_format`).
+    """
+    if not text.startswith(THINK) or text.count(THINK) != 1 or text.count(END_THINK) != 1:
+        return None
+    thought, _, rest = text[len(THINK) :].partition(END_THINK)
+    return rest.strip() if thought.strip() and rest.strip() else None
+
+
+def _reference(text: str, no_think: bool) -> ParsedAnswer:
+    """Read the first bracket and its balanced partner as JSON; one bad item invalidates the list.
+
+    Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`_extract_verifiable_answer`).
+    """
+    answer = text if no_think else split_think(text)
+    if answer is None:
+        return ParsedAnswer(error="no_think")
+    start = answer.find("[")
+    end = _partner(answer, start) if start >= 0 else -1
+    value = _json(answer[start : end + 1]) if end >= 0 else NOTHING
+    if not isinstance(value, list):
+        return ParsedAnswer(error="not_json")
+    if not value:
+        return ParsedAnswer(error="empty")
+    pairs = [item.get("point_2d") if isinstance(item, dict) else None for item in value]
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        return ParsedAnswer(error="wrong_shape")
+    return ParsedAnswer(tuple(map(tuple, pairs)), "point_2d")  # type: ignore[arg-type]
+
+
+def _partner(text: str, start: int) -> int:
+    """Index of the bracket that closes the one at `start`, brackets in JSON strings counted too; -1 without one."""
+    depth = 0
+    for match in re.finditer(r"[\[\]]", text[start:]):
+        depth += 1 if match.group() == "[" else -1
+        if depth == 0:
+            return start + match.start()
+    return -1
+
+
+NOTHING = object()
+"""Marks text that is not JSON; None is JSON."""
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # ValueError: also integers of more digits than Python converts
+        return NOTHING
+
+
+def _robust(text: str, no_think: bool) -> ParsedAnswer:
+    """Read the first balanced list or object after the think block that holds points."""
+    del no_think  # the block is removed where there is one
+    answer = text[:LONGEST]
+    if END_THINK in answer:
+        answer = answer.rpartition(END_THINK)[2]
+    elif answer.lstrip().startswith(THINK):
+        return ParsedAnswer(error="no_think")  # the block is never closed
+    error = ""
+    for start, end in _spans(answer):
+        value = _json(answer[start : end + 1])
+        if value is not NOTHING:
+            found = _points_of(value if isinstance(value, list) else [value])
+            if found.ok:
+                return found
+            error = error or found.error
+    return ParsedAnswer(error=error or "not_json")
+
+
+def _spans(text: str) -> list[tuple[int, int]]:
+    """Indices of the first opening brackets and braces with their partners, outer before inner."""
+    opened: dict[str, list[int]] = {"]": [], "}": []}
+    spans: list[tuple[int, int]] = []
+    for match in re.finditer(r"[\[\]{}]", text):
+        mark = match.group()
+        if mark in "[{":
+            opened["]" if mark == "[" else "}"].append(match.start())
+        elif opened[mark]:
+            spans.append((opened[mark].pop(), match.start()))
+    return sorted(spans)[:MOST_SPANS]
+
+
+def _points_of(value: list[Any]) -> ParsedAnswer:
+    """Read the points of a JSON list: objects, pairs, or one pair of numbers."""
+    if not value:
+        return ParsedAnswer(error="empty")
+    if not any(isinstance(item, list | dict) for item in value):
+        value = [value]
+    points, kinds = [], []
+    for item in value:
+        kind, numbers = _numbers_of(item)
+        if numbers is None:
+            return ParsedAnswer(error="wrong_shape")
+        if not all(math.isfinite(number) for number in numbers):
+            return ParsedAnswer(error="non_finite")
+        if len(numbers) == 4:  # halves first: the sum of two large numbers may be infinite
+            x1, y1, x2, y2 = numbers
+            numbers = (x1 / 2 + x2 / 2, y1 / 2 + y2 / 2)
+        points.append(numbers)
+        kinds.append(kind)
+    refused = all(x < 0 and y < 0 for x, y in points)
+    return ParsedAnswer(tuple(points), kinds[0], "refusal" if refused else "")
+
+
+def _numbers_of(item: Any) -> tuple[str, tuple[float, ...] | None]:
+    """The key and the two or four numbers of an item; None where there are none."""
+    if isinstance(item, list):
+        return "pairs", _numbers(item, 2)
+    if isinstance(item, dict):
+        for key, count in KEYS.items():
+            if key in item:
+                return key, _numbers(item[key], count)
+    return "", None
+
+
+def _numbers(value: Any, count: int) -> tuple[float, ...] | None:
+    if not isinstance(value, list) or len(value) != count:
+        return None
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in value):
+        return None
+    try:
+        return tuple(float(number) for number in value)
+    except OverflowError:  # an integer beyond the largest float
+        return (math.inf,) * count
+
+
+KEYS = {"point_2d": 2, "coordinate": 2, "bbox_2d": 4}
+"""Keys of an object that hold a point or a box, and their number of values."""
+
+PARSERS: dict[str, Callable[[str, bool], ParsedAnswer]] = {"reference": _reference, "robust": _robust}
+
+ANSWER_ERRORS: dict[str, str] = {
+    "no_think": "The think block is missing, not at the start, repeated, blank or never closed.",
+    "empty": "The answer is an empty list.",
+    "not_json": "There is no bracketed list that is JSON.",
+    "wrong_shape": "A list was found, but an item is not a point or box of numbers.",
+    "non_finite": "A coordinate is NaN or infinite.",
+    "too_many": "There are more points than max_answers.",
+    "refusal": "All coordinates are negative: the model says that the element is not on the screen.",
+}

@@ -1,0 +1,209 @@
+"""One screen with an instruction and its target."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from PIL import Image
+
+from mmrl.errors import UserError
+from mmrl.gui.grounding.coords import Box, CoordinateSpace, Point, Resize, Size, from_original, to_original
+from mmrl.hub.images import resize_image
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+@dataclass(frozen=True)
+class Polygon:
+    """A closed outline; its edges belong to it."""
+
+    points: tuple[Point, ...]
+    """At least three corners in order."""
+
+    def __post_init__(self) -> None:
+        if len(self.points) < 3:
+            raise ValueError(f"a polygon needs at least 3 corners, found {len(self.points)}")
+
+    def contains(self, point: Point) -> bool:
+        """Whether a point is inside by the even-odd rule, or on an edge; never for NaN."""
+        inside = False
+        for start, end in zip(self.points, self.points[1:] + self.points[:1], strict=True):
+            if _on_segment(point, start, end):
+                return True
+            (x, y), (x1, y1), (x2, y2) = point, start, end
+            if (y1 > y) != (y2 > y) and x < x1 + (y - y1) * (x2 - x1) / (y2 - y1):
+                inside = not inside
+        return inside
+
+
+def _on_segment(point: Point, start: Point, end: Point) -> bool:
+    (x, y), (x1, y1), (x2, y2) = point, start, end
+    within = min(x1, x2) <= x <= max(x1, x2) and min(y1, y2) <= y <= max(y1, y2)
+    return within and (x2 - x1) * (y - y1) == (y2 - y1) * (x - x1)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The element is not on the screen; the right answer is [-1, -1]."""
+
+    def contains(self, point: Point) -> bool:
+        """Whether both coordinates are negative."""
+        return point[0] < 0 and point[1] < 0
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """Several targets that the instruction fits equally well."""
+
+    targets: tuple[Box | Polygon, ...]
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise ValueError("an AnyOf target needs at least one target")
+
+    def contains(self, point: Point) -> bool:
+        """Whether a point is in one of them."""
+        return any(target.contains(point) for target in self.targets)
+
+
+Target: TypeAlias = "Box | Polygon | Refusal | AnyOf"
+
+
+@dataclass(frozen=True)
+class GroundingSample:
+    """An instruction on a screen; all coordinates are in pixels of the original image."""
+
+    image: Image.Image | Path | str
+    """RGB image, or the path of its file."""
+    original_wh: Size
+    """(width, height) of the stored image."""
+    instruction: str
+    """What to find."""
+    target: Target
+    """In pixels of the original image."""
+    model_wh: Size | None = None
+    """(width, height) that the model sees; None until `fitted` is called."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns: kind of instruction, platform, seed."""
+
+    def fitted(self, resize: Resize) -> GroundingSample:
+        """The same sample with the size that a model sees; raises ValueError for a shape that cannot be used."""
+        return replace(self, model_wh=resize.model_wh(self.original_wh))
+
+    def load_image(self) -> Image.Image:
+        """The original image as upright RGB."""
+        from mmrl.vlm.data.task import open_image
+
+        source = str(self.image) if isinstance(self.image, Path) else self.image
+        image = open_image(source, self._name)
+        if image.size != tuple(self.original_wh):
+            found, expected = (f"{w} x {h}" for w, h in (image.size, self.original_wh))
+            raise ValueError(f"{self._name}: the image is {found} pixels, its sample says {expected}")
+        return image
+
+    def model_image(self) -> Image.Image:
+        """The image as the model sees it."""
+        if self.model_wh is None:
+            raise ValueError(f"{self._name}: model_wh is not set; call fitted(Resize(...)) first")
+        return resize_image(self.load_image(), self.model_wh)
+
+    def to_original(self, point: Point, space: CoordinateSpace) -> Point:
+        """A model's point in pixels of the original image."""
+        return to_original(point, space, self.original_wh, self.model_wh)
+
+    def from_original(self, point: Point, space: CoordinateSpace) -> Point:
+        """A point of the original image in a model's space."""
+        return from_original(point, space, self.original_wh, self.model_wh)
+
+    @property
+    def _name(self) -> str:
+        return str(self.meta.get("id") or (self.image if isinstance(self.image, str | Path) else self.instruction))
+
+
+TARGET_COLUMNS = ("bbox", "boxes", "polygon", "refusal")
+ROTATED = (5, 6, 7, 8)
+"""EXIF orientations that swap the sides."""
+
+
+def target_of(row: Mapping[str, Any]) -> Target:
+    """The target of a row, in pixels of the original image; raises ValueError where it is not exactly one."""
+    given = [name for name in TARGET_COLUMNS if row.get(name) not in (None, False)]
+    if len(given) != 1:
+        raise ValueError(f"expected one of the columns {', '.join(TARGET_COLUMNS)}, found {', '.join(given) or 'none'}")
+    value = row[given[0]]
+    if given[0] == "bbox":
+        return _box(value)
+    if given[0] == "boxes":
+        return AnyOf(tuple(_box(box) for box in value))
+    if given[0] == "polygon":
+        return Polygon(tuple(_pair(point) for point in value))
+    return Refusal()
+
+
+def sample_row(sample: GroundingSample) -> dict[str, Any]:
+    """The columns of a sample apart from its image."""
+    columns: dict[str, Any] = {"original_wh": list(sample.original_wh), "instruction": sample.instruction}
+    match sample.target:
+        case Box():
+            columns["bbox"] = list(sample.target)
+        case AnyOf(targets=targets) if all(isinstance(target, Box) for target in targets):
+            columns["boxes"] = [list(target) for target in targets if isinstance(target, Box)]
+        case Polygon(points=points):
+            columns["polygon"] = [list(point) for point in points]
+        case Refusal():
+            columns["refusal"] = True
+        case other:
+            raise ValueError(f"no column holds the target {other}")
+    return {**sample.meta, **columns}
+
+
+def write_samples(path: str | Path, samples: Iterable[GroundingSample]) -> Path:
+    """Write samples as JSON lines with PNG images in a folder beside them."""
+    path = Path(path)
+    if path.suffix != ".jsonl":
+        raise UserError(f"screens go to a .jsonl file, with their images in a folder beside it; got {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = path.with_name(f"{path.stem}-images")
+    with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:
+        images, listing = Path(scratch) / "images", Path(scratch) / "rows.jsonl"
+        images.mkdir()
+        with listing.open("w", encoding="utf-8") as file:
+            for number, sample in enumerate(samples):
+                name = f"{number:05d}.png"
+                sample.load_image().save(images / name, compress_level=1)
+                row = {"id": f"{path.stem}-{number:05d}", "image": f"{folder.name}/{name}", **sample_row(sample)}
+                file.write(json.dumps(row) + "\n")
+        if not folder.exists():
+            shutil.move(images, folder)
+        listing.replace(path)
+    return path
+
+
+def image_size(image: Image.Image | bytes | str | Path) -> Size:
+    """Width and height of an upright PIL image, file content or path, from its header alone; raises OSError."""
+    if isinstance(image, Image.Image):
+        return image.size
+    source = io.BytesIO(image) if isinstance(image, bytes) else image
+    with Image.open(source) as opened:
+        width, height = opened.size
+        turned = opened.getexif().get(0x0112) in ROTATED
+    return (height, width) if turned else (width, height)
+
+
+def _box(value: Any) -> Box:
+    if len(value) != 4:
+        raise ValueError(f"a box has 4 numbers [x1, y1, x2, y2], found {value}")
+    return Box(*(float(number) for number in value))
+
+
+def _pair(value: Any) -> Point:
+    x, y = value
+    return float(x), float(y)

@@ -1,0 +1,239 @@
+"""Questions about screens for a vision-language model: prompt, the one resize, and what rewards need of the target."""
+
+from __future__ import annotations
+
+import logging
+import string
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice, rare
+from mmrl.gui.grounding.answers import answer_text, parse_answer
+from mmrl.gui.grounding.coords import FAMILIES, Box, CoordinateSpace, Resize, Size, clean_box, coordinate_space
+from mmrl.gui.grounding.drawing import draw_answer
+from mmrl.gui.grounding.rewards import AnswerRules
+from mmrl.gui.grounding.samples import TARGET_COLUMNS, GroundingSample, Target, image_size, sample_row, target_of
+from mmrl.vlm.data.dataset import LoadedTasks
+from mmrl.vlm.data.task import TaskError, VlmTask, open_image
+from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.recipe import Questions
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LOGGER = logging.getLogger("mmrl")
+
+TEMPLATE = (
+    'The screen is {width} x {height} pixels. Which element is meant by "{instruction}"? Answer with a JSON list of '
+    'points, the most likely first: [{{"point_2d": [x, y]}}, ...]'
+)
+THINK = (
+    "Think about the screen first, inside <think> </think>, and give the answer after it. Every answer starts with "
+    "this block."
+)
+
+
+@dataclass
+class GroundingSettings:
+    """How a model reads screens and writes points."""
+
+    family: str = choice("qwen2_5_vl", lambda: FAMILIES)
+    """Family of the model: qwen2_vl, qwen2_5_vl or qwen3_vl; it says in which space points are and how screens are
+    resized."""
+    space: str = rare(choice("", lambda: ("", *CoordinateSpace)))
+    """What the two numbers of a point mean; empty: what the family writes."""
+    factor: int | None = rare(bounded(None, at_least=1))
+    """Sides of the resized image are multiples of it; empty: that of the family's released models."""
+    shrink_to: int | None = bounded(None, at_least=1)
+    """Screens with more pixels are first scaled to this area, as InfiGUI-G1's evaluation does; empty: not."""
+    template: str = TEMPLATE
+    """The question: {width} and {height} of the resized image, {instruction}, and any column of the data."""
+    think: bool = False
+    """Whether answers start with a think block; a wrong block is a wrong format."""
+    think_prompt: str = rare(THINK)
+    """System turn of questions that ask for a think block; `data.system_prompt` goes first."""
+    min_side: float = rare(bounded(2, at_least=0, finite=True))
+    """Training boxes with a shorter side, in pixels of the original image, are dropped and counted."""
+    min_visible: float = rare(bounded(0.5, at_least=0, at_most=1))
+    """Training boxes of which a smaller share is inside the image are dropped and counted."""
+
+    def validate(self) -> None:
+        """Check the template; raises UserError."""
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None}
+        except ValueError as error:
+            raise UserError(f"grounding.template: {error}; write {{{{ and }}}} for braces") from None
+        if "instruction" not in names:
+            raise UserError("grounding.template never uses {instruction}, so the question would be lost")
+
+    @property
+    def point_space(self) -> CoordinateSpace:
+        """The space of the model's points."""
+        return coordinate_space(self.space) if self.space else FAMILIES[self.family].space
+
+    def resize(self, model: ModelConfig) -> Resize:
+        """The resize for a model: the pixel budget is the model's own, `model.min_pixels` and `model.max_pixels`."""
+        factor = self.factor or FAMILIES[self.family].factor
+        return Resize(factor, model.min_pixels, model.max_pixels, self.shrink_to)
+
+
+def sample_of(task: VlmTask) -> GroundingSample:
+    """The screen, instruction and target of a task whose columns are those of `mmrl.gui.grounding.samples`."""
+    if len(task.images) != 1:
+        raise TaskError("bad_screen", task.id, f"a grounding question has one image, found {len(task.images)}")
+    try:
+        target = target_of(task.columns)
+    except (TypeError, ValueError) as error:
+        raise TaskError("bad_target", task.id, str(error)) from None
+    texts = [item["text"] for item in task.messages[-1]["content"] if item["type"] == "text"]
+    meta = {name: value for name, value in task.columns.items() if name not in (*TARGET_COLUMNS, "original_wh")}
+    image: Any = task.images[0]
+    return GroundingSample(image, _size(task), "".join(texts).strip(), target, meta={"id": task.id, **meta})
+
+
+def _size(task: VlmTask) -> Size:
+    """The column, or the header of the file, which need not be decoded."""
+    given, source = task.columns.get("original_wh"), task.images[0]
+    if given is not None:
+        width, height = given
+        return int(width), int(height)
+    if isinstance(source, str) and not source.startswith("data:"):
+        try:
+            return image_size(Path(source))
+        except OSError as error:
+            raise TaskError("unreadable_image", task.id, f"cannot read {source}: {error}") from None
+    return open_image(source, task.id, max_pixels=task.max_image_pixels).size
+
+
+def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -> VlmTask:
+    """Write the question about a screen."""
+    sample = sample_of(task)
+    try:
+        sample = sample.fitted(resize)
+    except ValueError as error:
+        raise TaskError("unusable_image", task.id, str(error)) from None
+    assert sample.model_wh is not None
+    columns = dict(task.columns) | {"grounding": _needs(sample.target, sample, settings)}
+    answers = task.columns.get("answers")
+    if answers is not None:
+        points = [sample.from_original(tuple(point), settings.point_space) for point in answers]
+        columns["completion"] = answer_text(points, settings.point_space, task.columns.get("labels"))
+    content = [{"type": "image"}, {"type": "text", "text": _question(sample, settings)}]
+    messages = [*_system(task, settings), {"role": "user", "content": content}]
+    return replace(task, messages=messages, columns=columns, image_wh=[sample.model_wh])
+
+
+def _needs(target: Target, sample: GroundingSample, settings: GroundingSettings) -> dict[str, Any]:
+    return {
+        **sample_row(replace(sample, target=target, meta={}, instruction="")),
+        "model_wh": sample.model_wh,
+        "space": settings.point_space.value,
+        "no_think": not settings.think,
+    }
+
+
+def _question(sample: GroundingSample, settings: GroundingSettings) -> str:
+    assert sample.model_wh is not None
+    width, height = sample.model_wh
+    known = {**sample.meta, "width": width, "height": height, "instruction": sample.instruction}
+    try:
+        return settings.template.format(**known)
+    except (KeyError, IndexError) as error:
+        raise UserError(
+            f"grounding.template names {error}; it may use width, height, instruction and the columns "
+            f"{', '.join(sorted(sample.meta)) or '(none)'}"
+        ) from None
+
+
+def _system(task: VlmTask, settings: GroundingSettings) -> list[dict[str, Any]]:
+    texts = [item["text"] for turn in task.messages[:-1] if turn["role"] == "system" for item in turn["content"]]
+    if settings.think:
+        texts.append(settings.think_prompt)
+    return [{"role": "system", "content": [{"type": "text", "text": "\n".join(texts)}]}] if texts else []
+
+
+def prepare_tasks(loaded: LoadedTasks, settings: GroundingSettings, resize: Resize, *, training: bool) -> LoadedTasks:
+    """Write the questions of a data set."""
+    tasks, skipped = [], Counter(loaded.skipped)
+    for task in loaded.tasks:
+        try:
+            ready = grounding_task(task, settings, resize)
+        except TaskError as error:
+            raise UserError(str(error)) from None
+        cleaned = _cleaned(ready, settings) if training else ready
+        if cleaned is None:
+            skipped["unusable_box"] += 1
+        else:
+            tasks.append(cleaned)
+    if loaded.tasks and not tasks:
+        raise UserError(f"all {len(loaded.tasks)} training boxes are too small or outside their screens; see min_side")
+    if skipped["unusable_box"]:
+        LOGGER.warning("%d training boxes were dropped: %s", skipped["unusable_box"], GROUNDING_ERRORS["unusable_box"])
+    return LoadedTasks(tasks, dict(skipped), loaded.examples)
+
+
+def _cleaned(task: VlmTask, settings: GroundingSettings) -> VlmTask | None:
+    """The task with its box sorted and clipped, or None where it teaches nothing; places of other shapes stay."""
+    needs = task.columns["grounding"]
+    target = target_of(needs)
+    if not isinstance(target, Box):
+        return task
+    width, height = needs["original_wh"]
+    box = clean_box(target, width, height, settings.min_side, settings.min_visible)
+    return box and replace(task, columns=task.columns | {"grounding": needs | {"bbox": list(box)}})
+
+
+@dataclass
+class GroundingParts:
+    """Options of recipes that ask about screens; to be inherited before the configuration of the recipe."""
+
+    grounding: GroundingSettings = field(default_factory=GroundingSettings)
+    """How the model reads screens and writes points."""
+    answer: AnswerRules = field(default_factory=AnswerRules)
+    """What an answer has to look like and what it earns: the reward `point`, with its parts at weight 0."""
+
+
+FIRST_CORRECT = "first_correct"
+"""Reward term that counts as a right answer: the first point is inside the target."""
+BROKEN_DOWN = ("has_correct", "num_pred", "wrong_format")
+"""Parts of the reward that evaluations also show by kind of instruction."""
+
+
+class Screens(Questions):
+    """Questions about screens.
+
+    Args:
+        config: of a recipe that asks about screens.
+    """
+
+    broken_down = BROKEN_DOWN
+
+    def __init__(self, config: Any) -> None:
+        self.settings: GroundingSettings = config.grounding
+        self.rules: AnswerRules = config.answer
+        self.model: ModelConfig = config.model
+
+    def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Write the questions with the model's own pixel budget."""
+        return prepare_tasks(loaded, self.settings, self.settings.resize(self.model), training=training)
+
+    def draw(self, task: VlmTask, text: str, right: bool) -> Image:
+        """The screen of a question with its target and the points of an answer."""
+        needs, image = task.columns["grounding"], cast(Any, task.images[0])
+        sample = GroundingSample(image, needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"])
+        settings = self.settings
+        parsed = parse_answer(text, self.rules.parser, no_think=not settings.think)
+        pairs = [pair for pair in parsed.points if all(isinstance(number, int | float) for number in pair)]
+        points = [sample.to_original((x, y), settings.point_space) for x, y in pairs]
+        return draw_answer(sample.load_image(), sample.target, points, right)
+
+
+GROUNDING_ERRORS: dict[str, str] = {
+    "bad_screen": "A grounding question has not exactly one image.",
+    "bad_target": "A row has no target, several, or one of another shape.",
+    "unusable_box": "The box is shorter than grounding.min_side, or less than grounding.min_visible is on screen.",
+}
+"""Kinds of `TaskError` and of dropped rows that screens add."""

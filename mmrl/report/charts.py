@@ -1,0 +1,173 @@
+"""Colours and axes that all figures share, readable on light and dark pages."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.files import replaced
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# after Okabe and Ito, without black and yellow: safe for colour-blind readers, visible on white and black
+COLOURS = ("#2f88c8", "#d9640f", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1", "#7f7f7f")
+INK = "#7b8087"
+GRID = "#7b808733"
+
+
+def colour_cycle() -> list[str]:
+    """Colours for more curves than there are colours."""
+    return list(COLOURS) * 3
+
+
+def style_axes(axes: Axes) -> None:
+    """Thin grid, two spines, whole steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.patch.set_alpha(0)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=INK, labelsize=9)
+    axes.ticklabel_format(scilimits=(-3, 5))
+    axes.yaxis.get_offset_text().set_color(INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(INK)
+
+
+def draw_legend(axes: Axes) -> None:
+    """Legend where there is room."""
+    axes.legend(fontsize=8, frameon=False, labelcolor=INK, loc="best")
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, replacing an earlier file in one step."""
+    with replaced(path) as draft:
+        figure.savefig(draft, format="png", dpi=130)
+
+
+Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+Estimates = Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]]
+
+
+def line_chart(series: Series, *, log_scale: bool = False, smooth: bool = True) -> bytes:
+    """Curves over steps: the raw values faint, their moving average on top."""
+    figure, axes = _canvas()
+    for (label, (steps, values)), colour in zip(series.items(), colour_cycle(), strict=False):
+        average = moving_average(values, max(1, len(values) // 25) if smooth else 1)
+        style: dict[str, Any] = {"marker": "o", "markersize": 4} if len(values) < 3 else {}
+        axes.plot(steps, values, color=colour, alpha=0.28 if len(values) >= 3 else 1.0, linewidth=1, **style)
+        axes.plot(steps, average, color=colour, linewidth=1.8, label=label)
+    everything = np.concatenate([np.asarray(values, dtype=float) for _, values in series.values()])
+    if log_scale and (everything[np.isfinite(everything)] > 0).all():
+        axes.set_yscale("log")
+    _legend_above(figure)
+    return _svg(figure)
+
+
+def interval_chart(series: Estimates) -> bytes:
+    """Chart of label to (steps, values, low ends, high ends) as shares, in per cent; NaN ends draw no interval."""
+    figure, axes = _canvas()
+    for (label, (steps, *shares)), colour in zip(series.items(), colour_cycle(), strict=False):
+        values, low, high = (100 * np.asarray(share, dtype=float) for share in shares)
+        _draw_intervals(axes, steps, values, low, high, colour, label)
+    axes.set_ylabel("%", color=INK)
+    if len(series) > 1:
+        _legend_above(figure)
+    return _svg(figure)
+
+
+def panel_chart(series: Estimates, x_label: str = "step") -> bytes:
+    """Chart of label to (positions, values, low ends, high ends): one panel each, over a shared horizontal axis."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.4, 0.5 + 1.15 * len(series)), layout="constrained")
+    figure.patch.set_alpha(0)
+    panels = np.atleast_1d(figure.subplots(len(series), 1, sharex=True))
+    for axes, (label, (positions, *columns)), colour in zip(panels, series.items(), colour_cycle(), strict=False):
+        values, low, high = (np.asarray(column, dtype=float) for column in columns)
+        style_axes(axes)
+        _draw_intervals(axes, positions, values, low, high, colour, label)
+        axes.set_title(label, fontsize=9, color=INK, loc="left")
+    panels[-1].set_xlabel(x_label, color=INK)
+    return _svg(figure)
+
+
+def stacked_chart(series: Series) -> bytes:
+    """Parts that add up, over steps."""
+    figure, axes = _canvas()
+    steps = next(iter(series.values()))[0]
+    layers = [np.nan_to_num(moving_average(values, max(1, len(values) // 50))) for _, values in series.values()]
+    axes.stackplot(steps, layers, labels=list(series), colors=colour_cycle()[: len(layers)], alpha=0.75, linewidth=0)
+    axes.set_ylim(bottom=0)
+    _legend_above(figure)
+    return _svg(figure)
+
+
+def moving_average(values: Sequence[float], window: int) -> np.ndarray:
+    """Centred mean (n,) over finite neighbours; NaN where there is none."""
+    array = np.asarray(values, dtype=float)
+    half = window // 2
+    if half == 0:
+        return array
+    kernel = np.ones(2 * half + 1)
+    finite = np.isfinite(array)
+    total = np.convolve(np.where(finite, array, 0.0), kernel)[half : half + array.size]
+    count = np.convolve(finite.astype(float), kernel)[half : half + array.size]
+    return np.divide(total, count, out=np.full(array.size, math.nan), where=count > 0)
+
+
+def _draw_intervals(
+    axes: Axes,
+    positions: Sequence[float],
+    values: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    colour: str,
+    label: str,
+) -> None:
+    reach = np.nan_to_num(np.maximum([values - low, high - values], 0))
+    look: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 3, "linewidth": 1.6}
+    axes.errorbar(positions, values, yerr=reach, color=colour, label=label, **look)
+
+
+def _canvas() -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.4, 2.7), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.subplots()
+    style_axes(axes)
+    axes.set_xlabel("step", color=INK)
+    return figure, axes
+
+
+def _legend_above(figure: Figure) -> None:
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if not labels:  # matplotlib shows no name that is empty or begins with an underscore
+        return
+    columns = max(1, min(len(labels), 74 // (max(map(len, labels)) + 6)))
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=columns,
+        fontsize=8,
+        frameon=False,
+        labelcolor=INK,
+    )
+
+
+def _svg(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()

@@ -1,0 +1,280 @@
+"""Curves of a run: which metrics are drawn together, over what, and which are left out because they never changed."""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmrl.report.charts import interval_chart, line_chart, panel_chart, stacked_chart
+from mmrl.report.folder import RunFolder, estimate, label, measured
+from mmrl.report.tables import JUDGED, UNJUDGED
+from mmrl.runs.statistics import SHARES
+from mmrl.runs.stopwatch import STAGES, STAGES_BETWEEN
+from mmrl.runs.tracking import describe_metric
+
+
+def curves(run: RunFolder) -> list[dict[str, Any]]:
+    """Figures of a run: accuracy and scores first, then training metrics by subject."""
+    names = {name for name in _charted(run) if not name.startswith("time/") and _moves(run, name)}
+    charts = _accuracy_charts(run) + _score_charts(run)
+    exact = {pattern for _, patterns, _ in CHARTS for pattern in patterns if "*" not in pattern}
+    for title, patterns, log_scale in CHARTS:
+        chosen = _chosen(names, patterns, exact)
+        charts += _by_kind(run, title, chosen, log_scale)
+        names -= set(chosen)
+    for family in sorted({name.split("/")[0] for name in names}):
+        charts += _by_kind(run, family, [name for name in sorted(names) if name.split("/")[0] == family], False)
+    return charts + _time_charts(run)
+
+
+def constants(run: RunFolder) -> list[tuple[str, str]]:
+    """Name and value of the training metrics that are not drawn because they never changed, except those that are 0.
+
+    A reward of 0 is news and is named.
+    """
+    found = []
+    for name in sorted(_charted(run)):
+        values = _finite_values(run, name)
+        if len(values) == 1 and not name.startswith("time/") and (values != {0.0} or name.startswith("reward/")):
+            found.append((name, f"{values.pop():.4g}"))
+    return found
+
+
+def _charted(run: RunFolder) -> set[str]:
+    names = {name for record in run.metrics for name, value in record.items() if _is_number(value)}
+    return {name for name in names if name not in ("step", "time") and not name.startswith(UNCHARTED)}
+
+
+def _moves(run: RunFolder, name: str) -> bool:
+    return len(_finite_values(run, name)) > 1
+
+
+def _finite_values(run: RunFolder, name: str) -> set[float]:
+    return {record[name] for record in run.metrics if math.isfinite(record.get(name, math.nan))}
+
+
+def _by_kind(run: RunFolder, title: str, names: Sequence[str], log_scale: bool) -> list[dict[str, Any]]:
+    """One figure for each kind of number among some metrics; the kind is named where there are several."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(_kind(name), []).append(name)
+    smooth = not set(names) & SCHEDULED
+    return [
+        _figure(
+            title if len(kinds) == 1 else f"{title}, {kind}",
+            chosen,
+            line_chart(_series(run, chosen), log_scale=log_scale, smooth=smooth),
+        )
+        for kind, chosen in kinds.items()
+    ]
+
+
+def _kind(name: str) -> str:
+    """What a metric is measured in, told from how its definition begins."""
+    sentence = describe_metric(name) or ""
+    return next((kind for kind, beginning in KINDS.items() if re.match(beginning, sentence)), "values")
+
+
+def _time_charts(run: RunFolder) -> list[dict[str, Any]]:
+    names = {name for name in _charted(run) if name.startswith("time/") and _finite_values(run, name) - {0.0}}
+    names -= {"time/step"}
+    stages = [name for stage in (*STAGES, *STAGES_BETWEEN) if (name := f"time/{stage}") in names]
+    parts = sorted(names - set(stages))
+    if len(run.metrics) < 2:
+        return []
+    charts = [_figure("Seconds by stage", stages, stacked_chart(_series(run, stages)))] if stages else []
+    if parts:
+        charts.append(_figure("Seconds of parts of stages", parts, line_chart(_series(run, parts))))
+    return charts
+
+
+def _accuracy_charts(run: RunFolder) -> list[dict[str, Any]]:
+    charts = []
+    for split in run.splits:
+        records = run.of_split(split)
+        protocols = measured(records, SHARES)
+        if len(records) < 2 or not protocols:
+            continue
+        steps = [record["step"] for record in records]
+        series = {
+            label(name): (steps, *zip(*(estimate(record, name) for record in records), strict=True))
+            for name in protocols
+        }
+        title = f"{protocols[0].partition('/')[0].capitalize()} on {split}"
+        charts.append(_figure(title, protocols, interval_chart(series)))  # type: ignore[arg-type]
+        charts += _part_charts(title, records, protocols[0])
+    return charts
+
+
+def _part_charts(title: str, records: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """The first protocol by the values of each data column."""
+    parts: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        column, _, value = name.removeprefix(f"{metric}/").partition("=")
+        if name.startswith(f"{metric}/") and value and not name.endswith(("/low", "/high")):
+            parts.setdefault(column, []).append(name)
+    steps = [record["step"] for record in records]
+    charts = []
+    for column, names in parts.items():
+        series = {
+            name.partition("=")[2]: (steps, *zip(*(estimate(record, name) for record in records), strict=True))
+            for name in names
+        }
+        image = interval_chart(series)  # type: ignore[arg-type]
+        charts.append(_figure(f"{title} by {column}, {label(metric)}", names, image))
+    return charts
+
+
+def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
+    charts = []
+    for split in run.splits:
+        records = run.of_split(split)
+        scores, others = (measured(records, prefixes) for prefixes in (JUDGED, UNJUDGED))
+        costs = {axis: positions for axis in COSTS if len(set(positions := _cost(records, axis))) > 1} if scores else {}
+        for axis, positions in costs.items():
+            charts.append(
+                _panels(f"Scores and held-out rewards on {split} by {axis}", scores, records, positions, axis)
+            )
+        if len(records) > 1:
+            steps = [record["step"] for record in records]
+            charts += (
+                [_panels(f"Scores and held-out rewards on {split}", scores, records, steps)]
+                if scores and not costs
+                else []
+            )
+            charts += [_panels(f"Diversity and distance on {split}", others, records, steps)] if others else []
+    return charts
+
+
+def _cost(records: Sequence[Mapping[str, Any]], axis: str) -> list[float]:
+    parts = COSTS[axis]
+    costs = [sum(weight * float(record.get(name, math.nan)) for name, weight in parts.items()) for record in records]
+    return costs if all(map(math.isfinite, costs)) else []
+
+
+def _panels(
+    title: str,
+    names: Sequence[str],
+    records: Sequence[Mapping[str, Any]],
+    positions: Sequence[float],
+    axis: str = "step",
+) -> dict[str, Any]:
+    series = {
+        _panel_label(name): (positions, *zip(*(estimate(record, name) for record in records), strict=True))
+        for name in names
+    }
+    image = panel_chart(series, axis)  # type: ignore[arg-type]
+    return {**_figure(title, names, image), "caption": AXIS_CAPTIONS.get(axis, "")}
+
+
+def _panel_label(name: str) -> str:
+    family = FAMILIES.get(name.partition("/")[0])
+    return f"{label(name)} ({family})" if family else name
+
+
+def _chosen(names: set[str], patterns: Sequence[str], exact: set[str]) -> list[str]:
+    return [
+        name
+        for pattern in patterns
+        for name in sorted(names)
+        if name == pattern or (name not in exact and fnmatch.fnmatchcase(name, pattern))
+    ]
+
+
+def _series(run: RunFolder, names: Sequence[str]) -> dict[str, tuple[list[float], list[float]]]:
+    steps = [record["step"] for record in run.metrics]
+    shared = names[0].split("/")[0] if len({name.split("/")[0] for name in names}) == 1 else ""
+    return {
+        name.removeprefix(f"{shared}/"): (steps, [record.get(name, math.nan) for record in run.metrics])
+        for name in names
+    }
+
+
+def _figure(title: str, names: Sequence[str], svg: bytes) -> dict[str, Any]:
+    return {
+        "title": title,
+        "image": "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii"),
+        "definitions": [(name, describe_metric(name) or "A metric of this recipe.") for name in names],
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+UNCHARTED = (
+    "reward/errors",
+    "samples/total",
+    "tokens/total",
+    "data/epoch",
+    "data/skipped",
+    "optim/skipped",
+    "optim/without_gradient",
+    "checkpoint/failed",
+    "cost/forward_rows",
+    "cost/train_rows",
+)
+FAMILIES = {"score": "optimised", "heldout": "not optimised"}
+COSTS: dict[str, dict[str, float]] = {
+    "images": {"cost/samples": 1},
+    "seconds": {"cost/seconds": 1},
+    "model evaluations": {"cost/forward_rows": 1, "cost/train_rows": 3},
+}
+AXIS_CAPTIONS = {
+    "images": "Images drawn for training so far.",
+    "seconds": "Seconds of training so far, without evaluation.",
+    "model evaluations": (
+        "Forward equivalents of the denoiser in training so far: rows without gradient + 3 × rows with gradient, "
+        "since a row with gradient costs a forward pass and a backward pass of about two forwards."
+    ),
+}
+SCHEDULED = {"optim/lr", "policy/kl_coef", "papo/gamma"}
+"""Metrics that a schedule sets: drawn as they are, since a moving average would show rates that were never used."""
+KINDS = {
+    "seconds": r"Seconds\b",
+    "shares": r"(Mean s|S)hare\b",
+    "correlations": r"Spearman's|Correlation\b",
+    "megabytes": r".*\b10\^6 bytes",
+    "counts": (
+        r"(Mean number of|Mean (turns|control steps|answers|actions|predictions) of|Longest|Mean length"
+        r"|Actions|Answers|Checkpoints|Decisions|Environments|Episodes|Groups|Initial states|Moments|Optimiser"
+        r"|Pairs|Predictions|Rows|Samples|Screens|Simulations|Steps|Stored|Tasks|Those of them|Training|Trajectories"
+        r"|Updates|Videos)\b"
+    ),
+}
+"""Kind of number to how the definitions of such metrics begin; the first that fits."""
+CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
+    ("Reward", ("reward/mean", "reward/std"), False),
+    ("Reward terms", ("reward/*",), False),
+    ("Divergence from the reference and the sampling policy", ("policy/kl_ref", "policy/kl_old"), False),
+    ("Entropy", ("policy/entropy",), False),
+    ("Loss terms", ("loss/*",), False),
+    ("Implicit rewards", ("rewards/chosen", "rewards/rejected", "rewards/margins"), False),
+    ("Log-probabilities of the two sides", ("logps/chosen", "logps/rejected"), False),
+    ("Order of pairs", ("rewards/accuracies", "logps/accuracies"), False),
+    ("Importance ratio", ("policy/ratio_mean", "policy/ratio_max"), False),
+    (
+        "Shares",
+        (
+            "reward/zero_variance_groups",
+            "update/zero_advantage_groups",
+            "response/finished_fraction",
+            "policy/clip_fraction_low",
+            "policy/clip_fraction_high",
+        ),
+        False,
+    ),
+    ("Response length", ("response/length_mean", "response/length_max"), False),
+    ("Gradient norm", ("optim/grad_norm",), True),
+    ("Learning rate", ("optim/lr",), False),
+    ("Coefficients", ("policy/kl_coef", "papo/gamma"), False),
+    ("PAPO", ("papo/*",), False),
+    ("APO", ("apo/*",), False),
+    ("Questions made easier or harder", ("augment/hinted", "augment/noised"), False),
+    ("Tokens per second", ("tokens/per_second",), False),
+    ("Peak memory in megabytes", ("memory/peak_mb",), False),
+)

@@ -1,0 +1,164 @@
+"""A run folder as the report reads it, and the evaluations that its tables compare."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmrl.runs.samples import Outcome, read_outcomes
+from mmrl.runs.tracking import read_evaluations, read_metrics
+
+EVALUATED = "evaluate"
+"""Tag of the evaluations that `mmrl evaluate` appends."""
+COUNTED = ("step", "tag", "split", "cost/")
+"""Keys of an evaluation that say when it was made, not what it measured."""
+RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("status", "recipe", "objective", "objective_formula"), str),
+    **dict.fromkeys(
+        ("steps", "optimiser_steps", "optimiser_steps_without_gradient", "samples", "tokens"), (int, float)
+    ),
+}
+"""What the report shows of result.json."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What a run folder holds; missing parts are empty."""
+
+    folder: Path
+    result: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.folder.resolve().name
+
+    @property
+    def title(self) -> str:
+        """Name, recipe and objective."""
+        parts = [self.name, self.result.get("recipe"), self.result.get("objective")]
+        return " · ".join(dict.fromkeys(str(part) for part in parts if part))
+
+    @property
+    def splits(self) -> list[str]:
+        """Held-out splits, the headline first."""
+        return list(dict.fromkeys(record.get("split", "") for record in self.evaluations))
+
+    @property
+    def only_evaluated(self) -> bool:
+        """Whether nothing was trained: `mmrl evaluate` of a model."""
+        tags = {record.get("tag") for record in self.evaluations}
+        return not self.metrics and tags == {EVALUATED}
+
+    def of_split(self, split: str) -> list[dict[str, Any]]:
+        """Evaluations of one split in the order of steps."""
+        return [record for record in self.evaluations if record.get("split", "") == split]
+
+    def text(self, name: str) -> str:
+        """Content of one of its files; empty where there is none."""
+        path = self.folder / name
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+@dataclass(frozen=True)
+class EvaluationPoint:
+    """One evaluation of a chain of runs, such as the one before the second run."""
+
+    label: str
+    split: str
+    record: dict[str, Any]
+    folder: Path
+
+    @cached_property
+    def outcomes(self) -> dict[str, Outcome]:
+        """What each task scored; empty where the run kept nothing."""
+        return read_outcomes(self.folder, int(self.record["step"]), self.split)
+
+    @property
+    def count(self) -> str:
+        """Number of tasks."""
+        return f"{self.record['n']:.0f}" if math.isfinite(self.record.get("n", math.nan)) else "–"
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Read whatever a run folder holds."""
+    rows = read_evaluations(folder)
+    # `mmrl evaluate` appends to the same file later, possibly at an older step: not a point of the curve
+    evaluations = [record for record in rows if record.get("tag") != EVALUATED]
+    if not evaluations:  # a model that was only evaluated: the newest numbers of each split
+        evaluations = list({record.get("split", ""): record for record in rows}.values())
+    run = RunFolder(folder, {}, read_metrics(folder), evaluations)
+    try:
+        result = json.loads(run.text("result.json") or "{}")
+    except ValueError:
+        result = {}
+    return RunFolder(folder, _sound_result(result), run.metrics, run.evaluations)
+
+
+def _sound_result(result: Any) -> dict[str, Any]:
+    """What the report shows of result.json, without values of another type than a run writes."""
+    if not isinstance(result, dict):
+        return {}
+    return {name: result[name] for name, kind in RESULT_TYPES.items() if isinstance(result.get(name), kind)}
+
+
+def evaluation_points(runs: Sequence[RunFolder], split: str) -> list[EvaluationPoint]:
+    """First and last evaluation of each run of a chain."""
+    points: list[EvaluationPoint] = []
+    for run in runs:
+        ends = _ends(run, split, several=len(runs) > 1)
+        again = len(ends) > 1 and bool(points) and _repeats(ends[0].record, points[-1].record)
+        points += ends[1:] if again else ends
+    return points
+
+
+def measured(records: Sequence[Mapping[str, Any]], prefixes: tuple[str, ...]) -> list[str]:
+    """Names of the metrics with one of the prefixes, without interval ends and without those of parts of the tasks."""
+    names = dict.fromkeys(name for record in records for name in record if name.startswith(prefixes))
+    shares = [name for name in names if not name.endswith(("/low", "/high"))]
+    return [name for name in shares if name.rpartition("/")[0] not in shares]
+
+
+def estimate(record: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    """Value, low and high end of a metric; NaN for what is missing."""
+    value, low, high = (float(record.get(key, math.nan)) for key in (name, f"{name}/low", f"{name}/high"))
+    return value, low, high
+
+
+def label(name: str) -> str:
+    """A metric's name without its family."""
+    return name.partition("/")[2]
+
+
+def plain(value: float, sign: str = "") -> str:
+    """Three decimals, or an exponent for what they would hide."""
+    return f"{value:{sign}.3f}" if value == 0 or abs(value) >= 0.0005 else f"{value:{sign}.1e}"
+
+
+def _ends(run: RunFolder, split: str, several: bool) -> list[EvaluationPoint]:
+    records = run.of_split(split)
+    if not records:
+        return []
+    ends = [("before", records[0]), ("after", records[-1])] if len(records) > 1 else [("at", records[0])]
+    training = run.name if several else "training"
+    if run.only_evaluated:
+        return [EvaluationPoint("evaluated", split, records[-1], run.folder)]
+    return [EvaluationPoint(f"{when} {training}", split, record, run.folder) for when, record in ends]
+
+
+def _repeats(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
+    found, before = (
+        {name: value for name, value in each.items() if not name.startswith(COUNTED) and value == value}
+        for each in (record, earlier)
+    )
+    shared = set(found) & set(before)
+    return any(name not in ("n", "skipped", "unscored") for name in shared) and all(
+        found[name] == before[name] for name in shared
+    )

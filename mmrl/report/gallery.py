@@ -1,0 +1,323 @@
+"""Images that a model drew for the same held-out prompts and seeds, evaluation by evaluation."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmrl.report.charts import save_png
+from mmrl.report.folder import read_run
+from mmrl.runs.samples import SampleRecord, read_samples, sample_steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from PIL.Image import Image
+
+
+LARGEST_BYTES = 3_000_000
+"""Of one video; larger ones are named, not embedded."""
+MOST_FILMS = 12
+_STEP = re.compile(r"step-(\d+)")
+
+
+def videos_of(folder: Path) -> list[dict[str, Any]]:
+    """The videos of a run's first and last evaluation that kept some."""
+    files = sorted(path for path in folder.glob("videos/*.mp4") if _STEP.match(path.name))
+    steps = sorted({_step(path) for path in files})
+    kept = [path for path in files if _step(path) in (steps[0], steps[-1])]
+    return [{"title": path.stem.replace("-", " "), "source": _embedded(path)} for path in kept[:MOST_FILMS]]
+
+
+def _step(path: Path) -> int:
+    found = _STEP.match(path.name)
+    assert found is not None
+    return int(found[1])
+
+
+def _embedded(path: Path) -> str | None:
+    if path.stat().st_size > LARGEST_BYTES:
+        return None
+    return f"data:video/mp4;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+ROLLOUT_TASKS = 6
+SAMPLES_PER_TASK = 8
+COMPARED_TASKS = 12
+TEXT_LIMIT = 4000
+IMAGE_SIDE = 448
+DRAWN_SIDE = 256
+PIXELATED_BELOW = 128
+PIXELATED_SIDE = 96
+
+_REPEATED_MARK = re.compile(r"(<\|[^<>|]+\|>)\1+")
+_MARK = re.compile(r"<\|[^<>|]+\|>")
+_USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+_EMPTINESS = re.compile(r"\n[^\S\n]*\n\s*|[^\S\n]{3,}|[^\S\n ]")
+"""Blank lines, three spaces or more, and whitespace that is neither space nor line break."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+
+
+def sample_gallery(run_dir: Path) -> dict[str, Any] | None:
+    """Rollouts of the last training step that kept some, task by task."""
+    steps = sample_steps(run_dir, "train")
+    groups = _by_task(read_samples(run_dir, steps[-1], "train")) if steps else {}
+    if not groups:
+        return None
+    shown = list(groups.values())[:ROLLOUT_TASKS]
+    rewards = any(record.reward is not None for group in shown for record in group)
+    note = f"The first {len(shown)} of the {len(groups)} tasks kept from step {steps[-1]}, not selected."
+    return {"note": note, "rewards": rewards, "tasks": [_rollout_task(group) for group in shown]}
+
+
+def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
+    """Answers to the same held-out questions at the start of each run and at the end of the last."""
+    columns = [(label, _answered(groups)) for label, groups in evaluation_columns(runs)]
+    if len(columns) < 2:
+        return None
+    last = columns[-1][1]
+    kept = [(label, groups) for label, groups in columns if set(groups) & set(last)]
+    shared = [task for task in last if sum(task in groups for _, groups in kept) > 1]
+    if len(kept) < 2 or not shared:
+        return None
+    tasks = [
+        {**_task_view(last[task][0]), "sides": [_side(groups.get(task)) for _, groups in kept]}
+        for task in shared[:COMPARED_TASKS]
+    ]
+    note = f"The first {len(tasks)} of the {len(shared)} questions kept from both evaluations, not selected."
+    return {"note": note, "columns": [label for label, _ in kept], "tasks": tasks}
+
+
+def evaluation_columns(
+    runs: Sequence[tuple[str, Path]], during: int = 0
+) -> list[tuple[str, dict[str, list[SampleRecord]]]]:
+    """Saved samples of the first evaluation of each run, and of the last evaluation of the last run."""
+    columns = []
+    for index, (name, folder) in enumerate(runs):
+        steps = sample_steps(folder, "eval")
+        between = [] if index < len(runs) - 1 else _spread(steps[1:-1], during)
+        end = [] if index < len(runs) - 1 else steps[1:][-1:]
+        for step in [*steps[:1], *between, *end]:
+            when = "before" if step == 0 else "during" if step in between else "after"
+            label = f"{when} {name}" if len(runs) > 1 else f"{when} training"
+            if read_run(folder).only_evaluated:
+                label = "evaluated"
+            groups = _by_task(read_samples(folder, step, "eval"))
+            if groups:
+                columns.append((f"{label} (step {step})", groups))
+    return columns
+
+
+def question(prompt: str) -> str:
+    """The last user turn of a chat prompt without its marks, or the whole prompt where there is none."""
+    turns = _USER_TURN.findall(prompt)
+    return readable(_MARK.sub("", turns[-1]).strip() if turns else prompt)
+
+
+def readable_answer(text: str) -> str:
+    r"""`readable`, with whitespace that would show as emptiness written out.
+
+    A model before training answers with long runs of blank lines and tabs. Those and whitespace at either end become
+    marks such as \n×7; a single line break or space between words stays.
+    """
+    inside = text.strip()
+    start = text[: len(text) - len(text.lstrip())]
+    end = text[len(text.rstrip()) :] if inside else ""
+    return readable(_spelt(start) + _EMPTINESS.sub(lambda run: _spelt(run[0]), inside) + _spelt(end))
+
+
+def readable(text: str) -> str:
+    """Text of a run as a page can show it: repeated marks counted, control characters replaced, cut at a limit."""
+    text = _REPEATED_MARK.sub(lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", text)
+    text = _CONTROL.sub("\ufffd", text)
+    hidden = len(text) - TEXT_LIMIT
+    return text if hidden <= 0 else f"{text[:TEXT_LIMIT]}… ({hidden} more characters)"
+
+
+def show_number(value: float | None, signed: bool = False) -> str:
+    """Four digits, or three decimals with a sign; a dash for what is missing or not finite."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{value:+.3f}" if signed else f"{value:.4g}"
+
+
+def picture(image: Image) -> dict[str, Any]:
+    """An image that a model drew, as a data URI, with its size in pixels of the page and whether it is `pixelated`.
+
+    Small images are stored as they are and scaled up with sharp pixels, large ones are reduced.
+    """
+    side = max(image.size)
+    if side < PIXELATED_BELOW:
+        factor = max(2, PIXELATED_SIDE // side)
+        width, height = (factor * length for length in image.size)
+        return {"source": _data_uri(image), "width": width, "height": height, "pixelated": True}
+    reduction = max(1.0, side / DRAWN_SIDE)
+    width, height = (round(length / reduction) for length in image.size)
+    return {"source": _data_uri(image, DRAWN_SIDE, "JPEG"), "width": width, "height": height, "pixelated": False}
+
+
+def _spelt(whitespace: str) -> str:
+    """Whitespace as escapes, repeated ones counted."""
+    runs = [(character, len(list(run))) for character, run in itertools.groupby(whitespace)]
+    marks = [("␣" if character == " " else repr(character)[1:-1], count) for character, count in runs]
+    return "".join(f"{mark}×{count}" if count > 1 else mark for mark, count in marks)
+
+
+def _by_task(records: Sequence[SampleRecord]) -> dict[str, list[SampleRecord]]:
+    groups: dict[str, list[SampleRecord]] = {}
+    for record in records:
+        groups.setdefault(str(record.id), []).append(record)
+    return groups
+
+
+def _answered(groups: dict[str, list[SampleRecord]]) -> dict[str, list[SampleRecord]]:
+    return {task: group for task, group in groups.items() if not group[0].outputs}
+
+
+def _spread(steps: Sequence[int], count: int) -> list[int]:
+    chosen = min(count, len(steps))
+    return [steps[round(place * (len(steps) + 1) / (chosen + 1)) - 1] for place in range(1, chosen + 1)]
+
+
+def _rollout_task(group: Sequence[SampleRecord]) -> dict[str, Any]:
+    terms = list(dict.fromkeys(term for record in group for term in record.terms))
+    drawn = any(record.outputs for record in group)
+    samples = [
+        {
+            "response": readable_answer(record.response),
+            "outputs": [picture(image) for image in record.outputs],
+            "reward": show_number(record.reward),
+            "terms": [show_number(record.terms.get(term)) for term in terms],
+            "advantage": show_number(record.advantage, signed=True),
+            "tone": _tone(record.advantage),
+            "finish": record.finish or "–",
+        }
+        for record in group[:SAMPLES_PER_TASK]
+    ]
+    ends = drawn and any(record.finish not in (None, "image") for record in group)
+    return {**_task_view(group[0]), "terms": terms, "samples": samples, "drawn": drawn, "show_finish": ends}
+
+
+def _task_view(record: SampleRecord) -> dict[str, Any]:
+    return {
+        "id": readable(str(record.id)),
+        "question": question(record.prompt),
+        "prompt": None if record.outputs else readable(record.prompt),  # a drawn image's prompt is its question
+        "answer": None if record.answer in (None, "") else readable(str(record.answer)),
+        "images": [_data_uri(image) for image in record.images],
+    }
+
+
+def _side(group: Sequence[SampleRecord] | None) -> dict[str, Any] | None:
+    if not group:
+        return None
+    record = group[0]
+    remark = "" if record.reward is None else f"reward {show_number(record.reward)}"
+    return {"correct": record.correct, "remark": remark, "response": readable_answer(record.response)}
+
+
+def _tone(advantage: float | None) -> str:
+    if advantage is None or not math.isfinite(advantage) or advantage == 0:
+        return ""
+    return "good" if advantage > 0 else "bad"
+
+
+def _data_uri(image: Image, side: int = IMAGE_SIDE, form: str = "PNG") -> str:
+    modes = ("RGB", "L") if form == "JPEG" else ("RGB", "RGBA", "L")
+    small = image if image.mode in modes else image.convert("RGB")
+    if max(small.size) > side:
+        small = small.copy()
+        small.thumbnail((side, side))
+    buffer = io.BytesIO()
+    small.save(buffer, format=form, optimize=True, **({"quality": 90} if form == "JPEG" else {}))
+    return f"data:image/{form.lower()};base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+GRID_PROMPTS = 12
+GRID_IMAGES = 4
+GRID_DURING = 2
+FILE_PROMPTS = 8
+FILE_IMAGE_INCHES = 0.75
+
+
+def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
+    """A row a prompt, a column an evaluation, in each cell the images of the same seeds."""
+    columns = [(label, _drawn(groups)) for label, groups in evaluation_columns(runs, GRID_DURING)]
+    last = columns[-1][1] if columns else {}
+    columns = [(label, drawn) for label, drawn in columns if set(drawn) & set(last)]
+    if not columns:
+        return None
+    rows = [
+        {
+            "id": readable(task),
+            "prompt": question(last[task].prompt),
+            "cells": [_cell(drawn.get(task)) for _, drawn in columns],
+        }
+        for task in list(last)[:GRID_PROMPTS]
+    ]
+    note = f"The first {len(rows)} of the {len(last)} prompts kept from the evaluations, not selected"
+    if any(group.correct is not None for group in last.values()):  # pictures of what was done, not drawn by the model
+        title, note = "The same held-out tasks in pictures", f"{note}."
+    else:
+        title = "Images of the same prompts and seeds"
+        note += "; a run draws them from the same seeds every time. The reward is the mean of the images shown."
+    return {"title": title, "note": note, "columns": [label for label, _ in columns], "rows": rows}
+
+
+def save_image_grid(runs: Sequence[tuple[str, Path]], path: Path) -> Path | None:
+    """Write the images before and after as one PNG: a row a prompt, the images of each evaluation side by side."""
+    from matplotlib.figure import Figure
+
+    columns = [(label, _drawn(groups)) for label, groups in evaluation_columns(runs)]
+    prompts = list(columns[-1][1])[:FILE_PROMPTS] if columns else []
+    columns = [(label, drawn) for label, drawn in columns if set(drawn) & set(prompts)]
+    if not columns:
+        return None
+    width, height = len(columns) * GRID_IMAGES + 1, len(prompts)
+    figure = Figure(figsize=(FILE_IMAGE_INCHES * (width + 1.2), FILE_IMAGE_INCHES * height + 0.6), layout="constrained")
+    sides: Any = figure.subfigures(1, len(columns) + 1, width_ratios=[2.2, *[GRID_IMAGES] * len(columns)])
+    for side, (label, drawn) in zip(sides[1:], columns, strict=True):
+        side.suptitle(_title(label, [drawn[task] for task in prompts if task in drawn]), fontsize=9)
+        for axes, task in zip(side.subplots(height, GRID_IMAGES, squeeze=False), prompts, strict=True):
+            _show(axes, drawn.get(task))
+    sides[0].suptitle(" ", fontsize=9)
+    for axes, task in zip(sides[0].subplots(height, 1, squeeze=False)[:, 0], prompts, strict=True):
+        axes.axis("off")
+        axes.text(1, 0.5, question(columns[-1][1][task].prompt), ha="right", va="center", fontsize=8, wrap=True)
+    save_png(figure, path)
+    return path
+
+
+def _title(label: str, records: Sequence[SampleRecord]) -> str:
+    rewards = [record.reward for record in records if record.reward is not None]
+    return f"{label}\nmean reward shown {show_number(sum(rewards) / len(rewards))}" if rewards else label
+
+
+def _show(row: Sequence[Axes], record: SampleRecord | None) -> None:
+    images = [] if record is None else record.outputs[: len(row)]
+    for axes, image in itertools.zip_longest(row, images):
+        axes.axis("off")
+        if image is not None:
+            axes.imshow(image)
+
+
+def _drawn(groups: dict[str, list[SampleRecord]]) -> dict[str, SampleRecord]:
+    return {task: group[0] for task, group in groups.items() if group[0].outputs}
+
+
+def _cell(record: SampleRecord | None) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    reward = None if record.reward is None else f"reward {show_number(record.reward)}"
+    terms = [f"{term} {show_number(value)}" for term, value in record.terms.items()]
+    return {
+        "images": [picture(image) for image in record.outputs[:GRID_IMAGES]],
+        "reward": reward,
+        "terms": ", ".join(terms),
+        "response": None if record.correct is None else record.response,
+    }

@@ -1,0 +1,341 @@
+"""Totals of a run computed from its metrics: cost, change of the reward, samples lost to errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmrl.report.folder import (
+    EvaluationPoint,
+    RunFolder,
+    estimate,
+    evaluation_points,
+    label,
+    measured,
+    plain,
+)
+from mmrl.runs.samples import Outcome
+from mmrl.runs.statistics import (
+    SHARES,
+    difference_interval,
+    mean_interval,
+    paired_difference,
+    wilson_interval,
+)
+from mmrl.runs.stopwatch import STAGES, STAGES_BETWEEN
+from mmrl.runs.tracking import describe_metric
+
+Row = tuple[str, str, str]
+
+
+def derived_numbers(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> list[Row]:
+    """Rows of the report's table."""
+    rows: list[Row] = []
+    for derive in (_rewards, _amounts, _speed, _losses):
+        rows += derive(metrics, result)
+    return rows
+
+
+def stage_shares(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Share of the run's seconds by stage, the largest first."""
+    seconds = {stage: _total(metrics, f"time/{stage}") for stage in (*STAGES, *STAGES_BETWEEN)}
+    between = sum(seconds[stage] for stage in STAGES_BETWEEN)
+    total = max(_total(metrics, "time/step") + between, sum(seconds.values()))
+    if total <= 0:
+        return {}
+    seconds["other"] = total - sum(seconds.values())
+    shares = {stage: value / total for stage, value in seconds.items() if value / total >= 0.0005}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _rewards(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> list[Row]:
+    steps, values = _finite(metrics, "reward/mean")
+    if not values:
+        return []
+    window = max(1, min(10, len(values) // 5))
+    start, end = float(np.mean(values[:window])), float(np.mean(values[-window:]))
+    best = int(np.argmax(values))
+    first, last = (f"{end} step" if window == 1 else f"mean of the {end} {window} steps" for end in ENDS)
+    rows = [
+        ("reward at the start", _show(start), first),
+        ("reward at the end", _show(end), f"{last}, {end - start:+.3g} against the start"),
+        ("best reward", _show(values[best]), f"step {steps[best]:g}"),
+    ]
+    flat = _finite(metrics, "reward/zero_variance_groups")[1]
+    if flat:
+        share = f"{100 * float(np.mean(flat)):.1f} %"
+        rows.append(("groups with equal rewards", share, "mean over steps; their group-relative advantages are 0"))
+    return rows
+
+
+def _amounts(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    steps = result.get("steps") or (metrics[-1]["step"] if metrics else None)
+    if steps is not None:
+        optimiser = result.get("optimiser_steps")
+        remark = "" if optimiser is None else f"{optimiser:,} optimiser steps"
+        if waited := result.get("optimiser_steps_without_gradient"):
+            remark += f", {waited:,} more left out, where no group had a gradient"
+        rows.append(("steps", f"{steps:,}", remark))
+    for key, name in (("samples", "samples/total"), ("tokens", "tokens/total")):
+        values = _finite(metrics, name)[1]
+        amount = result.get(key) or (values[-1] if values else None)
+        if amount is not None:
+            rows.append((key, f"{amount:,.0f}", ""))
+    epochs = _finite(metrics, "data/epoch")[1]
+    if epochs:
+        rows.append(("passes over the tasks", _show(epochs[-1]), ""))
+    return rows
+
+
+def _speed(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> list[Row]:
+    seconds = _total(metrics, "time/step")
+    if seconds <= 0:
+        return []
+    rows = [("time of all steps", _duration(seconds), f"{seconds / len(metrics):.3g} s a step")]
+    tokens = _finite(metrics, "tokens/total")[1]
+    if tokens:
+        rows.append(("tokens per second", f"{tokens[-1] / seconds:,.0f}", "without evaluation and checkpoints"))
+    shares = [f"{stage} {100 * share:.1f} %" for stage, share in stage_shares(metrics).items()]
+    if shares:
+        rows.append(("time by stage", shares[0], ", ".join(shares[1:])))
+    return rows
+
+
+def _losses(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    for title, name, cumulative, remark in LOSSES:
+        values = _finite(metrics, name)[1]
+        if values:
+            count = max(values) if cumulative else sum(values)
+            rows.append((title, f"{count:,.0f}", remark if count else ""))
+    return rows
+
+
+def _finite(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    pairs = [(record["step"], record[name]) for record in metrics if math.isfinite(record.get(name, math.nan))]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _total(metrics: Sequence[Mapping[str, Any]], name: str) -> float:
+    return float(sum(_finite(metrics, name)[1]))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def _show(value: float) -> str:
+    return f"{value:.4g}"
+
+
+ENDS = ("first", "last")
+LOSSES = (
+    ("samples no reward could score", "reward/errors", False, "left out of the update"),
+    ("rows skipped", "data/skipped", True, "bad rows, unreadable images, prompts too long"),
+    (
+        "optimiser steps skipped",
+        "optim/skipped",
+        True,
+        "not finite; batches are in failures/",
+    ),
+    ("checkpoints that failed", "checkpoint/failed", True, "e.g. the disk was full"),
+)
+
+
+Estimate = tuple[float, float, float]
+Cell = dict[str, str]
+
+
+def headline(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Accuracy or success of each split at both ends of each run."""
+    tables = []
+    for split in runs[-1].splits:
+        points = evaluation_points(runs, split)
+        protocols = measured([point.record for point in points], SHARES)
+        if protocols:
+            tables.append(
+                {
+                    "split": split,
+                    "protocols": [label(name) for name in protocols],
+                    "rows": [_headline_row(points, place, protocols) for place in range(len(points))],
+                }
+            )
+    return tables
+
+
+def headline_name(run: RunFolder) -> str:
+    """Metric of the headline: accuracy or success."""
+    names = measured(run.evaluations, SHARES)
+    return names[0].partition("/")[0] if names else SHARES[0].partition("/")[0]
+
+
+def part_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """The headline's first protocol over all tasks and by the values of each data column, and what else was scored.
+
+    A split whose tasks neither differ in a column nor have other scores has no table.
+    """
+    tables = []
+    for split in runs[-1].splits:
+        points = [point for point in evaluation_points(runs, split) if point.outcomes]
+        protocols = measured([point.record for point in points], SHARES)
+        groups = _part_groups(points, protocols[0]) if protocols else []
+        if groups:
+            columns = [{"label": point.label, "step": point.record["step"]} for point in points]
+            tables.append({"split": split, "protocol": label(protocols[0]), "columns": columns, "groups": groups})
+    return tables
+
+
+def score_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Optimised scores, held-out rewards and what else moved, at both ends of each run."""
+    tables = []
+    for split in runs[-1].splits:
+        points = evaluation_points(runs, split)
+        names = measured([point.record for point in points], (*JUDGED, *UNJUDGED))
+        if not any(name.startswith(JUDGED) for name in names):
+            continue
+        columns = [{"label": point.label, "step": point.record["step"], "count": point.count} for point in points]
+        groups = [
+            {"heading": heading, "rows": [_score_row(points, name) for name in names if name.startswith(prefixes)]}
+            for heading, prefixes in SCORE_GROUPS
+        ]
+        tables.append({"split": split, "columns": columns, "groups": [group for group in groups if group["rows"]]})
+    return tables
+
+
+def _headline_row(points: Sequence[EvaluationPoint], place: int, protocols: Sequence[str]) -> dict[str, Any]:
+    point = points[place]
+    earlier = points[place - 1] if place else None
+    cells = [_metric_cell(point, earlier, name, _percent) for name in protocols]
+    return {"label": point.label, "step": point.record["step"], "count": point.count, "cells": cells}
+
+
+def _score_row(points: Sequence[EvaluationPoint], name: str) -> dict[str, Any]:
+    cells = []
+    previous: EvaluationPoint | None = None
+    for point in points:
+        cell = _metric_cell(point, previous, name, plain)
+        spread = math.nan if previous is None else previous.record.get(DIVERSITY, math.nan)
+        if cell is not None and name == DIVERSITY and point.record[name] < (1 - DIVERSITY_LOSS) * spread:
+            cell["tone"] = "bad"
+        cells.append(cell)
+        previous = point
+    shown = name if name.startswith(UNJUDGED) else label(name)
+    return {"label": shown, "definition": describe_metric(name) or "", "cells": cells}
+
+
+def _part_groups(points: Sequence[EvaluationPoint], metric: str) -> list[dict[str, Any]]:
+    outcomes = points[-1].outcomes.values()
+    groups = []
+    for column in dict.fromkeys(column for outcome in outcomes for column in outcome.parts):
+        values = sorted({outcome.parts[column] for outcome in outcomes if column in outcome.parts})
+        rows = [_part_row(points, metric, column, value) for value in values]
+        if len(rows) > 1:
+            groups.append({"heading": f"by {column}", "rows": rows})
+    protocol = label(metric)
+    terms = sorted(
+        {name for outcome in outcomes for name in outcome.scores if name.endswith(f"/{protocol}")} - {metric}
+    )
+    if terms:
+        names = {name: name.rpartition("/")[0].removeprefix("terms/") for name in terms}
+        rows = [_part_row(points, name, "", "") | {"label": shown} for name, shown in names.items()]
+        groups.append({"heading": "other scores", "rows": rows})
+    everything = {"heading": "", "rows": [_part_row(points, metric, "", "") | {"label": "all"}]}
+    return [everything, *groups] if groups else []
+
+
+def _part_row(points: Sequence[EvaluationPoint], metric: str, column: str, value: str) -> dict[str, Any]:
+    """A row over the tasks whose `column` has a value; over all tasks where there is no column."""
+    cells = []
+    before: dict[str, float] = {}
+    for point in points:
+        found = _scores(point.outcomes.values(), metric, column, value)
+        cells.append(_paired_cell(found, before))
+        before = found
+    return {"label": value, "count": len(before), "cells": cells}
+
+
+def _scores(outcomes: Iterable[Outcome], metric: str, column: str = "", value: str = "") -> dict[str, float]:
+    return {
+        outcome.id: outcome.scores[metric]
+        for outcome in outcomes
+        if metric in outcome.scores and (not column or outcome.parts.get(column) == value)
+    }
+
+
+def _paired_cell(found: Mapping[str, float], before: Mapping[str, float]) -> Cell | None:
+    if not found:
+        return None
+    values = list(found.values())
+    show = _percent if min(values) >= 0 and max(values) <= 1 else plain
+    cell = _cell(_estimate_of(values), show)
+    change = _paired_change(found, before)
+    return cell if change is None else cell | _change(change, show)
+
+
+def _estimate_of(values: Sequence[float]) -> Estimate:
+    if set(values) <= {0.0, 1.0}:
+        return (sum(values) / len(values), *wilson_interval(sum(values), len(values)))
+    mean, low, high = mean_interval(values)[:3]
+    if min(values) >= 0 and max(values) <= 1:  # of shares; NaN bounds stay
+        low, high = (low if math.isnan(low) else max(low, 0.0)), (high if math.isnan(high) else min(high, 1.0))
+    return mean, low, high
+
+
+def _paired_change(found: Mapping[str, float], before: Mapping[str, float]) -> Estimate | None:
+    """Change over the tasks with its interval, where both evaluations scored the same tasks."""
+    if not found or set(found) != set(before):
+        return None
+    return paired_difference(list(found.values()), [before[task] for task in found])[:3]
+
+
+def _metric_cell(
+    point: EvaluationPoint, earlier: EvaluationPoint | None, name: str, show: Callable[..., str]
+) -> Cell | None:
+    value = estimate(point.record, name)
+    if math.isnan(value[0]):
+        return None
+    cell = _cell(value, show)
+    before = (math.nan,) * 3 if earlier is None else estimate(earlier.record, name)
+    if earlier is None or math.isnan(before[0]):
+        return cell
+    paired = _paired_change(_scores(point.outcomes.values(), name), _scores(earlier.outcomes.values(), name))
+    return cell | _change(paired or difference_interval(value, before), show)
+
+
+def _cell(value: Estimate, show: Callable[..., str]) -> Cell:
+    number, low, high = value
+    unit = " %" if show is _percent else ""
+    return {"value": show(number) + unit, "interval": "" if math.isnan(low) else f"[{show(low)}, {show(high)}]"}
+
+
+def _change(change: Estimate, show: Callable[..., str]) -> Cell:
+    value, low, high = change
+    return {
+        "change": show(value, "+"),
+        "change_interval": "" if math.isnan(low) else f"[{show(low, '+')}, {show(high, '+')}]",
+        "tone": "good" if low > 0 else "bad" if high < 0 else "",
+    }
+
+
+def _percent(value: float, sign: str = "") -> str:
+    return f"{100 * value:{sign}.1f}"
+
+
+JUDGED = ("score/", "heldout/")
+UNJUDGED = ("diversity/", "distance/")
+SCORE_GROUPS = (
+    ("optimised", ("score/",)),
+    ("not optimised, held out", ("heldout/",)),
+    ("what else moved", UNJUDGED),
+)
+DIVERSITY = "diversity/latent"
+DIVERSITY_LOSS = 0.3
+"""Share of the diversity that may go before the report points at it."""

@@ -1,0 +1,315 @@
+"""Sizes and checksums of a folder's files, so that a truncated or altered one is noticed before it is used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from mmrl.errors import UserError
+from mmrl.files import write_atomically
+
+MANIFEST = "manifest.json"
+BLOCK_BYTES = 2**20
+
+
+class DamagedError(Exception):
+    """A file is missing or is not what was written; the message names the file."""
+
+
+def write_manifest(folder: Path) -> None:
+    """List every file of a folder with its size and CRC-32, and bring all of them to the disk.
+
+    A CRC-32 tells every flipped bit and every burst of up to 32 bits, others but for one in 4e9; it guards against
+    broken disks and transfers, not against someone who forges a file.
+    """
+    manifest = folder / MANIFEST
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest)
+    entries = {str(path.relative_to(folder)): _describe(path) for path in files}
+    manifest.write_text(json.dumps(entries, indent=1), encoding="utf-8")
+    for path in (*files, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
+        fsync(path)
+
+
+def verify(folder: Path, below: str = "", needed: Iterable[str] = ()) -> None:
+    """Compare a folder's files with its manifest."""
+    for name, entry in _entries(folder, needed).items():
+        if name.startswith(below):
+            _compare(folder / name, name, entry)
+
+
+def check_model(folder: Path) -> None:
+    """Verify a model folder if it is that of a checkpoint; another folder has no manifest to be compared with."""
+    if not (folder.parent / MANIFEST).is_file():
+        return
+    try:
+        verify(folder.parent, below=f"{folder.name}/")
+    except DamagedError as error:
+        raise UserError(f"checkpoint {folder.parent} is damaged: {error}; use another one of that run") from error
+
+
+def fsync(path: Path) -> None:
+    """Bring a file or a folder's list of names to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _entries(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
+    try:
+        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedError(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{MANIFEST} cannot be read") from error
+    missing = [name for name in needed if not isinstance(entries, dict) or name not in entries]
+    if not isinstance(entries, dict) or missing:
+        raise DamagedError(f"{MANIFEST} cannot be read: it does not list {', '.join(missing) or 'files'}")
+    return entries
+
+
+def _compare(path: Path, name: str, entry: Any) -> None:
+    # the first release wrote sizes alone
+    size, crc = (entry.get("bytes"), entry.get("crc32")) if isinstance(entry, dict) else (entry, None)
+    if type(size) is not int or not (crc is None if entry is size else isinstance(crc, str)):
+        raise DamagedError(f"{MANIFEST} cannot be read: its entry of {name} is {entry!r}")
+    try:
+        found = path.stat().st_size
+        if found != size:
+            raise DamagedError(f"{name} has {found} bytes instead of {size}")
+        if crc is not None and _crc32(path) != crc:
+            raise DamagedError(f"{name} is not what was written: its checksum is {_crc32(path)} instead of {crc}")
+    except FileNotFoundError:
+        raise DamagedError(f"{name} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{name} cannot be read: {error}") from error
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+
+
+def _crc32(path: Path) -> str:
+    checksum = 0
+    with path.open("rb") as handle:
+        while block := handle.read(BLOCK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return f"{checksum:08x}"
+
+
+LOGGER = logging.getLogger("mmrl")
+STATE = "state.pt"
+TEMPORARY_PREFIX = ".partial-"
+REPLACED_PREFIX = ".replaced-"
+DAMAGED_PREFIX = "damaged-"
+
+
+class Checkpoints:
+    """The checkpoint folder of one run.
+
+    Layout of `step-000100/`: `model/` (loads with from_pretrained), `reference/` when the run has its own copy,
+    `state.pt` (optimiser, counters, task position, every RNG, recipe state), `manifest.json` (sizes and checksums).
+    """
+
+    def __init__(self, folder: Path, keep: int = 0) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def save(self, step: int, state: dict[str, Any], write_parts: Callable[[Path], None]) -> Path:
+        """Write one checkpoint; readers see either all of it or nothing."""
+        final = self.path(step)
+        temporary = self.folder / f"{TEMPORARY_PREFIX}{final.name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            _write(temporary, state, write_parts)
+            self._put(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self.forget_old()
+        return final
+
+    def path(self, step: int) -> Path:
+        """Folder of a step's checkpoint, existing or not."""
+        return self.folder / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, ascending."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(path.name[5:]) for path in self.folder.glob("step-*") if path.name[5:].isdigit())
+
+    def mark_best(self, step: int, metric: str, value: float) -> None:
+        """Remember which checkpoint is the best so far; the one that was is kept no longer than others."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / "best.json", json.dumps({"step": step, "metric": metric, "value": value}))
+        self.forget_old()
+
+    def forget_best(self) -> None:
+        """Forget what `mark_best` wrote."""
+        (self.folder / "best.json").unlink(missing_ok=True)
+
+    def forget_old(self) -> None:
+        """Remove all but the newest checkpoints and the best one; a run killed before that makes up for it."""
+        best = self.best()
+        protected = set(self.steps()[-self.keep :] if self.keep else self.steps())
+        if best is not None:
+            protected.add(best["step"])
+        for step in set(self.steps()) - protected:
+            # renamed first, so that a kill leaves no half of it under its name
+            half = self.folder / f"{TEMPORARY_PREFIX}{self.path(step).name}"
+            shutil.rmtree(half, ignore_errors=True)
+            self.path(step).rename(half)
+            shutil.rmtree(half, ignore_errors=True)
+
+    def best(self) -> dict[str, Any] | None:
+        """What `mark_best` wrote last; None without one, or where that checkpoint has been deleted."""
+        path = self.folder / "best.json"
+        try:
+            best = _checked_best(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{path} is damaged: {error}; delete it, the newest checkpoint then counts") from error
+        return best if best is not None and self.path(best["step"]).is_dir() else None
+
+    def latest(self) -> Path:
+        """The newest checkpoint, checked to be whole."""
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"nothing to resume: no checkpoint in {self.folder}")
+        path = self.path(steps[-1])
+        self.check(path)
+        return path
+
+    def check(self, path: Path) -> None:
+        """Compare a checkpoint with its manifest."""
+        damage = self.damage(path)
+        if damage is not None:
+            raise UserError(self._refusal(path, damage))
+
+    @staticmethod
+    def damage(path: Path) -> str | None:
+        """What is wrong with a checkpoint; None where it is whole."""
+        try:
+            verify(path, needed=[STATE])
+        except DamagedError as error:
+            return str(error)
+        return None
+
+    def set_damaged_aside(self) -> None:
+        """Rename every checkpoint that is newer than the newest whole one, so that a resume starts from that."""
+        damaged: list[tuple[Path, str]] = []
+        for step in reversed(self.steps()):
+            path = self.path(step)
+            damage = self.damage(path) or _unreadable(path)
+            if damage is None:
+                break
+            damaged.append((path, damage))
+        else:
+            found = "; ".join(f"{path.name}: {damage}" for path, damage in damaged) or "there is none"
+            raise UserError(f"no checkpoint in {self.folder} is whole ({found}); start again in another output_dir")
+        for path, damage in damaged:
+            aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}")
+            if aside.exists():
+                aside = aside.with_name(f"{aside.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            path.rename(aside)
+            LOGGER.warning("checkpoint %s is damaged (%s); it is kept as %s", path, damage, aside.name)
+
+    @staticmethod
+    def load_state(path: Path) -> dict[str, Any]:
+        """Read the state of a checked checkpoint."""
+        try:
+            return _read_state(path)
+        except DamagedError as error:
+            raise UserError(Checkpoints(path.parent)._refusal(path, str(error))) from error
+
+    def remove_partial(self) -> None:
+        """Delete what a killed writer left behind; a checkpoint that it was about to replace comes back."""
+        for path in self.folder.glob(f"{REPLACED_PREFIX}*"):
+            final = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
+            shutil.rmtree(path, ignore_errors=True) if final.exists() else path.rename(final)
+        for path in (*self.folder.glob(f"{TEMPORARY_PREFIX}*"), *self.folder.glob(".*.partial.*")):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def _put(self, temporary: Path, final: Path) -> None:
+        """Give a whole checkpoint its name."""
+        replaced = final.with_name(f"{REPLACED_PREFIX}{final.name}")
+        if final.exists():
+            final.rename(replaced)
+        temporary.rename(final)
+        fsync(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _refusal(self, path: Path, damage: str) -> str:
+        older = [self.path(step) for step in reversed(self.steps()) if self.path(step) != path]
+        whole = next((other for other in older if self.damage(other) is None), None)
+        if whole is None:
+            advice = f"no other checkpoint of the run is whole; delete {path.parent.parent} to start again"
+        else:
+            step = int(whole.name.removeprefix("step-"))
+            advice = f"step {step} is whole: add --from-last-good to resume from it, or delete {path}"
+        return f"checkpoint {path} is damaged: {damage}; {advice}"
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` hold the files of `source` without using disk space twice where the file system allows it."""
+    for file in sorted(path for path in source.rglob("*") if path.is_file()):
+        place = target / file.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(file, place)
+        except OSError:
+            shutil.copy2(file, place)
+
+
+def _write(folder: Path, state: dict[str, Any], write_parts: Callable[[Path], None]) -> None:
+    try:
+        write_parts(folder)
+        torch.save(state, folder / STATE)
+        write_manifest(folder)
+    except (RuntimeError, SafetensorError) as error:  # what torch and safetensors make of a full disk
+        raise OSError(f"{type(error).__name__}, as on a full disk: {error}") from error
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch, zipfile and pickle each raise their own
+        raise DamagedError(f"{STATE} cannot be read ({type(error).__name__})") from error
+    if not isinstance(state, dict) or "step" not in state:
+        raise DamagedError(f"{STATE} holds no state of a run")
+    return state
+
+
+def _unreadable(path: Path) -> str | None:
+    try:
+        _read_state(path)
+    except DamagedError as error:
+        return str(error)
+    return None
+
+
+def _checked_best(found: Any) -> dict[str, Any]:
+    """What best.json holds; raises ValueError where it is not what `mark_best` writes."""
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, expected step, metric and value")
+    kinds = {"step": int, "metric": str, "value": (int, float)}
+    for name, kind in kinds.items():
+        value = found.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):  # type: ignore[arg-type]
+            raise ValueError(f"its {name} is {value!r}")
+    if not math.isfinite(found["value"]) or found["step"] < 0:
+        raise ValueError(f"its step is {found['step']} and its value {found['value']}")
+    return found

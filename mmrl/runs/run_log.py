@@ -1,0 +1,322 @@
+"""Numbers about a step's rollouts that every domain reports."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.core.blocks.filter import zero_variance_groups
+from mmrl.core.groups import group_std
+from mmrl.core.rollouts import Rollouts
+from mmrl.files import write_atomically
+from mmrl.runs.folder import forget_after
+from mmrl.runs.jsonlines import JsonLines, finite_or_none, read_jsonl
+from mmrl.runs.samples import Outcome, SampleRecord, write_outcomes, write_samples
+from mmrl.runs.stopwatch import STAGES_BETWEEN, Stopwatch
+from mmrl.runs.tracking import Tracker
+
+
+def metric_label(name: str) -> str:
+    """A reward's name as one part of a metric's name, without the slashes of a path."""
+    return name.replace("/", ".")
+
+
+def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float]:
+    """Rewards, lengths and zero-variance groups of all that was sampled in a step, before filtering."""
+    lengths = torch.cat([batch.mask.sum(1) for batch in batches])
+    metrics = {
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+    }
+    if not rewards:
+        return metrics
+    reward = torch.cat([batch.reward for batch in batches])
+    scored = torch.isfinite(reward)
+    metrics |= {
+        "reward/mean": float(reward[scored].mean()) if bool(scored.any()) else float("nan"),
+        "reward/std": float(reward[scored].std()) if int(scored.sum()) > 1 else 0.0,
+        "reward/errors": float((~scored).sum()),
+    }
+    if any(len(batch.group.unique()) < len(batch.group) for batch in batches):
+        flat = torch.cat([~zero_variance_groups(batch) for batch in batches]).float()
+        metrics["reward/zero_variance_groups"] = float(flat.mean())
+        metrics["reward/std_within_groups"] = float(torch.cat([_std_in_groups(batch) for batch in batches]).mean())
+    for name in batches[0].reward_terms:
+        values = torch.cat([batch.reward_terms[name] for batch in batches])
+        finite = values[torch.isfinite(values)]
+        if len(finite):
+            metrics[f"reward/{metric_label(name)}"] = float(finite.mean())
+    return metrics
+
+
+def _std_in_groups(batch: Rollouts) -> torch.Tensor:
+    """Standard deviation (B,) of the rewards of each row's group, 0 where fewer than two were scored."""
+    return group_std(torch.nan_to_num(batch.reward), batch.group, torch.isfinite(batch.reward), 0)
+
+
+def restart_peak_memory(device: torch.device) -> None:
+    """Have `peak_memory_mb` look for a new peak, where the device can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Largest memory in 10^6 bytes: on a GPU of tensors since `restart_peak_memory`, else resident so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    status = Path("/proc/self/status")  # getrusage also counts the process that started this one
+    if status.is_file():
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        return int(fields["VmHWM"].split()[0]) * 1024 / 1e6
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return float("nan")
+
+
+LOGGER = logging.getLogger("mmrl")
+
+PATIENCE = 5
+"""Steps in a row after which something is said."""
+LITTLE_AGREEMENT = 0.1
+"""Size of a mean rank correlation below which it is as good as none."""
+WARNINGS_FILE = "warnings.jsonl"
+NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise"}
+"""Streaks that are not of one reward, and the warnings that they lead to."""
+
+
+@dataclass
+class _Streak:
+    """Steps in a row in which something held, and the samples of them."""
+
+    steps: int = 0
+    samples: int = 0
+    value: float = math.nan
+
+
+@dataclass
+class RunWarnings:
+    """Watches the rewards of a run; each warning goes to the log and to `warnings.jsonl` once."""
+
+    folder: Path | None
+    only_logged: Collection[str] = ()
+    """Reward terms of weight 0, which may well be constant."""
+    said: dict[str, str] = field(default_factory=dict)
+    """Warnings so far by what they are about."""
+    _streaks: dict[str, _Streak] = field(default_factory=dict)
+    _agreement: list[float] = field(default_factory=list)
+
+    def watch(self, batches: Iterable[Rollouts]) -> None:
+        """Look at the scored samples of a step, before a filter drops any."""
+        parts = list(batches)
+        for name in ("reward", *(term for term in parts[0].reward_terms if term not in self.only_logged)):
+            values = torch.cat([part.reward if name == "reward" else part.reward_terms[name] for part in parts])
+            found = values[torch.isfinite(values)]
+            same = len(found) > 1 and bool((found == found[0]).all())
+            before = self._streaks.get(name, _Streak())
+            goes_on = same and (not before.steps or before.value == float(found[0]))
+            self._count(name, goes_on, len(found), float(found[0]) if same else math.nan)
+        grouped = any(part.num_rows > part.num_groups for part in parts)
+        equal = grouped and not any(bool(zero_variance_groups(part).any()) for part in parts)
+        self._count("groups", equal, sum(part.num_rows for part in parts), math.nan)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Say what has held for `PATIENCE` steps."""
+        agreement = metrics.get("srpo/agreement", math.nan)
+        if math.isfinite(agreement):
+            self._agreement = [*self._agreement, agreement][-PATIENCE:]
+        if "srpo/noise_fraction" in metrics:
+            self._count("all_noise", metrics["srpo/noise_fraction"] == 1, 0, math.nan)
+        for kind, message in self._due().items():
+            self.say(step, kind, message)
+        return {f"warnings/{kind}": float(count) for kind, count in self._counts().items() if kind in self.said}
+
+    def say(self, step: int, kind: str, message: str) -> None:
+        """Warn once: in the log, in `warnings.jsonl` and in the report."""
+        if kind in self.said:
+            return
+        self.said[kind] = message
+        if self.folder is not None:
+            LOGGER.warning("step %d: %s", step, message)
+            lines = JsonLines(self.folder / WARNINGS_FILE)
+            lines.append({"step": step, "kind": kind, "message": message})
+            lines.close()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the warnings of later steps, which a resumed run says again."""
+        if self.folder is not None:
+            JsonLines(self.folder / WARNINGS_FILE).truncate_after(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been said, and counts."""
+        streaks = {name: [streak.steps, streak.samples, streak.value] for name, streak in self._streaks.items()}
+        return {"said": dict(self.said), "streaks": streaks, "agreement": list(self._agreement)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.said = dict(state["said"])
+        self._streaks = {name: _Streak(*values) for name, values in state["streaks"].items()}
+        self._agreement = list(state["agreement"])
+
+    def _count(self, name: str, holds: bool, samples: int, value: float) -> None:
+        before = self._streaks.get(name, _Streak())
+        self._streaks[name] = _Streak(before.steps + 1, before.samples + samples, value) if holds else _Streak()
+
+    def _due(self) -> dict[str, str]:
+        due = {}
+        for name, streak in self._streaks.items():
+            if name in NOT_REWARDS or streak.steps < PATIENCE:
+                continue
+            label = "the total reward" if name == "reward" else f"reward {name!r}"
+            due[_constant(name)] = (
+                f"{label} was {streak.value:g} for all {streak.samples} samples of {streak.steps} steps, so it teaches "
+                "nothing; look at the samples in the report, and at what the reward expects"
+            )
+        if self._streaks.get("groups", _Streak()).steps >= PATIENCE and "constant_reward" not in due:
+            due["equal_groups"] = (
+                f"for {self._streaks['groups'].steps} steps the samples of every task have had equal rewards, so "
+                "advantages within a task are 0 and nothing is learned; more samples_per_task, a higher temperature, "
+                "easier or harder tasks or a finer reward would tell them apart"
+            )
+        if self._streaks.get("all_noise", _Streak()).steps >= PATIENCE:
+            due["all_noise"] = (
+                f"for {PATIENCE} steps no two successes lay close enough to form a cluster (srpo/noise_fraction is 1), "
+                "so failures are compared with the mean of all successes; a larger progress.eps, or progress.memory to "
+                "keep more of them, may find clusters"
+            )
+        if len(self._agreement) == PATIENCE and abs(sum(self._agreement) / PATIENCE) < LITTLE_AGREEMENT:
+            due["no_agreement"] = (
+                f"srpo/agreement was {sum(self._agreement) / PATIENCE:.2f} on average over {PATIENCE} steps: the "
+                "progress reward of failures says nothing of the simulator's own; try another latent or more data for "
+                "its encoder"
+            )
+        return due
+
+    def _counts(self) -> dict[str, int]:
+        counts = {NOT_REWARDS.get(name, _constant(name)): streak.steps for name, streak in self._streaks.items()}
+        return {"equal_groups": 0} | counts
+
+
+def _constant(name: str) -> str:
+    return f"constant_{name.replace('/', '.')}"
+
+
+def read_warnings(run_dir: Path) -> list[str]:
+    """Warnings of a run, in the order in which they were said."""
+    return [str(row["message"]) for row in read_jsonl(Path(run_dir) / WARNINGS_FILE) if "message" in row]
+
+
+LOOP_STAGES = ("rollout", "score", "old_logp", "ref_logp", "advantages", "forward", "backward", "optimizer", "update")
+"""Stages of every run; one that a run does not need takes 0 seconds."""
+
+
+class RunLog:
+    """Counts what a run has cost and hands its numbers to the tracker and to the files of the run folder."""
+
+    def __init__(self, run_dir: Path, device: torch.device, tracker: Tracker | None) -> None:
+        self.run_dir = run_dir
+        self.device = device
+        self.tracker = tracker
+        self.watch = Stopwatch(device)
+        self.totals: dict[str, Any] = {"samples": 0, "tokens": 0, "seconds": 0.0}
+        self.evaluations: list[dict[str, Any]] = []
+        self.failed_checkpoints = 0
+        self.warnings = RunWarnings(None if tracker is None else run_dir)
+
+    def count(self, sampled: Iterable[Rollouts], beside: int = 0) -> None:
+        """Add what was sampled to the totals."""
+        self.totals["samples"] += beside
+        for part in sampled:
+            self.totals["samples"] += part.num_rows
+            self.totals["tokens"] += int(part.mask.sum())
+
+    def step(self, step: int, metrics: Mapping[str, float], tokens: float) -> None:
+        """Log the metrics of a step with its times and the totals of the run."""
+        times = dict.fromkeys((*LOOP_STAGES, *STAGES_BETWEEN), 0.0) | self.watch.take()
+        seconds = times["step"]
+        self.totals["seconds"] += seconds
+        # evaluation and checkpoint times are those since the step before
+        everything = {**metrics, **{f"time/{stage}": value for stage, value in times.items()}} | {
+            "tokens/per_second": tokens / seconds,
+            "tokens/total": float(self.totals["tokens"]),
+            "samples/total": float(self.totals["samples"]),
+            "checkpoint/failed": float(self.failed_checkpoints),
+            "memory/peak_mb": peak_memory_mb(self.device),
+            **self.warnings.step(step, metrics),
+        }
+        if self.tracker is not None:
+            self.tracker.log(step, everything)
+
+    def samples(self, step: int, split: str, records: Sequence[SampleRecord]) -> None:
+        """Keep samples for the report, as split "train" or "eval"."""
+        if self.tracker is not None:
+            write_samples(self.run_dir, step, split, records)
+
+    def outcomes(self, step: int, split: str, outcomes: Sequence[Outcome]) -> None:
+        """Keep what each task of an evaluation scored."""
+        if self.tracker is not None and outcomes:
+            write_outcomes(self.run_dir, step, split, outcomes)
+
+    def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
+        """Log an evaluation with what the run has cost until then."""
+        found = {
+            **metrics,
+            "cost/samples": float(self.totals["samples"]),
+            "cost/seconds": self.totals["seconds"],
+        }
+        self.evaluations.append({"step": step, "tag": tag, "split": split, **found})
+        if self.tracker is not None:
+            self.tracker.evaluation(step, tag, split, found)
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what was logged after a step, before a resumed run goes on from there."""
+        self.warnings.truncate_after(step)
+        if self.tracker is not None:
+            self.tracker.truncate_after(step)
+            forget_after(self.run_dir, step)
+
+    def result(self, found: Mapping[str, Any], *, write: bool) -> dict[str, Any]:
+        """Complete the content of result.json with the totals and evaluations."""
+        result = {
+            **found,
+            **self.totals,
+            "first_evaluation": _per_split(self.evaluations),
+            "last_evaluation": _per_split(self.evaluations[::-1]),
+        }
+        if write:
+            write_atomically(self.run_dir / "result.json", json.dumps(finite_or_none(result), indent=1))
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Totals, evaluations and warnings, for a checkpoint."""
+        return {
+            "totals": self.totals,
+            "evaluations": self.evaluations,
+            "failed_checkpoints": self.failed_checkpoints,
+            "warnings": self.warnings.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.totals = state["totals"]
+        self.evaluations = state["evaluations"]
+        self.failed_checkpoints = int(state.get("failed_checkpoints", 0))
+        if "warnings" in state:  # checkpoints of earlier versions have none
+            self.warnings.load_state_dict(state["warnings"])
+
+
+def _per_split(evaluations: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The first evaluation of each split."""
+    first: dict[str, dict[str, Any]] = {}
+    for evaluation in evaluations:
+        first.setdefault(evaluation["split"], evaluation)
+    return first

@@ -1,0 +1,319 @@
+"""Which columns of the held-out data an evaluation is broken down by."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from mmrl.runs.jsonlines import ResumableRows
+from mmrl.runs.run_log import metric_label
+from mmrl.runs.samples import Outcome, SampleRecord, load_record, mean_outcomes, store_record
+from mmrl.runs.statistics import cluster_bootstrap_interval, wilson_interval
+from mmrl.training.processes import merge_lists, shard
+
+MOST_VALUES = 8
+"""A column with more values than this is not broken down by unless it is asked for."""
+LONGEST_VALUE = 40
+NOT_PARTS = ("answer", "completion_lengths")
+"""Columns that say what is right, not what kind of question it is."""
+
+
+def parts_of_tasks(columns: Sequence[Mapping[str, Any]], by: Sequence[str] | None) -> list[dict[str, str]]:
+    """Value of each task in the columns that the evaluation is broken down by."""
+    names = list(dict.fromkeys(name for task in columns for name in task))
+    missing = [name for name in by or () if name not in names]
+    if missing and columns:
+        raise ValueError(f"evaluation.by names '{missing[0]}'; columns of the data: {', '.join(names) or 'none'}")
+    chosen = [name for name in names if _is_part(name, columns)] if by is None else list(by)
+    return [{name: str(task[name]) for name in chosen if task.get(name) is not None} for task in columns]
+
+
+def part_metric(metric: str, column: str, value: str) -> str:
+    """Name of a metric over the tasks with one value of a column, such as accuracy/greedy/hint=wrong."""
+    return f"{metric}/{metric_label(column)}={metric_label(value)}"
+
+
+def _is_part(name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
+    if name in NOT_PARTS:
+        return False
+    values = [task[name] for task in columns if task.get(name) is not None]
+    if not all(isinstance(value, str | bool) and len(str(value)) <= LONGEST_VALUE for value in values):
+        return False
+    different = len(set(values))
+    return 2 <= different <= MOST_VALUES and len(values) >= 2 * different
+
+
+LOGGER = logging.getLogger("mmrl")
+
+TaskT = TypeVar("TaskT")
+Key = tuple[int, int]
+"""Index and repeat of a trial."""
+Row = dict[str, Any]
+"""Outcome of one trial, with the keys "index" and "repeat" of the trial and whatever else its measure reads."""
+
+
+@dataclass
+class Evaluation:
+    """Result of one evaluation of one split."""
+
+    metrics: dict[str, float]
+    """Names such as accuracy/greedy with /low and /high interval ends, and `n`."""
+    records: list[SampleRecord] = field(default_factory=list)
+    """A few rollouts for the report, the same tasks at every evaluation."""
+    failure: str = ""
+    """Why none of the samples could be scored; empty where one could."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """What each task scored, for comparisons in pairs."""
+
+
+@dataclass(frozen=True)
+class Trial(Generic[TaskT]):
+    """One of the repeats of a task."""
+
+    index: int
+    """Number of the task in its split."""
+    repeat: int
+    task: TaskT
+
+    @property
+    def key(self) -> Key:
+        """Index and repeat, which name the trial."""
+        return self.index, self.repeat
+
+
+class Measure(ABC, Generic[TaskT]):
+    """How a domain samples and scores held-out tasks under one protocol, and how it reads the outcomes."""
+
+    repeats: int = 1
+    """Trials of each task."""
+    unit: str = "tasks"
+    """What a trial is called in messages."""
+    shows_progress: bool = False
+    """Whether several batches show a progress bar."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Trials that are run together."""
+
+    @abstractmethod
+    def run(self, batch: Sequence[Trial[TaskT]], start: int) -> list[Row]:
+        """Sample and score some trials, without gradient.
+
+        Args:
+            batch: at most `batch_size` trials.
+            start: place of the first one among the trials of this process.
+
+        Returns:
+            A row for each trial; trials that cannot be run are left out.
+        """
+
+    @abstractmethod
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[TaskT]) -> dict[str, float]:
+        """Metrics of the rows of all processes.
+
+        Args:
+            rows: in the order of the tasks.
+            tasks: all tasks of the split.
+
+        Returns:
+            Metrics by name; `n`, the number of tasks with a row, is added by the driver.
+        """
+
+    @abstractmethod
+    def record(self, row: Row) -> SampleRecord:
+        """A row as a sample for the report."""
+
+    def failure(self, rows: Sequence[Row]) -> str:
+        """Why none of the samples could be scored; empty where one could."""
+        return ""
+
+    def outcome(self, row: Row) -> Outcome | None:
+        """What a trial scored, for comparisons in pairs with other evaluations of its task; None keeps nothing."""
+        return None
+
+    def saved_rows(self, tasks: Sequence[TaskT], processes: int) -> ResumableRows | None:
+        """Where rows are kept so that an interrupted evaluation continues; None keeps none.
+
+        A row with a true "failed" counts as not run; its batch is run again. Samples for the report are kept with their
+        rows, under "record".
+        """
+        return None
+
+    def finish(self, rows: Sequence[Row], saved: ResumableRows | None) -> None:
+        """Report and write further results; called on the first process when all rows are there.
+
+        Args:
+            rows: of all processes.
+            saved: what `saved_rows` returned.
+        """
+
+
+def evaluate_tasks(
+    measures: Sequence[Measure[TaskT]], tasks: Sequence[TaskT], records: int, accelerator: Accelerator
+) -> Evaluation:
+    """Measure held-out tasks under one or several protocols.
+
+    Args:
+        measures: one for each protocol; the first supplies `n` and the samples.
+        tasks: held-out tasks.
+        records: samples to keep, those of the first rows.
+        accelerator: processes to share the work with.
+
+    Returns:
+        The metrics of all measures, the same on every process, and the samples.
+    """
+    metrics: dict[str, float] = {}
+    samples: list[SampleRecord] = []
+    failure = ""
+    outcomes: list[Outcome] = []
+    for number, measure in enumerate(measures):
+        saved = measure.saved_rows(tasks, accelerator.num_processes)
+        wanted = 0 if number else records
+        rows, taken = _run_all(measure, tasks, saved, wanted, accelerator)
+        metrics = metrics or {"n": float(len({row["index"] for row in rows}))}
+        metrics |= measure.metrics(rows, tasks)
+        failure = failure or measure.failure(rows)
+        samples += [_sample(measure, row, saved, taken) for row in rows[:wanted]]
+        outcomes += [outcome for row in rows if (outcome := measure.outcome(row)) is not None]
+    return Evaluation(metrics, samples, failure, mean_outcomes(outcomes))
+
+
+def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.Generator | None) -> dict[str, float]:
+    """The mean of some scores and its 95 % interval.
+
+    Args:
+        name: of the metric.
+        values: scores of each task, NaN where a sample could not be scored.
+        rng: of a bootstrap over tasks, whose samples are not independent; None = Wilson's interval, for shares with one
+            sample a task.
+
+    Returns:
+        name, name/low and name/high; NaN where there is no score.
+    """
+    clusters = [scores for task in values if (scores := [value for value in task if value == value])]
+    flat = [value for scores in clusters for value in scores]
+    if not flat:
+        return dict.fromkeys((name, f"{name}/low", f"{name}/high"), float("nan"))
+    if rng is None:
+        low, high = wilson_interval(sum(flat), len(flat))
+    else:
+        low, high = cluster_bootstrap_interval(clusters, rng)
+    return {name: float(np.mean(flat)), f"{name}/low": low, f"{name}/high": high}
+
+
+def unscored(values: Sequence[Sequence[float]]) -> int:
+    """Number of samples that could not be scored: those whose score is NaN."""
+    return sum(value != value for task in values for value in task)
+
+
+def _run_all(
+    measure: Measure[TaskT],
+    tasks: Sequence[TaskT],
+    saved: ResumableRows | None,
+    records: int,
+    accelerator: Accelerator,
+) -> tuple[list[Row], set[Key]]:
+    """Rows of all processes and those of an earlier evaluation that was interrupted, with the keys of the latter."""
+    trials = [Trial(index, repeat, task) for index, task in enumerate(tasks) for repeat in range(measure.repeats)]
+    known = {} if saved is None else _known(saved, accelerator)
+    batches = list(_cut(shard(trials, accelerator), measure.batch_size))
+    # only whole batches: numbers may depend on what is computed together
+    left = [(start, batch) for start, batch in batches if not all(trial.key in known for trial in batch)]
+    again = set(merge_lists([trial.key for _, batch in left for trial in batch], accelerator))
+    taken = ({trial.key for trial in trials} & known.keys()) - again
+    if saved is not None and taken:
+        LOGGER.info("%d of %d %s are taken from %s", len(taken), len(trials), measure.unit, saved.path)
+    shown = {trial.key for trial in trials[:records]}
+    rows = [
+        *(known[key] for key in taken),
+        *merge_lists(_run_mine(measure, left, saved, shown, accelerator), accelerator),
+    ]
+    rows.sort(key=lambda row: (row["index"], row["repeat"]))
+    if accelerator.is_main_process:
+        if saved is not None:
+            saved.write(rows)
+        measure.finish(rows, saved)
+    return rows, taken
+
+
+def _known(saved: ResumableRows, accelerator: Accelerator) -> dict[Key, Row]:
+    """Rows of an earlier evaluation by index and repeat, the same ones on every process."""
+    rows = merge_lists(saved.read() if accelerator.is_main_process else [], accelerator)
+    return {(row["index"], row["repeat"]): row for row in rows if _counts(row)}
+
+
+def _counts(row: Row) -> bool:
+    return not row.get("failed") and all(type(row.get(name)) is int for name in ("index", "repeat"))
+
+
+def _run_mine(
+    measure: Measure[TaskT],
+    left: Sequence[tuple[int, Sequence[Trial[TaskT]]]],
+    saved: ResumableRows | None,
+    shown: Collection[Key],
+    accelerator: Accelerator,
+) -> list[Row]:
+    """Run batches; with the rows that are kept, the samples of those that the report shows are kept."""
+    log = None if saved is None else saved.appender(accelerator.process_index, accelerator.num_processes)
+    found: list[Row] = []
+    for start, batch in _with_progress(left, measure):
+        with torch.no_grad():
+            rows = measure.run(batch, start)
+        found += rows
+        for row in rows:
+            if saved is not None and log is not None:
+                if (row["index"], row["repeat"]) in shown:
+                    row["record"] = store_record(saved.pictures, measure.record(row))
+                log.append(saved.saved(row))
+    if log is not None:
+        log.close()
+    return found
+
+
+def _sample(measure: Measure[TaskT], row: Row, saved: ResumableRows | None, taken: Collection[Key]) -> SampleRecord:
+    """A row as a sample; one that was taken over comes with the sample that was kept with it."""
+    if saved is not None and (row["index"], row["repeat"]) in taken and isinstance(row.get("record"), dict):
+        return load_record(saved.pictures, row["record"])
+    return measure.record(row)
+
+
+def _cut(trials: Sequence[Trial[TaskT]], size: int) -> Iterator[tuple[int, Sequence[Trial[TaskT]]]]:
+    return ((start, trials[start : start + size]) for start in range(0, len(trials), size))
+
+
+def _with_progress(
+    batches: Sequence[tuple[int, Sequence[Trial[TaskT]]]], measure: Measure[TaskT]
+) -> Iterator[tuple[int, Sequence[Trial[TaskT]]]]:
+    if not measure.shows_progress or len(batches) <= 1:
+        yield from batches
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, transient=True) as progress:
+        bar = progress.add_task(measure.unit, total=sum(len(batch) for _, batch in batches))
+        for start, batch in batches:
+            yield start, batch
+            progress.advance(bar, len(batch))

@@ -1,0 +1,271 @@
+"""What a machine says it can do and cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from torch import Tensor, nn
+
+from mmrl.core.loss import Denominators
+from mmrl.core.rollouts import Rollouts
+
+LOGGER = logging.getLogger("mmrl")
+LIMIT = "ONEDNN_MAX_CPU_ISA"
+PROBE = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
+
+
+@functools.cache
+def avoid_refused_instructions() -> None:
+    """Keep bfloat16 arithmetic on the CPU from ending the process.
+
+    Some virtual machines announce AMX instructions and then refuse them. Whether this is one of them is tried in a
+    process of its own, before the first product here; if so, oneDNN is set up to do without. A limit that the user has
+    set stays, and machines without AMX or with a GPU are left alone.
+    """
+    if LIMIT in os.environ or torch.cuda.is_available() or not _announces_amx():
+        return
+    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=False)
+    if probe.returncode == -signal.SIGILL:
+        os.environ[LIMIT] = "AVX512_CORE_BF16"
+        LOGGER.warning("this machine announces AMX instructions but refuses them; %s=%s", LIMIT, os.environ[LIMIT])
+
+
+def _announces_amx() -> bool:
+    file = Path("/proc/cpuinfo")
+    return file.is_file() and "amx_bf16" in file.read_text(encoding="utf-8", errors="replace")
+
+
+ItemT = TypeVar("ItemT")
+BUCKET_ELEMENTS = 2**24
+"""Gradient entries in one message between processes."""
+
+
+def make_accelerator(mixed_precision: str = "none") -> Accelerator:
+    """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for."""
+    if mixed_precision == "bf16":
+        avoid_refused_instructions()
+    # a micro-batch without images leaves the vision tower unused; buffers are constants, and writing them between
+    # two forward passes of one loss would break the backward pass of the first
+    options = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
+    return Accelerator(
+        mixed_precision="no" if mixed_precision == "none" else mixed_precision, kwargs_handlers=[options]
+    )
+
+
+def leave(code: int = 0) -> None:
+    """End this process at once if it is one of several, else do nothing; call it when all work is on disk.
+
+    With gloo a communication thread may outlive the interpreter, whose teardown then aborts about one run in ten
+    ("terminate called without an active exception", torch 2.13), after everything has succeeded.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:
+    """This process's share of `items`: every world-size-th one, starting at its rank."""
+    return list(items[accelerator.process_index :: accelerator.num_processes])
+
+
+def sum_over_processes(values: Mapping[str, float]) -> dict[str, float]:
+    """Add numbers up over all processes, name by name; every process calls it, with names of its own."""
+    if PartialState().num_processes == 1:
+        return dict(values)
+    total: Counter[str] = Counter()
+    for part in gather_object([dict(values)]):
+        total.update(part)
+    return dict(total)
+
+
+def all_ranks(flag: bool, accelerator: Accelerator) -> bool:
+    """Whether `flag` holds on every process."""
+    if accelerator.num_processes == 1:
+        return flag
+    votes = accelerator.gather(torch.tensor([int(flag)], device=accelerator.device))
+    return bool(votes.all())
+
+
+def merge_lists(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
+    """Concatenate picklable lists of all processes, in rank order, on every process."""
+    if accelerator.num_processes == 1:
+        return items
+    return list(gather_object(items))
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerator) -> None:
+    """Replace each gradient by its mean over all processes, as a data-parallel wrapper does during backward."""
+    if accelerator.num_processes == 1:
+        return
+    used = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=accelerator.device)
+    torch.distributed.all_reduce(used, torch.distributed.ReduceOp.MAX)
+    gradients = []
+    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
+        if anywhere:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket]) / accelerator.num_processes
+        torch.distributed.all_reduce(flat)
+        for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def global_denominators(local: Denominators, accelerator: Accelerator) -> Denominators:
+    """Sum this optimiser step's counts over all processes; the row length is common to them."""
+    if accelerator.num_processes == 1:
+        return local
+    return Denominators.total(merge_lists([local], accelerator))
+
+
+def global_advantages(
+    estimate: Callable[[Rollouts], Rollouts], rollouts: Rollouts, accelerator: Accelerator
+) -> Rollouts:
+    """Run an advantage estimator over the rows of all processes and keep this process's part.
+
+    Only rewards, masks and per-decision numbers are sent; prompts and images stay with their process.
+    """
+    if accelerator.num_processes == 1:
+        return estimate(rollouts)
+    parts = merge_lists([rollouts.replace(payload=None).to("cpu")], accelerator)
+    joined = estimate(Rollouts.concat(parts))
+    start = sum(part.num_rows for part in parts[: accelerator.process_index])
+    rows = torch.arange(start, start + rollouts.num_rows)
+    mine = joined.select(rows)
+    length = rollouts.mask.shape[1]
+    return rollouts.replace(
+        advantage=_cut(mine.advantage, length, accelerator), returns=_cut(mine.returns, length, accelerator)
+    )
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type, about `BUCKET_ELEMENTS` at a time: few messages, and little memory for the copy."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        full = sum(other.numel() for other in bucket) + tensor.numel() > BUCKET_ELEMENTS
+        if bucket and (full or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _cut(values: Any, length: int, accelerator: Accelerator) -> Any:
+    return None if values is None else values[:, :length].to(accelerator.device)
+
+
+def stream_seed(seed: int, *purpose: int | str) -> int:
+    """Derive a 63-bit seed for one purpose from the run's seed."""
+    text = "/".join(str(part) for part in (seed, *purpose))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def make_generator(seed: int, *purpose: int | str) -> torch.Generator:
+    """CPU generator of one named stream, see `stream_seed`."""
+    return torch.Generator().manual_seed(stream_seed(seed, *purpose))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch (initialisation, dropout)."""
+    importlib.import_module("rich.style")  # draws from Python's when first imported, in a resumed run once more
+    random.seed(stream_seed(seed, "python"))
+    np.random.seed(stream_seed(seed, "numpy") % 2**32)
+    torch.manual_seed(stream_seed(seed, "torch"))
+
+
+def capture_global_rng() -> dict[str, Any]:
+    """State of the global generators in types that `torch.load(weights_only=True)` accepts."""
+    algorithm, keys, position, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [algorithm, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss],
+        "python": [version, list(internal), gauss_next],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_global_rng(state: dict[str, Any]) -> None:
+    """Put back what `capture_global_rng` returned."""
+    torch.set_rng_state(state["torch"])
+    algorithm, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((algorithm, _as_uint32(keys), position, has_gauss, gauss))
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _as_uint32(keys: Tensor) -> np.ndarray:
+    return keys.numpy().astype(np.uint32)
+
+
+GROWTH = 1.25
+SLACK = 64 << 20
+"""Bytes. A process is trimmed where it holds more than GROWTH times what the last trim left, and SLACK."""
+PRIMITIVES = 256
+"""Kernels that oneDNN keeps: more than a step of a large model needs, and a quarter of its default."""
+
+
+class HeapTrimmer:
+    """Gives free pages of the heap back to the system whenever the process has grown; elsewhere than glibc, nothing."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._trim = _malloc_trim() if enabled else None
+        self._left = 0.0
+
+    def trim(self) -> bool:
+        """Trim where the process has grown by more than a quarter since the last time; returns whether it did.
+
+        Source: glibc, malloc_trim(3).
+        """
+        if self._trim is None or _resident_bytes() <= GROWTH * self._left + SLACK:
+            return False
+        self._trim(0)
+        self._left = _resident_bytes()
+        return True
+
+
+def limit_primitive_cache() -> None:
+    """Have oneDNN keep fewer kernels; without effect once it has computed something, or where the user set a number.
+
+    Source: oneDNN developer guide, "Primitive Cache".
+    """
+    if "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ:  # its older name
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
+
+
+def _resident_bytes() -> int:
+    """Memory of this process that is in RAM, as Linux counts it."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    if sys.platform != "linux" or not Path("/proc/self/statm").is_file():
+        return None
+    function = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+    if function is not None:
+        function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_int
+    return function  # type: ignore[no-any-return]

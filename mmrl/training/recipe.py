@@ -1,0 +1,325 @@
+"""Passes of a policy over rollouts: in chunks, and with prefixes that the chunks share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.loss import Denominators
+from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, UserError
+from mmrl.runs.fingerprint import content_digest
+from mmrl.runs.samples import SampleRecord
+from mmrl.training.evaluation import Evaluation
+from mmrl.training.processes import global_advantages
+from mmrl.training.reference import Reference
+from mmrl.training.settings import BaseRunConfig, TrainerConfig
+from mmrl.training.terms import LossTerm, Scorer, Step, with_terms
+
+KEEPS_OLD = "keeps_logp_old"
+"""Extra (B,), 1 for rows whose old log-probabilities stay as they are in `logp_old`, such as replayed ones."""
+
+
+class PrefixScope(Protocol):
+    """Work that the chunks of a batch share, such as the forward pass of a prompt that several of them need."""
+
+    def backward(self) -> None:
+        """Backpropagate through the shared work; called once, after the backward pass of the last chunk."""
+        ...
+
+
+class _NoPrefix:
+    def backward(self) -> None:
+        """Nothing is shared."""
+
+
+def shared_prefix(policy: nn.Module, chunks: Sequence[Rollouts]) -> AbstractContextManager[PrefixScope]:
+    """Share a policy's `prefixes`, if it has them, between the chunks that are scored inside the context.
+
+    Chunks come in the order of `Rollouts.micro_batches`: parts of one group follow one another. With gradient, each
+    chunk's loss is differentiated before the next one is scored.
+    """
+    prefixes: Any = getattr(getattr(policy, "module", policy), "prefixes", None)
+    if prefixes is None or len(chunks) <= 1:
+        return nullcontext(_NoPrefix())
+    return prefixes.open()  # type: ignore[no-any-return]
+
+
+def score_in_chunks(
+    scorer: Scorer, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], micro_batch: int
+) -> PolicyOutputs:
+    """Outputs (B, T) of a policy without gradient, so many rows at a time (0 = all)."""
+    chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
+    with torch.no_grad(), shared_prefix(policy, chunks):
+        parts = [scorer(policy, chunk, outputs) for chunk in chunks]
+
+    def joined(name: str) -> Tensor:
+        values = (getattr(part, name) for part in parts)
+        return torch.cat([nn.functional.pad(x, (0, rollouts.num_decisions - x.shape[1])) for x in values])
+
+    return PolicyOutputs(
+        logp=joined("logp"),
+        entropy=joined("entropy") if "entropy" in outputs else None,
+        values=joined("values") if "values" in outputs else None,
+    )
+
+
+def scores_before_update(trainer: TrainerConfig, objective: Objective, provided: frozenset[str] = frozenset()) -> bool:
+    """Whether the policy scores rollouts before an update, for a critic or old log-probabilities not yet provided."""
+    recomputed = trainer.old_logp != "sampler" and (not trainer.single_update or objective.kl_in_reward)
+    return (objective.needs_values and "values" not in provided) or (recomputed and "logp_old" not in provided)
+
+
+def old_in_update(trainer: TrainerConfig, minibatch: Rollouts, logp: Tensor) -> Rollouts:
+    """Take the update's own log-probabilities (B, T) as old ones, where a step takes a single optimiser step.
+
+    Gradient: none flows into `logp_old`.
+    """
+    if trainer.old_logp == "sampler" or not trainer.single_update:
+        return minibatch
+    old = logp.detach()
+    if KEEPS_OLD in minibatch.extras:
+        old = torch.where(minibatch.extras[KEEPS_OLD][:, None] > 0, minibatch.logp_old, old)
+    return minibatch.replace(logp_old=old)
+
+
+PolicyT = TypeVar("PolicyT", bound=nn.Module)
+TaskT = TypeVar("TaskT")
+
+
+class NoUsableTasksError(RunError):
+    """None of the tasks of a draw could be used; the loop draws others a few times before it gives up."""
+
+
+class Stateful(Protocol):
+    """An object whose state belongs into a checkpoint."""
+
+    def state_dict(self) -> Any:
+        """Tensors and plain data."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore `state_dict`."""
+
+
+class Tally(Counter[str]):
+    """Counts that checkpoints hold."""
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts."""
+        return dict(self)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore `state_dict`."""
+        self.clear()
+        self.update(state)
+
+
+class Recipe(ABC, Generic[PolicyT, TaskT]):
+    """Stages of one method on one domain.
+
+    In each step the loop calls `rollout`, `score` and `advantages`, then `loss` for every micro-batch, and sometimes
+    `evaluate`. A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` in its `__init__`; a method that
+    adds to the loss of its objective sets `terms`. A recipe keeps no step counter and draws all random numbers from
+    the generator that it is given.
+    """
+
+    policy: PolicyT
+    """The trained module, unwrapped; scores rollouts when called and has save_pretrained and load_weights."""
+    objective: Objective
+    """What is optimised; a `PreferenceObjective`, or None, in supervised recipes."""
+    terms: Sequence[LossTerm] = ()
+    """What the method adds to the loss of the objective."""
+    train_tasks: Sequence[TaskT]
+    eval_tasks: Mapping[str, Sequence[Any]]
+    """Held-out splits by name; the first one is the headline."""
+    supervised: ClassVar[bool] = False
+    """Whether it learns from given data, without rewards; see `SupervisedRecipe`."""
+    own_loss: ClassVar[str] = ""
+    """Name of a loss that replaces the objective's, and has a gradient even if every advantage is 0."""
+    start: Reference | None = None
+    """The policy as it was at the start, where a recipe keeps it anyway; a KL term to the start then needs no copy."""
+    reference: Reference | None = None
+    """The reference policy of the step, for losses that compare with it exactly; set before the update."""
+    extra_samples: int = 0
+    """Samples drawn besides the rollouts in this step; they count in the run's cost. The trainer resets it."""
+
+    def __init__(self, config: BaseRunConfig) -> None:
+        self.config: Any = config
+        self.parts: dict[str, Stateful] = {}
+        """Objects whose state checkpoints hold, by name."""
+        self.noted: dict[str, float] = {}
+        """Metrics of the current step; stages add theirs, and the trainer logs and clears them after the step."""
+
+    @abstractmethod
+    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator, step: Step) -> Rollouts:
+        """Sample G sequences of decisions for each task.
+
+        Args:
+            policy: The policy in evaluation mode, without its data-parallel wrapper.
+            tasks: N tasks of this process.
+            generator: The only source of randomness.
+            step: Position in the run.
+
+        Returns:
+            N * G rows with `logp_old` (B, T) in nats as sampled and `reward` not yet set (NaN).
+
+        Raises:
+            NoUsableTasksError: None of the tasks can be used; the trainer draws others.
+        """
+
+    @abstractmethod
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Fill `reward` (B,) and `reward_terms`; NaN where a sample could not be scored."""
+
+    @abstractmethod
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Evaluate a policy on the decisions of some rollouts.
+
+        Args:
+            policy: The policy, wrapped or not, or its reference.
+            rollouts: Rows of this recipe's rollouts.
+            outputs: Names of the outputs that are read: "logp", "entropy", "values", "kl_ref" or a term's own.
+
+        Returns:
+            The outputs (B, T), with gradient where it is enabled.
+        """
+
+    @abstractmethod
+    def evaluate(self, policy: PolicyT, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+        """Measure the policy on one of `eval_tasks`; `step.number` steps are complete."""
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Turn rewards into advantages (B, T) with the objective's estimator, over all processes."""
+        return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Loss of one micro-batch: that of the objective, and the terms.
+
+        Args:
+            policy: The policy in its data-parallel wrapper.
+            minibatch: Rows with advantages.
+            denominators: Counts over the whole optimiser step and all processes, so that micro-batches add up.
+            step: Position in the run.
+
+        Returns:
+            The scalar loss and its metrics.
+        """
+        scores = self.scores(policy, minibatch, self.loss_outputs)
+        minibatch = old_in_update(self.config.trainer, minibatch, scores.logp)
+        output = self.objective.loss(scores, minibatch, denominators)
+        return with_terms(output, [term(policy, minibatch, scores, denominators, step) for term in self.terms])
+
+    @property
+    def loss_outputs(self) -> frozenset[str]:
+        """Names of the policy outputs that objective and terms read."""
+        known = {"entropy": self.objective.needs_entropy, "values": self.objective.needs_values}
+        exact = self.objective.needs_reference and "kl_ref" in self.objective.needs
+        own = {name for name, needed in (known | {"kl_ref": exact}).items() if needed}
+        return frozenset({"logp"} | own).union(*(term.outputs for term in self.terms))
+
+    def scores_in_chunks(
+        self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], scorer: Scorer | None = None
+    ) -> PolicyOutputs:
+        """Outputs (B, T) without gradient, `trainer.micro_batch` rows at a time."""
+        return score_in_chunks(scorer or self.scores, policy, rollouts, outputs, self.config.trainer.micro_batch)
+
+    def describe(self) -> str:
+        """Formula of the loss with its constants, for the report."""
+        return "\n".join([self.objective.describe(), *filter(None, (term.formula() for term in self.terms))])
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Up to `limit` rollouts as text and images for the report, whole groups first."""
+        return []
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Metrics of the domain after a step; every process calls it."""
+        return {}
+
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Move averages and adaptive coefficients after a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of `parts` and `terms`, for checkpoints."""
+        terms = {term.name: term.state_dict() for term in self.terms}
+        return {name: part.state_dict() for name, part in self.parts.items()} | {"terms": terms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        for name, part in self.parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
+        for term in self.terms:
+            if term.name in state["terms"]:
+                term.load_state_dict(state["terms"][term.name])
+
+    def save_parts(self, folder: Path) -> None:
+        """Write further weights into a checkpoint for use outside the run; a resume reads `state_dict` instead."""
+
+    def data_digest(self) -> str:
+        """Digest of the training tasks' contents, by which a resume recognises other data."""
+        return content_digest(self.train_tasks)
+
+    @classmethod
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
+        """Write a checkpoint's model into a folder that its own library loads; returns the function that does."""
+        raise UserError(f"{cls.__name__} has no export of its own; the model as it is saved lies in {checkpoint}/model")
+
+    def close(self) -> None:
+        """Free worker processes."""
+
+
+def collect_metrics(recipe: Recipe[Any, Any], rollouts: Rollouts, step: Step) -> dict[str, float]:
+    """Metrics of a completed step from domain, stages and terms; every process calls it."""
+    found = recipe.step_metrics(rollouts) | recipe.noted
+    recipe.noted.clear()
+    for term in recipe.terms:
+        found |= term.metrics(rollouts, step)
+    return found
+
+
+class SupervisedRecipe(Recipe[PolicyT, TaskT]):
+    """A batch and a loss: learning from given answers, demonstrations, images or pairs.
+
+    A subclass supplies `batch` and `loss`; there are no rewards, groups or advantages. `own_loss` names the loss.
+    """
+
+    objective: Any = None
+    supervised: ClassVar[bool] = True
+
+    @abstractmethod
+    def batch(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator, step: Step) -> Rollouts:
+        """Make the rows of a step out of given data; see `Recipe.rollout`."""
+
+    @abstractmethod
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Loss of one micro-batch, divided by counts of the whole optimiser step."""
+
+    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator, step: Step) -> Rollouts:
+        """The batch."""
+        return self.batch(policy, tasks, generator, step)
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Given data has no reward."""
+        return rollouts
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Every row counts the same."""
+        return rollouts
+
+    @property
+    def loss_outputs(self) -> frozenset[str]:
+        """Log-probabilities alone."""
+        return frozenset({"logp"})
+
+    def describe(self) -> str:
+        """Formula of the loss."""
+        return self.own_loss if self.objective is None else str(self.objective.describe())

@@ -1,0 +1,249 @@
+"""A run from its configuration to its report: folders, seeds, processes, and clear ends."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mmrl.entries import load_target
+from mmrl.errors import RunError, UserError
+from mmrl.runs.export import chosen_checkpoint
+from mmrl.runs.folder import has_begun
+from mmrl.runs.jsonlines import finite_or_none
+from mmrl.runs.lock import RunLock
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from mmrl.runs.tracking import Tracker
+    from mmrl.training.evaluation import Evaluation
+    from mmrl.training.recipe import Recipe
+
+LOGGER = logging.getLogger("mmrl")
+WRITE_REPORT = "mmrl.report.page:write_report"
+"""Named, not imported: the report reads runs and lies above training."""
+
+
+def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool = False) -> Path:
+    """Train a recipe and write its run folder.
+
+    SIGTERM, SIGHUP and the first Ctrl-C end the run after the step, with a checkpoint.
+
+    Args:
+        entry: the recipe's row of `mmrl.recipes.RECIPES`.
+        config: its filled configuration.
+        resume: continue the run in `config.output_dir`.
+        from_last_good: where its newest checkpoint is damaged, continue from the newest whole one.
+
+    Returns:
+        The run folder, holding checkpoints, metrics.jsonl, result.json and report.html.
+
+    Raises:
+        UserError: the folder is taken, there is nothing to resume, or an input is wrong.
+        RunError: the run could not be finished; what it produced so far is kept.
+        RunStopped: a signal asked for the end; the state is saved.
+    """
+    run_dir = Path(config.output_dir)
+    with ExitStack() as stack:
+        if os.environ.get("RANK", "0") == "0":
+            stack.enter_context(RunLock(run_dir))
+        _check_folder(run_dir, resume)
+        changed = _changed_settings(run_dir, config) if resume else {}
+        accelerator, recipe = _build(entry, config, trains=True)
+        stack.callback(recipe.close)
+        if accelerator.is_main_process and changed:
+            listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
+            LOGGER.warning("resuming with other settings than before: %s", listed)
+        try:
+            _train(recipe, config, accelerator, resume=resume, from_last_good=from_last_good)
+        except OSError as error:
+            saved = any((run_dir / "checkpoints").glob("step-*"))
+            way = (
+                "`--resume` continues from the last checkpoint" if saved else "there is no checkpoint to continue from"
+            )
+            raise RunError(f"run in {run_dir} failed: {error}; {way}") from error
+    return run_dir
+
+
+def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, resume: bool, **options: Any) -> None:
+    """Run the loop in a folder that is this run's own; `options` are those of `Trainer.resume`."""
+    from mmrl.training.stopping import StopSignals
+    from mmrl.training.trainer import Trainer
+
+    main, run_dir = accelerator.is_main_process, Path(config.output_dir)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignals())
+        tracker = _tracker(run_dir, config) if main else None
+        if tracker is not None:
+            stack.callback(tracker.close)
+        trainer = Trainer(recipe, config, run_dir, accelerator, tracker, stop)
+        if resume:
+            trainer.resume(**options)
+        if main:  # only now: a resume that is refused leaves the configuration as it was
+            _save_config(run_dir, config)
+        accelerator.wait_for_everyone()
+        trainer.run()
+        if main:
+            load_target(WRITE_REPORT)(run_dir)
+        accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
+
+
+def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, float]:
+    """Measure a model on the configuration's held-out splits."""
+    from mmrl.runs.checkpoint import Checkpoints
+    from mmrl.training.terms import Step
+
+    if run_dir is not None:
+        _start_from_checkpoint(config, chosen_checkpoint(run_dir) / "model")
+    accelerator, recipe = _build(entry, config, trains=False)
+    step = 0
+    try:
+        if not recipe.eval_tasks:
+            raise UserError("this configuration has no evaluation data; set eval_data")
+        if run_dir is not None:
+            folder = chosen_checkpoint(run_dir)
+            recipe.policy.load_weights(folder / "model")  # type: ignore[operator]
+            recipe.load_state_dict(Checkpoints.load_state(folder)["recipe"])  # averages that evaluations use
+            LOGGER.info("evaluating %s", folder)
+            step = int(folder.name.removeprefix("step-"))
+        policy = recipe.policy.to(accelerator.device).eval()
+        position = Step(step, getattr(config.trainer, "steps", 1))  # evaluations of other things have no steps
+        results: dict[str, Evaluation] = {}
+        for split in recipe.eval_tasks:
+            with accelerator.autocast():
+                results[split] = found = recipe.evaluate(policy, split, accelerator, position)
+            if found.failure:
+                raise RunError(found.failure)
+            if accelerator.is_main_process:
+                _append_evaluation(run_dir or Path(config.output_dir), step, split, found.metrics)
+        if run_dir is None and accelerator.is_main_process:
+            _report_evaluation(Path(config.output_dir), results)
+        return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
+    finally:
+        recipe.close()
+
+
+def _start_from_checkpoint(config: Any, folder: Path) -> None:
+    """Name a run's own weights as the model where that which it started from is not there, as after a move."""
+    model = getattr(config, "model", None)
+    path = getattr(model, "path", None)
+    missing = isinstance(path, str) and path and not Path(path).expanduser().exists()
+    if missing and getattr(model, "build", None) is None and folder.is_dir():
+        LOGGER.info("model.path %s is not here; starting from %s", path, folder)
+        model.path = str(folder)  # type: ignore[union-attr]
+
+
+def _build(entry: Any, config: Any, *, trains: bool) -> tuple[Accelerator, Recipe]:
+    from mmrl.training.processes import limit_primitive_cache, make_accelerator, seed_everything
+
+    if trains and config.trainer.release_memory:  # recipes that only measure have no such setting
+        limit_primitive_cache()
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    seed_everything(config.seed)
+    accelerator = make_accelerator(config.trainer.mixed_precision)
+    if trains and config.trainer.tasks_per_step % accelerator.num_processes:
+        raise UserError(
+            f"trainer.tasks_per_step is {config.trainer.tasks_per_step}; with {accelerator.num_processes} processes "
+            "it must be a multiple of that"
+        )
+    if accelerator.is_main_process:
+        recipe = _open_recipe(entry, config)
+    accelerator.wait_for_everyone()
+    if not accelerator.is_main_process:  # after the first process has built data and models on disk
+        recipe = _open_recipe(entry, config)
+    recipe.policy.to(accelerator.device)
+    return accelerator, recipe
+
+
+def _open_recipe(entry: Any, config: Any) -> Recipe:
+    recipe_class = entry.load_recipe_class()
+    try:
+        recipe: Recipe = recipe_class(config)
+    except OSError as error:
+        if error.filename is None:  # no file, no socket and no memory for another: not what was asked for
+            raise RunError(f"the run cannot be started: {error}") from error
+        raise UserError(f"an input cannot be read: {error}") from error
+    return recipe
+
+
+def _check_folder(run_dir: Path, resume: bool) -> None:
+    if has_begun(run_dir) and not resume:
+        saved = any((run_dir / "checkpoints").glob("step-*"))
+        way = "add --resume to continue it" if saved else "it has no checkpoint yet: --resume starts it again"
+        raise UserError(f"{run_dir} already holds a run; {way}, or choose another output_dir=..., or delete the folder")
+    if resume and not has_begun(run_dir) and not (run_dir / "config.yaml").is_file():
+        raise UserError(f"nothing to resume: {run_dir} holds no run")
+
+
+def _changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
+    """Old and new value of each setting that differs from the run's; another recipe cannot continue it."""
+    from omegaconf import OmegaConf
+
+    from mmrl.config import to_container
+
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        old = _flat(OmegaConf.to_container(OmegaConf.load(path)))
+    except Exception as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    new = _flat(to_container(config))
+    if old.get("recipe") != new["recipe"]:
+        raise UserError(f"{run_dir} is a run of recipe '{old.get('recipe')}', '{new['recipe']}' cannot continue it")
+    keys = [key for key in new if not key.startswith(("output_dir", "tracking."))]
+    return {key: (old.get(key), new[key]) for key in keys if old.get(key) != new[key]}
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items() if isinstance(values, dict) else ():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _save_config(run_dir: Path, config: Any) -> None:
+    from mmrl.config import save
+
+    try:
+        save(config, run_dir / "config.yaml")
+    except OSError as error:
+        raise UserError(f"output_dir {run_dir} cannot be written: {error}") from error
+
+
+def _tracker(run_dir: Path, config: Any) -> Tracker:
+    from mmrl.config import to_container
+    from mmrl.runs.tracking import build_tracker
+
+    return build_tracker(config.tracking, run_dir, total_steps=config.trainer.steps, run_config=to_container(config))
+
+
+def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, float]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    row = {"step": step, "time": time.time(), "tag": "evaluate", "split": split, **metrics}
+    with (folder / "evaluations.jsonl").open("a", encoding="utf-8") as handle:
+        handle.write(json.dumps(finite_or_none(row), allow_nan=False) + "\n")
+
+
+def _report_evaluation(folder: Path, results: Mapping[str, Evaluation]) -> None:
+    """Write samples of all splits, outcomes and a report into a folder in which nothing was trained."""
+    from mmrl.runs.samples import write_outcomes, write_samples
+
+    if has_begun(folder):
+        return
+    in_turns = itertools.zip_longest(*(found.records for found in results.values()))
+    write_samples(folder, 0, "eval", [record for turn in in_turns for record in turn if record is not None])
+    for split, found in results.items():
+        if found.outcomes:
+            write_outcomes(folder, 0, split, found.outcomes)
+    LOGGER.info("report: %s", load_target(WRITE_REPORT)(folder))

@@ -1,0 +1,217 @@
+"""Saving a run and resuming it bit for bit, and remembering its best checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from mmrl.errors import RunError, UserError
+from mmrl.runs.checkpoint import Checkpoints, link_or_copy
+from mmrl.runs.folder import remove_partial, set_aside
+from mmrl.runs.run_log import RunLog
+from mmrl.runs.statistics import HEADLINES
+from mmrl.training.processes import all_ranks, capture_global_rng, merge_lists, restore_global_rng
+from mmrl.training.recipe import Recipe
+from mmrl.training.reference import Reference
+from mmrl.training.settings import BaseRunConfig
+from mmrl.training.tasks import TaskStream
+from mmrl.training.update import Updater
+
+LOGGER = logging.getLogger("mmrl")
+LARGEST_SHARE = 0.05
+"""Of the time that checkpoints by time may take; where writing one is slow, they come less often."""
+
+
+class RunSaver:
+    """Writes and reads the checkpoints of a run."""
+
+    def __init__(
+        self,
+        recipe: Recipe[Any, Any],
+        config: BaseRunConfig,
+        run_dir: Path,
+        accelerator: Accelerator,
+        *,
+        reference: Reference,
+        updater: Updater,
+        tasks: TaskStream[Any],
+        log: RunLog,
+    ) -> None:
+        self.recipe = recipe
+        self.config = config
+        self.run_dir = run_dir
+        self.accelerator = accelerator
+        self.reference = reference
+        self.updater = updater
+        self.tasks = tasks
+        self.log = log
+        self.checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+        self.evaluation_pending = False
+        """Whether the run was stopped after a step and before the evaluation that is due there."""
+        self._saved_at: int | None = None
+        """Step of the last checkpoint that was written or tried."""
+        self._waits_since = time.monotonic()
+        self._write_s = 0.0
+
+    def start(self) -> None:
+        """Remove what is left of a run that was deleted or cut short before its first checkpoint."""
+        if self.accelerator.is_main_process:
+            remove_partial(self.run_dir)
+            shutil.rmtree(self.run_dir / "reference", ignore_errors=True)
+
+    def scheduled(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step, whatever the time."""
+        every = self.config.checkpoint.every
+        return step >= self.config.trainer.steps or bool(every and step % every == 0)
+
+    def overdue(self) -> bool:
+        """Whether the time since the last checkpoint asks for one, the same on every process."""
+        seconds = 60 * self.config.checkpoint.minutes
+        waited = time.monotonic() - self._waits_since
+        soon = not seconds or waited < max(seconds, self._write_s / LARGEST_SHARE)
+        return not all_ranks(soon or not self.accelerator.is_main_process, self.accelerator)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint; a full disk is reported and training goes on with the older ones kept."""
+        self.accelerator.wait_for_everyone()
+        rng = merge_lists([capture_global_rng()], self.accelerator)
+        self._waits_since = began = time.monotonic()
+        self._saved_at = step
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "step": step,
+            "evaluation_pending": self.evaluation_pending,
+            "updater": self.updater.state_dict(),
+            "tasks": self.tasks.state_dict(),
+            "recipe": self.recipe.state_dict(),
+            "rng": rng,
+            **self.log.state_dict(),
+        }
+        with self.log.watch.stage("checkpoint"):
+            try:
+                self.checkpoints.save(step, state, self.write_parts)
+            except OSError as error:
+                self._failed(step, error)
+        self._waits_since = time.monotonic()
+        self._write_s = self._waits_since - began
+
+    def save_before_stop(self, step: int) -> None:
+        """Write a checkpoint where this step has none yet, because the run is to stop."""
+        if self._saved_at != step or self.evaluation_pending:
+            self.save(step)
+
+    def resume(self, *, from_last_good: bool = False) -> int | None:
+        """Restore the newest checkpoint."""
+        main = self.accelerator.is_main_process
+        if main:
+            remove_partial(self.run_dir)
+            self.checkpoints.remove_partial()
+            if from_last_good and self.checkpoints.steps():
+                self.checkpoints.set_damaged_aside()
+        self.accelerator.wait_for_everyone()
+        if not self.checkpoints.steps():
+            self._start_again()
+            return None
+        folder = self.checkpoints.latest()
+        if main:
+            self.checkpoints.best()  # a damaged best.json is refused before anything is changed
+        state = Checkpoints.load_state(folder)
+        try:
+            step = self._restore(state, folder)
+        except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(f"the state in {folder} does not fit this configuration: {reason}") from error
+        self._saved_at = step
+        self.log.truncate_after(step)
+        if main:
+            self._restore_best(step)
+            self.checkpoints.forget_old()
+        LOGGER.info("resumed at step %d from %s", step, folder)
+        return step
+
+    def note_best(self, step: int) -> None:
+        """Mark this step's checkpoint if its evaluation is the best so far."""
+        evaluations = [evaluation for evaluation in self.log.evaluations if evaluation["step"] == step]
+        if not evaluations or not self.accelerator.is_main_process:
+            return
+        if not self.scheduled(step):  # which one is the best must not hang on when a checkpoint was written by time
+            return
+        split = next(iter(self.recipe.eval_tasks))
+        latest = next((e for e in reversed(evaluations) if e["split"] == split), evaluations[-1])
+        metric = self.config.checkpoint.best_metric or _first_score(latest)
+        if metric not in latest:
+            raise RunError(f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}")
+        best = self.checkpoints.best()
+        if not self.checkpoints.path(step).is_dir() or not math.isfinite(latest[metric]):
+            return
+        if best is None or latest[metric] > best["value"]:
+            try:
+                self.checkpoints.mark_best(step, metric, latest[metric])
+            except OSError as error:
+                LOGGER.error("checkpoint at step %d is the best so far but cannot be noted: %s", step, error)
+
+    def _restore(self, state: dict[str, Any], folder: Path) -> int:
+        self.tasks.load_state_dict(state["tasks"])  # first: other data is refused before anything is changed
+        self.recipe.policy.load_weights(folder / "model")
+        if self.reference.needs_saving:
+            self.reference.load(folder / "reference")
+        self.updater.load_state_dict(state["updater"])
+        self.recipe.load_state_dict(state["recipe"])
+        self.log.load_state_dict(state)
+        restore_global_rng(state["rng"][min(self.accelerator.process_index, len(state["rng"]) - 1)])
+        self.evaluation_pending = bool(state.get("evaluation_pending"))
+        return int(state["step"])
+
+    def _restore_best(self, step: int) -> None:
+        """Name the best of the checkpoints that are there, as it was when this step's was written."""
+        best = self.checkpoints.best()
+        if best is None:  # of a later step that is gone, if there was one
+            self.checkpoints.forget_best()
+            for earlier in self.checkpoints.steps():
+                self.note_best(earlier)
+        else:
+            self.note_best(step)  # a run killed right after writing the checkpoint had no time to
+
+    def _start_again(self) -> None:
+        if self.accelerator.is_main_process:
+            aside = set_aside(self.run_dir)
+            kept = f"; what it had written is kept in {aside}" if aside else ""
+            LOGGER.warning("%s has no checkpoint yet; the run starts again from the beginning%s", self.run_dir, kept)
+        self.log.truncate_after(-1)
+
+    def write_parts(self, folder: Path) -> None:
+        """Write the policy, the recipe's further weights and the reference into a checkpoint's folder."""
+        self.recipe.policy.save_pretrained(folder / "model")
+        self.recipe.save_parts(folder)
+        if not self.reference.needs_saving:
+            return
+        if self.reference.kind == "ema":
+            self.reference.save(folder / "reference")
+            return
+        shared = self.run_dir / "reference"  # a frozen reference never changes: written once, linked afterwards
+        if not (shared / ".whole").is_file():
+            self.reference.save(shared)
+            (shared / ".whole").touch()
+        link_or_copy(shared, folder / "reference")
+
+    def _failed(self, step: int, error: OSError) -> None:
+        kept = self.checkpoints.steps()
+        message = (
+            f"checkpoint at step {step} could not be written to {self.checkpoints.folder}: {error}; "
+            f"nothing half-written was left, kept steps: {kept or 'none'}"
+        )
+        if step >= self.config.trainer.steps:
+            raise RunError(message) from error
+        LOGGER.error("%s; training goes on, free some space", message)
+        self.log.failed_checkpoints += 1
+
+
+def _first_score(evaluation: dict[str, Any]) -> str:
+    return next((name for name in evaluation if name.startswith(HEADLINES)), "n")

@@ -1,0 +1,82 @@
+"""From scored samples to rollouts with rewards, and the count of what could not be scored."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError
+from mmrl.rewards.config import RewardResult
+from mmrl.runs.run_log import metric_label
+from mmrl.training.processes import sum_over_processes
+
+LOGGER = logging.getLogger("mmrl")
+
+
+def with_rewards(rollouts: Rollouts, result: RewardResult) -> Rollouts:
+    """Fill the rewards of rollouts; a row with a failed term keeps NaN and is left out of the loss."""
+    device = rollouts.mask.device
+    total = torch.tensor(result.total, dtype=torch.float32, device=device)
+    if bool(torch.isnan(total).all()):
+        raise RunError(f"every reward of this step failed: {failure_of(result)}")
+    terms = {name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in result.terms.items()}
+    return rollouts.replace(reward=total, reward_terms=terms)
+
+
+def failure_of(result: RewardResult) -> str:
+    """Why no row of a result has a reward; empty where one has."""
+    if any(value == value for value in result.total):
+        return ""
+    return "; ".join(f"{name}: {message}" for name, message in result.examples.items())
+
+
+def describe_failure(rows: Sequence[Mapping[str, Any]], split: str) -> str:
+    """Why no sample of an evaluation could be scored, from the "failure" of its rows; empty where one could."""
+    if not rows or not all(row["failure"] for row in rows):
+        return ""
+    return f"every reward failed in the evaluation of {split}: {rows[0]['failure']}"
+
+
+class RewardErrors:
+    """Failures of reward functions: the first of each kind is logged, and those of a training step are counted."""
+
+    def __init__(self) -> None:
+        self._logged: dict[str, None] = {}
+        self._step: Counter[str] = Counter()
+
+    def warn(self, result: RewardResult) -> None:
+        """Log the first failure of each kind of a run, with the traceback of the user's code."""
+        for name in result.errors:
+            if name not in self._logged:
+                self._logged[name] = None
+                LOGGER.warning("reward %s failed: %s", name, result.examples.get(name, ""))
+                for line in result.traces.get(name, "").splitlines():
+                    LOGGER.warning("  %s", line)
+
+    def count(self, result: RewardResult) -> None:
+        """Log as `warn` does, and count the failures among those of the step."""
+        self.warn(result)
+        self._step.update(result.errors)
+
+    def take(self) -> dict[str, float]:
+        """Failures of the step as metrics reward/errors/<term>/<kind>, over all processes; counting starts anew.
+
+        Every process calls it. A kind that has been seen in the run is there with 0 in steps without it.
+        """
+        counts = sum_over_processes({name: float(self._step[name]) for name in self._logged})
+        self._step.clear()
+        parts = {name: name.rpartition("/") for name in counts}
+        return {f"reward/errors/{metric_label(parts[name][0])}/{parts[name][2]}": n for name, n in counts.items()}
+
+    def state_dict(self) -> list[str]:
+        """The kinds that have been logged."""
+        return list(self._logged)
+
+    def load_state_dict(self, state: list[str]) -> None:
+        """Restore `state_dict`."""
+        self._logged = dict.fromkeys(state)

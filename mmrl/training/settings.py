@@ -1,0 +1,190 @@
+"""Options of the loop: the dataclasses hold the defaults, a YAML file states what differs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmrl.fields import bounded, check_fields, choice, parts_of, rare
+from mmrl.runs.tracking import TrackingConfig
+
+LONGEST_NAME = 255
+SCHEDULES = ("constant", "linear", "cosine")
+NONFINITE_POLICIES = ("skip", "stop")
+OLD_LOGP_SOURCES = ("recompute", "sampler")
+REFERENCE_KINDS = ("auto", "none", "frozen", "adapter", "ema")
+SMALLEST_LOW_PRECISION_STEP = 1e-4
+"""About how far bfloat16 numbers near a typical weight of 0.02 are apart; AdamW moves a weight by the learning rate."""
+PRECISIONS = ("none", "bf16")  # not "no": YAML reads that as false
+
+
+@dataclass
+class BaseTrainerConfig:
+    """Batches, optimiser and guards; supervised runs have no more."""
+
+    steps: int = bounded(100, at_least=1)
+    """Rollout steps of the whole run."""
+    tasks_per_step: int = bounded(8, at_least=1)
+    """Tasks drawn in a step, over all processes; each is a group of samples, or a row of a supervised run."""
+    minibatches_per_step: int = bounded(1, at_least=1)
+    """Optimiser steps that one pass over a step's rows is cut into, by whole groups."""
+    epochs: int = bounded(1, at_least=1)
+    """Passes over the rows of a step."""
+    micro_batch: int = bounded(0, at_least=0)
+    """Rows in one forward and backward; memory only, the result does not depend on it; 0 = all rows at once. Objectives
+    that compare the rows of a group (reg_grpo) keep each group together."""
+    learning_rate: float = bounded(1e-6, above=0)
+    """Peak learning rate of AdamW."""
+    schedule: str = choice("constant", SCHEDULES)
+    """constant, linear or cosine decay to `final_learning_rate` after the warm-up."""
+    warmup_steps: int = bounded(0, at_least=0)
+    """Optimiser steps over which the rate rises linearly from 0."""
+    final_learning_rate: float = rare(0.0)
+    """Rate at the end of a linear or cosine schedule."""
+    weight_decay: float = bounded(0.0, at_least=0)
+    """Decoupled weight decay."""
+    betas: list[float] = rare(bounded([0.9, 0.999], length=2))
+    """AdamW's two moment decays."""
+    adam_eps: float = rare(1e-8)
+    """AdamW's denominator constant."""
+    max_grad_norm: float = bounded(1.0, at_least=0)
+    """Global gradient norm above which gradients are scaled down; 0 = never."""
+    on_nonfinite: str = rare(choice("skip", NONFINITE_POLICIES))
+    """What a NaN or infinite loss or gradient does: skip that optimiser step, or stop the run."""
+    max_nonfinite: int = rare(10)
+    """Skipped optimiser steps after which the run stops."""
+    mixed_precision: str = choice("none", PRECISIONS)
+    """Autocast: none or bf16."""
+    threads: int = bounded(0, at_least=0)
+    """CPU threads of torch; 0 = leave as it is."""
+    release_memory: bool = rare(True)
+    """Give free memory back to the system within and after each step on a CPU, and keep fewer compiled kernels, so
+    that a long run does not grow."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError."""
+        if self.minibatches_per_step > self.tasks_per_step:
+            raise ValueError(
+                f"trainer.minibatches_per_step is {self.minibatches_per_step} but a step has only "
+                f"{self.tasks_per_step} tasks; minibatches are cut by whole groups"
+            )
+
+
+@dataclass
+class TrainerConfig(BaseTrainerConfig):
+    """How much is sampled in a step and how it is turned into updates."""
+
+    samples_per_task: int = bounded(8, at_least=1)
+    """Samples of each task, the group size G."""
+    skip_zero_advantage_groups: bool = rare(True)
+    """Leave out the update's forward pass of groups without a gradient (every advantage 0); the step is the same."""
+    skip_steps_without_gradient: bool = rare(True)
+    """Take no optimiser step on a minibatch of which no group has a gradient. AdamW would move the weights by momentum
+    alone and average zeros into its second moment, so that the next gradient moves them further; false takes such
+    steps, as most trainers do."""
+    old_logp: str = rare(choice("recompute", OLD_LOGP_SOURCES))
+    """Old log-probs: recompute (exact ratio 1 at the first update) or sampler (recorded while sampling)."""
+
+    @property
+    def single_update(self) -> bool:
+        """Whether the rollouts of a step serve one optimiser step only, so that old = new log-probs."""
+        return self.epochs == 1 and self.minibatches_per_step == 1
+
+
+@dataclass
+class ReferenceConfig:
+    """The policy that a KL term pulls towards."""
+
+    kind: str = choice("auto", REFERENCE_KINDS)
+    """auto (none without KL, adapter with LoRA, else frozen), none, frozen copy, adapter switched off, or ema."""
+    ema_decay: float = rare(bounded(0.99, at_least=0, below=1))
+    """Weight kept by the moving average at each optimiser step when kind is ema."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When the run is saved and what is kept."""
+
+    every: int = bounded(0, at_least=0)
+    """Steps between checkpoints; 0 = only by time and at the end."""
+    minutes: float = rare(bounded(15.0, at_least=0))
+    """Minutes since the last checkpoint after which a step ends with one, whatever `every` says; 0 = never by time."""
+    keep: int = bounded(2, at_least=0)
+    """Newest checkpoints kept, beside the best one; 0 = all."""
+    best_metric: str = rare("")
+    """Evaluation metric whose highest value marks the best checkpoint; empty = the first accuracy or score."""
+
+
+@dataclass
+class EvaluationConfig:
+    """When held-out tasks are evaluated and how."""
+
+    every: int = bounded(0, at_least=0)
+    """Steps between evaluations; 0 = only at the start and the end."""
+    at_start: bool = True
+    """Evaluate before the first update."""
+    at_end: bool = rare(True)
+    """Evaluate after the last update."""
+    greedy: bool = True
+    """One greedy sample a task."""
+    samples: int = bounded(1, at_least=0)
+    """Samples a task at `temperature`; 0 = none."""
+    temperature: float = bounded(1.0, above=0)
+    """Temperature of the sampled evaluation."""
+    max_tasks: int = bounded(0, at_least=0)
+    """Tasks evaluated, the first ones of the split; 0 = all."""
+    batch_tasks: int = rare(bounded(64, at_least=1))
+    """Tasks generated together."""
+    records: int = rare(bounded(24, at_least=0))
+    """Rollouts saved for the report at each evaluation."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError."""
+        if not self.greedy and self.samples == 0:
+            raise ValueError("evaluation.greedy is false and evaluation.samples is 0; nothing would be measured")
+
+
+@dataclass
+class BaseRunConfig:
+    """What every run has, whatever its domain; supervised runs add data and loss."""
+
+    recipe: str = ""
+    """Name of the recipe (`mmrl list recipes`) or module:Recipe:Config."""
+    output_dir: str = "runs/unnamed"
+    """Folder of the run; must not hold another run unless --resume is given."""
+    seed: int = 0
+    """Seed of task order, sampling, dropout and initialisation."""
+    trainer: BaseTrainerConfig = field(default_factory=BaseTrainerConfig)
+    """Batch sizes, optimiser and guards."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Where metrics go."""
+
+    def validate(self) -> None:
+        """Check the bounds of all fields and the rules of all parts; a subclass adds the rules between its parts."""
+        check_fields(self)
+        self._check_output_dir()
+        for part in parts_of(self):
+            if hasattr(part, "validate"):
+                part.validate()
+
+    def _check_output_dir(self) -> None:
+        if not self.output_dir.strip():
+            raise ValueError("output_dir is empty; name a folder for the run, such as runs/first")
+        longest = max((len(os.fsencode(part)) for part in Path(self.output_dir).parts), default=0)
+        if longest > LONGEST_NAME:
+            raise ValueError(f"output_dir has a name of {longest} bytes; file systems allow {LONGEST_NAME}")
+
+
+@dataclass
+class RunConfig(BaseRunConfig):
+    """What every run of reinforcement learning has."""
+
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Batch sizes, optimiser and guards."""
+    reference: ReferenceConfig = rare(field(default_factory=ReferenceConfig))
+    """Reference policy of the KL term."""

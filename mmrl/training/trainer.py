@@ -1,0 +1,237 @@
+"""The training loop: rollout, score, advantages, update, evaluate; the same for every domain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from mmrl.core.blocks import KeepAll
+from mmrl.core.blocks.filter import DynamicSamplingBuffer
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, RunStopped
+from mmrl.runs.run_log import RunLog, batch_metrics, restart_peak_memory
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.tracking import Tracker
+from mmrl.training.processes import HeapTrimmer, all_ranks, make_generator, merge_lists
+from mmrl.training.recipe import NoUsableTasksError, Recipe, collect_metrics
+from mmrl.training.reference import make_reference
+from mmrl.training.saving import RunSaver
+from mmrl.training.settings import BaseRunConfig, ReferenceConfig
+from mmrl.training.stopping import StopSignals
+from mmrl.training.tasks import TaskStream
+from mmrl.training.terms import Step
+from mmrl.training.update import Updater, needs_reference, update_constants
+
+MAX_DRAWS = 10
+"""Draws of tasks in a row without a usable one after which the run stops."""
+
+
+class Trainer:
+    """Runs a recipe for `trainer.steps` steps, with evaluation, checkpoints and exact resume."""
+
+    def __init__(
+        self,
+        recipe: Recipe[Any, Any],
+        config: BaseRunConfig,
+        run_dir: Path,
+        accelerator: Accelerator,
+        tracker: Tracker | None,
+        stop: StopSignals | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.config = config
+        self.run_dir = run_dir
+        self.accelerator = accelerator
+        self.stop = stop
+        self.tasks = TaskStream(recipe.train_tasks, config.seed, fingerprint=recipe.data_digest)
+        self.reference = make_reference(
+            getattr(config, "reference", ReferenceConfig()),  # supervised configurations have none
+            recipe.policy,
+            needed=needs_reference(recipe),
+            start=recipe.start,
+        )
+        self.heap = HeapTrimmer(enabled=config.trainer.release_memory and accelerator.device.type == "cpu")
+        self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures", self.heap)
+        self.log = RunLog(run_dir, accelerator.device, tracker)
+        terms = getattr(recipe.config, "rewards", ())
+        self.log.warnings.only_logged = [term.name for term in terms if term.weight == 0]
+        self.saver = RunSaver(
+            recipe,
+            config,
+            run_dir,
+            accelerator,
+            reference=self.reference,
+            updater=self.updater,
+            tasks=self.tasks,
+            log=self.log,
+        )
+        self.step = 0
+        self.resumed = False
+
+    @property
+    def policy(self) -> Any:
+        """The policy without its data-parallel wrapper, for sampling."""
+        return self.recipe.policy
+
+    @property
+    def position(self) -> Step:
+        """The step that is next."""
+        return Step(self.step, self.config.trainer.steps)
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end."""
+        if not self.resumed:
+            self.saver.start()
+            self._stop_if_asked(save=False)
+            if self.config.evaluation.at_start:
+                self.evaluate("before")
+        elif self.saver.evaluation_pending:
+            self._evaluate_and_save()
+        self._stop_if_asked()
+        while self.step < self.config.trainer.steps:
+            self.train_step()
+            self._stop_if_asked(evaluated=False)
+            self._evaluate_and_save()
+            self._stop_if_asked()
+        return self._finish()
+
+    def train_step(self) -> None:
+        """One step of the algorithm: collect rollouts, estimate advantages, update the policy."""
+        restart_peak_memory(self.accelerator.device)
+        step = self.position
+        with self.log.watch.running(), stopwatch("step"):
+            rollouts, metrics = self.collect()
+            self.heap.trim()
+            with self.accelerator.autocast():
+                rollouts = update_constants(self.recipe, self.policy, self.reference, rollouts, step)
+            with stopwatch("advantages"):
+                rollouts = self.recipe.advantages(rollouts, self.accelerator, step)
+            with stopwatch("update"), self.accelerator.autocast():
+                metrics |= self.updater.update(rollouts, step)
+        self.step += 1
+        self.recipe.on_step_end(step, metrics)
+        for term in self.recipe.terms:
+            term.on_step_end(step)
+        self._log_step(rollouts, metrics, step)
+
+    def collect(self) -> tuple[Rollouts, dict[str, float]]:
+        """Sample and score the groups of a step; groups without a signal are dropped or resampled by the filter."""
+        group_filter = KeepAll() if self.recipe.supervised else self.recipe.objective.filter
+        wanted = self.config.trainer.tasks_per_step // self.accelerator.num_processes
+        buffer = DynamicSamplingBuffer(wanted, max_tries=group_filter.tries)
+        sampled: list[Rollouts] = []
+        done = False
+        while not done:
+            batch = self._sample(attempt=len(sampled))
+            sampled.append(batch.replace(payload=None).to("cpu"))
+            buffer.add(batch, group_filter.kept(batch))
+            done = all_ranks(buffer.full or buffer.exhausted, self.accelerator)
+        everywhere = merge_lists(sampled, self.accelerator)
+        self.log.count(everywhere, sum(merge_lists([self.recipe.extra_samples], self.accelerator)))
+        self.recipe.extra_samples = 0
+        if not self.recipe.supervised:
+            self.log.warnings.watch(everywhere)
+        metrics = batch_metrics(everywhere, not self.recipe.supervised) | {"data/epoch": self.tasks.epoch}
+        # with nothing kept, the last batch as it is keeps the KL and entropy terms and the log going, as in EasyR1
+        return buffer.take() if buffer.counts.kept else batch, metrics
+
+    def evaluate(self, tag: str) -> None:
+        """Measure every held-out split."""
+        if not self.recipe.eval_tasks:
+            return
+        self.policy.eval()
+        with self.log.watch.stage("evaluate"), self.accelerator.autocast():
+            for index, split in enumerate(self.recipe.eval_tasks):
+                result = self.recipe.evaluate(self.policy, split, self.accelerator, self.position)
+                if result.failure and tag == "before":
+                    raise RunError(result.failure)
+                self.log.outcomes(self.step, split, result.outcomes)
+                self.log.evaluation(self.step, tag, split, result.metrics)
+                if index == 0:
+                    self.log.samples(self.step, "eval", result.records)
+                self.heap.trim()
+
+    def save(self) -> None:
+        """Write a checkpoint; a full disk is reported and training goes on with the older ones kept."""
+        self.saver.save(self.step)
+
+    def resume(self, *, from_last_good: bool = False) -> None:
+        """Continue from the newest checkpoint, bit for bit as if the run had never stopped."""
+        step = self.saver.resume(from_last_good=from_last_good)
+        self.resumed = step is not None
+        self.step = step or 0
+
+    def _sample(self, attempt: int) -> Rollouts:
+        rank = self.accelerator.process_index
+        generator = make_generator(self.config.seed, "rollout", self.step, attempt, rank)
+        self.policy.eval()
+        for draws_left in reversed(range(MAX_DRAWS)):
+            rollouts, failure = self._draw(generator)
+            if all_ranks(rollouts is not None, self.accelerator):
+                break
+            if not draws_left:
+                raise failure or RunError("another process found no usable task")
+        assert rollouts is not None
+        with stopwatch("score"):
+            return self.recipe.score(rollouts, self.position)
+
+    def _draw(self, generator: torch.Generator) -> tuple[Rollouts | None, NoUsableTasksError | None]:
+        count = self.config.trainer.tasks_per_step
+        tasks = self.tasks.next(count)[self.accelerator.process_index :: self.accelerator.num_processes]
+        with stopwatch("rollout"), torch.no_grad(), self.accelerator.autocast():
+            try:
+                return self.recipe.rollout(self.policy, tasks, generator, self.position), None
+            except NoUsableTasksError as error:
+                return None, error
+
+    def _log_step(self, rollouts: Rollouts, metrics: dict[str, float], step: Step) -> None:
+        metrics |= collect_metrics(self.recipe, rollouts, step)
+        tokens = sum(merge_lists([float(rollouts.mask.sum())], self.accelerator))
+        self.log.step(self.step, metrics, tokens)
+        every = self.config.evaluation.every or self.config.trainer.steps
+        keeps_samples = self.step in (1, self.config.trainer.steps) or self.step % every == 0
+        if keeps_samples and self.log.tracker is not None:
+            self.log.samples(self.step, "train", self.recipe.records(rollouts, self.config.evaluation.records))
+
+    def _evaluate_and_save(self) -> None:
+        """Do what is due after a step."""
+        last = self.step >= self.config.trainer.steps
+        evaluation = self.config.evaluation
+        self.saver.evaluation_pending = False
+        if (evaluation.every and self.step % evaluation.every == 0 and not last) or (last and evaluation.at_end):
+            self.evaluate("after" if last else "during")
+        if self.saver.scheduled(self.step):
+            self.save()
+            self.saver.note_best(self.step)
+        elif self.saver.overdue():
+            self.save()
+
+    def _stop_if_asked(self, *, evaluated: bool = True, save: bool = True) -> None:
+        """End the run between two steps where a signal asked for it."""
+        if self.stop is None or not self.stop.requested(self.accelerator):
+            return
+        assert self.stop.signum is not None
+        self.saver.evaluation_pending = not evaluated
+        if save:
+            self.saver.save_before_stop(self.step)
+        kept = self.saver.checkpoints.steps()
+        saved = f"the newest checkpoint is that of step {kept[-1]}" if kept else "there is no checkpoint"
+        message = f"stopped after step {self.step} of {self.config.trainer.steps}; {saved}"
+        raise RunStopped(self.stop.signum, message, resumable=bool(kept))
+
+    def _finish(self) -> dict[str, Any]:
+        found = {
+            "status": "done",
+            "recipe": self.config.recipe,
+            "objective": self.recipe.own_loss or self.recipe.objective.name,
+            "objective_formula": self.recipe.describe(),
+            "steps": self.step,
+            "optimiser_steps": self.updater.optimiser_step,
+            "optimiser_steps_skipped": self.updater.skipped,
+            "optimiser_steps_without_gradient": self.updater.waited,
+            "best_checkpoint": self.saver.checkpoints.best(),
+        }
+        return self.log.result(found, write=self.accelerator.is_main_process)

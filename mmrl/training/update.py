@@ -1,0 +1,432 @@
+"""The constants of an update: old log-probabilities, values and reference log-probabilities."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.blocks import CriticAdvantage
+from mmrl.core.groups import group_sum
+from mmrl.core.loss import Denominators, Metric, count, merge_metrics, metric_values
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, UserError
+from mmrl.files import replaced
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.training.processes import (
+    HeapTrimmer,
+    all_ranks,
+    average_gradients,
+    global_denominators,
+    make_generator,
+    merge_lists,
+)
+from mmrl.training.recipe import Recipe, scores_before_update, shared_prefix
+from mmrl.training.reference import Reference
+from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfig
+from mmrl.training.terms import Passes, Step
+
+BOOTSTRAP = "bootstrap_mask"
+"""Extra (B, T), 1 at the decision whose value bootstraps an episode that a time limit ended."""
+
+
+def update_constants(
+    recipe: Recipe[Any, Any], policy: nn.Module, reference: Reference, rollouts: Rollouts, step: Step
+) -> Rollouts:
+    """Add the constants of an update: old log-probabilities, values, reference log-probabilities, those of the terms.
+
+    The old policy is the one that the update starts from. Where a step takes a single optimiser step, the policy of
+    the loss *is* the old one, so `old_in_update` takes its own log-probabilities: the ratio is exactly 1 and a forward
+    pass is saved. Several optimiser steps need a pass before the first of them, unless the sampler's own
+    log-probabilities are used (`trainer.old_logp: sampler`).
+
+    Gradient: none flows; everything here is a constant of the update.
+    """
+    recipe.reference = reference  # an exact divergence is scored in the loss
+    passes = Passes(policy, recipe.scores_in_chunks)
+    provided = frozenset().union(*(term.provides(step) for term in recipe.terms))
+    if not recipe.supervised:
+        rollouts = _old_pass(recipe, passes, rollouts, provided)
+    if scores_reference(recipe) and "logp_ref" not in provided:
+        with stopwatch("ref_logp"):
+            scores = reference.score(lambda module: recipe.scores_in_chunks(module, rollouts, frozenset({"logp"})))
+        rollouts = rollouts.replace(logp_ref=scores.logp)
+    for term in recipe.terms:
+        rollouts = term.prepare(passes, rollouts, step)
+    return rollouts
+
+
+def scores_reference(recipe: Recipe[Any, Any]) -> bool:
+    """Whether the loss compares with log-probabilities of the reference; an exact divergence is scored in the loss."""
+    objective = recipe.objective
+    return objective is not None and objective.needs_reference and "logp_ref" in objective.needs
+
+
+def needs_reference(recipe: Recipe[Any, Any]) -> bool:
+    """Whether the trainer keeps a reference policy for a recipe."""
+    if recipe.objective is None or not recipe.objective.needs_reference:
+        return False
+    last = Step(recipe.config.trainer.steps - 1, recipe.config.trainer.steps)
+    return not any("logp_ref" in term.provides(last) for term in recipe.terms)
+
+
+def _old_pass(recipe: Recipe[Any, Any], passes: Passes, rollouts: Rollouts, provided: frozenset[str]) -> Rollouts:
+    trainer, objective = recipe.config.trainer, recipe.objective
+    if not scores_before_update(trainer, objective, provided):
+        return rollouts
+    asks_critic = objective.needs_values and "values" not in provided
+    outputs = frozenset({"logp", "values"} if asks_critic else {"logp"})
+    bootstraps = asks_critic and BOOTSTRAP in rollouts.extras and _bootstraps(objective.advantage)
+    mask, seen = rollouts.mask, rollouts
+    if bootstraps:
+        bootstrap = rollouts.extras[BOOTSTRAP] * rollouts.scored[:, None]
+        seen = rollouts.replace(mask=mask + bootstrap)
+    with stopwatch("old_logp"):
+        scores = passes.scores(seen, outputs)
+    found = rollouts.replace(values=scores.values)
+    if trainer.old_logp != "sampler" and "logp_old" not in provided:
+        found = found.replace(logp_old=scores.logp)
+    if not bootstraps:
+        return found
+    assert scores.values is not None
+    unknown = (rollouts.extras["truncated"] > 0) & (bootstrap.sum(1) == 0)
+    value = (scores.values * bootstrap).sum(1).masked_fill(unknown, math.nan)
+    return found.replace(
+        values=scores.values * mask,
+        logp_old=torch.where(mask > 0, found.logp_old, 0.0),
+        extras=found.extras | {"bootstrap_value": value},
+    )
+
+
+def _bootstraps(advantage: object) -> bool:
+    return isinstance(advantage, CriticAdvantage) and advantage.truncation == "bootstrap"
+
+
+BATCH_FIELDS = ("reward", "advantage", "logp_old", "logp_ref", "values", "returns")
+
+
+def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Module) -> str | None:
+    """Say which number stopped being finite, the earliest cause first."""
+    checks: list[tuple[str, Tensor]] = []
+    scored = minibatch.scored
+    for name in BATCH_FIELDS:
+        value = getattr(minibatch, name)
+        if value is not None and name != "reward":
+            checks.append((f"rollouts.{name}", _visible(value, minibatch.mask)[scored]))
+    checks += [
+        (f"rollouts.extras[{name!r}]", _visible(value, minibatch.mask)[scored])
+        for name, value in minibatch.extras.items()
+    ]
+    checks += [(f"weight {name}", parameter.detach()) for name, parameter in policy.named_parameters()]
+    if loss is not None:
+        checks.append(("loss", loss.detach().reshape(1)))
+    checks += [(f"gradient of {n}", p.grad) for n, p in policy.named_parameters() if p.grad is not None]
+    for name, value in checks:
+        bad = ~torch.isfinite(value)
+        if bool(bad.any()):
+            first = bad.nonzero()[0].tolist()
+            return f"{name} has {int(bad.sum())} of {value.numel()} entries NaN or infinite, the first at {first}"
+    return None
+
+
+def save_failure(folder: Path, step: int, minibatch: Rollouts, cause: str, extra: dict[str, Any]) -> Path:
+    """Write the rows of a failed optimiser step so that it can be looked at."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step:06d}-{len(list(folder.glob('*.pt')))}.pt"
+    with replaced(path) as draft:
+        torch.save({"cause": cause, "step": step, "rollouts": minibatch.to("cpu"), **extra}, draft)
+    return path
+
+
+def _visible(value: Tensor, mask: Tensor) -> Tensor:
+    if value.ndim == 1:
+        return value
+    return torch.where(mask.bool(), value, torch.zeros_like(value))
+
+
+LOGGER = logging.getLogger("mmrl")
+FACTOR = "learning_rate_factor"
+"""Key of an optimiser group whose rate is another than the run's."""
+
+
+def learning_rate_factor(config: BaseTrainerConfig, optimiser_step: int, waited: int = 0) -> float:
+    """Share of the peak learning rate at an optimiser step."""
+    if optimiser_step < config.warmup_steps:
+        return (optimiser_step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    total = config.steps * config.epochs * config.minibatches_per_step
+    progress = min((optimiser_step + waited - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
+    floor = config.final_learning_rate / config.learning_rate
+    decay = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return floor + (1.0 - floor) * decay
+
+
+def make_optimizer(policy: nn.Module, config: BaseTrainerConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
+
+    A policy may have `learning_rate_factors`, name of a child to the factor of its parameters' rate.
+    """
+    factors: dict[str, float] = getattr(policy, "learning_rate_factors", {})
+    trainable = [(name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = []
+    for factor in dict.fromkeys((1.0, *factors.values())):
+        own = [p for name, p in trainable if factors.get(name.partition(".")[0], 1.0) == factor]
+        marked = {} if factor == 1 else {FACTOR: factor}
+        groups += [
+            {"params": [p for p in own if p.ndim >= 2], "weight_decay": config.weight_decay, **marked},
+            {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0, **marked},
+        ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.adam_eps,
+        fused=True,  # one pass over weights and moments instead of several
+    )
+
+
+def _check_precision(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse steps that the weights' own precision rounds away; raises UserError."""
+    for group in optimizer.param_groups:
+        low = {parameter.dtype for parameter in group["params"]} & {torch.bfloat16, torch.float16}
+        rate = group["lr"] * group.get(FACTOR, 1.0)
+        if low and rate < SMALLEST_LOW_PRECISION_STEP:
+            kind = str(low.pop()).removeprefix("torch.")
+            raise UserError(
+                f"the weights to be trained are {kind} and trainer.learning_rate is {rate:g}: {kind} weights "
+                "round such steps away; use float32 weights with trainer.mixed_precision=bf16, or adapters (LoRA)"
+            )
+
+
+class Updater:
+    """Owns the optimiser and turns the rollouts of a step into updates of the policy."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        accelerator: Accelerator,
+        reference: Reference,
+        failures: Path,
+        heap: HeapTrimmer | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.config = recipe.config.trainer
+        self.accelerator = accelerator
+        self.reference = reference
+        self.failures = failures
+        self.heap = heap or HeapTrimmer(enabled=False)
+        optimizer = make_optimizer(recipe.policy, self.config)
+        _check_precision(optimizer)
+        self.policy, self.optimizer = accelerator.prepare(recipe.policy, optimizer)
+        self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
+        self.optimiser_step = 0
+        self.skipped = 0
+        self.waited = 0
+
+    def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
+        """Take all optimiser steps of one rollout step."""
+        self.policy.train()
+        taken: list[dict[str, float]] = []
+        for epoch in range(self.config.epochs):
+            for minibatch in self._minibatches(rollouts, step, epoch):
+                metrics = self._optimiser_step(minibatch, step)
+                taken.extend([metric_values(metrics)] if metrics is not None else [])
+                self.heap.trim()
+        counts = {"optim/skipped": float(self.skipped), "optim/without_gradient": float(self.waited)}
+        return _over_steps(taken) | {"optim/lr": self._current_rate()} | counts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimiser moments and counters."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "optimiser_step": self.optimiser_step,
+            "skipped": self.skipped,
+            "waited": self.waited,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimiser_step = int(state["optimiser_step"])
+        self.skipped = int(state["skipped"])
+        self.waited = int(state.get("waited", 0))
+
+    def _minibatches(self, rollouts: Rollouts, step: Step, epoch: int) -> list[Rollouts]:
+        number = self.config.minibatches_per_step
+        if number == 1:
+            return [rollouts]
+        # a filter may leave the processes unequal numbers of groups, but every one has to take the same steps
+        number = min(merge_lists([min(number, rollouts.num_groups)], self.accelerator))
+        seed = self.recipe.config.seed
+        return rollouts.minibatches(number, make_generator(seed, "minibatch", step.number, epoch))
+
+    def _optimiser_step(self, minibatch: Rollouts, step: Step) -> dict[str, Metric] | None:
+        """Take one optimiser step, unless there is nothing to learn; None with no rows, or if the guard skipped it.
+
+        The denominators are counted over the whole minibatch and all processes before any group is left out and before
+        it is cut into micro-batches. Neither changes the step: the shares of the micro-batches add up to the same loss.
+        """
+        denominators = global_denominators(count_denominators(self.recipe, minibatch), self.accelerator)
+        if denominators.tokens == 0:
+            return None
+        if self._waits(minibatch):
+            self.waited += 1
+            return {"update/zero_advantage_groups": Metric(1.0)}
+        self._set_rate()
+        live = self._live(minibatch)
+        loss, metrics = self._accumulate(live, denominators, step)
+        metrics["update/zero_advantage_groups"] = Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)
+        with stopwatch("optimizer"):
+            self._complete_gradients()
+            norm = self._clip()
+        if not all_ranks(bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)), self.accelerator):
+            self._on_nonfinite(minibatch, loss, step.number)
+            return None
+        with stopwatch("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.reference.update()
+        self.optimiser_step += 1
+        metrics = merge_metrics(merge_lists([_plain(metrics)], self.accelerator))
+        return metrics | {"optim/grad_norm": Metric.summed(norm)}
+
+    def _waits(self, minibatch: Rollouts) -> bool:
+        """Whether no step is taken: none of the groups, in any process, has a gradient."""
+        if any(term.gradient == "with_signal" for term in self.recipe.terms):
+            live = groups_with_advantage(minibatch)
+        elif not self.recipe.supervised and self.config.skip_steps_without_gradient:
+            live = groups_with_gradient(self.recipe, minibatch)
+        else:
+            return False
+        return all_ranks(not bool(live.any()), self.accelerator)
+
+    def _live(self, minibatch: Rollouts) -> Rollouts:
+        """Groups that the forward pass is needed of; one at least, since other processes may have a gradient."""
+        if self.recipe.supervised or not self.config.skip_zero_advantage_groups:
+            return minibatch
+        live = groups_with_gradient(self.recipe, minibatch)
+        if bool(live.all()):
+            return minibatch
+        if not bool(live.any()):
+            trained = group_sum(minibatch.loss_mask.sum(1), minibatch.group)
+            live = torch.arange(minibatch.num_groups, device=live.device) == trained.argmax()
+        return minibatch.select_groups(live)
+
+    def _accumulate(
+        self, minibatch: Rollouts, denominators: Denominators, step: Step
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """Add up the gradients of all micro-batches of all processes; returns this process's loss and metrics."""
+        losses, parts = [], []
+        rows = self.config.micro_batch or minibatch.num_rows
+        chunks = list(minibatch.micro_batches(rows, whole_groups=compares_rows(self.recipe)))
+        # work that micro-batches share is differentiated after the last of them, too late for the wrapper's own
+        # averaging; the configuration decides, because every process has to take the same way
+        by_hand = self.config.micro_batch > 0
+        alone = self.accelerator.no_sync(self.policy) if by_hand else contextlib.nullcontext()
+        with alone, shared_prefix(self.recipe.policy, chunks) as shared:
+            for chunk in chunks:
+                with stopwatch("forward"):
+                    output = self.recipe.loss(self.policy, chunk, denominators, step)
+                with stopwatch("backward"):
+                    # gradients are averaged over processes, the denominators already count every one
+                    self.accelerator.backward(output.loss * self.accelerator.num_processes)
+                losses.append(output.loss.detach())
+                parts.append(output.metrics)
+            with stopwatch("backward"):
+                shared.backward()
+        if by_hand:
+            with stopwatch("backward"):
+                average_gradients(self._trained, self.accelerator)
+        return torch.stack(losses).sum(), merge_metrics(parts)
+
+    def _complete_gradients(self) -> None:
+        """Give weights that have been trained before a gradient of 0 where this minibatch does not use them.
+
+        AdamW would leave them out, but a skipped group might have used them: their momentum decays either way.
+        """
+        for parameter in self._trained:
+            if parameter.grad is None and parameter in self.optimizer.state:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _clip(self) -> Tensor:
+        parameters = [p for p in self.policy.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        # scaling by a NaN norm would spread it over every gradient and hide where it came from
+        if self.config.max_grad_norm and bool(torch.isfinite(norm)):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+        return norm
+
+    def _on_nonfinite(self, minibatch: Rollouts, loss: Tensor, step: int) -> None:
+        cause = describe_nonfinite(minibatch, loss, self.recipe.policy) or "another process reported it"
+        self.optimizer.zero_grad()
+        try:
+            kept = f"batch saved to {save_failure(self.failures, step, minibatch, cause, {'loss': float(loss)})}"
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+            kept = f"the batch could not be saved: {error}"
+        self.skipped += 1
+        message = f"step {step}: {cause}; {kept}"
+        if self.config.on_nonfinite == "stop":
+            raise RunError(message)
+        if self.skipped > self.config.max_nonfinite:
+            raise RunError(f"{message}; that is optimiser step {self.skipped} skipped, more than trainer.max_nonfinite")
+        LOGGER.warning("%s; optimiser step skipped", message)
+
+    def _set_rate(self) -> None:
+        rate = self.config.learning_rate * learning_rate_factor(self.config, self.optimiser_step, self.waited)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get(FACTOR, 1.0)
+
+    def _current_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+def count_denominators(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Denominators:
+    """Count what the loss of an optimiser step is divided by, on this process."""
+    counts = count(minibatch.loss_mask) if recipe.objective is None else recipe.objective.denominators(minibatch)
+    own = {name: number for term in recipe.terms for name, number in term.counts(minibatch).items()}
+    return dataclasses.replace(counts, others={**counts.others, **own})
+
+
+def groups_with_gradient(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Tensor:
+    """Tell which groups (N,) can have a gradient; the update may leave out the others.
+
+    All of them where the loss has a part that does not vanish with the advantages: a KL, entropy or value term, a term
+    of the method, or a loss of its own.
+    """
+    always = any(term.gradient != "never" for term in recipe.terms)
+    if recipe.supervised or recipe.own_loss or always or recipe.objective.regularised:
+        return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
+    return groups_with_advantage(minibatch)
+
+
+def groups_with_advantage(minibatch: Rollouts) -> Tensor:
+    """Tell which groups (N,) have an advantage other than 0; all of them before there are advantages."""
+    if minibatch.advantage is None:
+        return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
+    moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
+    return group_sum(moved.long(), minibatch.group) > 0
+
+
+def compares_rows(recipe: Recipe[Any, Any]) -> bool:
+    """Whether the loss of a row depends on the others of its group, which then stay in one micro-batch."""
+    return recipe.objective is not None and recipe.objective.compares_rows
+
+
+def _plain(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Metrics as Python numbers: tensors of two devices cannot be added."""
+    return {name: Metric(float(m.total), float(m.weight), m.kind) for name, m in metrics.items()}
+
+
+def _over_steps(taken: list[dict[str, float]]) -> dict[str, float]:
+    """Mean over optimiser steps; the largest where the name says max."""
+    names = dict.fromkeys(name for metrics in taken for name in metrics)
+    columns = {name: [metrics[name] for metrics in taken if name in metrics] for name in names}
+    return {n: max(values) if n.endswith("_max") else sum(values) / len(values) for n, values in columns.items()}

@@ -1,0 +1,289 @@
+"""Visual questions from files and data sets with the columns of TRL or of EasyR1.
+
+TRL: `prompt` (text or chat turns), `image` or `images`, every other column goes to the rewards.
+EasyR1: `problem`, `answer`, `images` and literal `<image>` / `<video>` marks in the text.
+
+Source: huggingface/trl trl/data_utils.py and hiyouga/EasyR1 verl/utils/dataset.py (column conventions).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields, choice, rare
+from mmrl.files import expanded, is_file
+from mmrl.hub.building import build_if_missing
+from mmrl.hub.images import image_pixels_option
+from mmrl.hub.tables import MAX_LINE_MB, Row, read_rows
+from mmrl.training.evaluation import parts_of_tasks
+from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer
+from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.data.video import VideoOptions
+
+log = logging.getLogger(__name__)
+
+PROMPT_KEYS = ("prompt", "problem", "question", "instruction")
+ANSWER_KEYS = ("answer", "solution", "ground_truth")
+IMAGE_KEYS = ("images", "image")
+VIDEO_KEYS = ("videos", "video")
+BAD_ROWS = ("error", "skip")
+OWN_OPTIONS = ("path", "split", "build", "build_options", "max_tasks")
+"""Options that a held-out split does not inherit from `data`."""
+MAX_PROMPT_CHARS = 200_000
+
+
+@dataclass
+class DataConfig:
+    """Source of the questions and how their rows are read."""
+
+    path: str = MISSING
+    """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, or a hub id."""
+    split: str = "train"
+    """Split of a data set that has several; a file is one split, for any value."""
+    subset: str | None = rare(None)
+    """Configuration name of a hub data set that has several."""
+    prompt_key: str | None = None
+    """Column of the question; empty: the first of prompt, problem, question, instruction that exists."""
+    answer_key: str | None = None
+    """Column of the answer (dots reach into nested columns), passed to the rewards as `answer`; empty: the
+    first of answer, solution, ground_truth that exists."""
+    image_key: str | None = None
+    """Column of the image or images; empty: images or image."""
+    video_key: str | None = None
+    """Column of the video or videos; empty: videos or video."""
+    video: VideoOptions = field(default_factory=VideoOptions)
+    """Frames of videos that the model is shown."""
+    image_dir: str | None = rare(None)
+    """Folder that relative image and video paths start from; empty: the folder of the data file."""
+    system_prompt: str | None = None
+    """Text of a system turn put before the questions that have none."""
+    format_prompt: str | None = None
+    """Jinja text, or path of a .jinja file, that wraps each question: {{ content }} is replaced by its text."""
+    text_only: bool | None = rare(None)
+    """Whether questions without image are fine; empty: yes where images are marked in the text or the row's
+    image list is empty, no where the data set gives images by column only."""
+    max_tasks: int | None = bounded(None, at_least=1)
+    """Use only the first so many good rows."""
+    build: str | None = None
+    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the build function."""
+    max_prompt_chars: int = rare(bounded(MAX_PROMPT_CHARS, at_least=1))
+    """Longest question in characters, checked before it is tokenised."""
+    max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
+    """Longest line of a .jsonl file in 10^6 bytes."""
+    max_image_pixels: int = rare(image_pixels_option())
+    """Largest image or video frame in pixels, checked by its header before it is decoded."""
+    on_bad_row: str = rare(choice("error", BAD_ROWS))
+    """error: stop at the first bad row with an error that names it; skip: count and log bad rows, use the rest."""
+
+
+@dataclass
+class LoadedTasks:
+    """The usable tasks, and the rows that were left out."""
+
+    tasks: list[VlmTask]
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Bad rows by kind (see `TASK_ERRORS`)."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """The first message of each kind."""
+    on_bad_row: str = "error"
+    """As in `DataConfig`."""
+
+    def leave_out(self, error: TaskError) -> None:
+        """Count a row that cannot be used; raises UserError where bad rows are errors."""
+        if self.on_bad_row == "error":
+            raise UserError(f"{error} (set data.on_bad_row=skip to leave such rows out)") from None
+        self.skipped[error.kind] = self.skipped.get(error.kind, 0) + 1
+        self.examples.setdefault(error.kind, str(error))
+
+    def check_left(self, path: str) -> None:
+        """Refuse a data set none of whose rows is usable, and log what was left out; raises UserError."""
+        if not self.tasks:
+            counts = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items())
+            first = next(iter(self.examples.values()), "")
+            raise UserError(f"{path}: no usable row is left (skipped: {counts}); the first problem: {first}")
+        for kind, count in self.skipped.items():
+            log.warning("%s: skipped %d rows (%s), e.g. %s", path, count, kind, self.examples[kind])
+
+
+@dataclass
+class _Layout:
+    """Properties of the data set as a whole."""
+
+    columns: list[str]
+    prompt: str
+    answer: str | None
+    image: str | None
+    video: str | None
+    marked: bool
+    folder: Path
+    render: Callable[[str], str]
+
+
+def load_tasks(config: DataConfig) -> LoadedTasks:
+    """Read all tasks of a data set and check each row; images are opened later, by `VlmTask.load_images`.
+
+    Args:
+        config: Where the data is and how to read it.
+
+    Returns:
+        Tasks in file order, with counts of the rows left out.
+
+    Raises:
+        UserError: The file is missing, empty or of unknown kind, a key names no column, no row is usable, or
+            a row is bad and `on_bad_row` is "error".
+    """
+    check_fields(config, "data")
+    if not config.path or config.path == MISSING:
+        raise UserError("data.path is not set: give a .jsonl, .json or .parquet file, a folder or a hub id")
+    build_if_missing(config)
+    rows = list(read_rows(config.path, config.split, config.subset, config.max_line_mb))
+    if not rows:
+        raise UserError(f"{config.path} is empty: it has no rows")
+    loaded = LoadedTasks([], on_bad_row=config.on_bad_row)
+    for row in rows:
+        if row.problem is not None:
+            loaded.leave_out(TaskError("invalid_json", row.place, row.problem))
+    good = [row for row in rows if row.problem is None]
+    if good:
+        _fill(loaded, good, _find_layout(config, good), config)
+    loaded.check_left(config.path)
+    return loaded
+
+
+def _find_layout(config: DataConfig, rows: list[Row]) -> _Layout:
+    columns = list(dict.fromkeys(key for row in rows for key in row.cells))
+    prompt = _find_key(config.prompt_key, PROMPT_KEYS, columns, "prompt_key")
+    if prompt is None:
+        raise UserError(
+            f"{config.path} has no column for the question ({', '.join(PROMPT_KEYS)}); its columns are "
+            f"{', '.join(columns)}; set data.prompt_key"
+        )
+    answer = _find_key(config.answer_key, ANSWER_KEYS, columns, "answer_key")
+    if answer is None and prompt == "problem":
+        raise UserError(
+            f"{config.path} has no answer column; its columns are {', '.join(columns)}; set data.answer_key"
+        )
+    image = _find_key(config.image_key, IMAGE_KEYS, columns, "image_key")
+    if config.image_key is None and all(key in columns for key in IMAGE_KEYS):
+        raise UserError(f"{config.path} has both an image and an images column; set data.image_key to one")
+    return _Layout(
+        columns=columns,
+        prompt=prompt,
+        answer=answer,
+        image=image,
+        video=_find_key(config.video_key, VIDEO_KEYS, columns, "video_key"),
+        marked=prompt == "problem" or any(has_marks(row.cells.get(prompt)) for row in rows),
+        folder=_media_folder(config),
+        render=make_renderer(config.format_prompt),
+    )
+
+
+def _find_key(wanted: str | None, candidates: tuple[str, ...], columns: list[str], option: str) -> str | None:
+    if wanted is None:
+        return next((key for key in candidates if key in columns), None)
+    if wanted in columns or wanted.split(".")[0] in columns:
+        return wanted
+    raise UserError(f"data.{option} is {wanted!r}, but the columns are {', '.join(columns)}")
+
+
+def _media_folder(config: DataConfig) -> Path:
+    if config.image_dir is None:
+        path = expanded(config.path)
+        return path.parent if is_file(path) else path
+    folder = expanded(config.image_dir)
+    if not os.path.isdir(folder):  # False also for a text that cannot be a path
+        raise UserError(f"data.image_dir is {config.image_dir!r}, which is not a folder")
+    return folder
+
+
+def _fill(loaded: LoadedTasks, rows: list[Row], layout: _Layout, config: DataConfig) -> None:
+    seen: set[str] = set()
+    for row in rows:
+        if config.max_tasks is not None and len(loaded.tasks) >= config.max_tasks:
+            return
+        try:
+            task = _make_task(row, layout, config)
+        except TaskError as error:
+            loaded.leave_out(error)
+            continue
+        if task.id in seen:
+            task.id = f"{task.id} ({row.place})"
+        seen.add(task.id)
+        loaded.tasks.append(task)
+
+
+def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
+    name = row.cells.get("id")
+    task_id = row.place if name is None or name == "" else str(name)
+    place = row.place if task_id == row.place else f"{row.place} (id {task_id})"
+    answer = _answer(row, layout, place)
+    media = MediaCells(
+        images=row.cells.get(layout.image) if layout.image else None,
+        videos=row.cells.get(layout.video) if layout.video else None,
+        folder=layout.folder,
+        marked=layout.marked,
+        text_only=config.text_only if layout.image or config.text_only is False else True,
+    )
+    prompt = row.cells.get(layout.prompt)
+    messages, images, videos = build_messages(prompt, media, layout.render, place)
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": config.system_prompt}]})
+    asked = {layout.prompt, layout.image, layout.video}
+    columns = {key: row.cells.get(key) for key in layout.columns if key not in asked}
+    if layout.answer is not None:
+        columns["answer"] = answer
+    length = sum(len(item.get("text", "")) for message in messages for item in message["content"])
+    if length > config.max_prompt_chars:
+        message = f"the question has {length} characters, more than {config.max_prompt_chars} (data.max_prompt_chars)"
+        raise TaskError("long_prompt", place, message)
+    return VlmTask(
+        task_id,
+        messages,
+        images,
+        [config.video.complete(clip) for clip in videos],
+        columns,
+        conversational=not isinstance(prompt, str),
+        max_image_pixels=config.max_image_pixels,
+    )
+
+
+def _answer(row: Row, layout: _Layout, place: str) -> Any:
+    if layout.answer is None:
+        return None
+    value: Any = row.cells.get(layout.answer)
+    if value is None and layout.answer not in layout.columns:
+        value = row.cells
+        for part in layout.answer.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+    blank = value is None or (isinstance(value, str) and not value.strip())
+    if blank or (isinstance(value, float) and math.isnan(value)):
+        found = ", ".join(key for key, cell in row.cells.items() if cell is not None) or "none"
+        message = f"no answer in column {layout.answer!r}; the row's columns are: {found}"
+        raise TaskError("missing_answer", place, message)
+    return value
+
+
+def load_splits(config: Any, prepare: Callable[..., LoadedTasks] | None = None) -> dict[str, Sequence[VlmTask]]:
+    """Load the held-out splits of a configuration, cut to `evaluation.max_tasks` and completed by `prepare`."""
+    limit = config.evaluation.max_tasks or None
+    splits: dict[str, Sequence[VlmTask]] = {}
+    for name, data in config.eval_data.items():
+        try:
+            loaded = load_tasks(data)
+            loaded.tasks = loaded.tasks[:limit]
+            splits[name] = (loaded if prepare is None else prepare(loaded, training=False)).tasks
+            parts_of_tasks([task.columns for task in splits[name]], config.evaluation.by)
+        except (UserError, ValueError) as error:
+            raise UserError(f"eval_data.{name}: {error}") from error
+    return splits

@@ -1,0 +1,222 @@
+"""A row's question as chat turns, with content items where its images and videos belong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.files import expanded, is_file
+from mmrl.vlm.data.task import ImageSource, TaskError, VideoClip, no_such_file
+from mmrl.vlm.data.video import read_video_cell
+
+MARKS = re.compile(r"(<image>|<video>)")
+MEDIA = ("image", "video")
+SOURCE_KEYS = ("bytes", "image", "video", "image_url", "url", "path")
+
+
+@dataclass
+class MediaCells:
+    """The media cells of one row and how they are read."""
+
+    images: Any
+    videos: Any
+    folder: Path
+    marked: bool
+    """Whether the data set's texts mark where images go."""
+    text_only: bool | None
+
+
+def has_marks(prompt: Any) -> bool:
+    """Whether a prompt cell marks where its images or videos go."""
+    if isinstance(prompt, str):
+        return MARKS.search(prompt) is not None
+    if not isinstance(prompt, Sequence):
+        return False
+    contents = [turn.get("content") for turn in prompt if isinstance(turn, dict)]
+    items = [item for content in contents if isinstance(content, list) for item in content]
+    media = any(isinstance(item, dict) and _media_type(item) in MEDIA for item in items)
+    return media or any(has_marks(content) for content in contents if isinstance(content, str))
+
+
+def split_marks(text: str) -> list[dict[str, Any]]:
+    """Split a text at `<image>` and `<video>` into content items, in order.
+
+    Source: hiyouga/EasyR1 verl/utils/dataset.py (`_build_messages`).
+    """
+    items: list[dict[str, Any]] = []
+    for part in MARKS.split(text):
+        if part in ("<image>", "<video>"):
+            items.append({"type": part[1:-1]})
+        elif part:
+            items.append({"type": "text", "text": part})
+    return items
+
+
+def build_messages(
+    prompt: Any, media: MediaCells, render: Callable[[str], str], place: str
+) -> tuple[list[dict[str, Any]], list[ImageSource], list[VideoClip]]:
+    """Turn the prompt and media cells of a row into chat turns, image sources and videos."""
+    messages = _turns(prompt, render, place)
+    items = [item for message in messages for item in message["content"]]
+    listed = list(media.images) if isinstance(media.images, list | tuple) else [media.images]
+    column = [] if media.images is None or media.images == "" else listed
+    images = [_locate(source, media.folder) for source in _take_inline("image", items, column, place) or column]
+    videos = read_video_cell(_take_inline("video", items, media.videos, place) or media.videos, media.folder, place)
+    marked = any(item["type"] in MEDIA for item in items)
+    if not marked and not media.marked and (images or videos):
+        _put_media_first(messages, len(images), len(videos))
+    elif not marked and not images and not _may_be_text_only(media):
+        found = "its image cell is empty or missing" if media.images is None else "its image list is empty"
+        message = f"the row has no image: {found}; set data.text_only=true if questions without image are meant"
+        raise TaskError("missing_image", place, message)
+    _check_counts(messages, len(images), len(videos), place)
+    _check_files(images, videos, place)
+    return messages, images, videos
+
+
+def make_renderer(template: str | None) -> Callable[[str], str]:
+    """A function that wraps a question's text in the format prompt."""
+    if template is None:
+        return lambda text: text
+    render = make_template(template, ("content",), "data.format_prompt", "the question")
+    return lambda text: render(content=text)
+
+
+def make_template(
+    template: str, names: Sequence[str], option: str, lost: str, further: Sequence[str] = ()
+) -> Callable[..., str]:
+    """A function that fills in a template; filled-in values are not read as templates themselves."""
+    import jinja2
+    from jinja2.sandbox import SandboxedEnvironment
+
+    if template.endswith((".jinja", ".jinja2", ".j2")):
+        if not is_file(expanded(template)):
+            raise UserError(f"{option} names the file {template}, which does not exist")
+        template = expanded(template).read_text(encoding="utf-8")
+    places = {name: f"\N{SNOWMAN}{name}\N{SNOWMAN}" for name in (*names, *further)}
+    try:
+        compiled = SandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(template)
+        sample = compiled.render(places)
+    except jinja2.TemplateError as error:
+        allowed = ", ".join(f"{{{{ {name} }}}}" for name in places)
+        raise UserError(f"{option}: {error}; it may use {allowed} only") from None
+    for name in names:
+        if places[name] not in sample:
+            raise UserError(f"{option} never uses {{{{ {name} }}}}, so {lost} would be lost")
+    return compiled.render
+
+
+def _turns(prompt: Any, render: Callable[[str], str], place: str) -> list[dict[str, Any]]:
+    if prompt is None or (isinstance(prompt, str | list) and not prompt):
+        raise TaskError("missing_prompt", place, "the question is empty")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise TaskError("missing_prompt", place, "the question is blank")
+        return [{"role": "user", "content": split_marks(render(prompt))}]
+    if not isinstance(prompt, list):
+        found = type(prompt).__name__
+        raise TaskError("bad_prompt", place, f"the question is a {found}; expected a text or a list of turns")
+    last_user = max((i for i, turn in enumerate(prompt) if _role(turn) == "user"), default=-1)
+    unchanged = make_renderer(None)
+    return [_turn(turn, render if i == last_user else unchanged, place) for i, turn in enumerate(prompt)]
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role") if isinstance(turn, dict) else None
+
+
+def _turn(turn: Any, render: Callable[[str], str], place: str) -> dict[str, Any]:
+    content = turn.get("content") if isinstance(turn, dict) else None
+    role = _role(turn)
+    if not isinstance(role, str) or not isinstance(content, str | list):
+        raise TaskError("bad_prompt", place, f"a chat turn needs a role and a content, found {turn!r:.80}")
+    if isinstance(content, str):
+        return {"role": role, "content": split_marks(render(content))}
+    items = [_item(item, place) for item in content]
+    texts = [item for item in items if item["type"] == "text"]
+    if texts:
+        texts[-1]["text"] = render(texts[-1]["text"])
+    return {"role": role, "content": items}
+
+
+def _item(item: Any, place: str) -> dict[str, Any]:
+    if isinstance(item, str):
+        return {"type": "text", "text": item}
+    if isinstance(item, dict):
+        kind = _media_type(item)
+        if kind in MEDIA:
+            source = next((item[key] for key in SOURCE_KEYS if item.get(key) is not None), None)
+            if kind == "video" and source is not None:  # with the options of its frames
+                source = {key: value for key, value in item.items() if key != "type"}
+            return {"type": kind} if source is None else {"type": kind, "source": source}
+        if isinstance(item.get("text"), str):
+            return {"type": "text", "text": item["text"]}
+    raise TaskError("bad_prompt", place, f"a content item must be text, image or video, found {item!r:.80}")
+
+
+def _media_type(item: dict[str, Any]) -> Any:
+    kind = item.get("type")
+    return "image" if kind == "image_url" else kind
+
+
+def _take_inline(kind: str, items: list[dict[str, Any]], cell: Any, place: str) -> list[Any]:
+    """Media of one kind that are written into the chat items themselves; then the column must have none."""
+    inline = [item.pop("source") for item in items if item["type"] == kind and "source" in item]
+    if inline and cell:
+        message = f"{kind}s are given both in the chat and in the column; use one of them"
+        raise TaskError("placeholder_mismatch", place, message)
+    return inline
+
+
+def _locate(source: Any, folder: Path) -> Any:
+    """Make relative paths start from the media folder; leave every other source as it is."""
+    if isinstance(source, dict):
+        source = source.get("url", source)
+    if isinstance(source, dict):
+        relative = source.get("bytes") is None and isinstance(source.get("path"), str)
+        return _locate(source["path"], folder) if relative else source
+    if not isinstance(source, str) or source.startswith(("data:", "http://", "https://")):
+        return source
+    return str(folder / expanded(source.removeprefix("file://")))
+
+
+def _put_media_first(messages: list[dict[str, Any]], images: int, videos: int) -> None:
+    """Put all media before the text of the first user turn.
+
+    Source: huggingface/trl trl/data_utils.py (`prepare_multimodal_messages`).
+    """
+    turn = next((message for message in messages if message["role"] == "user"), messages[0])
+    turn["content"] = [{"type": "image"}] * images + [{"type": "video"}] * videos + turn["content"]
+
+
+def _may_be_text_only(media: MediaCells) -> bool:
+    if media.text_only is not None:
+        return media.text_only
+    return media.marked or isinstance(media.images, list | tuple) or media.videos is not None
+
+
+def _check_counts(messages: list[dict[str, Any]], images: int, videos: int, place: str) -> None:
+    items = [item["type"] for message in messages for item in message["content"]]
+    for kind, found in (("image", images), ("video", videos)):
+        places = items.count(kind)
+        if places != found:
+            message = (
+                f"the text has {places} <{kind}> place{'s' * (places != 1)} but the row has {found} "
+                f"{kind}{'s' * (found != 1)}; they must be as many"
+            )
+            raise TaskError("placeholder_mismatch", place, message)
+
+
+def _check_files(images: list[Any], videos: list[VideoClip], place: str) -> None:
+    """Find missing files before the run starts; reading them is left to the rollout."""
+    files: list[tuple[str, Any]] = [("image", source) for source in images]
+    for clip in videos:
+        whole = isinstance(clip.source, str)
+        files += [("video", clip.source)] if whole else [("image", frame) for frame in clip.source]
+    for kind, source in files:
+        if isinstance(source, str) and not source.startswith("data:") and not is_file(source):
+            raise TaskError(f"missing_{kind}", place, no_such_file(source, kind))

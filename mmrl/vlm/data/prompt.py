@@ -1,0 +1,363 @@
+"""From a task to a tokenised prompt: chat template, pixels, placeholder tokens and rotary positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmrl.core.payload import Payload, per_decision, per_group, per_row
+from mmrl.errors import UserError
+from mmrl.hub.video_sampling import Frames
+from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.data.video import load_videos
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A tokenised question with its pixels and its rotary positions."""
+
+    input_ids: Tensor
+    """(P,) int64, with one placeholder token for each feature that the vision tower makes."""
+    mm_token_type_ids: Tensor
+    """(P,) int64: 0 text, 1 image, 2 video."""
+    position_ids: Tensor
+    """(3, P) int64, rotary positions along time, height and width."""
+    next_position: int
+    """Rotary position of the first response token, the same along all three axes."""
+    pixel_values: Tensor | None
+    """(patches, features) float32, all images of the prompt; None without images."""
+    image_grid_thw: Tensor | None
+    """(images, 3) int64, patches of each image along time, height and width."""
+    pixel_values_videos: Tensor | None = None
+    """(patches, features) float32, all videos of the prompt; None without videos."""
+    video_grid_thw: Tensor | None = None
+    """(videos, 3) int64, patches of each video along time, height and width."""
+    text: str = ""
+    """The question as the chat template rendered it, with one placeholder for each image or video."""
+    parts: tuple[Prompt, ...] = ()
+    """Prompts that this one was joined from, whose features it shares; see `join_prompts`. Its own pixels are None."""
+
+    def __len__(self) -> int:
+        """Number of tokens P."""
+        return self.input_ids.shape[0]
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the prompt has an image or a video."""
+        own = self.pixel_values is not None or self.pixel_values_videos is not None
+        return own or any(part.has_vision for part in self.parts)
+
+    def to(self, device: torch.device | str) -> Prompt:
+        """Return the prompt with its pixels on a device; the small tables that rows are built from stay."""
+        pixels = {
+            name: value.to(device)
+            for name in ("pixel_values", "pixel_values_videos")
+            if (value := getattr(self, name)) is not None
+        }
+        moved = any(value is not getattr(self, name) for name, value in pixels.items())
+        return dataclasses.replace(self, **pixels) if moved else self
+
+
+@dataclass(eq=False)
+class Insert:
+    """Tokens and images inside a response that were not sampled: what the model sees between two turns."""
+
+    start: int
+    """Index of its first token in the response."""
+    prompt: Prompt
+    """Its tokens and pixels; its positions are relative."""
+
+    @property
+    def stop(self) -> int:
+        """Index of the token behind it."""
+        return self.start + len(self.prompt)
+
+
+@dataclass(eq=False)
+class Context:
+    """A response read from one token on behind another prompt, without its earlier tokens."""
+
+    start: int
+    """Index of that token in the response."""
+    prompt: Prompt
+    """The other prompt, such as the history without its oldest images."""
+
+
+@dataclass
+class VlmPayload(Payload):
+    """Prompts of N groups and responses of B rows."""
+
+    prompts: list[Prompt] = per_group()
+    """The prompt of each group."""
+    tasks: list[VlmTask] = per_group()
+    """The task of each group."""
+    response_ids: Tensor = per_decision()
+    """(B, T) int64, sampled tokens, right-padded; those under the rollouts' mask count."""
+    texts: list[str] = per_row()
+    """The decoded response of each row, without control tokens."""
+    finish: list[str] = per_row()
+    """Why each row ended: "eos", "stop" or "length"."""
+    views: dict[str, list[Prompt | None]] = per_group(blank=None, default_factory=dict)
+    """Other forms of each group's prompt, such as "masked"; None where a group has no such form."""
+    inserts: list[tuple[Insert, ...]] = per_row(blank=(), default_factory=list)
+    """Parts of each response that were not sampled, in order; their tokens are in `response_ids` and have mask 0."""
+    contexts: list[tuple[Context, ...]] = per_row(blank=(), default_factory=list)
+    """Contexts in which each response continues behind another prompt than its group's, in order."""
+
+    def prompts_of(self, view: str) -> list[Prompt]:
+        """Prompts of a view, one for each group."""
+        if view == "original":
+            return self.prompts
+        if view not in self.views:
+            known = ", ".join(["original", *self.views])
+            raise ValueError(f"there is no view {view!r} of these prompts; there are: {known}.")
+        pairs = zip(self.views[view], self.prompts, strict=True)
+        return [prompt if other is None else other for other, prompt in pairs]
+
+
+def join_prompts(parts: Sequence[Prompt]) -> Prompt:
+    """Concatenate prompts; each keeps its own pixels and features."""
+    if len(parts) == 1:
+        return parts[0]
+    positions, start = [], 0
+    for part in parts:
+        offset = start - int(part.position_ids.min())
+        positions.append(part.position_ids + offset)
+        start = part.next_position + offset
+    return Prompt(
+        input_ids=torch.cat([part.input_ids for part in parts]),
+        mm_token_type_ids=torch.cat([part.mm_token_type_ids for part in parts]),
+        position_ids=torch.cat(positions, 1),
+        next_position=start,
+        pixel_values=None,
+        image_grid_thw=None,
+        text="".join(part.text for part in parts),
+        parts=tuple(leaf for part in parts for leaf in leaves(part)),
+    )
+
+
+def leaves(prompt: Prompt) -> tuple[Prompt, ...]:
+    """The prompts that a prompt was joined from; itself where it was not joined."""
+    return prompt.parts or (prompt,)
+
+
+def token_lists(response_ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """The tokens (B, T) of each response without the padding, as reward functions get them."""
+    lengths = mask.sum(1).int().tolist()
+    return [row[:length] for row, length in zip(response_ids.tolist(), lengths, strict=True)]
+
+
+TEXT, IMAGE, VIDEO = range(3)
+"""Values of the token types."""
+
+
+def rotary_positions(
+    token_types: Tensor,
+    merge_size: int,
+    image_grids: Tensor | None = None,
+    video_grids: Tensor | None = None,
+    frame_steps: Sequence[float | Tensor] = (),
+) -> Tensor:
+    """Positions (3, P) int64 of a prompt's tokens along time, height and width, from their types (P,) int64.
+
+    A text token has the same position on all three axes, one more than the largest before it. The tokens of an image
+    form a grid that starts there; the text after it continues behind the longer side of the grid. The first response
+    token has the position `positions.max() + 1`.
+
+    `image_grids` (images, 3) and `video_grids` (videos, 3) int64 are patches along time, height and width in the order
+    of the tokens; Qwen3-VL, which has timestamps between frames, needs one grid a frame (`split_frames`). `frame_steps`
+    are positions from one frame of a video to the next, 1 where a video has none; in Qwen2.5-VL the tokens a second
+    times the seconds a frame. The tower merges `merge_size` patches on a side into one token.
+
+    Source: Qwen2-VL, arXiv 2409.12191, section 2.1; huggingface/transformers `get_rope_index` of both models.
+    """
+    grids = {IMAGE: iter([] if image_grids is None else image_grids.tolist())}
+    grids[VIDEO] = iter([] if video_grids is None else video_grids.tolist())
+    steps = iter(frame_steps)
+    parts: list[Tensor] = []
+    start = 0
+    for kind, run in groupby(token_types.tolist()):
+        count = len(list(run))
+        if kind == TEXT:
+            parts.append(torch.arange(start, start + count).expand(3, -1))
+            start += count
+            continue
+        grid = next(grids[kind], None)
+        step = next(steps, 1.0) if kind == VIDEO else 1.0
+        if grid is None or grid[0] * (grid[1] // merge_size) * (grid[2] // merge_size) != count:
+            name = {IMAGE: "image", VIDEO: "video"}[kind]
+            raise ValueError(f"{count} {name} tokens stand in a row, but their grid of patches is {grid}.")
+        parts.append(start + _grid_positions(grid, merge_size, step))
+        start += max(grid[1], grid[2]) // merge_size
+    return torch.cat(parts, 1)
+
+
+def split_frames(video_grids: Tensor) -> Tensor:
+    """Grids of videos as one grid a frame, for Qwen3-VL."""
+    frames = video_grids.repeat_interleave(video_grids[:, 0], 0)
+    frames[:, 0] = 1
+    return frames
+
+
+def _grid_positions(grid: Sequence[int], merge_size: int, step: float | Tensor) -> Tensor:
+    """(3, n) positions of the tokens of a grid, from 0."""
+    time = (torch.arange(grid[0]) * step).long()
+    height, width = (torch.arange(side // merge_size) for side in grid[1:])
+    return torch.stack(torch.meshgrid(time, height, width, indexing="ij")).flatten(1)
+
+
+MARK = "\u2063turn\u2063"
+"""Stands for the text of earlier turns where the template is rendered; no question holds it."""
+
+
+class PromptTooLong(TaskError):  # noqa: N818 - named after what it is, like the kinds of TaskError
+    """A prompt with more tokens than the model or the settings allow."""
+
+    def __init__(self, task_id: str, tokens: int, limit: int, source: str) -> None:
+        message = (
+            f"the prompt has {tokens} tokens, {source} is {limit}; "
+            "lower model.max_pixels, shorten the text or raise the limit"
+        )
+        super().__init__("prompt_too_long", task_id, message)
+        self.tokens = tokens
+        self.limit = limit
+
+
+@dataclass(frozen=True)
+class PromptLayout:
+    """Sizes of a model that the encoding of prompts depends on."""
+
+    patch_size: int
+    """Pixels on a side of one patch."""
+    max_tokens: int
+    """Longest prompt in tokens."""
+    limit_source: str
+    """Name of the setting that `max_tokens` comes from, for errors."""
+    merge_size: int
+    """Patches on a side that the vision tower merges into one token."""
+    tokens_per_second: float | None
+    """Rotary positions that a video advances in a second; None where timestamps stand between its frames."""
+
+
+def encode_prompt(
+    task: VlmTask,
+    processor: Any,
+    layout: PromptLayout,
+    images: Sequence[Image.Image] | None = None,
+    videos: Sequence[Frames] | None = None,
+) -> Prompt:
+    """Turn a task, with other images or frames where they are given, into the model's tokens, pixels and positions."""
+    text = _render(task, processor, task.messages, add_generation_prompt=True)
+    return _encode(task, text + task.answer_start, processor, layout, images, videos)
+
+
+def encode_turn(
+    task: VlmTask, processor: Any, layout: PromptLayout, *, answered: bool, images: Sequence[Image.Image] | None = None
+) -> Prompt:
+    """Turn the user's next message into the tokens between two answers; `answered`: the first has its end token."""
+    before = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
+    whole = _render(task, processor, before + task.messages, add_generation_prompt=True).rpartition(MARK)[2]
+    alone = _render(task, processor, before, add_generation_prompt=False).rpartition(MARK)[2]
+    end = processor.tokenizer.eos_token
+    if not alone.startswith(end) or not whole.startswith(end):
+        message = f"the chat template does not end the assistant's turn with the end token {end}"
+        raise TaskError("bad_prompt", task.id, message)
+    return _encode(task, whole.removeprefix(end) if answered else whole, processor, layout, images)
+
+
+def _encode(
+    task: VlmTask,
+    text: str,
+    processor: Any,
+    layout: PromptLayout,
+    images: Sequence[Image.Image] | None,
+    videos: Sequence[Frames] | None = None,
+) -> Prompt:
+    loaded = task.load_images() if images is None else list(images)
+    for token, count, kind in (
+        (processor.image_token, len(loaded), "images"),
+        (processor.video_token, len(task.videos), "videos"),
+    ):
+        if (found := text.count(token)) != count:  # a question may also hold a literal one
+            message = f"the rendered prompt has {found} {token} for {count} {kind}"
+            raise TaskError("placeholder_mismatch", task.id, message)
+    frames = load_videos(task, layout.patch_size) if videos is None else list(videos)
+    inputs = _process(task, processor, text, loaded, frames)
+    _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
+    ids, types = inputs["input_ids"][0], inputs["mm_token_type_ids"][0]
+    if len(ids) > layout.max_tokens:
+        raise PromptTooLong(task.id, len(ids), layout.max_tokens, layout.limit_source)
+    positions = _positions(inputs, layout)
+    return Prompt(
+        input_ids=ids,
+        mm_token_type_ids=types,
+        position_ids=positions,
+        next_position=int(positions.max()) + 1,
+        pixel_values=inputs.get("pixel_values"),
+        image_grid_thw=inputs.get("image_grid_thw"),
+        pixel_values_videos=inputs.get("pixel_values_videos"),
+        video_grid_thw=inputs.get("video_grid_thw"),
+        text=text,
+    )
+
+
+def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+    try:
+        rendered = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except Exception as error:  # templates raise their own errors, for instance on an unknown role
+        raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
+    return str(rendered)
+
+
+def _process(task: VlmTask, processor: Any, text: str, images: Sequence[Any], frames: Sequence[Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if frames:
+        sampling: dict[str, Any] = {
+            "video_metadata": [metadata for _, metadata in frames],
+            "do_sample_frames": False,
+            "do_resize": False,  # the frames fit the pixel budget already
+        }
+        if hasattr(processor.video_processor, "cap_pixels_per_frame"):
+            sampling["cap_pixels_per_frame"] = False  # only resizing reads it, and unset it logs a warning
+        options = {"videos": [pixels for pixels, _ in frames], "videos_kwargs": sampling}
+    try:
+        return dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **options))
+    except ValueError as error:  # for instance an aspect ratio above 200
+        raise TaskError("unusable_image", task.id, f"the image processor refuses it: {error}") from error
+
+
+def _check_sizes(task: VlmTask, grids: Tensor | None, patch_size: int) -> None:
+    """Coordinates in a prompt or an answer are pixels of `image_wh`, so the model must see exactly that size."""
+    if not task.image_wh or grids is None:
+        return
+    found = [(int(width) * patch_size, int(height) * patch_size) for _, height, width in grids.tolist()]
+    if found != [tuple(size) for size in task.image_wh]:
+        sizes = " and ".join(", ".join(f"{w} x {h}" for w, h in pairs) for pairs in (task.image_wh, found))
+        raise UserError(
+            f"{task.id}: image and model size differ, {sizes} pixels: the processor resizes again; give the model the "
+            "pixel budget of the data (model.min_pixels, model.max_pixels) and the factor of its family"
+        )
+
+
+def _positions(inputs: dict[str, Any], layout: PromptLayout) -> Tensor:
+    videos, steps = inputs.get("video_grid_thw"), []
+    if videos is not None and layout.tokens_per_second is not None:
+        seconds = inputs.get("second_per_grid_ts")
+        steps = [layout.tokens_per_second * s for s in ([1] * len(videos) if seconds is None else seconds)]
+    elif videos is not None:
+        videos = split_frames(videos)
+    types = inputs["mm_token_type_ids"][0]
+    return rotary_positions(types, layout.merge_size, inputs.get("image_grid_thw"), videos, steps)
+
+
+PROMPT_ERRORS: dict[str, str] = {
+    "prompt_too_long": "The prompt has more tokens than model.max_prompt_tokens or the model's positions.",
+    "unusable_image": "An image has a shape that the image processor refuses.",
+}

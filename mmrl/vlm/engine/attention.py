@@ -1,0 +1,444 @@
+"""Attention of responses that share a prompt: the prompt's keys and values exist once for the whole group.
+
+A response attends to its prompt and to itself. The two parts run as two ordinary attention kernels and are merged
+through their log-sum-exps; in the backward pass each part's own backward kernel gets the merged output and
+log-sum-exp, so that its softmax is that of the whole and the gradients of the two parts add up.
+
+Source: the merging rule of blockwise attention (Liu et al., Ring Attention, arXiv 2310.01889, section 3); one prefix
+for many continuations as in Hydragen (arXiv 2402.05099) and Prefix Grouper (arXiv 2506.05433).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+LOGGER = logging.getLogger("mmrl")
+
+
+def joined_attention(
+    q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, prompt_real: Tensor | None, scale: float
+) -> Tensor:
+    """Attend from every response to its prompt and, causally, to itself: (N, G, T, H, d), undefined on padding.
+
+    `q` (N, G, T, H, d), `k` and `v` (N, G, T, Hk, d) are those of G responses to each of N prompts, `prompt_k` and
+    `prompt_v` (N, Hk, P, d) those of the prompts, all padded at the end; Hk divides H. `prompt_real` (N, P) is False on
+    the prompts' padding, None where there is none; `scale` is the factor of the products of queries and keys.
+
+    Gradient: through all five, into prompt_k and prompt_v summed over the group; once (no second derivatives).
+    """
+    kernels = kernels_for(q.device.type, q.dtype)
+    if kernels is None:
+        return _dense(q, k, v, prompt_k, prompt_v, prompt_real, scale)
+    return _Joined.apply(q, k, v, prompt_k, prompt_v, _bias(prompt_real, q), scale, kernels)  # type: ignore[no-any-return]
+
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the attention of the same queries to two sets of keys into the attention to both sets.
+
+    With o the output (..., d) of a softmax over some keys and l the log-sum-exp (...) of its scaled products, the
+    softmax over both sets has
+
+        l = log(exp(l_a) + exp(l_b)),    o = w o_a + (1 - w) o_b,    w = sigmoid(l_a - l_b) = exp(l_a - l).
+
+    Gradient: through all four.
+
+    Source: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Juravsky et al., Hydragen, arXiv 2402.05099.
+    """
+    share = torch.sigmoid(lse_a - lse_b)[..., None]
+    merged = torch.lerp(out_b.to(lse_a.dtype), out_a.to(lse_a.dtype), share)
+    return merged, torch.logaddexp(lse_a, lse_b)
+
+
+class Part(NamedTuple):
+    """One of the two kernel calls that an attention is joined from."""
+
+    q: Tensor
+    """(b, H, Q, d)."""
+    k: Tensor
+    """(b, H, K, d)."""
+    v: Tensor
+    """(b, H, K, d)."""
+    bias: Tensor | None
+    """(b, 1, 1, K), added to the products."""
+    causal: bool
+    scale: float
+
+
+class Kernels(NamedTuple):
+    """Attention kernels that give and take log-sum-exps."""
+
+    forward: Callable[[Part], tuple[Any, ...]]
+    """Output, log-sum-exp (b, H, Q) and a tuple of what else the backward kernel needs."""
+    backward: Callable[[Part, Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+    """From a part, the gradient of its output, the output, the log-sum-exp and the tuple: gradients of q, k, v."""
+
+
+class _Joined(torch.autograd.Function):
+    """Attention of responses (N, G, T, H, d) to prompts (N, Hk, P, d) and to themselves (N, G, T, Hk, d)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prompt_k: Tensor,
+        prompt_v: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        kernels: Kernels,
+    ) -> Tensor:
+        shape, heads = q.shape, k.shape[3]
+        to_prompt, to_self = _parts(q, k, v, prompt_k, prompt_v, bias, scale)
+        far, far_lse, far_rest = kernels.forward(to_prompt)
+        near, near_lse, near_rest = kernels.forward(to_self)
+        # (N, Hk, r G T) to (N, G, H, T)
+        far_lse = far_lse.unflatten(2, (-1, *shape[1:3])).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        near_lse = near_lse.unflatten(0, shape[:2])
+        far, near = _unfold(far, shape, heads).transpose(2, 3), near.unflatten(0, shape[:2])  # (N, G, H, T, d)
+        merged, lse = merge_attention(far, far_lse, near, near_lse)
+        out = merged.transpose(2, 3).to(q.dtype)
+        ctx.save_for_backward(q, k, v, prompt_k, prompt_v, bias, out, lse, *far_rest, *near_rest)
+        ctx.options = (scale, kernels, len(far_rest))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, prompt_k, prompt_v, bias, out, lse, *rest = ctx.saved_tensors
+        scale, kernels, far_count = ctx.options
+        shape, heads = q.shape, k.shape[3]
+        grad = grad.to(q.dtype)
+        to_prompt, to_self = _parts(q, k, v, prompt_k, prompt_v, bias, scale)
+        # both kernels get the merged output and log-sum-exp, so each differentiates its share of the whole softmax
+        folded_lse = lse.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 4)  # (N, Hk, r G T)
+        folded = (_fold(grad, heads), _fold(out, heads), folded_lse)
+        far_q, far_k, far_v = kernels.backward(to_prompt, *folded, rest[:far_count])
+        rows = (_rows(grad), _rows(out), lse.flatten(0, 1))
+        near_q, near_k, near_v = kernels.backward(to_self, *rows, rest[far_count:])
+        grad_q = _unfold(far_q, shape, heads) + near_q.transpose(1, 2).unflatten(0, shape[:2])
+        grad_k, grad_v = (  # summed over the query heads of each key head
+            x.transpose(1, 2).unflatten(0, shape[:2]).unflatten(3, (heads, -1)).sum(4) for x in (near_k, near_v)
+        )
+        return grad_q, grad_k, grad_v, far_k, far_v, None, None, None
+
+
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Part, Part]:
+    """From the responses to the prompts, and from the responses to themselves."""
+    to_prompt = Part(_fold(q, k.shape[3]), prompt_k, prompt_v, bias, causal=False, scale=scale)
+    times = q.shape[3] // k.shape[3]
+    k, v = (_rows(x.repeat_interleave(times, 3) if times > 1 else x) for x in (k, v))  # one for each query head
+    return to_prompt, Part(_rows(q), k, v, None, causal=True, scale=scale)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(N, G, T, H, d) as (N G, H, T, d)."""
+    return x.flatten(0, 1).transpose(1, 2)
+
+
+def _fold(x: Tensor, heads: int) -> Tensor:
+    """Queries of a group as one long query sequence for each key head: (N, G, T, H, d) to (N, Hk, r G T, d)."""
+    return x.unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2, 5).flatten(2, 4)
+
+
+def _unfold(x: Tensor, shape: torch.Size, heads: int) -> Tensor:
+    """Inverse of `_fold`."""
+    _, g, t, h, _ = shape
+    return x.unflatten(2, (h // heads, g, t)).permute(0, 3, 4, 1, 2, 5).flatten(3, 4)
+
+
+def _bias(real: Tensor | None, like: Tensor) -> Tensor | None:
+    """Additive mask (N, 1, 1, P) of the prompts' padding."""
+    if real is None:
+        return None
+    bias = torch.zeros(real.shape, dtype=like.dtype, device=like.device)
+    return bias.masked_fill(~real, float("-inf"))[:, None, None]
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, real: Tensor | None, scale: float
+) -> Tensor:
+    """The same attention with one dense mask over prompt and responses, for devices without the kernels."""
+    n, g, t = q.shape[:3]
+    own = torch.eye(g, dtype=torch.bool, device=q.device)[:, None, :, None]
+    causal = torch.ones(t, t, dtype=torch.bool, device=q.device).tril()[None, :, None, :]
+    near = (own & causal).reshape(g * t, g * t).expand(n, -1, -1)
+    width = prompt_k.shape[2]
+    far = torch.ones((n, 1, width), dtype=torch.bool, device=q.device) if real is None else real[:, None]
+    mask = torch.cat([far.expand(n, g * t, width), near], 2)[:, None]
+    keys, values = (
+        torch.cat([prompt, x.flatten(1, 2).transpose(1, 2)], 2) for prompt, x in ((prompt_k, k), (prompt_v, v))
+    )
+    out = functional.scaled_dot_product_attention(
+        q.flatten(1, 2).transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2).unflatten(1, (g, t))
+
+
+def _cpu_forward(part: Part) -> tuple[Any, ...]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *part[:3], 0.0, part.causal, attn_mask=_for_every_query(part), scale=part.scale
+    )
+    return out, lse, ()
+
+
+def _cpu_backward(part: Part, grad: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    mask = _for_every_query(part)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        grad, *part[:3], out, lse, 0.0, part.causal, attn_mask=mask, scale=part.scale
+    )
+
+
+def _for_every_query(part: Part) -> Tensor | None:
+    return None if part.bias is None else part.bias.expand(-1, -1, part.q.shape[2], -1)
+
+
+def _cuda_forward(part: Part) -> tuple[Any, ...]:
+    out, lse, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
+        *part[:3], _aligned(part.bias, part.q), True, 0.0, part.causal, scale=part.scale
+    )
+    return out, lse[..., : part.q.shape[2]], (seed, offset)
+
+
+def _cuda_backward(part: Part, grad: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    # the kernel lays its log-sum-exps out in blocks of 32 queries
+    lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf")).contiguous()
+    bias, needed = _aligned(part.bias, part.q), (True, True, True, False)
+    gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, *part[:3], bias, out, lse, *rest, 0.0, needed, part.causal, scale=part.scale
+    )
+    return tuple(gradients[:3])
+
+
+def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """A mask whose rows start at multiples of 16 elements, which the kernel asks for."""
+    if bias is None:
+        return None
+    width = bias.shape[-1]
+    padded = functional.pad(bias, (0, -width % 16))[..., :width]
+    return padded.expand(-1, q.shape[1], q.shape[2], -1)
+
+
+@functools.cache
+def kernels_for(device: str, dtype: torch.dtype) -> Kernels | None:
+    """Kernels of a device that agree with the dense form; None where there are none."""
+    kernels = KERNELS.get(device)
+    if kernels is None:
+        return None
+    try:
+        error = _largest_error(kernels, device, dtype)
+        problem = f"is off by {error:.1e}" if error > TOLERANCE.get(dtype, 1e-4) else ""
+    except (RuntimeError, NotImplementedError) as failure:
+        problem = f"failed: {failure}"
+    if problem:
+        LOGGER.warning("joined attention on %s for %s %s; dense masks are used instead", device, dtype, problem)
+        return None
+    return kernels
+
+
+def _largest_error(kernels: Kernels, device: str, dtype: torch.dtype) -> float:
+    """Relative error of output and gradients against the dense form, on a small ragged case."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, 5, 4, 32), (2, 3, 5, 2, 32), (2, 3, 5, 2, 32), (2, 2, 11, 32), (2, 2, 11, 32)]
+    exact: Any = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    joined = [x.detach().clone().requires_grad_() for x in exact]
+    weight = torch.randn(shapes[0], generator=generator).to(device, dtype)
+    real = torch.arange(11, device=device) < torch.tensor([[11], [7]], device=device)
+    # inside a checkpointed layer its hooks would count what is saved here, which is not saved when it is recomputed
+    own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with own_hooks, torch.enable_grad(), torch.autocast(device, enabled=False):
+        q, k, v, prompt_k, prompt_v = exact
+        outputs = [
+            _dense(q, k, v, prompt_k, prompt_v, real, 0.3),
+            _Joined.apply(*joined, _bias(real, joined[0]), 0.3, kernels),
+        ]
+        for out in outputs:
+            (out * weight).sum().backward()
+    pairs = [outputs, *zip([x.grad for x in exact], [x.grad for x in joined], strict=True)]
+    return max(float((b.detach() - a.detach()).norm() / a.detach().norm()) for a, b in pairs)
+
+
+KERNELS: dict[str, Kernels] = {
+    "cpu": Kernels(_cpu_forward, _cpu_backward),
+    "cuda": Kernels(_cuda_forward, _cuda_backward),
+}
+
+TOLERANCE: dict[torch.dtype, float] = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 5e-3,
+}
+"""Relative error of output and gradients up to which kernels are trusted."""
+
+
+ATTENTION_NAME = "mmrl_shared_prefix"
+"""Name under which transformers finds the attention function."""
+
+
+def register_attention() -> str:
+    """Make the attention function known to transformers.
+
+    All prompts of a batch pass the language model end to end in one row, all responses in another, so no layer computes
+    padding; only inside attention do they become padded tables. The attention layers get the layout as the argument
+    `shared`.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    return ATTENTION_NAME
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    shared: PromptRow | ResponseRow | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    if shared is not None:
+        return shared.attend(module.layer_idx, query, key, value, options.get("scaling")), None
+    from transformers import AttentionInterface
+
+    q, k, v = _workable(query, key, value)
+    if attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = attention_mask.to(q.dtype)
+    with _no_autocast(q):
+        out, _ = AttentionInterface()["sdpa"](module, q, k, v, attention_mask, **options)
+    return out.to(query.dtype), None
+
+
+def _workable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in one precision that attention kernels can be trusted with.
+
+    Under autocast rotated keys are float32 and values low precision. On the CPU low precision is avoided: its
+    backward kernel needs instructions that some virtual machines announce and then refuse, which ends the process.
+    """
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        tensors = tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+    low = tensors[0].dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if device == "cpu" and low else tensors[0].dtype
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _no_autocast(x: Tensor) -> torch.autocast:
+    return torch.autocast(x.device.type, enabled=False)
+
+
+@dataclass(frozen=True)
+class PackedIndex:
+    """Indices from a packed row to a padded table, and back."""
+
+    index: Tensor | None
+    """Table of token numbers, 0 on padding; None where the table without padding is the row itself."""
+    inverse: Tensor | None
+    """(M,) place of each token in the flattened table."""
+    real: Tensor | None
+    """Bool table, False on padding; None where nothing is padded."""
+    shape: tuple[int, ...]
+    """Shape of the table."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Tokens (M, ...) as a table (*shape, ...)."""
+        return x.unflatten(0, self.shape) if self.index is None else x[self.index]
+
+    def scatter(self, table: Tensor) -> Tensor:
+        """The table's tokens (*shape, ...) as a row (M, ...)."""
+        flat = table.flatten(0, len(self.shape) - 1)
+        return flat if self.inverse is None else flat[self.inverse]
+
+
+def prompt_index(lengths: Tensor) -> PackedIndex:
+    """Index of N prompts of `lengths` (N,), packed one after another, in a table (N, P)."""
+    count, width = len(lengths), int(lengths.max())
+    if bool((lengths == width).all()):
+        return PackedIndex(None, None, None, (count, width))
+    column = torch.arange(width, device=lengths.device)
+    real = column < lengths[:, None]
+    starts = lengths.cumsum(0) - lengths
+    index = (starts[:, None] + column).masked_fill(~real, 0)
+    return PackedIndex(index, torch.nonzero(real.flatten()).flatten(), real, (count, width))
+
+
+def response_index(lengths: Tensor, group: Tensor, prompts: int) -> PackedIndex:
+    """Index of B responses of `lengths` (B,) to the prompts `group` (B,), packed, in a table (N, G, T)."""
+    sizes = torch.bincount(group, minlength=prompts)
+    width, most = int(lengths.max()), int(sizes.max())
+    shape = (prompts, most, width)
+    in_order = bool((group == torch.arange(len(group), device=group.device) // most).all())
+    if in_order and len(group) == prompts * most and bool((lengths == width).all()):
+        return PackedIndex(None, None, None, shape)
+    order = torch.argsort(group, stable=True)
+    rank = torch.empty_like(group)
+    rank[order] = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group[order]]
+    row = torch.full((prompts, most), -1, dtype=torch.int64, device=group.device)
+    row[group, rank] = torch.arange(len(group), device=group.device)
+    column = torch.arange(width, device=group.device)
+    real = (row >= 0)[..., None] & (column < lengths[row.clamp(min=0)][..., None])
+    starts = (lengths.cumsum(0) - lengths)[row.clamp(min=0)]
+    index = (starts[..., None] + column).masked_fill(~real, 0)
+    inverse = torch.empty(int(lengths.sum()), dtype=torch.int64, device=group.device)
+    inverse[index[real]] = torch.nonzero(real.flatten()).flatten()
+    return PackedIndex(index, inverse, real, shape)
+
+
+@dataclass
+class PromptRow:
+    """N prompts in one row: each attends to itself, causally, and leaves its keys and values."""
+
+    places: PackedIndex
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    """By layer: (N, Hk, P, d), rotary applied."""
+    values: dict[int, Tensor] = field(default_factory=dict)
+    """By layer: (N, Hk, P, d)."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Attention (1, M, H, d) of a layer for query (1, H, M, d), key and value (1, Hk, M, d), rotary applied."""
+        q, k, v = (self.places.gather(x[0].transpose(0, 1)).transpose(1, 2) for x in _workable(query, key, value))
+        if layer not in self.keys:  # a recomputed layer must not replace what the responses already read
+            self.keys[layer], self.values[layer] = k, v
+        with _no_autocast(q):
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return self.places.scatter(out.transpose(1, 2))[None].to(query.dtype)
+
+
+@dataclass
+class ResponseRow:
+    """B responses in one row: each attends to its prompt and, causally, to itself."""
+
+    places: PackedIndex
+    prompt_real: Tensor | None
+    """(N, P) bool, False on the padding of the prompts; None where they are equally long."""
+    keys: list[Tensor]
+    """By layer: (N, Hk, P, d) of the prompts, rotary applied."""
+    values: list[Tensor]
+    """By layer: (N, Hk, P, d)."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Attention (1, M, H, d) of a layer for query (1, H, M, d), key and value (1, Hk, M, d), rotary applied.
+
+        Gradient: into query, key and value, and into the prompts' keys and values, there summed over the group.
+        """
+        own = [self.places.gather(x[0].transpose(0, 1)) for x in (query, key, value)]
+        q, k, v, prompt_k, prompt_v = _workable(*own, self.keys[layer], self.values[layer])
+        size = query.shape[-1] ** -0.5 if scale is None else scale
+        with _no_autocast(query):
+            out = joined_attention(q, k, v, prompt_k, prompt_v, self.prompt_real, size)
+        return self.places.scatter(out)[None].to(query.dtype)

@@ -1,0 +1,478 @@
+"""Decode token by token without the transformers modules: few, large operations in buffers made beforehand.
+
+A prompt's keys and values are read once for all rows of its group and each row adds its own, as in Hydragen (arXiv
+2402.05099), but with one softmax over both parts. The rows of a group have neighbouring slots:
+
+    prompt              0              1
+    slot                0    1    2    3    4    5      N groups of R slots, R = rows of the largest group
+    row                 0    1    2    3    4    -      an unused slot repeats row 0 and is never read
+    scores of a slot    [far: the P tokens of its prompt | near: the tokens that it has read]
+
+The text decoders of Qwen2.5-VL and Qwen3-VL differ in their biases and in the norm of each head. Shapes: b rows, N
+prompts, H query heads, r of them to each of the Hk key heads, d the width of a head, t tokens read, V tokens known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmrl.vlm.engine.prefix import Prefix
+
+if TYPE_CHECKING:
+    from mmrl.vlm.engine.policy import VlmPolicy
+
+
+@dataclass(frozen=True)
+class LeanNorm:
+    """RMS norm as x / hypot(|x|, sqrt(n eps)) times weight times sqrt(n), in half as many operations as usual."""
+
+    scale: Tensor
+    """(..., n) float32, weight times sqrt(n)."""
+    floor: Tensor
+    """() float32, sqrt(n eps)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise the last axis of x (b, ..., n), to float32."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return torch.div(x, torch.hypot(size, self.floor)).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class LeanLinear:
+    """A linear layer with its low-rank adapters."""
+
+    weight: Tensor
+    """(out, in)."""
+    bias: Tensor | None = None
+    """(out,)."""
+    low: Tensor | None = None
+    """(r, in), all active adapters; None without."""
+    high: Tensor | None = None
+    """(out, r), with the adapters' scale."""
+    blocks: Tensor | None = None
+    """(n, in, BLOCK), the weight seen as n matrices; None where it is not to be multiplied so."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map rows (b, in) to (b, out)."""
+        if self.blocks is None or not FEW_ROWS[0] <= x.shape[0] <= FEW_ROWS[1]:
+            result = functional.linear(x, self.weight, self.bias)
+        else:
+            result = self.multiply_blocks(x).transpose(0, 1).reshape(x.shape[0], -1)
+            result = result if self.bias is None else result.add_(self.bias)
+        if self.low is not None and self.high is not None:
+            inner = functional.linear(x.to(self.low.dtype), self.low)
+            result.add_(functional.linear(inner, self.high))
+        return result
+
+    def multiply_blocks(self, x: Tensor) -> Tensor:
+        """(n, b, BLOCK), products of rows (b, in) with the blocks."""
+        assert self.blocks is not None
+        return torch.bmm(x.expand(self.blocks.shape[0], -1, -1), self.blocks)
+
+
+@dataclass(frozen=True)
+class LeanMlp:
+    """down(silu(gate(x)) * up(x))."""
+
+    gate: LeanLinear
+    up: LeanLinear
+    down: LeanLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map rows (b, H) to (b, H)."""
+        plain = self.gate.blocks is not None and self.gate.low is None and self.up.low is None
+        if not plain or not FEW_ROWS[0] <= x.shape[0] <= FEW_ROWS[1]:
+            return self.down(functional.silu(self.gate(x), inplace=True).mul_(self.up(x)))
+        inner = functional.silu(self.gate.multiply_blocks(x), inplace=True).mul_(self.up.multiply_blocks(x))
+        return self.down(inner.transpose(0, 1).reshape(x.shape[0], -1))
+
+
+@dataclass(frozen=True)
+class LeanLayer:
+    """Weights of one decoder layer."""
+
+    norm_attention: LeanNorm
+    qkv: LeanLinear
+    """Heads of the queries, then of the keys, then of the values."""
+    norm_heads: LeanNorm | None
+    """Norm of each query and key head (heads + kv_heads, d); None without."""
+    out: LeanLinear
+    norm_mlp: LeanNorm
+    mlp: LeanMlp
+
+
+@dataclass(frozen=True)
+class LeanWeights:
+    """A text decoder in the precision that it computes in."""
+
+    embedding: Tensor
+    """(V, H)."""
+    layers: tuple[LeanLayer, ...]
+    norm: LeanNorm
+    head: LeanLinear
+    frequencies: Tensor
+    """(d / 2,) float32, radians a position."""
+    rotary_scale: float
+    """Factor on the rotation's cosine and sine."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    """Precision of the decoder layers' matrix products."""
+
+
+def unsupported_reason(policy: VlmPolicy) -> str | None:
+    """Why a policy's tokens cannot be drawn with the lean decoder."""
+    network = policy.network
+    text = network.config.text_config
+    if network.config.model_type not in FAMILIES:
+        return f"the architecture is {network.config.model_type}"
+    if not policy.shares_prefix:
+        return "prompts are not shared"
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        return "some layers attend through a sliding window"
+    if text.hidden_act != "silu":
+        return f"the activation is {text.hidden_act}"
+    if text.rope_parameters["rope_type"] in ("dynamic", "longrope"):
+        return "the rotary frequencies depend on the length"
+    model = network.model.language_model
+    if type(model.embed_tokens) is not nn.Embedding or type(network.lm_head) is not nn.Linear:
+        return "the embedding or the head is not an ordinary layer"
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        for linear in (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            if reason := _unsupported_linear(linear):
+                return reason
+    return None
+
+
+def lean_weights(policy: VlmPolicy) -> LeanWeights:
+    """The weights that a policy's tokens are drawn with, as they are now."""
+    network = policy.network
+    model = network.model.language_model
+    kind, embedding = policy.device.type, model.embed_tokens.weight
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        return LeanWeights(
+            embedding=embedding.detach(),
+            layers=tuple(_layer(layer, cast) for layer in model.layers),
+            norm=_norm([model.norm.weight], model.norm),
+            head=_linear([network.lm_head], embedding.dtype),
+            frequencies=model.rotary_emb.inv_freq.float(),
+            rotary_scale=float(model.rotary_emb.attention_scaling),
+            heads=network.config.text_config.num_attention_heads,
+            kv_heads=network.config.text_config.num_key_value_heads,
+            head_dim=model.layers[0].self_attn.head_dim,
+            dtype=cast or embedding.dtype,
+        )
+
+
+def _layer(layer: Any, cast: torch.dtype | None) -> LeanLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    gate, up, down = (_linear([linear], cast) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    norm_heads = None
+    if hasattr(attention, "q_norm"):  # Qwen3-VL
+        pairs = ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj))
+        weights = [norm.weight.expand(linear.out_features // attention.head_dim, -1) for norm, linear in pairs]
+        norm_heads = _norm(weights, attention.q_norm)
+    return LeanLayer(
+        norm_attention=_norm([layer.input_layernorm.weight], layer.input_layernorm),
+        qkv=_linear([attention.q_proj, attention.k_proj, attention.v_proj], cast),
+        norm_heads=norm_heads,
+        out=_linear([attention.o_proj], cast),
+        norm_mlp=_norm([layer.post_attention_layernorm.weight], layer.post_attention_layernorm),
+        mlp=LeanMlp(gate, up, down),
+    )
+
+
+def _norm(weights: Sequence[Tensor], norm: Any) -> LeanNorm:
+    weight = torch.cat(list(weights)).float()
+    size = weight.shape[-1]
+    return LeanNorm(scale=weight * size**0.5, floor=weight.new_tensor((size * norm.variance_epsilon) ** 0.5))
+
+
+def _linear(linears: Sequence[Any], cast: torch.dtype | None) -> LeanLinear:
+    """Layers with the same input as one layer."""
+    bases = [_base(linear) for linear in linears]
+    biases = [base.bias for base in bases if base.bias is not None]
+    low, high = _low_rank(linears)
+    weight = _join([base.weight for base in bases], cast)
+    # on a CPU MKL multiplies a few rows with a large matrix at two thirds of its speed for a batch of matrices
+    slow = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= LARGE
+    return LeanLinear(
+        weight=weight,
+        bias=_join(biases, cast) if biases else None,
+        low=None if low is None else _join([low], cast),
+        high=None if high is None else _join([high], cast),
+        blocks=weight.unflatten(0, (-1, BLOCK)).transpose(1, 2) if slow and weight.shape[0] % BLOCK == 0 else None,
+    )
+
+
+def _join(parts: Sequence[Tensor], cast: torch.dtype | None) -> Tensor:
+    whole = (torch.cat(list(parts)) if len(parts) > 1 else parts[0]).detach()
+    return whole if cast is None else whole.to(cast)
+
+
+def _low_rank(linears: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
+    """Active adapters of layers with the same input: (r, in) of all, and (out, r), each for its own outputs."""
+    low, high = [], []
+    for linear in linears:
+        names = _adapters(linear)
+        low += [linear.lora_A[name].weight for name in names]
+        wide = [linear.lora_B[name].weight * linear.scaling[name] for name in names]
+        high.append(torch.cat(wide, 1) if wide else _base(linear).weight.new_zeros(linear.out_features, 0))
+    return (torch.cat(low), torch.block_diag(*high)) if low else (None, None)
+
+
+def _unsupported_linear(linear: Any) -> str | None:
+    if type(linear) is nn.Linear:
+        return None
+    if type(_base(linear)) is not nn.Linear or not hasattr(linear, "lora_A"):
+        return f"a {type(linear).__name__} replaces a linear layer"
+    if linear.lora_variant or any(linear.lora_bias.values()):
+        return "the adapters are of a variant of LoRA"
+    return None
+
+
+def _base(linear: Any) -> Any:
+    return getattr(linear, "base_layer", linear)
+
+
+def _adapters(linear: Any) -> list[str]:
+    """Adapters whose output the layer adds to that of its weight."""
+    if not hasattr(linear, "base_layer") or linear.disable_adapters or linear.merged:
+        return []
+    return [name for name in linear.active_adapters if name in linear.lora_A]
+
+
+BLOCK = 64
+"""Rows of a matrix in one product of a batch."""
+LARGE = 2**18
+"""Elements of a matrix from which on blocks pay."""
+FEW_ROWS = (5, 15)
+"""Fewest and most rows for which they pay."""
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+ROOM = 64
+"""Steps that the caches have room for at first; they double when it is used up."""
+
+
+class PrefixDecoder:
+    """Rows that are decoded together, at most `steps` tokens each.
+
+    `prefix` holds N prompts without history; `prompt` (b,) int64 is the prompt of each row, ascending, and every prompt
+    has a row; the tokens `banned` (K,) int64 are never drawn.
+    """
+
+    def __init__(self, weights: LeanWeights, prefix: Prefix, prompt: Tensor, steps: int, banned: Tensor) -> None:
+        self._weights = weights
+        self._banned = banned
+        self._attention = _GroupAttention(weights, prefix, prompt, steps)
+
+    def keep(self, index: Tensor) -> None:
+        """Drop all rows but `index` (n,), and the prompts that are left without rows."""
+        self._attention.keep(index)
+
+    def cached(self, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the tokens that rows (n,) have read, for each layer (n, Hk, t, d)."""
+        return self._attention.cached(index)
+
+    def advance(self, token: Tensor) -> Tensor:
+        """Read one token of each row (b,) and return the states (b, width) that predict the next."""
+        weights, attention = self._weights, self._attention
+        with torch.autocast(token.device.type, enabled=False):
+            attention.begin_step()
+            hidden = functional.embedding(token, weights.embedding)
+            for number, layer in enumerate(weights.layers):
+                x = layer.norm_attention(hidden).to(weights.dtype)
+                hidden.add_(layer.out(attention(number, layer, x).to(x.dtype)))
+                hidden.add_(layer.mlp(layer.norm_mlp(hidden).to(weights.dtype)))
+            return weights.norm(hidden).to(hidden.dtype)
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities (b, V) float32 of the next token."""
+        with torch.autocast(states.device.type, enabled=False):
+            logits = self._weights.head(states).float()
+        if temperature != 1.0:
+            logits.div_(temperature)
+        return logits.index_fill_(1, self._banned, float("-inf")).log_softmax(-1)
+
+
+class _Slots:
+    """Slots of b rows among N groups."""
+
+    def __init__(self, prompt: Tensor, groups: int) -> None:
+        number = torch.arange(len(prompt), device=prompt.device)
+        counts = torch.bincount(prompt, minlength=groups)
+        self.prompt = prompt
+        self.size = int(counts.max())  # R
+        self.of_row = prompt * self.size + number - (counts.cumsum(0) - counts)[prompt]  # (b,)
+        self.row = torch.zeros(groups * self.size, dtype=torch.int64, device=prompt.device)  # (N R,)
+        self.row.index_copy_(0, self.of_row, number)
+        self.ragged = len(self.row) != len(prompt)  # some are unused
+
+
+class _Buffers:
+    """Tensors that every layer of every step writes to, with the views of them that its operations need."""
+
+    def __init__(self, weights: LeanWeights, slots: _Slots, prompt_width: int) -> None:
+        heads, kv_heads, d = weights.heads, weights.kv_heads, weights.head_dim
+        groups = len(slots.row) // slots.size
+        rows = weights.frequencies.new_empty(len(slots.prompt), heads + 2 * kv_heads, d)
+        self.incoming = rows.flatten(1)  # (b, (H + 2 Hk) d), the projections of a layer
+        self.heads_in, self.values_in = rows.split([heads + kv_heads, kv_heads], 1)
+        self.first_half, self.second_half = self.heads_in.chunk(2, -1)
+        self.rotated = rows.new_empty(self.heads_in.shape)
+        self.rotated_first, self.rotated_second = self.rotated.chunk(2, -1)
+        # without unused slots the rows already stand in the order of their slots
+        self.slot_heads, self.slot_values = self.rotated, self.values_in
+        if slots.ragged:
+            self.slot_heads = rows.new_empty(groups * slots.size, heads + kv_heads, d)
+            self.slot_values = rows.new_empty(groups * slots.size, kv_heads, d)
+        queries, keys = self.slot_heads.unflatten(0, (groups, slots.size)).split([heads, kv_heads], 2)
+        self.unscaled_queries = queries.unflatten(2, (kv_heads, -1)).transpose(1, 2)  # (N, Hk, R, r, d)
+        self.keys = keys.transpose(1, 2)  # (N, Hk, R, d)
+        self.values = self.slot_values.unflatten(0, (groups, slots.size)).transpose(1, 2)  # (N, Hk, R, d)
+        self.queries = rows.new_empty(self.unscaled_queries.shape)
+        self.far_queries = self.queries.flatten(2, 3).flatten(0, 1)  # (N Hk, R r, d)
+        self.near_queries = self.queries.flatten(0, 2)  # (N Hk R, r, d)
+        context = torch.empty_like(self.queries)
+        self.far_context, self.near_context = context.flatten(2, 3).flatten(0, 1), context.flatten(0, 2)
+        self.slot_context = context.transpose(1, 2)  # (N, R, Hk, r, d)
+        self.far = rows.new_empty(*self.far_queries.shape[:2], prompt_width)  # (N Hk, R r, P)
+        self.far_by_group = self.far.view(groups, -1, prompt_width)
+        self.far_by_slot = self.far.view(*self.near_queries.shape[:2], -1)
+
+
+class _Step:
+    """Tensors of one step, the t-th; made once for all layers: between large products small calls find cold caches."""
+
+    def __init__(self, buffers: _Buffers, keys: list[Tensor], values: list[Tensor], t: int) -> None:
+        (batch, _, width), (slots, heads, _) = buffers.far.shape, buffers.near_queries.shape
+        self.near = buffers.far.new_empty(slots, heads, t)
+        self.scores = buffers.far.new_empty(slots, heads, width + t)
+        self.probabilities = torch.empty_like(self.scores)
+        self.far_probabilities = self.probabilities.view(batch, -1, width + t)[..., :width]
+        self.near_probabilities = self.probabilities[..., width:]
+        self.new_keys = [layer.select(4, t - 1) for layer in keys]
+        self.new_values = [layer.select(3, t - 1) for layer in values]
+        self.keys = [layer.narrow(4, 0, t).flatten(0, 2) for layer in keys]
+        self.values = [layer.narrow(3, 0, t).flatten(0, 2) for layer in values]
+
+
+class _GroupAttention:
+    """Attention of rows to the prompt of their group, `far`, and to themselves, `near`, in float32."""
+
+    def __init__(self, weights: LeanWeights, prefix: Prefix, prompt: Tensor, steps: int) -> None:
+        self.weights = weights
+        self.lengths, self.next_position = prefix.lengths, prefix.next_position
+        # (N Hk, d, P) and (N Hk, P, d): matrix products are the fastest in this order
+        self.prefix_keys = [x.transpose(2, 3).float().contiguous().flatten(0, 1) for x in prefix.keys]
+        self.prefix_values = [x.float().contiguous().flatten(0, 1) for x in prefix.values]
+        self.read, self.steps, self.room = 0, steps, 0
+        self._arrange(prompt)
+        # (N, Hk, R, d, room) and (N, Hk, R, room, d)
+        shape, width = (len(prefix), weights.kv_heads, self.slots.size), weights.head_dim
+        self.keys = [self.buffers.queries.new_empty(*shape, width, 0) for _ in prefix.keys]
+        self.values = [self.buffers.queries.new_empty(*shape, 0, width) for _ in prefix.values]
+
+    def keep(self, index: Tensor) -> None:
+        """Drop all rows but some (n,), and the prompts that are left without rows."""
+        kv_heads, before, size = self.weights.kv_heads, self.slots.of_row[index], self.slots.size
+        live, prompt = torch.unique_consecutive(self.slots.prompt[index], return_inverse=True)
+        if len(live) < len(self.lengths):
+            self.lengths, self.next_position = self.lengths[live], self.next_position[live]
+            self.prefix_keys, self.prefix_values = (
+                [x.unflatten(0, (-1, kv_heads))[live].flatten(0, 1) for x in layers]
+                for layers in (self.prefix_keys, self.prefix_values)
+            )
+        self._arrange(prompt)
+        source = torch.zeros(len(live) * self.slots.size, dtype=torch.int64, device=index.device)
+        source = source.index_copy_(0, self.slots.of_row, before).view(-1, 1, self.slots.size)
+        head = torch.arange(kv_heads, device=index.device)[None, :, None]
+        for layers in (self.keys, self.values):
+            layers[:] = [old[source // size, head, source % size] for old in layers]
+
+    def cached(self, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the tokens that rows (n,) have read, for each layer (n, Hk, t, d)."""
+        slot, read = self.slots.of_row[index], self.read
+        group, number = slot // self.slots.size, slot % self.slots.size
+        keys = [keys[group, :, number, :, :read].transpose(2, 3).contiguous() for keys in self.keys]
+        return keys, [values[group, :, number, :read].contiguous() for values in self.values]
+
+    def begin_step(self) -> None:
+        """Make room for one more token of each row."""
+        if self.read == self.room:
+            self._make_room()
+        self.cosine, self.sine = self.cosines[self.read], self.sines[self.read]
+        self.read += 1
+        self.step = _Step(self.buffers, self.keys, self.values, self.read)
+
+    def __call__(self, number: int, layer: LeanLayer, x: Tensor) -> Tensor:
+        """Attention (b, H d) float32 of a layer for its normed states (b, width)."""
+        buffers, step = self.buffers, self.step
+        buffers.incoming.copy_(layer.qkv(x))
+        if layer.norm_heads is not None:
+            buffers.heads_in.copy_(layer.norm_heads(buffers.heads_in))
+        self._rotate()
+        torch.mul(buffers.unscaled_queries, self.weights.head_dim**-0.5, out=buffers.queries)
+        step.new_keys[number].copy_(buffers.keys)
+        step.new_values[number].copy_(buffers.values)
+        torch.bmm(buffers.far_queries, self.prefix_keys[number], out=buffers.far)
+        if self.padding is not None:
+            buffers.far_by_group.add_(self.padding)
+        torch.bmm(buffers.near_queries, step.keys[number], out=step.near)
+        torch.cat((buffers.far_by_slot, step.near), -1, out=step.scores)
+        torch.softmax(step.scores, -1, out=step.probabilities)
+        torch.bmm(step.far_probabilities, self.prefix_values[number], out=buffers.far_context)
+        buffers.near_context.baddbmm_(step.near_probabilities, step.values[number])
+        context = buffers.slot_context.reshape(len(self.slots.row), -1)
+        return context.index_select(0, self.slots.of_row) if self.slots.ragged else context
+
+    def _rotate(self) -> None:
+        """Turn queries and keys by their position, and spread them over the slots."""
+        buffers = self.buffers
+        torch.mul(buffers.heads_in, self.cosine, out=buffers.rotated)
+        buffers.rotated_first.addcmul_(buffers.second_half, self.sine, value=-1)
+        buffers.rotated_second.addcmul_(buffers.first_half, self.sine)
+        if self.slots.ragged:
+            torch.index_select(buffers.rotated, 0, self.slots.row, out=buffers.slot_heads)
+            torch.index_select(buffers.values_in, 0, self.slots.row, out=buffers.slot_values)
+
+    def _arrange(self, prompt: Tensor) -> None:
+        """Give each row its slot; everything that has their shape is made anew."""
+        self.slots = _Slots(prompt, len(self.lengths))
+        width = self.prefix_keys[0].shape[2]
+        padding = torch.arange(width, device=prompt.device) >= self.lengths[:, None]
+        self.padding = None
+        if bool(padding.any()):
+            self.padding = padding.float().masked_fill_(padding, float("-inf"))[:, None]
+        self.buffers = _Buffers(self.weights, self.slots, width)
+        self._make_rotations()
+
+    def _make_room(self) -> None:
+        self.room = min(max(ROOM, 2 * self.room), self.steps)
+        for layers, axis in ((self.keys, 4), (self.values, 3)):
+            for number, old in enumerate(layers):
+                shape = list(old.shape)
+                shape[axis] = self.room
+                layers[number] = old.new_empty(shape)
+                layers[number].narrow(axis, 0, self.read).copy_(old.narrow(axis, 0, self.read))
+        self._make_rotations()
+
+    def _make_rotations(self) -> None:
+        """Cosines and sines (room, b, 1, ...) of every step; a response token's three positions are equal."""
+        steps = torch.arange(self.room, device=self.slots.prompt.device)
+        position = steps[:, None] + self.next_position[self.slots.prompt]
+        angle = position.float()[..., None, None] * self.weights.frequencies
+        self.cosines = torch.cat([angle.cos()] * 2, -1) * self.weights.rotary_scale
+        self.sines = angle.sin() * self.weights.rotary_scale

@@ -1,0 +1,477 @@
+"""The policy: a vision-language model that scores rollouts and computes each prompt once for its whole group."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from mmrl.core.logprobs import linear_logprobs
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+from mmrl.files import replaced
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.video_sampling import Frames
+from mmrl.runs.checkpoint import check_model
+from mmrl.training.processes import avoid_refused_instructions
+from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_turn
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.engine.attention import (
+    ATTENTION_NAME,
+    PromptRow,
+    ResponseRow,
+    prompt_index,
+    register_attention,
+    response_index,
+)
+from mmrl.vlm.engine.prefix import Prefix, PrefixStore
+from mmrl.vlm.engine.rows import (
+    PackedRows,
+    Reading,
+    joined_rows,
+    make_reading,
+    pack_prompts,
+    pack_reading,
+    pack_rows,
+    tabulate,
+)
+from mmrl.vlm.model.config import FrozenModelConfig, ModelConfig
+from mmrl.vlm.model.network import add_adapter, build_model_if_missing, load_network, make_value_head, resolve_model
+from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor
+from mmrl.vlm.model.storage import (
+    VALUE_HEAD_FILE,
+    load_model_weights,
+    load_value_head,
+    merged_state,
+    save_model,
+    save_value_head,
+)
+from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, multiply_patches, weights_state
+
+OUTPUTS = frozenset({"logp", "entropy", "values"})
+
+
+class VlmPolicy(nn.Module):
+    """A causal language model with a vision tower, as an actor and optionally a critic.
+
+    Args:
+        model: transformers model, or the peft model around it.
+        processor: its processor.
+        config: how it was loaded.
+        value_head: critic from a state (M, H) to a value (M, 1).
+    """
+
+    model: Any
+    value_head: nn.Module | None
+    banned_ids: Tensor
+
+    def __init__(
+        self, model: nn.Module, processor: Any, config: ModelConfig, value_head: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.processor = processor
+        self.config = config
+        self.value_head = value_head
+        tokenizer = processor.tokenizer
+        self.eos_ids = eos_ids(self.network, tokenizer)
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
+        self.register_buffer("banned_ids", banned_ids(self.network, tokenizer), persistent=False)
+        self.features = FeatureCache()
+        self.prefixes = PrefixStore(self)
+        self._adapter_off = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VlmPolicy:
+        """A copy shares a frozen vision tower and its features with the original, and starts without prefixes."""
+        tower = self.network.model.visual
+        if not any(parameter.requires_grad for parameter in tower.parameters()):
+            memo[id(tower)], memo[id(self.features)] = tower, self.features
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "prefixes"})
+        copied.prefixes = PrefixStore(copied)
+        return copied
+
+    @property
+    def network(self) -> Any:
+        """The transformers model, out of its peft wrapper."""
+        return self.model.base_model.model if self.has_adapter else self.model
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the model carries LoRA adapters."""
+        return hasattr(self.model, "peft_config")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the language model's head."""
+        return self.network.lm_head.weight.device
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether the prompt is computed once for its group; else once for each response."""
+        return self.network.config.text_config._attn_implementation == ATTENTION_NAME  # type: ignore[no-any-return]
+
+    @property
+    def positions(self) -> int:
+        """Tokens of prompt and response that the model has positions for."""
+        return int(self.network.config.text_config.max_position_embeddings)
+
+    def check_response_length(self, max_new_tokens: int) -> None:
+        """Refuse responses that fit after no prompt; raises UserError."""
+        if max_new_tokens >= self.positions:
+            raise UserError(
+                f"sampler.max_new_tokens is {max_new_tokens}, but {self.config.path} has {self.positions} positions "
+                "for prompt and response together; make it smaller"
+            )
+
+    @property
+    def layout(self) -> PromptLayout:
+        """The model's sizes that the encoding of prompts depends on."""
+        vision = self.network.config.vision_config
+        longest, limit = self.positions - 1, self.config.max_prompt_tokens
+        own = limit is not None and limit <= longest
+        return PromptLayout(
+            patch_size=int(vision.patch_size),
+            max_tokens=limit if own and limit is not None else longest,
+            limit_source="model.max_prompt_tokens" if own else "what the model's positions leave for a prompt",
+            merge_size=int(vision.spatial_merge_size),
+            tokens_per_second=getattr(vision, "tokens_per_second", None),
+        )
+
+    def encode(
+        self, task: VlmTask, images: Sequence[Image.Image] | None = None, videos: Sequence[Frames] | None = None
+    ) -> Prompt:
+        """Turn a task into a prompt.
+
+        Args:
+            task: question with its images and videos.
+            images: use these in place of the task's.
+            videos: use these frames in place of the task's videos.
+
+        Raises:
+            TaskError: the question cannot be encoded.
+        """
+        return encode_prompt(task, self.processor, self.layout, images, videos)
+
+    def encode_turn(
+        self, task: VlmTask, images: Sequence[Image.Image] | None = None, *, answered: bool = True
+    ) -> Prompt:
+        """Turn the user's next message into the tokens between two answers of the model.
+
+        Args:
+            task: the message, with its images.
+            images: use these in place of the task's.
+            answered: whether the answer before it has its end token; else the result begins with one.
+
+        Returns:
+            Tokens and pixels, with positions from 0.
+
+        Raises:
+            TaskError: the message cannot be encoded.
+        """
+        return encode_turn(task, self.processor, self.layout, answered=answered, images=images)
+
+    def forward(
+        self,
+        rollouts: Rollouts,
+        *,
+        view: str = "original",
+        temperature: float = 1.0,
+        outputs: frozenset[str] = frozenset({"logp"}),
+    ) -> PolicyOutputs:
+        """Score the sampled tokens of every row.
+
+        Args:
+            rollouts: rows whose payload is a `VlmPayload`.
+            view: form of the prompts: "original" or a key of the payload's views.
+            temperature: logits are divided by it.
+            outputs: any of "logp", "entropy" and "values".
+
+        Returns:
+            Scores (B, T) float32, 0 where the mask is 0. The value is that of the state before each token.
+
+        Raises:
+            ValueError: unknown outputs, or values without a value head.
+
+        Gradient: flows into all trainable weights, that of the values only into the value head where
+        `model.critic.stop_gradient` is set; each distinct prompt passes the vision tower once, and where
+        `shares_prefix` the language model too.
+        """
+        if not outputs <= OUTPUTS:
+            raise ValueError(f"outputs={sorted(outputs)}; a policy scores: {', '.join(sorted(OUTPUTS))}.")
+        if "values" in outputs and self.value_head is None:
+            raise ValueError('outputs has "values" but the policy has no value head; load it with value_head=True.')
+        states, targets = self._states(rollouts, view)
+        row_and_step = torch.nonzero(rollouts.mask.to(self.device), as_tuple=True)
+
+        def spread(flat: Tensor) -> Tensor:
+            """Scores (M,) of the tokens under the mask, put back to where they came from."""
+            zeros = torch.zeros(rollouts.mask.shape, dtype=flat.dtype, device=flat.device)
+            return zeros.index_put(row_and_step, flat)
+
+        read, head = states, self.network.lm_head.weight
+        if not outputs & {"logp", "entropy"}:
+            read, head = states.detach(), head.detach()
+        entropy = "entropy" in outputs
+        found = linear_logprobs(read, head, targets, temperature=temperature, banned=self.banned_ids, entropy=entropy)
+        values = None
+        if "values" in outputs and self.value_head is not None:
+            with _no_autocast(states):
+                seen = states.detach() if self.config.critic.stop_gradient else states
+                values = spread(self.value_head(seen.float()).squeeze(-1))
+        return PolicyOutputs(
+            logp=spread(found.logp),
+            entropy=None if found.entropy is None else spread(found.entropy),
+            values=values,
+        )
+
+    def states(self, rollouts: Rollouts, *, view: str = "original") -> Tensor:
+        """Last hidden states before the tokens under the mask, for critics of a recipe's own.
+
+        Args:
+            rollouts: rows whose payload is a `VlmPayload`.
+            view: form of the prompts, as in `forward`.
+
+        Returns:
+            (M, H), the tokens row by row.
+
+        Gradient: as in `forward`.
+        """
+        return self._states(rollouts, view)[0]
+
+    def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
+        """Run N prompts through the vision tower and the language model, each once.
+
+        Gradient: flows into all trainable weights.
+        """
+        device = self.device
+        rows = pack_prompts(prompts, device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        shared = PromptRow(prompt_index(lengths))
+        hidden = self.run(rows, gather_features(self.network.model, prompts, self.features), shared=shared)
+        layers = range(len(shared.keys))
+        return Prefix(
+            keys=[shared.keys[layer] for layer in layers],
+            values=[shared.values[layer] for layer in layers],
+            lengths=lengths,
+            next_position=torch.tensor([prompt.next_position for prompt in prompts], device=device),
+            last_state=hidden[0, lengths.cumsum(0) - 1],
+        )
+
+    def weights_state(self) -> tuple[object, ...]:
+        """Changes whenever the same prompt would be computed to other numbers: weights, adapter, precision."""
+        kind = self.device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return weights_state(self.parameters()), self._adapter_off, precision
+
+    def _states(self, rollouts: Rollouts, view: str) -> tuple[Tensor, Tensor]:
+        """States (M, H) before the tokens under the mask, and these tokens (M,)."""
+        payload = VlmPayload.of(rollouts)
+        mask = rollouts.mask.to(self.device)
+        reading = make_reading(payload, view, rollouts.group.to(self.device), mask)
+        # responses that are alone with their prompt have nothing to share, and one row each is one pass less
+        sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
+        return (self._shared_states(reading) if sharing else self._flat_states(reading)), reading.targets
+
+    def _flat_states(self, reading: Reading) -> Tensor:
+        """States before the scored tokens, every row with a prompt of its own."""
+        prompts, group, lengths = reading.prompts, reading.group, reading.lengths
+        if reading.inserts:  # rows with images are prompts of their own
+            before = torch.tensor([len(prompt) for prompt in prompts], device=group.device)[group]
+            prompts, group = joined_rows(reading), torch.arange(len(lengths), device=group.device)
+            lengths = torch.zeros_like(lengths)
+        table = tabulate(prompts, self.pad_id, group.device)
+        rows = pack_rows(table, group, reading.tokens, lengths, self.pad_id)
+        hidden = self.run(rows, gather_features(self.network.model, prompts, self.features))
+        if not reading.inserts:
+            before = table.lengths[group]
+        return hidden[reading.row, before[reading.row] - 1 + reading.step]
+
+    def _shared_states(self, reading: Reading) -> Tensor:
+        """States before the scored tokens, with each prompt computed once."""
+        prefix = self.prefixes.get(reading.prompts, reading.view)
+        lengths, group, row, step = reading.lengths, reading.group, reading.row, reading.step
+        states = prefix.last_state
+        if int(lengths.sum()):
+            shared = ResponseRow(response_index(lengths, group, len(prefix)), prefix.real, prefix.keys, prefix.values)
+            rows = pack_reading(reading, prefix.next_position[group])
+            inserted = [insert.prompt for own in reading.inserts for insert in own]
+            features = gather_features(self.network.model, inserted, self.features) if inserted else None
+            states = torch.cat([states, self.run(rows, features, shared=shared)[0]])
+        starts = len(prefix) + lengths.cumsum(0) - lengths
+        # the first token of a row is predicted by the prompt's last state, which the group shares
+        return states[torch.where(step == 0, group[row], starts[row] + step - 1)]
+
+    def run(self, rows: PackedRows, features: VisionFeatures | None, **options: Any) -> Tensor:
+        """Last hidden states (B, L, H) of packed rows."""
+        embeddings, extra = self.embed(rows, features)
+        language_model = self.network.model.language_model
+        output = language_model(
+            inputs_embeds=embeddings, position_ids=rows.positions, use_cache=False, **extra, **options
+        )
+        return output.last_hidden_state
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities (b, V) float32 of the next token, with the banned tokens and temperature of scoring."""
+        weight = self.network.lm_head.weight
+        with _no_autocast(states):
+            logits = nn.functional.linear(states, weight.to(states.dtype)).float() / temperature
+        return logits.index_fill(1, self.banned_ids, float("-inf")).log_softmax(-1)
+
+    def embed(self, rows: PackedRows, features: VisionFeatures | None) -> tuple[Tensor, dict[str, Any]]:
+        """Token embeddings (B, L, H) with the image features in them, and the language model's further arguments."""
+        embeddings = self.network.get_input_embeddings()(rows.ids)
+        if features is None:
+            return embeddings, {}
+        chosen = features.select(rows.features)
+        flat = torch.nonzero(rows.visual.flatten()).flatten()
+        tokens = chosen.tokens.to(embeddings.dtype)
+        embeddings = embeddings.flatten(0, 1).index_copy(0, flat, tokens).view_as(embeddings)
+        if not chosen.deepstack:
+            return embeddings, {}
+        return embeddings, {"visual_pos_masks": rows.visual, "deepstack_visual_embeds": list(chosen.deepstack)}
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Run the model without its LoRA adapters, as the reference of a KL term."""
+        if not self.has_adapter:
+            raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
+        self._adapter_off = True
+        try:
+            with self.model.disable_adapter():
+                yield
+        finally:
+            self._adapter_off = False
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write model, processor and value head to a folder.
+
+        Without LoRA it is an ordinary model folder. With LoRA it holds the adapter, whose configuration names the base
+        model; AutoModelForImageTextToText then loads the base model with the adapter.
+        """
+        save_model(self.model, Path(path))
+        self.processor.save_pretrained(path)
+        if self.value_head is not None:
+            save_value_head(self.value_head, Path(path))
+
+    def save_merged(self, path: Path | str) -> None:
+        """Write an ordinary model folder, with LoRA adapters added into the weights."""
+        if not self.has_adapter:
+            self.save_pretrained(path)
+            return
+        with replaced(Path(path)) as draft:
+            with quiet_transformers():
+                self.network.save_pretrained(draft, state_dict=merged_state(self.model))
+            self.processor.save_pretrained(draft)
+
+    def load_weights(self, path: Path | str) -> None:
+        """Load the weights that `save_pretrained` of a policy of the same shape wrote, bit for bit.
+
+        Raises:
+            UserError: the folder holds no such weights.
+        """
+        load_model_weights(self.model, Path(path))
+        if self.value_head is not None:
+            load_value_head(self.value_head, Path(path))
+
+
+def _no_autocast(x: Tensor) -> torch.autocast:
+    """Heads work in the precision of the states, as `linear_logprobs` does, so that all scores agree."""
+    return torch.autocast(device_type=x.device.type, enabled=False)
+
+
+LOGGER = logging.getLogger("mmrl")
+
+
+def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPolicy:
+    """Load or build a model and wrap it as a policy.
+
+    Args:
+        config: which model and how; a `ModelConfig` for one that is trained.
+        value_head: add a critic of `config.critic`; it starts at value 0 unless the folder holds one.
+
+    Returns:
+        The policy on the CPU, in evaluation mode.
+
+    Raises:
+        UserError: a setting is out of range, or the model is missing, damaged or of another architecture.
+    """
+    if not isinstance(config, ModelConfig):
+        config = ModelConfig(**vars(config))
+    check_config(config, "model")
+    if config.dtype == "bfloat16":
+        avoid_refused_instructions()
+    ensure_torchvision()
+    build_model_if_missing(config)
+    check_model(Path(config.path).expanduser())
+    base, adapter = resolve_model(config.path)
+    network = load_network(config, base)
+    processor = load_processor(str(adapter or base))
+    _set_pixels(processor, config)
+    model = _prepare(network, config, adapter)
+    head = make_value_head(network.config.text_config.hidden_size, config.critic) if value_head else None
+    if head is not None and (Path(config.path) / VALUE_HEAD_FILE).is_file():
+        load_value_head(head, Path(config.path))
+    return VlmPolicy(model, processor, config, head).eval()
+
+
+def _set_pixels(processor: Any, config: ModelConfig) -> None:
+    size = dict(processor.image_processor.size)
+    if config.min_pixels is not None:
+        size["shortest_edge"] = config.min_pixels
+    if config.max_pixels is not None:
+        size["longest_edge"] = config.max_pixels
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise UserError(
+            f"the processor's pixel budget is {size['shortest_edge']} to {size['longest_edge']}; "
+            "set both model.min_pixels and model.max_pixels"
+        )
+    processor.image_processor.size = size
+
+
+def _prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
+    """Freeze what is not trained, add adapters and switch on checkpointing and what saves time."""
+    model = network
+    if config.lora.enabled or adapter is not None:
+        model = add_adapter(network, config.lora, adapter)
+    if config.freeze_vision:
+        network.model.visual.requires_grad_(False)
+    if config.patch_product:
+        multiply_patches(network.model.visual)
+    if reason := _unshareable_reason(network, config):
+        LOGGER.info("prompts are computed once for each response (flat rows): %s", reason)
+    else:
+        network.config.text_config._attn_implementation = register_attention()
+        LOGGER.info("each prompt is computed once for its group (shared prefix)")
+    if config.gradient_checkpointing:
+        # the reentrant form needs an input that requires grad, which frozen embeddings do not give
+        options = {"use_reentrant": False}
+        if hasattr(network, "activation_checkpointing_enable"):
+            network.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return model
+
+
+def _unshareable_reason(network: Any, config: ModelConfig) -> str | None:
+    """Why the prompts of a model cannot be shared by their groups; None where they can."""
+    text = network.config.text_config
+    if not config.shared_prefix:
+        return "model.shared_prefix is false"
+    if config.attention != "sdpa":
+        return f"model.attention is {config.attention}, sharing needs sdpa"
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        return "some layers attend through a sliding window"
+    if getattr(text, "attention_dropout", 0.0):
+        return f"the model's attention_dropout is {text.attention_dropout}"
+    return None

@@ -1,0 +1,252 @@
+"""The part of a prompt's forward pass that its responses need: keys, values and last states."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmrl.vlm.data.prompt import Prompt
+
+
+@dataclass
+class Prefix:
+    """Keys, values and last states of N prompts, right-padded to the longest, P tokens."""
+
+    keys: list[Tensor]
+    """One for each decoder layer, (N, Hk, P, d), rotary applied."""
+    values: list[Tensor]
+    """One for each decoder layer, (N, Hk, P, d)."""
+    lengths: Tensor
+    """(N,) int64, tokens of each prompt."""
+    next_position: Tensor
+    """(N,) int64, rotary position of the first response token, the same along all three axes."""
+    last_state: Tensor
+    """(N, H), state after the final norm of each prompt's last token."""
+
+    def __len__(self) -> int:
+        """Number of prompts N."""
+        return self.lengths.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
+
+    @property
+    def real(self) -> Tensor | None:
+        """(N, P) bool, False on padding; None where nothing is padded."""
+        width = self.keys[0].shape[2]
+        if bool((self.lengths == width).all()):
+            return None
+        return torch.arange(width, device=self.lengths.device) < self.lengths[:, None]
+
+    def select(self, index: Tensor | list[int]) -> Prefix:
+        """Prompts `index` (n,), no wider than the longest of them."""
+        index = torch.as_tensor(index, device=self.lengths.device)
+        lengths = self.lengths[index]
+        width = int(lengths.max())
+        return Prefix(
+            keys=[x[index, :, :width] for x in self.keys],
+            values=[x[index, :, :width] for x in self.values],
+            lengths=lengths,
+            next_position=self.next_position[index],
+            last_state=self.last_state[index],
+        )
+
+    def detach(self) -> Prefix:
+        """The same numbers without their history."""
+        return self._map(Tensor.detach)
+
+    def leaves(self) -> Prefix:
+        """The same numbers as leaves that collect the gradients of the passes that use them."""
+        return self._map(lambda x: x.detach().requires_grad_(x.requires_grad))
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that gradients flow through."""
+        return [*self.keys, *self.values, self.last_state]
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Prefix:
+        return Prefix(
+            keys=[function(x) for x in self.keys],
+            values=[function(x) for x in self.values],
+            lengths=self.lengths,
+            next_position=self.next_position,
+            last_state=function(self.last_state),
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[Prefix]) -> Prefix:
+        """Prompts of all parts, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.keys[0].shape[2] for part in parts)
+
+        def join(layers: Sequence[Tensor]) -> Tensor:
+            return torch.cat([functional.pad(x, (0, 0, 0, width - x.shape[2])) for x in layers])
+
+        return Prefix(
+            keys=[join(layers) for layers in zip(*(part.keys for part in parts), strict=True)],
+            values=[join(layers) for layers in zip(*(part.values for part in parts), strict=True)],
+            lengths=torch.cat([part.lengths for part in parts]),
+            next_position=torch.cat([part.next_position for part in parts]),
+            last_state=torch.cat([part.last_state for part in parts]),
+        )
+
+
+KEPT_BYTES = 2**31
+"""Most memory that is spent on not reading prompts again between sampling and the first update."""
+
+
+class KeepPrefill(Enum):
+    """Part of the prefill that sampling leaves behind."""
+
+    NOTHING = "nothing"
+    """Every later pass computes the prompts again."""
+    VALUES = "values"
+    """Keys, values and last states: for the passes without gradient before the first update (old log-probs, values)."""
+    GRAPH = "graph"
+    """The same with their autograd history, which also serves the forward and backward pass of one update."""
+
+
+class KeptPrefill:
+    """The prefixes that sampling left, by prompt, until the weights change; see `docs/how_it_works/kept_prefill.md`.
+
+    A prefix with history serves one pass with gradient and is then forgotten, because a graph can be run backwards
+    once. `weights` returns something that changes with the weights; it is called only where prefixes may be used.
+    """
+
+    def __init__(self) -> None:
+        self._found: weakref.WeakKeyDictionary[Prompt, tuple[Prefix, int]] = weakref.WeakKeyDictionary()
+        self._computed_by: Hashable = None
+
+    def put(self, prompts: Sequence[Prompt], prefix: Prefix, weights: Callable[[], Hashable]) -> None:
+        """Remember the prefix of prompts that were just sampled from."""
+        self._forget_outdated(weights)
+        held = {id(kept): kept for kept, _ in self._found.values()}
+        size = prefix.num_bytes + sum(kept.num_bytes for kept in held.values())
+        # a graph stays in any case: the update needs it, and would build it again at the same size
+        if size > KEPT_BYTES and not prefix.last_state.requires_grad:
+            return
+        for index, prompt in enumerate(prompts):
+            self._found[prompt] = (prefix, index)
+
+    def take(self, prompts: Sequence[Prompt], weights: Callable[[], Hashable]) -> Prefix | None:
+        """Prefix of the prompts, with history where gradients are enabled; None where it is not here as a whole."""
+        if not any(prompt in self._found for prompt in prompts):
+            return None  # before the weights are read, which takes time
+        self._forget_outdated(weights)
+        found = [self._found[prompt] for prompt in prompts if prompt in self._found]
+        with_history = torch.is_grad_enabled()
+        if len(found) < len(prompts):
+            return None
+        if with_history and not all(prefix.last_state.requires_grad for prefix, _ in found):
+            return None
+        parts = _select_runs(found)
+        if with_history:
+            self._found.clear()
+            return Prefix.concat(parts)
+        return Prefix.concat([part.detach() for part in parts])
+
+    def _forget_outdated(self, weights: Callable[[], Hashable]) -> None:
+        now = weights()
+        if now != self._computed_by:
+            self._found.clear()
+            self._computed_by = now
+
+
+def _select_runs(found: Sequence[tuple[Prefix, int]]) -> list[Prefix]:
+    """The prompts found, taken from each prefix in runs as long as possible."""
+    runs: list[tuple[Prefix, list[int]]] = []
+    for prefix, index in found:
+        if not runs or runs[-1][0] is not prefix:
+            runs.append((prefix, []))
+        runs[-1][1].append(index)
+    return [prefix if index == list(range(len(prefix))) else prefix.select(index) for prefix, index in runs]
+
+
+@dataclass
+class _SharedPrefix:
+    """A prefix that several micro-batches of an optimiser step read."""
+
+    prompts: tuple[int, ...]
+    """Identities of the prompts."""
+    whole: Prefix
+    """The computed prefix, with its history."""
+    leaves: Prefix
+    """Read by the micro-batches, whose gradients add up here."""
+
+    def backward(self) -> None:
+        """Backpropagate the sum of the gradients through the prompts, once."""
+        pairs = zip(self.whole.tensors(), self.leaves.tensors(), strict=True)
+        used = [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
+        if used:
+            torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])
+
+
+class PrefixStore:
+    """The prefixes of a policy: those that sampling kept, and those that running micro-batches share.
+
+    Inside `open`, the micro-batches of a group read one prefix. With gradient they read it as leaves: their backward
+    passes end there, and one backward pass through the prompts follows the last of them. The diagram is in
+    `docs/how_it_works/prefix_scope.md`.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        # weak: the policy holds this store, and its memory must not wait for a garbage collection
+        self._policy: Callable[[], Any] = weakref.ref(policy)
+        self._kept = KeptPrefill()
+        self._shared: dict[str, _SharedPrefix] | None = None
+
+    def keep(self, prompts: Sequence[Prompt], prefix: Prefix) -> None:
+        """Keep the prefix of prompts that were just sampled from."""
+        self._kept.put(prompts, prefix, self._policy().weights_state)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether micro-batches are running that may belong to one group."""
+        return self._shared is not None
+
+    def get(self, prompts: Sequence[Prompt], view: str) -> Prefix:
+        """Prefix of the prompts, with history where gradients are enabled."""
+        if self._shared is None:
+            return self._kept_or_new(prompts)
+        shared, names = self._shared, tuple(id(prompt) for prompt in prompts)
+        if view in shared and shared[view].prompts != names:
+            shared.pop(view).backward()
+        if view not in shared:
+            # a kept graph is left alone here: with gradient, micro-batches compute a prefix of their own
+            whole = self._policy().encode_prefix(prompts) if torch.is_grad_enabled() else self._kept_or_new(prompts)
+            shared[view] = _SharedPrefix(names, whole, whole.leaves() if torch.is_grad_enabled() else whole)
+        return shared[view].leaves
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[PrefixStore]:
+        """Share the prefix of a group between its micro-batches, however many there are.
+
+        Gradients add up at the prefix; `backward` sends them on, and so does the first micro-batch of another group.
+        """
+        before, self._shared = self._shared, {}
+        try:
+            yield self
+        finally:
+            self._shared = before
+
+    def backward(self) -> None:
+        """Backpropagate what has added up through the prompts; call after the last micro-batch."""
+        for shared in (self._shared or {}).values():
+            shared.backward()
+        if self._shared is not None:
+            self._shared.clear()
+
+    def _kept_or_new(self, prompts: Sequence[Prompt]) -> Prefix:
+        policy = self._policy()
+        kept = self._kept.take(prompts, policy.weights_state)
+        return policy.encode_prefix(prompts) if kept is None else kept  # type: ignore[no-any-return]

@@ -1,0 +1,250 @@
+"""Rows of prompt and response tokens for one forward pass, built without a loop over rows.
+
+Flat rows are a prompt followed directly by its response, padded only on the right. No token that counts comes
+after a pad, so the causal mask alone keeps padding out and no attention mask is needed. Where prompts are shared,
+all prompts stand in one row without padding, and all responses in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.vlm.data.prompt import TEXT, Insert, Prompt, VlmPayload, join_prompts
+
+
+@dataclass
+class PromptTable:
+    """N prompts, one a row, right-padded to the longest, P tokens."""
+
+    ids: Tensor
+    """(N, P) int64."""
+    positions: Tensor
+    """(3, N, P) int64."""
+    feature: Tensor
+    """(N, P) int64, row of the feature table that a token is replaced by; -1 for text and padding."""
+    lengths: Tensor
+    """(N,) int64."""
+    next_position: Tensor
+    """(N,) int64, rotary position of the first response token."""
+
+
+@dataclass
+class PackedRows:
+    """B rows of L tokens as the language model reads them."""
+
+    ids: Tensor
+    """(B, L) int64."""
+    positions: Tensor
+    """(3, B, L) int64."""
+    visual: Tensor
+    """(B, L) bool, tokens that stand for a feature of the vision tower."""
+    features: Tensor
+    """(n,) int64, row of the feature table for each True of `visual`, row by row."""
+
+
+def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> PromptTable:
+    """Prompts as a padded table."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), width), pad_id)
+    types = torch.zeros((len(prompts), width), dtype=torch.int64)
+    positions = torch.zeros((3, len(prompts), width), dtype=torch.int64)
+    for index, prompt in enumerate(prompts):
+        ids[index, : len(prompt)] = prompt.input_ids
+        types[index, : len(prompt)] = prompt.mm_token_type_ids
+        positions[:, index, : len(prompt)] = prompt.position_ids
+    visual = types > 0
+    numbers = visual.flatten().cumsum(0).view_as(types) - 1
+    return PromptTable(
+        ids=ids.to(device),
+        positions=positions.to(device),
+        feature=numbers.masked_fill(~visual, -1).to(device),
+        lengths=torch.tensor([len(prompt) for prompt in prompts], device=device),
+        next_position=torch.tensor([prompt.next_position for prompt in prompts], device=device),
+    )
+
+
+def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Tensor, pad_id: int) -> PackedRows:
+    """Put each row's response (B, T) int64, of which `lengths` (B,) are read, behind the prompt `group` (B,)."""
+    prompt_lengths = table.lengths[group][:, None]
+    width = int((prompt_lengths[:, 0] + lengths).max())
+    column = torch.arange(width, device=group.device)[None]
+    in_prompt = column < prompt_lengths
+    offset = column - prompt_lengths  # token of the response
+    # every column is looked up in both tables, clamped to where they have one, and the right one is chosen
+    inner = column.clamp(max=table.ids.shape[1] - 1).expand(len(group), -1)
+    ids = table.ids[group].gather(1, inner)
+    if responses.shape[1]:
+        tail = responses.gather(1, offset.clamp(0, responses.shape[1] - 1))
+        ids = torch.where(in_prompt, ids, tail)
+    ids = ids.masked_fill(offset >= lengths[:, None], pad_id)
+    prompt_positions = table.positions[:, group].gather(2, inner[None].expand(3, -1, -1))
+    positions = torch.where(in_prompt, prompt_positions, table.next_position[group][:, None] + offset)
+    feature = table.feature[group].gather(1, inner).masked_fill(~in_prompt, -1)
+    visual = feature >= 0
+    return PackedRows(ids=ids, positions=positions, visual=visual, features=feature[visual])
+
+
+def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
+    """Prompts end to end in one row."""
+    visual = torch.cat([prompt.mm_token_type_ids for prompt in prompts]) > 0
+    return PackedRows(
+        ids=torch.cat([prompt.input_ids for prompt in prompts])[None].to(device),
+        positions=torch.cat([prompt.position_ids for prompt in prompts], 1)[:, None].to(device),
+        visual=visual[None].to(device),
+        features=torch.arange(int(visual.sum()), device=device),
+    )
+
+
+def pack_responses(responses: Tensor, lengths: Tensor, first_position: Tensor) -> PackedRows:
+    """Responses (B, T) end to end in one row: `lengths` (B,) tokens of each, rotary positions from `first_position`."""
+    column = torch.arange(responses.shape[1], device=responses.device)
+    read = column < lengths[:, None]
+    ids = responses[read][None]
+    positions = (first_position[:, None] + column)[read].expand(3, 1, -1)
+    nothing = torch.zeros(0, dtype=torch.int64, device=ids.device)
+    return PackedRows(ids, positions, torch.zeros_like(ids, dtype=torch.bool), nothing)
+
+
+@dataclass
+class Reading:
+    """R rows of at most T tokens behind N prompts, and M tokens of them that are scored.
+
+    A response is usually one row behind the prompt of its group. One that continues behind other prompts, because its
+    history lost its oldest images, is several rows: each is read behind its own prompt and holds the tokens from there
+    on.
+    """
+
+    prompts: list[Prompt]
+    """N prompts."""
+    view: str
+    """Form of the prompts."""
+    group: Tensor
+    """(R,) int64, the prompt of each row."""
+    tokens: Tensor
+    """(R, T) int64."""
+    lengths: Tensor
+    """(R,) int64, tokens of each row that the model reads: those before the last one that is scored."""
+    row: Tensor
+    """(M,) int64, row of each scored token."""
+    step: Tensor
+    """(M,) int64, its index in the row."""
+    inserts: list[tuple[Insert, ...]]
+    """Parts of the rows that were not sampled, as far as they are read; empty where no row has any."""
+
+    @property
+    def targets(self) -> Tensor:
+        """(M,) int64, the scored tokens."""
+        return self.tokens[self.row, self.step]
+
+
+def make_reading(payload: VlmPayload, view: str, group: Tensor, mask: Tensor) -> Reading:
+    """Rows of the responses of `group` (B,) behind a view of their prompts; `mask` (B, T) is 1 on scored tokens."""
+    device = group.device
+    responses = payload.response_ids[:, : mask.shape[1]].to(device)
+    row, step = torch.nonzero(mask, as_tuple=True)
+    inserts, prompts = payload.inserts, payload.prompts_of(view)
+    if any(payload.contexts):
+        first, starts, group, prompts = _rows_of_contexts(payload, prompts, group)
+        shifted = starts[:, None] + torch.arange(responses.shape[1], device=device)
+        response = torch.repeat_interleave(first.diff())
+        responses = responses[response].gather(1, shifted.clamp(max=responses.shape[1] - 1))
+        # rows in order of response and start: a token belongs to the last one that starts at it or before it
+        width = int(max(starts.max(), step.max() if len(step) else 0)) + 1
+        row = torch.searchsorted(response * width + starts, row * width + step, right=True) - 1
+        step = step - starts[row]
+        inserts = [
+            tuple(
+                Insert(insert.start - start, insert.prompt)
+                for insert in (inserts[number] if inserts else ())
+                if insert.start >= start
+            )
+            for number, start in zip(response.tolist(), starts.tolist(), strict=True)
+        ]
+    # the last token of a row is predicted but predicts nothing
+    lengths = torch.zeros(len(responses), dtype=torch.int64, device=device).scatter_reduce_(0, row, step, "amax")
+    if any(inserts):
+        pairs = zip(inserts, lengths.tolist(), strict=True)
+        inserts = [tuple(insert for insert in own if insert.start < length) for own, length in pairs]
+    return Reading(list(prompts), view, group, responses, lengths, row, step, inserts if any(inserts) else [])
+
+
+def pack_reading(reading: Reading, first_position: Tensor) -> PackedRows:
+    """The rows end to end in one row, with their images; `first_position` (R,) int64 are the rotary ones."""
+    if not reading.inserts:
+        return pack_responses(reading.tokens, reading.lengths, first_position)
+    device = reading.tokens.device
+    read = torch.arange(reading.tokens.shape[1], device=device) < reading.lengths[:, None]
+    rows = [
+        _positions(length, start, inserts)
+        for length, start, inserts in zip(
+            reading.lengths.tolist(), first_position.tolist(), reading.inserts, strict=True
+        )
+    ]
+    visual = torch.cat([types for _, types in rows]).to(device)[None] != TEXT
+    return PackedRows(
+        ids=reading.tokens[read][None],
+        positions=torch.cat([positions for positions, _ in rows], 1)[:, None].to(device),
+        visual=visual,
+        features=torch.arange(int(visual.sum()), device=device),
+    )
+
+
+def joined_rows(reading: Reading) -> list[Prompt]:
+    """Each row behind its prompt as one prompt, as far as it is read."""
+    tokens, groups, lengths = reading.tokens.cpu(), reading.group.tolist(), reading.lengths.tolist()
+    inserts = reading.inserts or [()] * len(groups)
+    return [
+        join_prompts([reading.prompts[group], *split_row(row[:length], own)])
+        for row, group, length, own in zip(tokens, groups, lengths, inserts, strict=True)
+    ]
+
+
+def split_row(tokens: Tensor, inserts: Sequence[Insert]) -> list[Prompt]:
+    """A row (T,) of tokens as prompts: the sampled text, and the inserts between."""
+    parts, start = [], 0
+    for insert in inserts:
+        parts += [text_prompt(tokens[start : insert.start]), insert.prompt]
+        start = insert.stop
+    return [part for part in (*parts, text_prompt(tokens[start:])) if len(part)]
+
+
+def text_prompt(tokens: Tensor) -> Prompt:
+    """Tokens (T,) without images as a prompt; its positions begin at 0."""
+    positions = torch.arange(len(tokens)).expand(3, -1)
+    return Prompt(tokens, torch.full_like(tokens, TEXT), positions, len(tokens), None, None)
+
+
+def _positions(length: int, start: int, inserts: Sequence[Insert]) -> tuple[Tensor, Tensor]:
+    """Rotary positions (3, length) and token types (length,) of a row."""
+    positions = start + torch.arange(length).repeat(3, 1)
+    types = torch.full((length,), TEXT)
+    for insert in inserts:
+        own = slice(insert.start, insert.stop)
+        offset = int(positions[0, insert.start]) - int(insert.prompt.position_ids.min())
+        positions[:, own] = insert.prompt.position_ids + offset
+        types[own] = insert.prompt.mm_token_type_ids
+        # an image spans fewer positions than tokens, so everything behind it moves
+        positions[:, insert.stop :] = insert.prompt.next_position + offset + torch.arange(length - insert.stop)
+    return positions, types
+
+
+def _rows_of_contexts(
+    payload: VlmPayload, prompts: Sequence[Prompt], group: Tensor
+) -> tuple[Tensor, Tensor, Tensor, list[Prompt]]:
+    """A row for each response, and one for each of its contexts behind it.
+
+    Returns the first row of each response and the number of rows (B + 1,), the index in the response at which each row
+    starts (R,), the prompt of each row (R,), and all prompts.
+    """
+    prompts, starts, groups, first = list(prompts), [], [], [0]
+    for own, contexts in zip(group.tolist(), payload.contexts, strict=True):
+        starts += [0, *(context.start for context in contexts)]
+        groups += [own, *range(len(prompts), len(prompts) + len(contexts))]
+        prompts += [context.prompt for context in contexts]
+        first.append(len(starts))
+    tables = (torch.tensor(table, device=group.device) for table in (first, starts, groups))
+    return *tables, prompts  # type: ignore[return-value]

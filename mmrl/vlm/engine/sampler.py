@@ -1,0 +1,442 @@
+"""Sampling responses: each prompt is read once, its keys are shared by its samples, finished rows leave the batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmrl.errors import ConfigError, UserError
+from mmrl.fields import bounded, check_config, rare
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.vlm.data.prompt import Prompt
+from mmrl.vlm.engine.decoder import LeanWeights, PrefixDecoder, lean_weights, unsupported_reason
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.prefix import KeepPrefill, Prefix
+from mmrl.vlm.engine.rows import PromptTable, pack_rows, tabulate
+from mmrl.vlm.model.vision import gather_features
+
+LENGTH, EOS, STOP = range(3)
+FINISH_REASONS = ("length", "eos", "stop")
+
+
+@dataclass
+class SamplerConfig:
+    """Lengths, temperature and truncation of sampled responses."""
+
+    max_new_tokens: int = bounded(64, at_least=1)
+    """Longest response in tokens."""
+    temperature: float = bounded(1.0, above=0)
+    """Logits are divided by it, in sampling and in scoring."""
+    top_p: float = bounded(1.0, above=0, at_most=1)
+    """Draw only from the most likely tokens that together have this probability; below 1 the recorded
+    log-probabilities stay those of the full distribution."""
+    top_k: int = bounded(0, at_least=0)
+    """Draw only from this many of the most likely tokens; 0 is all."""
+    stop: list[str] = rare(field(default_factory=list))
+    """A response ends with the token that completes one of these strings in its decoded text."""
+    batch_rows: int = bounded(256, at_least=1)
+    """Most responses that are decoded at a time; for memory only, the responses do not depend on it."""
+    lean: bool = rare(True)
+    """Decode with the project's own lean decoder where the model allows it; else through transformers."""
+    keep_prefill: bool = rare(True)
+    """Use what sampling computed of the prompts until the weights change; with one update on all rows, in it too."""
+
+    def validate(self) -> None:
+        """Refuse empty stop strings; raises ConfigError."""
+        if not all(self.stop):
+            raise ConfigError(f"sampler.stop is {self.stop}; it must be made of non-empty strings")
+
+
+@dataclass
+class AnswerSampling:
+    """Lengths of the answers that an evaluation samples; its temperature is `evaluation.temperature`."""
+
+    max_new_tokens: int = bounded(64, at_least=1)
+    """Longest answer in tokens."""
+    stop: list[str] = rare(field(default_factory=list))
+    """An answer ends with the token that completes one of these strings in its decoded text."""
+    batch_rows: int = bounded(256, at_least=1)
+    """Most answers that are decoded at a time; for memory only, the answers do not depend on it."""
+    lean: bool = rare(True)
+    """Decode with the project's own lean decoder where the model allows it; else through transformers."""
+
+    @property
+    def config(self) -> SamplerConfig:
+        """The same for the sampler."""
+        return SamplerConfig(
+            max_new_tokens=self.max_new_tokens, stop=self.stop, batch_rows=self.batch_rows, lean=self.lean
+        )
+
+    def validate(self) -> None:
+        """Refuse empty stop strings; raises ConfigError."""
+        if not all(self.stop):
+            raise ConfigError(f"evaluation.sampler.stop is {self.stop}; it must be made of non-empty strings")
+
+
+@dataclass
+class Samples:
+    """Responses of N prompts with G samples each, row = prompt * G + sample; B rows of T tokens."""
+
+    response_ids: Tensor
+    """(B, T) int64, right-padded with the pad token."""
+    mask: Tensor
+    """(B, T) float32, 1 up to and including the token that ends the response."""
+    logp: Tensor
+    """(B, T) float32, log-probability under the full softmax at the sampling temperature, 0 on padding."""
+    finish: list[str]
+    """Row of `FINISH_REASONS` for each response."""
+    texts: list[str]
+    """The decoded responses without control tokens; a stop string stays at the end."""
+    nucleus_mass: Tensor
+    """(B, T) float32, probability of the tokens that top_p and top_k left to draw from, 1 on padding."""
+
+
+BLOCK = 128
+"""Tokens whose probabilities are added up before the search."""
+
+
+def choose_tokens(logp: Tensor, uniform: Tensor | None, top_p: float = 1.0, top_k: int = 0) -> tuple[Tensor, Tensor]:
+    """Draw a token of each row by inversion of its distribution function."""
+    if uniform is None:
+        return logp.max(-1).indices, torch.ones_like(logp[:, 0])
+    probability = logp.exp()
+    if top_k or top_p < 1.0:
+        probability = _truncate(probability, top_p, top_k)
+    token, mass = _invert(probability, uniform.double())
+    return token, mass.to(logp.dtype)
+
+
+def _invert(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest token whose running sum exceeds the fraction `uniform` (b,) of the total, and the total.
+
+    Sums over blocks find the block, a running sum inside it finds the token: both in float64, because in float32 the
+    running sum over a large vocabulary loses the tail, but only over a few numbers.
+    """
+    blocks = functional.pad(probability, (0, -probability.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    target = uniform[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+    before = functional.pad(ends, (1, 0)).gather(1, block)
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(-1)
+    # the two ways to add up a block differ in the last bit; past its end lie tokens without probability
+    last = inside[:, -1:]
+    target = (target - before).clamp_(min=0.0).minimum(last.nextafter(torch.zeros_like(last)))
+    token = block * BLOCK + torch.searchsorted(inside, target, right=True)
+    return token[:, 0], ends[:, -1]
+
+
+def _truncate(probability: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Zero all but the top_k most likely tokens, and of those all but the smallest set with mass top_p."""
+    count = min(top_k or probability.shape[1], probability.shape[1])
+    ordered, index = probability.topk(count) if top_k else probability.sort(-1, descending=True)
+    if top_p < 1.0:
+        ends = ordered.cumsum(-1, dtype=torch.float64)
+        before = ends - ordered
+        ordered = ordered.where(before < top_p * ends[:, -1:], 0.0)
+    return torch.zeros_like(probability).scatter(1, index, ordered)
+
+
+COMPACT_BELOW = 0.75
+"""Finished rows are dropped once less than this share of a batch is still running."""
+
+
+class GenerationState:
+    """One call of `sample` of B rows: its settings and, step by step, the tokens drawn.
+
+    `uniforms` (B, max_new_tokens) are random numbers in [0, 1); None decodes greedily.
+    """
+
+    def __init__(self, policy: VlmPolicy, config: SamplerConfig, total: int, uniforms: Tensor | None) -> None:
+        device, shape = policy.device, (config.max_new_tokens, total)
+        self.policy = policy
+        self.config = config
+        self.uniforms = None if uniforms is None else uniforms.t().to(device, torch.float64).contiguous()
+        text = policy.network.config.text_config
+        self.is_eos = torch.zeros(text.vocab_size, dtype=torch.bool, device=device)
+        self.is_eos[list(policy.eos_ids)] = True
+        self.max_positions = int(text.max_position_embeddings)
+        self.ids = torch.full(shape, policy.pad_id, device=device)
+        self.mask = torch.zeros(shape, device=device)
+        self.logp = torch.zeros(shape, device=device)
+        self.kept = torch.ones(shape, device=device)
+        self.reason = torch.zeros(total, dtype=torch.int64, device=device)
+
+    def choose(self, rows: Tensor, step: int, logp: Tensor, running: Tensor) -> Tensor:
+        """Draw and record the next token of the rows; those that ended before get the pad token."""
+        uniform = None if self.uniforms is None else self.uniforms[step][rows]
+        token, kept = choose_tokens(logp, uniform, self.config.top_p, self.config.top_k)
+        token = token.where(running, self.policy.pad_id)
+        chosen = logp.gather(1, token[:, None])[:, 0]
+        self.ids[step].index_copy_(0, rows, token)
+        self.mask[step].index_copy_(0, rows, running.float())
+        self.logp[step].index_copy_(0, rows, chosen.where(running, 0.0))
+        self.kept[step].index_copy_(0, rows, kept.where(running, 1.0))
+        return token
+
+    def ended(self, rows: Tensor, step: int, token: Tensor, running: Tensor) -> Tensor:
+        """Rows whose response is complete with the token of this step."""
+        at_eos = self.is_eos[token] & running
+        self.reason[rows] = torch.where(at_eos, EOS, self.reason[rows])
+        if not self.config.stop:
+            return at_eos
+        at_stop = self._at_stop(rows, step) & running & ~at_eos
+        self.reason[rows] = torch.where(at_stop, STOP, self.reason[rows])
+        return at_eos | at_stop
+
+    def collect(self) -> Samples:
+        """The responses, no wider than the longest."""
+        lengths = self.mask.sum(0).long().tolist()
+        width = max(*lengths, 1)
+        ids, mask, logp, kept = (x[:width].t().contiguous() for x in (self.ids, self.mask, self.logp, self.kept))
+        responses = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
+        tokenizer = self.policy.processor.tokenizer
+        return Samples(
+            response_ids=ids,
+            mask=mask,
+            logp=logp,
+            finish=[FINISH_REASONS[code] for code in self.reason.tolist()],
+            texts=tokenizer.batch_decode(responses, skip_special_tokens=True),
+            nucleus_mass=kept,
+        )
+
+    def _at_stop(self, rows: Tensor, step: int) -> Tensor:
+        # a token has at least one byte, so a string that ends here began within its number of bytes
+        reach = max(len(text.encode()) for text in self.config.stop)
+        tails = self.ids[max(step + 1 - reach, 0) : step + 1, rows].t().tolist()
+        texts = self.policy.processor.tokenizer.batch_decode(tails, skip_special_tokens=True)
+        found = [any(stop in text for stop in self.config.stop) for text in texts]
+        return torch.tensor(found, device=rows.device)
+
+
+class Decoder(Protocol):
+    """Rows that are decoded together."""
+
+    def keep(self, index: Tensor) -> None:
+        """Drop all rows but some."""
+
+    def advance(self, token: Tensor) -> Tensor:
+        """Read one token of each row and return the states (b, H) that predict the next."""
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities (b, V) of the next token."""
+
+
+def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
+    """Draw the responses of some rows, token by token, dropping finished rows from the batch."""
+    running = torch.ones_like(rows, dtype=torch.bool)
+    for step in range(state.config.max_new_tokens):
+        token = state.choose(rows, step, decoder.next_logp(states, state.config.temperature), running)
+        running = running & ~state.ended(rows, step, token, running) & (step + 1 < budget)
+        left = int(running.sum())
+        if left == 0 or step + 1 == state.config.max_new_tokens:
+            return
+        if left < COMPACT_BELOW * len(running):
+            index = torch.nonzero(running).flatten()
+            decoder.keep(index)
+            rows, token, budget, running = rows[index], token[index], budget[index], running[index]
+        states = decoder.advance(token)
+
+
+def fill_cache(policy: VlmPolicy, prompts: Sequence[Prompt], table: PromptTable) -> tuple[Any, Tensor]:
+    """Key-value cache of N prompts, read through the modules, and the states (N, H) of their last tokens."""
+    from transformers import DynamicCache
+
+    network = policy.network
+    own = torch.arange(len(prompts), device=policy.device)
+    nothing = torch.zeros((len(prompts), 0), dtype=torch.int64, device=policy.device)
+    packed = pack_rows(table, own, nothing, torch.zeros_like(own), policy.pad_id)
+    embeddings, extra = policy.embed(packed, gather_features(network.model, prompts, policy.features))
+    cache = DynamicCache(config=network.config.text_config)
+    output = network.model.language_model(
+        inputs_embeds=embeddings, position_ids=packed.positions, past_key_values=cache, use_cache=True, **extra
+    )
+    return cache, output.last_hidden_state[own, table.lengths - 1]
+
+
+class ModuleDecoder:
+    """Rows that the transformers modules decode together: their cache, positions and which cached columns they see."""
+
+    def __init__(self, state: GenerationState, table: PromptTable, prompt: Tensor, cache: Any) -> None:
+        self.policy = state.policy
+        self.cache = cache
+        self.read = 0
+        self.width = table.ids.shape[1]
+        self.next_position = table.next_position[prompt]
+        self.visible: Tensor | None = None
+        if not bool((table.lengths == self.width).all()):  # hide the padding between prompt and response
+            columns = torch.arange(self.width + state.config.max_new_tokens, device=prompt.device)[None]
+            self.visible = (columns < table.lengths[prompt][:, None]) | (columns >= self.width)
+
+    def keep(self, index: Tensor) -> None:
+        """Drop all rows but some."""
+        self.cache.batch_select_indices(index)
+        self.next_position = self.next_position[index]
+        self.visible = None if self.visible is None else self.visible[index]
+
+    def advance(self, token: Tensor) -> Tensor:
+        """Read one token of each row and return the states (b, H) that predict the next."""
+        network = self.policy.network
+        position = self.next_position + self.read
+        self.read += 1
+        output = network.model.language_model(
+            inputs_embeds=network.get_input_embeddings()(token[:, None]),
+            position_ids=position[None, :, None].expand(3, -1, -1),
+            attention_mask=None if self.visible is None else self.visible[:, : self.width + self.read],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state[:, -1]
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities (b, V) of the next token."""
+        return self.policy.next_logp(states, temperature)
+
+
+LOGGER = logging.getLogger("mmrl")
+
+
+class PolicySampler:
+    """The `mmrl.training.sampler.Sampler` that samples from the policy itself, in the process that trains it.
+
+    Args:
+        config: lengths, temperature and truncation.
+        keep: what is left of the prompts' prefill for the update.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    def __init__(self, config: SamplerConfig, keep: KeepPrefill = KeepPrefill.NOTHING) -> None:
+        check_config(config, "sampler")
+        self.config = config
+        self.keep = keep
+        self._policy: VlmPolicy | None = None
+
+    def load(self, weights: VlmPolicy, version: int) -> None:
+        """Sample from this policy; it is read in place, so it always has the newest weights."""
+        self._policy = weights
+
+    def sample(self, tasks: Sequence[Prompt], n: int, generator: torch.Generator) -> Samples:
+        """Draw n responses to each prompt."""
+        if self._policy is None:
+            raise RuntimeError("this sampler has no weights yet; call load(policy, version) first")
+        return sample(self._policy, tasks, n, self.config, generator, keep=self.keep)
+
+
+def sample(
+    policy: VlmPolicy,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    config: SamplerConfig,
+    draws: torch.Generator | Tensor | None,
+    *,
+    keep: KeepPrefill = KeepPrefill.NOTHING,
+) -> Samples:
+    """Draw responses.
+
+    Args:
+        policy: the model; it samples in evaluation mode and gets its own mode back.
+        prompts: N prompts.
+        samples_per_prompt: G.
+        config: lengths, temperature and truncation; assumed valid (`mmrl.fields.check_config`).
+        draws: CPU generator, from which N * G * max_new_tokens uniform numbers are drawn; or these numbers,
+            (N * G, max_new_tokens) in [0, 1); or None for the likeliest tokens, whose recorded log-probabilities still
+            have the temperature.
+        keep: what is left of the prompts' prefill in `policy.prefixes`; nothing without the lean decoder.
+
+    Returns:
+        The responses of prompt 0, then those of prompt 1, and so on, on the policy's device.
+
+    Raises:
+        UserError: there are no prompts, or no samples of them.
+    """
+    if not prompts or samples_per_prompt < 1:
+        raise UserError(f"there is nothing to sample: {len(prompts)} prompts, {samples_per_prompt} samples each")
+    total = len(prompts) * samples_per_prompt
+    if isinstance(draws, torch.Generator):
+        draws = torch.rand(total, config.max_new_tokens, generator=draws)
+    state = GenerationState(policy, config, total, draws)
+    training = policy.training
+    policy.eval()  # checkpointed layers drop the cache in training mode
+    try:
+        with torch.no_grad():
+            if _is_lean(policy, config):
+                _sample_lean(state, prompts, samples_per_prompt, keep)
+            else:
+                _sample_through_modules(state, prompts, samples_per_prompt)
+    finally:
+        policy.train(training)
+    return state.collect()
+
+
+def _is_lean(policy: VlmPolicy, config: SamplerConfig) -> bool:
+    reason = unsupported_reason(policy) if config.lean else "sampler.lean is false"
+    if reason is not None:
+        _log_once("responses are decoded through transformers' modules: %s", reason)
+    return reason is None
+
+
+@functools.cache
+def _log_once(message: str, reason: str) -> None:
+    LOGGER.info(message, reason)
+
+
+def _sample_lean(state: GenerationState, prompts: Sequence[Prompt], group: int, keep: KeepPrefill) -> None:
+    """Read the prompts once, then decode their samples, at most `batch_rows` at a time."""
+    most = state.config.batch_rows
+    # a prefix with history has to be one pass: one backward pass goes through it
+    together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
+    for first in range(0, len(prompts), together):
+        part = prompts[first : first + together]
+        with stopwatch("prefill"):
+            prefix = _read_prompts(state.policy, part, keep)
+        with stopwatch("decode"):
+            weights = lean_weights(state.policy)
+            rows = torch.arange(len(part) * group, device=state.policy.device)
+            # whole groups where they fit, so that few prompts are read by two chunks
+            for chunk in rows.split(max(most - most % group, min(most, group))):
+                _decode_lean(state, weights, prefix, chunk // group, chunk + first * group)
+
+
+def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep: KeepPrefill) -> Prefix:
+    with torch.set_grad_enabled(keep is KeepPrefill.GRAPH):
+        prefix = policy.encode_prefix(prompts)
+    if keep is not KeepPrefill.NOTHING:
+        policy.prefixes.keep(prompts, prefix if keep is KeepPrefill.GRAPH else prefix.detach())
+    return prefix.detach()
+
+
+def _decode_lean(state: GenerationState, weights: LeanWeights, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
+    live, own = torch.unique_consecutive(prompt, return_inverse=True)
+    prefix = prefix if len(live) == len(prefix) else prefix.select(live)
+    decoder = PrefixDecoder(weights, prefix, own, state.config.max_new_tokens - 1, state.policy.banned_ids)
+    decode(state, decoder, rows, state.max_positions - prefix.lengths[own], prefix.last_state[own])
+
+
+def _sample_through_modules(state: GenerationState, prompts: Sequence[Prompt], group: int) -> None:
+    """Read some prompts at a time, each once, then decode their samples, at most `batch_rows` at a time."""
+    policy, most = state.policy, state.config.batch_rows
+    together = max(most // group, 1)
+    for first in range(0, len(prompts), together):
+        part = prompts[first : first + together]
+        table = tabulate(part, policy.pad_id, policy.device)
+        with stopwatch("prefill"):
+            cache, last = fill_cache(policy, part, table)
+        chunks = torch.arange(len(part) * group, device=policy.device).split(most)
+        with stopwatch("decode"):
+            for number, chunk in enumerate(chunks):
+                prompt = chunk // group
+                # decoding changes the cache, so all chunks but the last work on a copy
+                shared = cache if number == len(chunks) - 1 else copy.deepcopy(cache)
+                shared.batch_select_indices(prompt)
+                decoder = ModuleDecoder(state, table, prompt, shared)
+                decode(state, decoder, chunk + first * group, state.max_positions - table.lengths[prompt], last[prompt])

@@ -1,0 +1,226 @@
+"""Pairs of a preferred and a rejected answer to a question, out of the columns that TRL's data sets have.
+
+A side is a text, or chat turns that end with one assistant turn; turns that repeat the question before it are dropped.
+
+Source: huggingface/trl docs/source/dataset_formats.md (columns prompt, chosen, rejected, images).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mmrl.core.objectives.pairwise import PreferenceObjective
+from mmrl.core.rollouts import Rollouts
+from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.training.evaluation import Measure, Row, Trial, with_interval
+from mmrl.vlm.data.dataset import LoadedTasks
+from mmrl.vlm.data.prompt import Prompt, VlmPayload
+from mmrl.vlm.data.task import TaskError, VlmTask, shortened
+from mmrl.vlm.engine.policy import VlmPolicy
+
+
+@dataclass(frozen=True)
+class PairColumns:
+    """Names of the columns of a pair."""
+
+    chosen: str
+    rejected: str
+    scores: tuple[str, str] | None = None
+    """Columns of the two scores, where the loss reads them."""
+
+
+def has_sides(tasks: Sequence[VlmTask], columns: PairColumns) -> bool:
+    """Whether a data set has the columns of both sides."""
+    return bool(tasks) and all(name in tasks[0].columns for name in (columns.chosen, columns.rejected))
+
+
+def keep_pairs(loaded: LoadedTasks, columns: PairColumns) -> LoadedTasks:
+    """Read both sides of each question as texts and leave out pairs that cannot be learnt from.
+
+    Args:
+        loaded: questions with the columns of both sides.
+        columns: their names.
+
+    Returns:
+        The good ones, with the texts in their columns.
+
+    Raises:
+        UserError: a pair is bad and bad rows are errors, or none is left.
+    """
+    tasks, loaded.tasks = loaded.tasks, []
+    for task in tasks:
+        try:
+            task.columns = {**task.columns, **_read_pair(task, columns)}
+        except TaskError as error:
+            loaded.leave_out(error)
+            continue
+        loaded.tasks.append(task)
+    loaded.check_left("the pairs")
+    return loaded
+
+
+def sides_of(task: VlmTask, columns: PairColumns) -> tuple[str, str]:
+    """The preferred and the rejected text of a question that `keep_pairs` read."""
+    return task.columns[columns.chosen], task.columns[columns.rejected]
+
+
+def tokenise_sides(
+    policy: VlmPolicy, task: VlmTask, prompt: Prompt, columns: PairColumns, longest: int | None
+) -> tuple[list[int], list[int]]:
+    """Tokens of both sides with the end token, never cut."""
+    banned = set(policy.banned_ids.tolist())
+    room = policy.positions - len(prompt)
+    limit = room if longest is None else min(room, longest)
+    found = []
+    for name, text in zip((columns.chosen, columns.rejected), sides_of(task, columns), strict=True):
+        ids = [*policy.processor.tokenizer.encode(text, add_special_tokens=False), policy.eos_ids[0]]
+        if len(ids) > limit:
+            message = f"column '{name}' has {len(ids)} tokens, behind its prompt there is room for {limit}; pairs are "
+            raise TaskError("long_side", task.id, f"{message}never cut: shorten it, or leave such rows out")
+        if marked := banned & set(ids):
+            token = policy.processor.tokenizer.convert_ids_to_tokens(min(marked))
+            raise TaskError("media_in_side", task.id, f"column '{name}' holds {token}, which no answer may hold")
+        found.append(ids)
+    if found[0] == found[1]:
+        raise TaskError(
+            "equal_sides", task.id, f"both sides have the same tokens: {shortened(sides_of(task, columns)[0])!r}"
+        )
+    return found[0], found[1]
+
+
+def _read_pair(task: VlmTask, columns: PairColumns) -> dict[str, Any]:
+    names = (columns.chosen, columns.rejected)
+    texts = {name: _text_of(task, name) for name in names}
+    if texts[columns.chosen] == texts[columns.rejected]:
+        shown = shortened(texts[columns.chosen])
+        raise TaskError("equal_sides", task.id, f"'{names[0]}' and '{names[1]}' are the same text: {shown!r}")
+    for name in columns.scores or ():
+        value = task.columns.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            message = f"column '{name}' is {value!r}; the loss needs a finite score of each side"
+            raise TaskError("missing_score", task.id, message)
+    return dict(texts)
+
+
+def _text_of(task: VlmTask, name: str) -> str:
+    cell = task.columns.get(name)
+    if cell is None:
+        columns = ", ".join(key for key, value in task.columns.items() if value is not None) or "none"
+        raise TaskError("missing_side", task.id, f"no answer in column '{name}'; the row's other columns: {columns}")
+    text = cell if isinstance(cell, str) else _last_turn(task, name, cell)
+    if not text.strip():
+        raise TaskError("empty_side", task.id, f"the answer in column '{name}' is empty")
+    return text
+
+
+def _last_turn(task: VlmTask, name: str, cell: Any) -> str:
+    """The assistant's text of a side given as chat turns, with or without the question's turns before it."""
+    turns = cell if isinstance(cell, list) else []
+    roles = [turn.get("role") if isinstance(turn, dict) else None for turn in turns]
+    asked = [turn["role"] for turn in task.messages if turn["role"] != "system"]
+    before = [role for role in roles[:-1] if role != "system"]
+    if not roles or roles[-1] != "assistant" or before not in ([], asked):
+        expected = f"a text, or one assistant turn, perhaps behind the question's own turns ({', '.join(asked)})"
+        found = f"the roles {', '.join(map(str, roles))}" if roles else f"a {type(cell).__name__}"
+        raise TaskError("bad_side", task.id, f"column '{name}' has {found}; expected {expected}")
+    content = turns[-1].get("content")
+    items = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None for item in items]
+    if not all(isinstance(text, str) for text in texts):
+        raise TaskError("bad_side", task.id, f"the assistant turn of column '{name}' holds something else than text")
+    return "".join(str(text) for text in texts)
+
+
+PAIR_ERRORS: dict[str, str] = {
+    "missing_side": "The row lacks the preferred or the rejected answer.",
+    "bad_side": "A side is neither a text nor chat turns that end with one assistant turn.",
+    "empty_side": "A side has no text.",
+    "equal_sides": "Both sides are the same text, or the same tokens.",
+    "missing_score": "The loss reads a score of each side, and one of them is no finite number.",
+    "long_side": "A side has more tokens than the model's positions leave behind its prompt, or than max_side_tokens.",
+    "media_in_side": "A side holds a placeholder token of images or videos.",
+}
+
+
+ORDERS = {"logps/accuracies": "accuracy/likelier", "rewards/accuracies": "accuracy/rewards"}
+"""Shares of pairs in the right order, and what evaluations call them."""
+
+
+@dataclass
+class PairMeasure(Measure[VlmTask]):
+    """Order and margins of held-out pairs.
+
+    The metrics are accuracy/likelier and, against the reference, accuracy/rewards, with Wilson intervals, the means of
+    rewards/chosen, rewards/rejected, rewards/margins, logps/chosen and logps/rejected, and the count pairs/skipped.
+    """
+
+    make_pairs: Callable[[Sequence[VlmTask]], Rollouts | None]
+    """Rollouts of questions with both sides, with the reference's log-probabilities; None where none can be used."""
+    logp: Callable[[Rollouts], Tensor]
+    """Log-probabilities (B, T) of rollouts under the policy."""
+    objective: PreferenceObjective
+    batch_tasks: int
+
+    @property
+    def batch_size(self) -> int:
+        """Pairs that are scored together."""
+        return self.batch_tasks
+
+    def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
+        """Score pairs; those that cannot be used are left out."""
+        rollouts = self.make_pairs([trial.task for trial in batch])
+        if rollouts is None:
+            return []
+        index_of = {trial.task.id: trial.index for trial in batch}
+        logp = self.logp(rollouts)
+        numbers = self.objective.pair_numbers(self.objective.pairs(logp, rollouts))
+        columns = {name: values.tolist() for name, values in numbers.items()}
+        payload = VlmPayload.of(rollouts)
+        return [
+            {
+                "index": index_of[task.id],
+                "repeat": 0,
+                "task": task,
+                "prompt": payload.prompts[place].text,
+                "sides": payload.texts[2 * place : 2 * place + 2],
+                "numbers": {name: values[place] for name, values in columns.items()},
+            }
+            for place, task in enumerate(payload.tasks)
+        ]
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
+        """Shares in the right order with intervals, and means."""
+        metrics = {"pairs/skipped": float(len(tasks) - len(rows))}
+        for name in rows[0]["numbers"] if rows else ():
+            values = [row["numbers"][name] for row in rows]
+            if name in ORDERS:
+                metrics |= with_interval(ORDERS[name], [[value] for value in values], None)
+            else:
+                metrics[name] = float(np.mean(values))
+        return metrics
+
+    def outcome(self, row: Row) -> Outcome:
+        """Whether the pair is in the right order."""
+        numbers = row["numbers"]
+        return Outcome(row["task"].id, {label: numbers[name] for name, label in ORDERS.items() if name in numbers})
+
+    def record(self, row: Row) -> SampleRecord:
+        """Both sides, and whether they are in the right order."""
+        task: VlmTask = row["task"]
+        numbers = row["numbers"]
+        preferred, rejected = row["sides"]
+        return SampleRecord(
+            id=task.id,
+            prompt=row["prompt"],
+            response=f"preferred: {preferred}\nrejected: {rejected}",
+            images=task.load_images(),
+            reward=numbers.get("rewards/margins"),
+            terms=dict(numbers),
+            correct=bool(numbers.get("rewards/accuracies", numbers["logps/accuracies"])),
+        )

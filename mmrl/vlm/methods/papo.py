@@ -1,0 +1,324 @@
+"""Images and videos with random patches in black, as PAPO compares looking with."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from mmrl.core.blocks import Aggregation
+from mmrl.core.blocks.divergence import k3
+from mmrl.core.loss import Denominators, masked_sum, mean_metric, token_mean
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice, rare
+from mmrl.hub.video_sampling import Frames
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.terms import LossTerm, Passes, Step, TermLoss
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.prompt import Prompt, VlmPayload
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.video import load_videos
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.recipe import VlmRecipe
+
+
+def blacken_patches(image: Image.Image, patch_size: int, ratio: float, rng: np.random.Generator) -> Image.Image:
+    """Set each patch of a grid to black with a probability.
+
+    Args:
+        image: RGB image; the grid starts at its top left, patches at the right and bottom edge may be smaller.
+        patch_size: side in pixels of the image as given, before any resize.
+        ratio: probability of each patch, so the masked share varies around it.
+        rng: source of randomness.
+
+    Source: PAPO, section 3; MikeWangWZHL/PAPO verl/trainer/papo_utils.py.
+    """
+    pixels = np.array(image.convert("RGB"))
+    pixels[_draw_mask(pixels.shape[:2], patch_size, ratio, rng)] = 0
+    return Image.fromarray(pixels)
+
+
+def blacken_frames(frames: Frames, patch_size: int, ratio: float, rng: np.random.Generator) -> Frames:
+    """Set patches of a video to black, the same ones in all frames.
+
+    Args:
+        frames: of `mmrl.hub.video_sampling`.
+        patch_size: side in pixels of the frames as the model sees them.
+        ratio: probability of each patch.
+        rng: source of randomness.
+    """
+    pixels, metadata = frames
+    mask = torch.from_numpy(_draw_mask(tuple(pixels.shape[2:]), patch_size, ratio, rng))
+    return pixels.masked_fill(mask, 0.0), metadata
+
+
+def _draw_mask(size: tuple[int, ...], patch_size: int, ratio: float, rng: np.random.Generator) -> np.ndarray:
+    """(height, width) bool, True on black patches."""
+    rows, columns = (-(-side // patch_size) for side in size)
+    black = rng.random((rows, columns)) < ratio
+    return np.kron(black, np.ones((patch_size, patch_size), dtype=bool))[: size[0], : size[1]]
+
+
+MASKED = "masked"
+CORRECT_TOKENS = "correct_tokens"
+
+
+@dataclass
+class PapoSettings:
+    """Options of the perception term."""
+
+    gamma: float = 0.02
+    """Weight of the perception KL."""
+    schedule: str = rare(choice("fixed", ("fixed", "annealing")))
+    """fixed, or annealing: linear from `gamma` to `gamma_end` over `annealing_ratio` of the steps."""
+    gamma_end: float = rare(0.0)
+    """Weight at the end of annealing."""
+    annealing_ratio: float = rare(bounded(0.5, above=0, at_most=1))
+    """Share of the run's steps that annealing takes."""
+    mask_ratio: float = bounded(0.6, at_least=0, at_most=1)
+    """Probability that a patch is black."""
+    patch_size: int = rare(bounded(14, at_least=1))
+    """Side of a patch in pixels of the original image, or of a video's frames as the model sees them."""
+    orientation: str = rare(choice("code", ("code", "paper")))
+    """code: unbiased k3 of KL(pi || pi_masked), bounded gradient; paper: the inverse ratio, unbounded."""
+    entropy_policy: float = 0.0
+    """Weight eta of the entropy of the policy (double entropy); lowers it."""
+    entropy_masked: float = 0.0
+    """Weight eta of the entropy under the masked image; has a gradient only with `recompute_masked`."""
+    entropy: str = rare(choice("sampled", ("sampled", "full")))
+    """sampled: minus the log-prob of the sampled token; full: over the vocabulary."""
+    recompute_masked: bool = rare(False)
+    """Run the masked pass with gradient at every update instead of once before it."""
+    apply: str = rare(choice("all", ("all", "correct_only")))
+    """Samples that get the term: all, or correct_only."""
+    term_clip: float | None = rare(None)
+    """Upper bound of the per-token term, after `token_share`; the public code's experiment uses 0.2."""
+    token_share: float = rare(bounded(1.0, above=0, at_most=1))
+    """Keep, in each sample, this share of tokens with the largest term; the public code's experiment uses 0.2."""
+    sft_coef: float = rare(0.0)
+    """Weight of the mean negative log-likelihood of the tokens of correct samples; the public code's experiment uses
+    1e-3."""
+
+
+def _papo_objective() -> ObjectiveConfig:
+    return ObjectiveConfig(preset="papo")
+
+
+@dataclass
+class PapoConfig(VlmConfig):
+    """A PAPO run; PAPO_D is `objective: {preset: dapo}`."""
+
+    papo: PapoSettings = field(default_factory=PapoSettings)
+    """The perception term."""
+    objective: ObjectiveConfig = field(default_factory=_papo_objective)
+    """Base objective; the default is that of the public scripts, clip 0.2/0.3, dual clip 3, k3 0.01, token mean."""
+
+
+def gamma_at(settings: PapoSettings, step: int, total_steps: int) -> float:
+    """Weight of the perception term at a training step.
+
+    Source: MikeWangWZHL/PAPO, annealing of kl_prcp_coef.
+    """
+    if settings.schedule == "fixed":
+        return settings.gamma
+    horizon = max(1, int(total_steps * settings.annealing_ratio))
+    return settings.gamma + (settings.gamma_end - settings.gamma) * min(step / horizon, 1.0)
+
+
+def perception_terms(logp: Tensor, logp_masked: Tensor, mask: Tensor, weight: Tensor, settings: PapoSettings) -> Tensor:
+    """Per-token divergence between looking at the image and at its masked copy, to be maximised.
+
+    Args:
+        logp: (B, T) log-probs with the original image.
+        logp_masked: (B, T) log-probs of the same tokens with the masked image.
+        mask: (B, T) trained tokens.
+        weight: (B,) weight of each sample; 0 without image.
+        settings: orientation, clip and token share.
+
+    Returns:
+        (B, T) weighted terms; their mean times gamma is subtracted from the loss.
+
+    Gradient: flows through `logp`, and through `logp_masked` where that carries one.
+
+    Source: PAPO, eq. 5; MikeWangWZHL/PAPO verl/workers/actor/dp_actor.py.
+    """
+    terms = k3(logp, logp_masked) if settings.orientation == "code" else k3(logp_masked, logp)
+    terms = terms * weight[:, None]
+    if settings.token_share < 1.0:
+        terms = terms * _largest_share(terms.detach(), mask, settings.token_share)
+    return terms if settings.term_clip is None else terms.clamp(0.0, settings.term_clip)
+
+
+def _largest_share(terms: Tensor, mask: Tensor, share: float) -> Tensor:
+    visible = torch.where(mask > 0, terms, torch.full_like(terms, float("nan")))
+    threshold = torch.nanquantile(visible, 1.0 - share, dim=1, keepdim=True)
+    return (terms >= threshold).to(terms.dtype)
+
+
+class MaskedImages:
+    """The view of each prompt with black patches, drawn once a question and shared by its samples."""
+
+    def __init__(self, settings: PapoSettings) -> None:
+        self.settings = settings
+
+    def __call__(self, payload: VlmPayload, policy: VlmPolicy, generator: torch.Generator) -> VlmPayload:
+        """Add the masked prompts of all questions; a question without image or video keeps its own."""
+        seed = int(torch.randint(2**62, (), generator=generator))
+        views: list[Prompt | None] = [
+            self.masked(policy, task, prompt, np.random.default_rng([seed, index]))
+            for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
+        ]
+        return dataclasses.replace(payload, views={**payload.views, MASKED: views})
+
+    def masked(self, policy: VlmPolicy, task: VlmTask, prompt: Prompt, rng: np.random.Generator) -> Prompt:
+        """The prompt of a question with masked images and videos."""
+        if not (task.images or task.videos):
+            return prompt
+        options = (self.settings.patch_size, self.settings.mask_ratio, rng)
+        images = [blacken_patches(image, *options) for image in task.load_images()]
+        videos = [blacken_frames(frames, *options) for frames in load_videos(task, policy.layout.patch_size)]
+        return policy.encode(task, images, videos)
+
+
+class Perception(LossTerm):
+    """The perception KL and the double entropy.
+
+    Args:
+        settings: options of the term.
+        aggregation: how its tokens are averaged, that of the objective.
+        temperature: of scoring.
+        accuracy_term: reward term whose value 1 marks a right answer.
+    """
+
+    name = "perception"
+
+    def __init__(
+        self, settings: PapoSettings, aggregation: Aggregation, temperature: float, accuracy_term: str
+    ) -> None:
+        self.settings, self.aggregation, self.temperature = settings, aggregation, temperature
+        self.accuracy_term = accuracy_term
+        weighed = settings.entropy_policy or settings.entropy_masked
+        self.outputs = frozenset({"entropy"} if settings.entropy == "full" and weighed else ())
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Add the weight of each sample, and the masked pass unless it is recomputed with gradient."""
+        shown = [float(bool(task.images or task.videos)) for task in VlmPayload.of(rollouts).tasks]
+        weight = torch.tensor(shown, device=rollouts.mask.device)[rollouts.group]
+        if self.settings.apply == "correct_only":
+            weight = weight * (rollouts.reward_terms[self.accuracy_term] == 1.0)
+        extras = {**rollouts.extras, "papo_weight": weight}
+        if not self.settings.recompute_masked:
+            with stopwatch("masked_logp"):
+                scores = passes.scores(rollouts, self._masked_outputs, self.masked_scores)
+            extras["logp_masked"] = scores.logp
+            if scores.entropy is not None:
+                extras["entropy_masked"] = scores.entropy
+        return rollouts.replace(extras=extras)
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Minus gamma times the perception KL, plus the double entropy."""
+        settings, mask = self.settings, minibatch.loss_mask
+        masked = self._masked(policy, minibatch)
+        divergence = perception_terms(scores.logp, masked.logp, mask, minibatch.extras["papo_weight"], settings)
+        gamma = gamma_at(settings, step.number, step.total)
+        terms = {"loss/perception": -gamma * self.aggregation(divergence, mask, counts, minibatch.turn)}
+        rho = gamma / settings.gamma if settings.gamma else 1.0
+        for name, coef, source in (
+            ("loss/entropy_policy", settings.entropy_policy, scores),
+            ("loss/entropy_masked", settings.entropy_masked, masked),
+        ):
+            if coef:
+                terms[name] = rho * coef * token_mean(self._entropy(source), mask, counts)
+        distance = mean_metric(k3(scores.logp.detach(), masked.logp.detach()), mask)
+        return TermLoss(terms, {"papo/kl_masked": distance})
+
+    def masked_scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Scores of the same responses to the masked images."""
+        return policy(rollouts, view=MASKED, temperature=self.temperature, outputs=outputs)  # type: ignore[no-any-return]
+
+    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
+        """Weight of the term in the step."""
+        return {"papo/gamma": gamma_at(self.settings, step.number, step.total)}
+
+    def formula(self) -> str:
+        """The terms that PAPO adds."""
+        settings = self.settings
+        inside = "exp(a_it - l_it) - (a_it - l_it) - 1"
+        if settings.orientation == "paper":
+            inside = "exp(l_it - a_it) - (l_it - a_it) - 1"
+        falling = f", weight falling to {settings.gamma_end:g}" if settings.schedule == "annealing" else ""
+        lines = [
+            f"PAPO adds, with l = logp and a = logp with {settings.mask_ratio:.0%} of the patches black:",
+            f"          - {settings.gamma:g} * mean ({inside}){falling}",
+        ]
+        for name, coef in (("policy", settings.entropy_policy), ("masked", settings.entropy_masked)):
+            lines += [f"          + {coef:g} * H({name})"] if coef else []
+        return "\n".join(lines)
+
+    @property
+    def _masked_outputs(self) -> frozenset[str]:
+        return self.outputs | {"logp"}
+
+    def _masked(self, policy: nn.Module, minibatch: Rollouts) -> PolicyOutputs:
+        """The masked pass: of this update with `recompute_masked`, else that before the update."""
+        if self.settings.recompute_masked:
+            return self.masked_scores(policy, minibatch, self._masked_outputs)
+        return PolicyOutputs(minibatch.extras["logp_masked"], minibatch.extras.get("entropy_masked"), None)
+
+    def _entropy(self, scores: PolicyOutputs) -> Tensor:
+        return -scores.logp if scores.entropy is None or not self.outputs else scores.entropy
+
+
+class CorrectLikelihood(LossTerm):
+    """Mean negative log-likelihood of the tokens of correct samples.
+
+    Args:
+        coef: weight.
+        accuracy_term: reward term whose value 1 marks a right answer.
+    """
+
+    name = "correct_likelihood"
+
+    def __init__(self, coef: float, accuracy_term: str) -> None:
+        self.coef, self.accuracy_term = coef, accuracy_term
+
+    def counts(self, minibatch: Rollouts) -> dict[str, float]:
+        """Tokens of correct samples."""
+        return {CORRECT_TOKENS: float(self._mask(minibatch).sum())}
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Share of the mean over the tokens of all correct samples of the optimiser step."""
+        total = masked_sum(-scores.logp, self._mask(minibatch)).sum()
+        return TermLoss({"loss/sft": self.coef * (total / max(counts.others[CORRECT_TOKENS], 1.0))})
+
+    def formula(self) -> str:
+        """The term with its weight."""
+        return f"          + {self.coef:g} * nll of correct samples"
+
+    def _mask(self, rollouts: Rollouts) -> Tensor:
+        correct = rollouts.reward_terms[self.accuracy_term] == 1.0
+        return rollouts.loss_mask * correct.to(rollouts.loss_mask.dtype)[:, None]
+
+
+class PapoRecipe(VlmRecipe):
+    """GRPO or DAPO with the implicit perception term."""
+
+    config: PapoConfig
+
+    def __init__(self, config: PapoConfig) -> None:
+        super().__init__(config)
+        settings, accuracy = config.papo, self.accuracy_term
+        self.view = MaskedImages(settings)
+        perception = Perception(settings, self.objective.aggregation, config.sampler.temperature, accuracy)
+        likelihood = [CorrectLikelihood(settings.sft_coef, accuracy)] if settings.sft_coef else []
+        self.terms = [perception, *likelihood]

@@ -1,0 +1,330 @@
+"""Log-probabilities that a policy gives to pairs before it is trained, kept by question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.blocks.preference import DecisionScore
+from mmrl.core.loss import Denominators
+from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.objectives.pairwise import PreferenceObjective
+from mmrl.core.pairs import SCORE
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import bounded, rare
+from mmrl.runs.samples import SampleRecord
+from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
+from mmrl.training.preferences import PreferenceConfig, check_pair_batches, make_preference, pair_marks
+from mmrl.training.recipe import NoUsableTasksError, SupervisedRecipe
+from mmrl.training.settings import ReferenceConfig
+from mmrl.training.terms import LossTerm, Passes, Step, TermLoss
+from mmrl.vlm.data.dataset import LoadedTasks
+from mmrl.vlm.data.prompt import Prompt, VlmPayload
+from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.evaluation import task_images
+from mmrl.vlm.methods.pairs import PairColumns, PairMeasure, has_sides, keep_pairs, sides_of, tokenise_sides
+from mmrl.vlm.methods.sft import GivenAnswersConfig, given_answers
+from mmrl.vlm.recipe import Questions, VlmDomain
+
+
+class StartScores:
+    """What the policy says at the start about both sides of each pair, a table by question.
+
+    The reference of held-out pairs, and of training pairs where it is computed ahead. A table is filled once, before
+    the first update, and is part of every checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[str, dict[str, list[Tensor]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tables
+
+    def fill(
+        self,
+        name: str,
+        policy: VlmPolicy,
+        tasks: Sequence[VlmTask],
+        make_pairs: Callable[[Sequence[VlmTask]], Rollouts | None],
+        score: Callable[[VlmPolicy, Rollouts], Tensor],
+        batch: int,
+    ) -> None:
+        """Score the pairs of a data set; an adapter is switched off, as for a reference.
+
+        Args:
+            name: of the table.
+            policy: not yet trained.
+            tasks: questions with both sides.
+            make_pairs: rollouts of some questions, without those that cannot be used; None where none can.
+            score: log-probabilities (B, T) of rollouts, without gradient.
+            batch: questions scored together.
+        """
+        table: dict[str, list[Tensor]] = {}
+        with torch.no_grad(), policy.disable_adapter() if policy.has_adapter else nullcontext():
+            for start in range(0, len(tasks), batch):
+                rollouts = make_pairs(tasks[start : start + batch])
+                if rollouts is not None:
+                    table |= _by_question(rollouts, score(policy, rollouts))
+        self._tables[name] = table
+
+    def of(self, name: str, rollouts: Rollouts) -> Tensor:
+        """Log-probabilities (B, T) of the rows of some pairs, 0 behind each answer."""
+        table = self._tables[name]
+        payload = VlmPayload.of(rollouts)
+        found = torch.zeros_like(rollouts.logp_old)
+        placed: dict[int, int] = {}
+        for row, group in enumerate(rollouts.group.tolist()):
+            side = placed.get(group, 0)
+            placed[group] = side + 1
+            values = table[payload.tasks[group].id][side].to(found.device)
+            found[row, : len(values)] = values
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tables, each as the ids and lengths of its pairs and all numbers in one row."""
+        state: dict[str, Any] = {}
+        for name, table in self._tables.items():
+            sides = [side for pair in table.values() for side in pair]
+            numbers = torch.cat(sides) if sides else torch.zeros(0)
+            state[name] = {"ids": list(table), "lengths": [len(side) for side in sides], "logp": numbers}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._tables = {}
+        for name, saved in state.items():
+            sides = list(saved["logp"].split(saved["lengths"]))
+            pairs = zip(saved["ids"], sides[::2], sides[1::2], strict=True)
+            self._tables[name] = {key: [chosen, rejected] for key, chosen, rejected in pairs}
+
+
+def _by_question(rollouts: Rollouts, logp: Tensor) -> dict[str, list[Tensor]]:
+    tasks = VlmPayload.of(rollouts).tasks
+    lengths = rollouts.lengths.tolist()
+    table: dict[str, list[Tensor]] = {task.id: [] for task in tasks}
+    for row, group in enumerate(rollouts.group.tolist()):
+        table[tasks[group].id].append(logp[row, : lengths[row]].float().cpu())
+    return table
+
+
+TRAINING = "data"
+SIDES = ("chosen", "rejected")
+
+
+@dataclass
+class PreferenceRunConfig(GivenAnswersConfig):
+    """A run on pairs of answers. A held-out split with both columns measures pairs; with rewards, answers too."""
+
+    chosen_key: str = rare("chosen")
+    """Column of the preferred answer: a text, or chat turns."""
+    rejected_key: str = rare("rejected")
+    """Column of the rejected answer."""
+    chosen_score_key: str = rare("score_chosen")
+    """Column of the preferred answer's score; read by the losses sppo and refuel only."""
+    rejected_score_key: str = rare("score_rejected")
+    """Column of the rejected answer's score."""
+    max_side_tokens: int | None = rare(bounded(None, at_least=1))
+    """Pairs with a longer side are skipped and counted; empty: what the model's positions leave behind the prompt."""
+    objective: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """What is minimised."""
+    precompute_reference: bool = False
+    """Compute the reference's log-probabilities of all training pairs once, before the first step, in place of a pass
+    at each step; no copy of the model is kept then."""
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """The policy that answers are compared with."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        objective = make_preference(self.objective)
+        check_pair_batches(self.trainer.micro_batch)
+        if isinstance(objective.score, DecisionScore):
+            raise ValueError(
+                "objective.score is 'decision', which compares two answers token by token; it is for noisy versions of "
+                "images, use sum or mean"
+            )
+        if self.chosen_key == self.rejected_key:
+            raise ValueError(f"chosen_key and rejected_key are both '{self.chosen_key}'; name two columns")
+        if self.precompute_reference and not objective.needs_reference:
+            raise ValueError("precompute_reference is true, but the objective has no reference; leave it out")
+        if self.precompute_reference and self.reference.kind not in ("auto", "frozen", "adapter"):
+            raise ValueError(
+                f"precompute_reference is true, but reference.kind is '{self.reference.kind}'; only the model at the "
+                "start can be computed ahead, use auto"
+            )
+
+    @property
+    def columns(self) -> PairColumns:
+        """Names of the columns of a pair."""
+        scored = make_preference(self.objective).needs_scores
+        scores = (self.chosen_score_key, self.rejected_score_key) if scored else None
+        return PairColumns(self.chosen_key, self.rejected_key, scores)
+
+
+class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
+    """A preference objective on given pairs; see the module."""
+
+    config: PreferenceRunConfig
+    objective: PreferenceObjective
+
+    def __init__(self, config: PreferenceRunConfig) -> None:
+        super().__init__(config)
+        self.columns = config.columns
+        self.objective = make_preference(config.objective)
+        self.open(config, Questions(), config.scoring, trains_on_rewards=False)
+        self.start_scores = self.parts["start_scores"] = StartScores()
+        self.terms = [StartReference(self.start_scores)] if config.precompute_reference else []
+        for split, tasks in self.eval_tasks.items():
+            if not config.scoring.rewards and not has_sides(tasks, self.columns):
+                raise UserError(
+                    f"eval_data.{split} has no columns '{config.chosen_key}' and '{config.rejected_key}', and "
+                    "evaluation.rewards is empty: nothing would be measured; give pairs, or rewards such as exact"
+                )
+
+    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Read both sides of each question; a held-out split may be questions alone."""
+        if training or has_sides(loaded.tasks, self.columns):
+            return keep_pairs(loaded, self.columns)
+        return loaded
+
+    def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
+        """Tokenise both sides of each pair; pairs that do not fit are counted and left out."""
+        self._fill_start_scores(policy)
+        pairs = self.pairs_of(policy, tasks)
+        if pairs is None:
+            raise NoUsableTasksError(f"none of {len(tasks)} pairs could be used; skipped so far: {dict(self.skipped)}")
+        return pairs
+
+    def pairs_of(self, policy: VlmPolicy, tasks: Sequence[VlmTask]) -> Rollouts | None:
+        """Questions as groups of two rows, the preferred side first; None where none can be used."""
+        kept: list[tuple[VlmTask, Prompt]] = []
+        ids: list[list[int]] = []
+        for task, prompt in zip(*self.encode(policy, tasks, allow_none=True), strict=True):
+            try:
+                ids += tokenise_sides(policy, task, prompt, self.columns, self.config.max_side_tokens)
+                kept.append((task, prompt))
+            except TaskError as error:
+                self.note_skipped(error)
+        if not kept:
+            return None
+        usable, prompts = [task for task, _ in kept], [prompt for _, prompt in kept]
+        texts = [side for task in usable for side in sides_of(task, self.columns)]
+        rollouts = given_answers(policy, usable, prompts, texts, ids)
+        device = rollouts.mask.device
+        extras = pair_marks(len(usable), device)
+        if self.columns.scores is not None:
+            scores = [float(task.columns[name]) for task in usable for name in self.columns.scores]
+            extras[SCORE] = torch.tensor(scores, device=device)
+        return rollouts.replace(extras=extras)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-probabilities at temperature 1, as the answers were not sampled at another one."""
+        return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Mean pair loss."""
+        return self.objective.step_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
+
+    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+        """Held-out pairs, and with rewards the answers to their questions."""
+        self._fill_start_scores(policy)
+        tasks = self.eval_tasks[split]
+        measures: list[Measure[VlmTask]] = (
+            self.answer_measures(policy, split, step) if self.config.scoring.rewards else []
+        )
+        if has_sides(tasks, self.columns):
+            measures.append(self.pair_measure(policy, split))
+        return evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator)
+
+    def pair_measure(self, policy: VlmPolicy, split: str) -> PairMeasure:
+        """What is measured on the pairs of a held-out split."""
+        return PairMeasure(
+            make_pairs=lambda tasks: self.held_out_pairs(policy, split, tasks),
+            logp=lambda rollouts: self.logp(policy, rollouts),
+            objective=self.objective,
+            batch_tasks=self.config.evaluation.batch_tasks,
+        )
+
+    def held_out_pairs(self, policy: VlmPolicy, split: str, tasks: Sequence[VlmTask]) -> Rollouts | None:
+        """Held-out pairs with the reference's log-probabilities; None where none can be used."""
+        rollouts = self.pairs_of(policy, tasks)
+        if rollouts is None or not self.objective.needs_reference:
+            return rollouts
+        return rollouts.replace(logp_ref=self.start_scores.of(split_table(split), rollouts))
+
+    def logp(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
+        """Log-probabilities (B, T) without gradient, in micro-batches."""
+        return self.scores_in_chunks(policy, rollouts, frozenset({"logp"})).logp
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Both sides of some pairs with their implicit rewards under the policy as it is now."""
+        shown = rollouts.select_groups(torch.arange(min(max(limit // 2, 1), rollouts.num_groups)))
+        payload = VlmPayload.of(shown)
+        numbers = self.objective.pair_numbers(self.objective.pairs(self.logp(self.policy, shown), shown))
+        images = [task_images(task, self.policy.layout.patch_size) for task in payload.tasks]
+        found = []
+        for row, text in enumerate(payload.texts):
+            pair, side = divmod(row, 2)
+            reward = numbers.get(f"rewards/{SIDES[side]}")
+            found.append(
+                SampleRecord(
+                    id=payload.tasks[pair].id,
+                    prompt=payload.prompts[pair].text,
+                    response=text,
+                    answer=payload.texts[2 * pair],
+                    images=images[pair],
+                    reward=None if reward is None else float(reward[pair]),
+                    terms={"logp": float(numbers[f"logps/{SIDES[side]}"][pair]), "preferred": 1.0 - side},
+                )
+            )
+        return found
+
+    def _fill_start_scores(self, policy: VlmPolicy) -> None:
+        """Score held-out pairs, and training pairs that are computed ahead, with the policy before its first update."""
+        if not self.objective.needs_reference:
+            return
+        splits = {split_table(name): tasks for name, tasks in self.eval_tasks.items() if has_sides(tasks, self.columns)}
+        wanted = ({TRAINING: self.train_tasks} if self.config.precompute_reference else {}) | splits
+        skipped = self.skipped.state_dict()
+        for name, tasks in wanted.items():
+            if name not in self.start_scores:
+                batch = self.config.evaluation.batch_tasks
+                self.start_scores.fill(name, policy, tasks, lambda part: self.pairs_of(policy, part), self.logp, batch)
+        self.skipped.load_state_dict(skipped)  # they are counted where they are drawn
+
+
+class StartReference(LossTerm):
+    """Log-probabilities of the reference that were computed once, before the first step."""
+
+    name = "start_reference"
+    gradient = "never"
+
+    def __init__(self, scores: StartScores) -> None:
+        self.start_scores = scores
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """The reference's log-probabilities."""
+        return frozenset({"logp_ref"})
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Look them up."""
+        return rollouts.replace(logp_ref=self.start_scores.of(TRAINING, rollouts))
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """The objective's loss reads the log-probabilities; nothing is added to it."""
+        return TermLoss()
+
+
+def split_table(split: str) -> str:
+    """Name of a held-out split among the start scores."""
+    return f"eval_data.{split}"

@@ -1,0 +1,284 @@
+"""Reg-GRPO with difficulty-aware augmentation (DeepVideo-R1, arXiv 2506.07464), for images and videos.
+
+The objective `reg_grpo` regresses the standardised advantages of a group on its standardised sequence log-ratios, with
+a KL to the reference and without a clip (`mmrl.core.blocks.regression`). Several updates of the same rollouts
+(`trainer.epochs`) are what it is made for.
+
+How hard a question is: the mean reward of the last `window` samples less that of the question. A hard question is asked
+with a hint: several traces are sampled with the answer in the question, and the beginning of the best one, longer the
+harder the question is, goes into the question or stands at the start of the answer. An easy question is shown with
+Gaussian noise on its images or on the frames of its videos. Training is on the question as it was asked: the prompt of
+the group, with hint and noise, is computed once for its samples and for the reference too. Evaluations ask every
+question as it is.
+
+Where the paper is silent: it does not print the two scales and their limits, nor the deviation's epsilon; here they are
+options. Its code was not available. A question's own mean is that of its last group, hint and noise included
+(`measure: history`, which fades the help as the question succeeds, and needs questions that come back), or that of
+samples drawn first (`measure: probe`). A hint is only given where the best trace earns more than the question does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import DifficultyTracker
+from mmrl.errors import UserError
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import merge_lists
+from mmrl.training.terms import Step
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
+from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.sampler import sample
+from mmrl.vlm.methods.augmentation import (
+    AugmentationSettings,
+    AugmentedTask,
+    augment_task,
+    partial_trace,
+    reasoning_of,
+    rewrite_question,
+)
+from mmrl.vlm.recipe import VlmRecipe
+
+LOGGER = logging.getLogger("mmrl")
+
+
+def _reg_grpo_objective() -> ObjectiveConfig:
+    return ObjectiveConfig(preset="reg_grpo")
+
+
+@dataclass
+class RegGrpoConfig(VlmConfig):
+    """A Reg-GRPO run."""
+
+    augmentation: AugmentationSettings = field(default_factory=AugmentationSettings)
+    """Difficulty-aware augmentation; it works with any objective."""
+    objective: ObjectiveConfig = field(default_factory=_reg_grpo_objective)
+    """What is optimised."""
+
+
+class RegGrpoRecipe(VlmRecipe):
+    """Reg-GRPO, or another objective, on questions that are made easier or harder by how they went."""
+
+    config: RegGrpoConfig
+
+    def __init__(self, config: RegGrpoConfig) -> None:
+        super().__init__(config)
+        self.tracker = self.parts["difficulty"] = DifficultyTracker(config.augmentation.window)
+        self._noted_rewards: list[tuple[str, list[float]]] = []
+        self._drawn: Counter[str] = Counter()
+        self._check_data()
+
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
+        """Sample G responses to each question, augmented by its difficulty."""
+        return super().rollout(policy, self.augmented(policy, tasks, generator, step), generator, step)
+
+    def augmented(
+        self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step
+    ) -> list[VlmTask]:
+        """Questions of a step with their hints and noise."""
+        settings = self.config.augmentation
+        if not settings.enabled:
+            return list(tasks)
+        difficulty = self._difficulties(policy, tasks, generator, step)
+        starts = self._hints(policy, tasks, difficulty, generator, step)
+        seed = int(torch.randint(2**31, (), generator=generator))
+        asked: list[VlmTask] = []
+        for place, (task, hard) in enumerate(zip(tasks, difficulty, strict=True)):
+            sigma = settings.noise_sigma(hard) if task.images or task.videos else 0.0
+            if place in starts:
+                asked.append(self._hinted(task, starts[place], settings.hint_fraction(hard)))
+            elif sigma > 0:
+                asked.append(augment_task(task, noise_sigma=sigma, noise_seed=seed + place))
+            else:
+                asked.append(task)
+        return asked
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Score as usual; the rewards of each question are noted for its difficulty."""
+        scored = super().score(rollouts, step)
+        if self.config.augmentation.measure == "history":
+            tasks = VlmPayload.of(scored).tasks
+            rewards: list[list[float]] = [[] for _ in tasks]
+            for group, reward in zip(scored.group.tolist(), scored.reward.tolist(), strict=True):
+                rewards[group].append(reward)
+            self._noted_rewards += [(task.id, own) for task, own in zip(tasks, rewards, strict=True)]
+        return scored
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages as usual, after the difficulties of all processes were updated."""
+        for key, rewards in merge_lists(self._noted_rewards, accelerator):
+            self.tracker.note(key, rewards)
+        self._noted_rewards = []
+        self._note_changes(VlmPayload.of(rollouts).tasks)
+        return super().advantages(rollouts, accelerator, step)
+
+    def _note_changes(self, tasks: Sequence[VlmTask]) -> None:
+        """Log how many questions of the step were changed and how much."""
+        changed = [task for task in tasks if isinstance(task, AugmentedTask)]
+        hints = [task.hint_fraction for task in changed if task.hint_fraction]
+        noise = [task.noise_sigma for task in changed if task.noise_sigma]
+        recent, drawn = self.tracker.recent, self._drawn
+        self._drawn = Counter()
+        self.noted |= {
+            "augment/hinted": len(hints) / len(tasks),
+            "augment/noised": len(noise) / len(tasks),
+            "augment/hint_fraction_mean": sum(hints) / max(len(hints), 1),
+            "augment/sigma_mean": sum(noise) / max(len(noise), 1),
+            "augment/traces": float(drawn["traces"]),
+            "augment/probes": float(drawn["probes"]),
+            "augment/traces_unused": float(drawn["unused"]),
+            "augment/window_mean": sum(recent) / len(recent) if recent else 0.0,
+        }
+
+    def describe(self) -> str:
+        """The objective's formula and what happens to questions."""
+        settings = self.config.augmentation
+        lines = [super().describe()]
+        if settings.enabled:
+            lines += [f"difficulty D = mean reward of the last {settings.window} samples - that of the question:"]
+        if settings.hint_scale:
+            lines += [f"     first clip({settings.hint_scale:g} D, 0, {settings.hint_max:g}) of a trace as a hint"]
+        if settings.noise_scale:
+            lines += [
+                f"     noise of deviation clip(-{settings.noise_scale:g} D, 0, {settings.noise_max:g}) on pictures"
+            ]
+        return "\n".join(lines)
+
+    def _check_data(self) -> None:
+        """Refuse hints without answers, and say where no question comes back."""
+        settings, trainer = self.config.augmentation, self.config.trainer
+        if settings.hint_scale:
+            without = next((task for task in self.train_tasks if not _answer_of(task)), None)
+            if without is not None:
+                self.close()
+                raise UserError(
+                    f"data: {without.id} has no answer, which traces for hints are sampled with; name the column with "
+                    "data.answer_key or set augmentation.hint_scale=0"
+                )
+        if settings.enabled and settings.measure == "history":
+            drawn = trainer.steps * trainer.tasks_per_step
+            if drawn <= len(self.train_tasks):
+                LOGGER.warning(
+                    "augmentation.measure is history, but the %d questions drawn in this run are not more than the %d "
+                    "of the data, so none comes back and none is changed; use measure: probe, more steps or fewer "
+                    "questions",
+                    drawn,
+                    len(self.train_tasks),
+                )
+
+    def _difficulties(
+        self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step
+    ) -> list[float]:
+        """Difficulty of each question."""
+        settings = self.config.augmentation
+        if settings.measure == "history":
+            return [self.tracker.difficulty(task.id) for task in tasks]
+        drawn = self._sampled(policy, list(tasks), settings.probe_samples, generator, step)
+        found = [0.0] * len(tasks)
+        for place, (_, rewards) in drawn.items():
+            self._drawn["probes"] += len(rewards)
+            self._noted_rewards.append((tasks[place].id, rewards))
+            scored = [reward for reward in rewards if math.isfinite(reward)]
+            if scored:
+                found[place] = self.tracker.difference(sum(scored) / len(scored))
+        return found
+
+    def _hints(
+        self,
+        policy: VlmPolicy,
+        tasks: Sequence[VlmTask],
+        difficulty: Sequence[float],
+        generator: torch.Generator,
+        step: Step,
+    ) -> Mapping[int, str]:
+        """Beginnings of traces by the place of their question."""
+        settings = self.config.augmentation
+        hard = [place for place, value in enumerate(difficulty) if settings.hint_fraction(value) > 0]
+        hard = sorted(hard, key=lambda place: -difficulty[place])[: settings.max_hinted or None]
+        if not hard:
+            return {}
+        with_answer = [self._with_answer(tasks[place]) for place in hard]
+        found: dict[int, str] = {}
+        window = self.tracker.difference(0.0)
+        traces = self._sampled(policy, with_answer, settings.traces, generator, step)
+        for number, (texts, rewards) in traces.items():
+            place = hard[number]
+            self._drawn["traces"] += len(texts)
+            hint = self._best_start(policy, texts, rewards, window - difficulty[place], difficulty[place])
+            if hint:
+                found[place] = hint
+            else:
+                self._drawn["unused"] += len(texts)
+        return found
+
+    def _best_start(
+        self, policy: VlmPolicy, texts: Sequence[str], rewards: Sequence[float], usual: float, difficulty: float
+    ) -> str:
+        """Beginning of the best trace; empty where none earns more than the question usually does."""
+        settings = self.config.augmentation
+        best = max(range(len(texts)), key=lambda index: rewards[index] if math.isfinite(rewards[index]) else -math.inf)
+        if not rewards[best] > usual:
+            return ""
+        trace = reasoning_of(texts[best], settings.think_start, settings.think_end)
+        return partial_trace(trace, settings.hint_fraction(difficulty), policy.processor.tokenizer)
+
+    def _with_answer(self, task: VlmTask) -> AugmentedTask:
+        """A question with its answer."""
+        template = self.config.augmentation.answer_template
+        return augment_task(task, messages=rewrite_question(task, template, answer=_answer_of(task)))
+
+    def _hinted(self, task: VlmTask, hint: str, fraction: float) -> AugmentedTask:
+        settings = self.config.augmentation
+        if settings.hint_place == "answer":
+            return augment_task(task, given_start=settings.think_start + hint, hint_fraction=fraction)
+        messages = rewrite_question(task, settings.hint_template, hint=hint)
+        return augment_task(task, messages=messages, hint_fraction=fraction)
+
+    def _sampled(
+        self, policy: VlmPolicy, tasks: Sequence[VlmTask], count: int, generator: torch.Generator, step: Step
+    ) -> dict[int, tuple[list[str], list[float]]]:
+        """Responses to questions that are not trained on, and their rewards, by the place of their question.
+
+        Questions that cannot be encoded are left out here; the rollout of the step counts them.
+        """
+        prompts: dict[int, Prompt] = {}
+        with stopwatch("encode"):
+            for place, task in enumerate(tasks):
+                try:
+                    prompts[place] = policy.encode(task)
+                except TaskError:
+                    continue
+        if not prompts:
+            return {}
+        drawn = sample(policy, list(prompts.values()), count, self.config.sampler, generator)
+        repeated = [place for place in prompts for _ in range(count)]
+        result = self.score_texts(
+            [tasks[place] for place in repeated],
+            [prompts[place].text for place in repeated],
+            drawn.texts,
+            token_lists(drawn.response_ids, drawn.mask),
+            step,
+        )
+        self.errors.warn(result)
+        self.extra_samples += len(repeated)
+        parts = {place: slice(number * count, (number + 1) * count) for number, place in enumerate(prompts)}
+        return {place: (drawn.texts[part], list(result.total[part])) for place, part in parts.items()}
+
+
+def _answer_of(task: VlmTask) -> str:
+    """The right answer as text, the first one where several are right; empty without one."""
+    answer = task.columns.get("answer")
+    if isinstance(answer, list | tuple):
+        answer = next(iter(answer), None)
+    return "" if answer is None else str(answer)

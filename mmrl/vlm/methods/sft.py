@@ -1,0 +1,120 @@
+"""Learning from answers that were given instead of sampled: what supervised and preference recipes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from mmrl.core.loss import Denominators
+from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import rare
+from mmrl.training.likelihood import likelihood_loss
+from mmrl.training.recipe import SupervisedRecipe
+from mmrl.training.settings import BaseRunConfig
+from mmrl.training.terms import Step
+from mmrl.vlm.config import VlmParts, check_scoring
+from mmrl.vlm.data.dataset import LoadedTasks
+from mmrl.vlm.data.prompt import Prompt, VlmPayload
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.evaluation import AnswerScoring, VlmEvaluationConfig, scoring_evaluation
+from mmrl.vlm.model.config import check_critic
+from mmrl.vlm.recipe import Questions, VlmDomain
+
+
+@dataclass
+class GivenAnswersConfig(VlmParts, BaseRunConfig):
+    """A run on answers of the data; rewards and sampling belong to the evaluation of held-out questions."""
+
+    evaluation: VlmEvaluationConfig = field(default_factory=scoring_evaluation)
+    """Evaluation, with rewards that score answers and their lengths."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_scoring(self, self.scoring.rewards, self.scoring.accuracy_reward)
+        check_critic(self.model, needed=False)
+
+    @property
+    def scoring(self) -> AnswerScoring:
+        """The part of `evaluation` that says how answers are sampled and scored."""
+        assert isinstance(self.evaluation, AnswerScoring)
+        return self.evaluation
+
+
+def given_answers(
+    policy: VlmPolicy,
+    tasks: Sequence[VlmTask],
+    prompts: Sequence[Prompt],
+    texts: Sequence[str],
+    ids: Sequence[Sequence[int]],
+) -> Rollouts:
+    """Answers to N questions as B rows, a fixed number for each question, without log-probabilities and rewards."""
+    longest = max(len(row) for row in ids)
+    responses = torch.tensor([[*row, *[policy.pad_id] * (longest - len(row))] for row in ids])
+    mask = torch.tensor([[1.0] * len(row) + [0.0] * (longest - len(row)) for row in ids])
+    rollouts = Rollouts(
+        group=torch.arange(len(tasks)).repeat_interleave(len(ids) // len(tasks)),
+        mask=mask,
+        logp_old=torch.zeros_like(mask),
+        reward=torch.zeros(len(ids)),
+        payload=VlmPayload(list(prompts), list(tasks), responses, list(texts), ["eos"] * len(ids)),
+    )
+    return rollouts.to(next(policy.parameters()).device)
+
+
+@dataclass
+class SftConfig(GivenAnswersConfig):
+    """A supervised run on a column of completions."""
+
+    target_key: str = rare("completion")
+    """Column with the text that the model learns to answer; the end token is added."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if self.eval_data and not self.scoring.rewards:
+            raise ValueError("eval_data is given but evaluation.rewards is empty; name a score such as exact")
+
+
+class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
+    """Maximum likelihood of a column of completions."""
+
+    config: SftConfig
+    own_loss = "sft"
+
+    def __init__(self, config: SftConfig, questions: Questions | None = None) -> None:
+        super().__init__(config)
+        self.open(config, questions or Questions(), config.scoring, trains_on_rewards=False)
+
+    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Refuse training questions without a completion."""
+        config, loaded = self.config, super().prepare_tasks(loaded, training=training)
+        for task in loaded.tasks if training else ():
+            if not isinstance(task.columns.get(config.target_key), str):
+                raise UserError(
+                    f"{config.data.path}: question {task.id} has no text in column '{config.target_key}' (target_key); "
+                    f"columns: {', '.join(task.columns)}"
+                )
+        return loaded
+
+    def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
+        """Tokenise the given completions."""
+        usable, prompts = self.encode(policy, tasks)
+        tokenizer = policy.processor.tokenizer
+        texts = [str(task.columns[self.config.target_key]) for task in usable]
+        ids = [[*tokenizer.encode(text, add_special_tokens=False), policy.eos_ids[0]] for text in texts]
+        return given_answers(policy, usable, prompts, texts, ids)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Teacher-forced scores."""
+        return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Mean negative log-likelihood of the answers' tokens."""
+        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)

@@ -1,0 +1,122 @@
+"""Options of a model: architecture, precision, adapters, frozen parts, pixel budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice, rare
+from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP
+
+DTYPES = ("float32", "bfloat16")
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
+
+
+@dataclass
+class LoraSettings:
+    """Low-rank adapters in place of full fine-tuning."""
+
+    enabled: bool = False
+    """Train adapters and keep every weight of the model, the vision tower included, as it is."""
+    rank: int = bounded(16, at_least=1)
+    """Width of the adapters."""
+    alpha: int = 32
+    """The adapters' output is scaled by alpha / rank."""
+    dropout: float = rare(bounded(0.0, at_least=0, below=1))
+    """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
+    targets: list[str] = rare(
+        field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    )
+    """Linear layers of the language model's decoder layers that get an adapter."""
+    seed: int = rare(0)
+    """Seed of the adapters' random half; the other half starts at zero, so the model is unchanged at first."""
+
+
+@dataclass
+class CriticSettings:
+    """The value head that a model gets where the objective has a critic."""
+
+    hidden: list[int] = field(default_factory=list)
+    """Widths of its hidden layers, with ReLU between them; none is one linear layer."""
+    stop_gradient: bool = False
+    """End the critic's gradient at the model's last state, so that its loss trains the head alone."""
+    seed: int = 0
+    """Seed of the hidden layers; the last layer starts at zero, so every value is 0 at first."""
+
+
+@dataclass
+class FrozenModelConfig:
+    """A model that is only read, and how it is held in memory."""
+
+    path: str = MISSING
+    """Model folder, or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct."""
+    dtype: str = choice("float32", DTYPES)
+    """Precision of weights and activations: float32 or bfloat16; log-probabilities are float32 either way."""
+    attention: str = rare(choice("sdpa", ATTENTION))
+    """Attention kernels: sdpa, eager or flash_attention_2 (needs a GPU, bfloat16 and the flash-attn package)."""
+    shared_prefix: bool = rare(True)
+    """Compute each prompt once for all responses of its group, with the same gradients; needs attention sdpa."""
+    patch_product: bool = rare(True)
+    """Compute the vision tower's patch embedding as the matrix product that it is, not as a convolution."""
+    min_pixels: int | None = bounded(None, at_least=1)
+    """Smallest image area in pixels, smaller images are enlarged; empty: as the processor has it."""
+    max_pixels: int | None = bounded(None, at_least=1)
+    """Largest image area in pixels, larger images are reduced; empty: as the processor has it."""
+    max_prompt_tokens: int | None = bounded(None, at_least=1)
+    """Prompts with more tokens are skipped and counted; empty: what the model's positions allow."""
+    build: str | None = None
+    """Function `module:function` that makes the folder at `path` where there is none yet."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `build`, after the path."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises UserError."""
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise UserError(f"model.min_pixels={self.min_pixels} is above model.max_pixels={self.max_pixels}")
+
+
+@dataclass
+class ModelConfig(FrozenModelConfig):
+    """A model that is trained, and how it is held in memory."""
+
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Adapters in place of full fine-tuning."""
+    critic: CriticSettings = rare(field(default_factory=CriticSettings))
+    """The value head, where the objective has a critic."""
+    freeze_vision: bool = False
+    """Keep the vision tower as it is; its features are then computed once for each prompt and step."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises UserError."""
+        super().validate()
+        if self.lora.enabled and not self.lora.targets:
+            raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
+        if any(width < 1 for width in self.critic.hidden):
+            raise UserError(f"model.critic.hidden is {list(self.critic.hidden)}; each width must be at least 1")
+
+
+def check_critic(config: ModelConfig, needed: bool) -> None:
+    """Refuse settings of a value head that nothing needs."""
+    if not needed and config.critic != CriticSettings():
+        raise ValueError(
+            "model.critic is set, but the objective has no critic; use an advantage that has one (gae, gae_turn), or "
+            "leave model.critic out"
+        )
+
+
+def check_update_precision(config: ModelConfig, learning_rate: float) -> None:
+    """Refuse full fine-tuning whose steps are too small for the weights' own precision.
+
+    Neighbouring bfloat16 numbers near a typical weight of 0.02 are 1e-4 apart and AdamW moves a weight by about the
+    learning rate, so smaller steps are rounded away and nothing is learned. LoRA weights are float32 in any case.
+    """
+    if config.dtype == "bfloat16" and not config.lora.enabled and learning_rate < SMALLEST_LOW_PRECISION_STEP:
+        raise ValueError(
+            f"model.dtype is bfloat16 and trainer.learning_rate {learning_rate:g}: bfloat16 weights round such steps "
+            "away; use model.dtype=float32 with trainer.mixed_precision=bf16, or model.lora.enabled=true"
+        )

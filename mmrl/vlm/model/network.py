@@ -1,0 +1,184 @@
+"""The transformers model behind a policy: its folder, whether it is supported, and loading it."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmrl.errors import UserError
+from mmrl.files import expanded, read_json_object
+from mmrl.hub.building import base_path
+from mmrl.hub.compat import quiet_transformers
+from mmrl.rewards.loading import load_function
+from mmrl.vlm.model.config import CriticSettings, FrozenModelConfig, LoraSettings, ModelConfig
+
+BASE_FILE = "base.json"
+"""File beside an adapter with the relative path of its base model."""
+ARCHITECTURES = {
+    "qwen2_5_vl": "Qwen2.5-VL (arXiv 2502.13923)",
+    "qwen3_vl": "Qwen3-VL (arXiv 2511.21631)",
+}
+
+
+def resolve_model(path: str) -> tuple[str, Path | None]:
+    """Find the base model and the adapter of a path."""
+    folder = expanded(path).absolute()  # adapters record it as the place of their base model
+    if (folder / "config.json").is_file():
+        return str(folder), None
+    adapter_file = folder / "adapter_config.json"
+    if adapter_file.is_file():
+        base = read_json_object(adapter_file).get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise UserError(f"{adapter_file} names no base model")
+        moved = not Path(base).is_dir() and (folder / BASE_FILE).is_file()
+        return base_path({"path": base, **read_json_object(folder / BASE_FILE)}, folder) if moved else base, folder
+    if folder.is_dir():
+        raise UserError(f"{folder} is not a model folder: it has no config.json; it holds {_listing(folder)}")
+    # runs/model is also a well-formed hub id; next to an existing runs/ it is a folder that is missing
+    if folder.is_file() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        raise UserError(f"there is no model folder {path}; give a folder with config.json or a hub id (owner/name)")
+    return path, None
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
+
+
+def load_network(config: ModelConfig, base: str) -> Any:
+    """Load a transformers model with its language model head."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    model_type = _model_type(base)
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UserError(f"{base} is of architecture {model_type!r}; supported are: {known}")
+    try:
+        with quiet_transformers():
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(
+                base,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=config.attention,
+                output_loading_info=True,
+            )
+    except Exception as error:  # damaged files, missing kernels and memory each raise their own kinds
+        raise UserError(f"the model in {base} cannot be loaded: {_first_line(error)}") from error
+    network, report = loaded
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UserError(f"the weight files in {base} lack {len(missing)} tensors, for example {missing[0]}")
+    return network
+
+
+def _model_type(base: str) -> str:
+    from transformers import AutoConfig
+
+    file = Path(base) / "config.json"
+    if file.is_file():
+        return str(read_json_object(file).get("model_type"))
+    try:
+        return str(AutoConfig.from_pretrained(base).model_type)
+    except Exception as error:  # hub and network errors
+        raise UserError(
+            f"there is no local folder {base!r}, and it cannot be fetched from the hub: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+BUILD_FILE = "build.json"
+"""File in a model that `model.build` made, with the function and its options."""
+
+
+def build_model_if_missing(config: FrozenModelConfig) -> None:
+    """Make a missing model folder with the user's function, under another name until it is complete."""
+    if config.build is None:
+        return
+    folder = expanded(config.path)
+    recipe = json.dumps({"build": config.build, "options": config.build_options}, sort_keys=True, default=str)
+    if (folder / "config.json").is_file():
+        file = folder / BUILD_FILE
+        if file.is_file() and (built := file.read_text(encoding="utf-8")) != recipe:
+            raise UserError(
+                f"{folder} was built with {built}, the settings are {recipe}; remove the folder or set another "
+                "model.path"
+            )
+        return
+    build = load_function(config.build, what="model.build")
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.unfinished")
+    try:
+        inspect.signature(build).bind(unfinished, **config.build_options)
+    except TypeError as error:
+        raise UserError(f"model.build_options do not fit {config.build}: {error}") from error
+    logging.getLogger("mmrl").info("building %s with %s", folder, config.build)
+    try:
+        build(unfinished, **config.build_options)
+        (unfinished / BUILD_FILE).write_text(recipe, encoding="utf-8")
+        if not (folder / "config.json").is_file():  # another process may have been quicker
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(unfinished, folder)
+    except (TypeError, ValueError, KeyError, ImportError) as error:  # options that do not fit, a missing package
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"model.build {config.build!r} with model.build_options failed: {reason}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None) -> Any:
+    """Put LoRA adapters into a model."""
+    import peft
+
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers renamed
+        if adapter is not None:
+            loaded = peft.PeftModel.from_pretrained(network, adapter, is_trainable=settings.enabled)
+            return loaded if settings.enabled else loaded.merge_and_unload()
+        torch.manual_seed(settings.seed)
+        lora = peft.LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=settings.dropout,
+            target_modules=_lora_pattern(network, settings),
+        )
+        return peft.get_peft_model(network, lora)
+
+
+def _lora_pattern(network: Any, settings: LoraSettings) -> str:
+    layer = network.model.language_model.layers[0]
+    found = {name.rpartition(".")[2] for name, _ in layer.named_modules()}
+    unknown = [name for name in settings.targets if name not in found]
+    if unknown:
+        known = ", ".join(name for name in LoraSettings().targets if name in found)
+        raise UserError(f"model.lora.targets names {unknown}; a decoder layer has: {known}")
+    names = "|".join(re.escape(name) for name in settings.targets)
+    return rf".*language_model\.layers\..*\.({names})"
+
+
+def make_value_head(width: int, settings: CriticSettings) -> nn.Module:
+    """A critic from (M, H) to (M, 1) in float32, whatever the model's precision is.
+
+    Its last layer starts at zero: every value is 0 at first, so that the first advantages are plain returns.
+    """
+    sizes = [width, *settings.hidden]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        hidden = [nn.Linear(before, after) for before, after in itertools.pairwise(sizes)]
+    last = nn.Linear(sizes[-1], 1)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    layers = [part for linear in hidden for part in (linear, nn.ReLU())]
+    return (nn.Sequential(*layers, last) if layers else last).float()

@@ -1,0 +1,107 @@
+"""The model's processor, or an image-only one where torchvision is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.hub.compat import ensure_torchvision
+
+
+class ImageOnlyProcessor:
+    """Tokenizer and Pillow image processor behind the calls that this suite makes of a Qwen-VL processor.
+
+    transformers cannot build the official processors without torchvision, not even for images, because their
+    video part needs it.
+
+    Source: huggingface/transformers models/qwen2_5_vl/processing_qwen2_5_vl.py (what the placeholders expand to).
+    """
+
+    image_token = "<|image_pad|>"
+    video_token = "<|video_pad|>"
+    video_processor = None
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja template of the chat markup."""
+        return self.tokenizer.chat_template
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+        """Render chat turns with the tokenizer's template."""
+        return self.tokenizer.apply_chat_template(messages, **options)
+
+    def __call__(
+        self, *, text: Sequence[str], images: Sequence[Any] | None = None, return_tensors: str = "pt"
+    ) -> dict[str, torch.Tensor]:
+        """Tokenise one rendered prompt and process its images."""
+        prompt = text[0]
+        output: dict[str, torch.Tensor] = {}
+        if images:
+            processed = self.image_processor(images=list(images), return_tensors=return_tensors)
+            output = {name: processed[name] for name in ("pixel_values", "image_grid_thw")}
+            prompt = self._expand(prompt, output["image_grid_thw"])
+        ids = self.tokenizer([prompt], return_tensors=return_tensors)["input_ids"]
+        image_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
+        return {"input_ids": ids, "mm_token_type_ids": (ids == image_id).long(), **output}
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write tokenizer and image processor; `load_processor` reads them with or without torchvision."""
+        self.tokenizer.save_pretrained(path)
+        self.image_processor.save_pretrained(path)
+
+    def _expand(self, prompt: str, grids: torch.Tensor) -> str:
+        merge = self.image_processor.merge_size**2
+        first, *pieces = prompt.split(self.image_token)
+        counts = (grids.prod(-1) // merge).tolist()
+        return first + "".join(self.image_token * n + piece for n, piece in zip(counts, pieces, strict=True))
+
+
+def load_processor(path: str) -> Any:
+    """Load the processor of a model; raises UserError."""
+    absent = ensure_torchvision() == "absent"
+    from transformers import AutoProcessor, AutoTokenizer, Qwen2VLImageProcessorPil
+
+    try:
+        if absent:
+            images = Qwen2VLImageProcessorPil.from_pretrained(path)
+            processor: Any = ImageOnlyProcessor(images, AutoTokenizer.from_pretrained(path))
+        else:
+            processor = AutoProcessor.from_pretrained(path)
+    except Exception as error:  # hub, JSON and tokenizer files each raise their own kinds
+        raise UserError(f"the processor of {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    if processor.tokenizer.chat_template is None and processor.chat_template is None:
+        raise UserError(f"{path} has no chat template; add chat_template.jinja to the folder")
+    processor.tokenizer.padding_side = "left"
+    return processor
+
+
+BANNED_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+
+
+def eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a response: those of the generation config, then the tokenizer's."""
+    found = getattr(network.generation_config, "eos_token_id", None)
+    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise UserError("neither generation_config.json nor the tokenizer names an end-of-turn token")
+    return tuple(dict.fromkeys(ids))
+
+
+def banned_ids(network: Any, tokenizer: Any) -> Tensor:
+    """Ids that may never be sampled: image markup breaks the next forward pass, unused ids have no text."""
+    vocabulary = tokenizer.get_vocab()
+    ids = {vocabulary[token] for token in BANNED_TOKENS if token in vocabulary}
+    ids |= {network.config.image_token_id, network.config.video_token_id}
+    ids |= set(range(len(tokenizer), network.config.text_config.vocab_size))
+    return torch.tensor(sorted(ids), dtype=torch.int64)

@@ -1,0 +1,131 @@
+"""Questions about short clips of handwritten digits: which one follows the red flash, which came first or last.
+
+The answer needs the order of the frames: every digit of a clip is a different one, and where the flash comes is drawn.
+Training and test clips use disjoint scans (`mmrl.vlm.toy.digits`), the drawing is in `mmrl.vlm.toy.clips`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmrl.vlm.data.media_rows import write_media_rows
+from mmrl.vlm.toy import digits
+from mmrl.vlm.toy.clips import Shot, first_frames, write_clip
+from mmrl.vlm.toy.digits import scan_pool, scans_and_labels
+
+FPS = 2.0
+"""Frames a second of the clips, which is also qwen-vl-utils' rate: every frame is seen."""
+SHOT_FRAMES = 2
+"""Frames of a shot: those that a Qwen-VL model reads as one."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One kind of question about the digits of a clip."""
+
+    texts: tuple[str, ...]
+    """Wordings, one drawn at random."""
+    answer: Callable[[Sequence[int], int], int]
+    """Right answer from the digits in order and the number of digits before the flash."""
+
+
+def build_questions(
+    path: str | Path,
+    *,
+    count: int = 1000,
+    split: str = "train",
+    kinds: Sequence[str] = ("after_cue", "first", "last"),
+    min_digits: int = 2,
+    max_digits: int = 4,
+    noise: float = 0.1,
+    scans: int = 0,
+    seed: int = 0,
+) -> Path:
+    """Write questions about clips as JSON lines with mp4 files beside them.
+
+    Args:
+        path: JSONL file to write; columns problem (with <video>), answer, videos, completion, kind, digits (what the
+            clip shows, in order) and answer_s (when the asked digit appears, in seconds).
+        count: number of questions.
+        split: "train" or "test", which choose disjoint scans.
+        kinds: keys of `QUESTIONS`, drawn evenly.
+        min_digits: fewest digits of a clip.
+        max_digits: most digits of a clip, at most 10.
+        noise: strength of background texture and pixel noise, share of full contrast.
+        scans: use only the first so many scans of the split; 0 = all.
+        seed: seed of everything drawn.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: the numbers of digits do not fit.
+    """
+    if not 1 <= min_digits <= max_digits <= 10:
+        raise ValueError(f"a clip shows {min_digits} to {max_digits} digits; the numbers must rise and be 1 to 10")
+    path = Path(path)
+    rng = np.random.default_rng([seed, 5 if split == "test" else 4])
+    pool = scan_pool(split, scans)
+
+    def save(folder: Path, stem: str) -> dict[str, Any]:
+        shown = _draw_scans(rng, pool, int(rng.integers(min_digits, max_digits + 1)))
+        before = int(rng.integers(0, len(shown)))
+        shots = [Shot(SHOT_FRAMES, scan) for scan in shown]
+        shots.insert(before, Shot(SHOT_FRAMES, cue=True))
+        write_clip(folder / f"{stem}.mp4", shots, fps=FPS, noise=noise, seed=int(rng.integers(2**31)))
+        kind = str(rng.choice(list(kinds)))
+        row = _ask(rng, kind, shown, before, shots)
+        return {**row, "videos": [f"{path.with_suffix('').name}/{stem}.mp4"]}
+
+    return write_media_rows(path, count, save)
+
+
+def corpus() -> list[str]:
+    """All words that the questions, answers and roles use, to train a tokenizer on."""
+    return [*[text for question in QUESTIONS.values() for text in question.texts] * 20, *digits.corpus()]
+
+
+def build_model(path: str | Path, **options: Any) -> Path:
+    """Build a tiny random Qwen model with the words of these questions; `options` are those of `build_tiny_vlm`."""
+    from mmrl.vlm.toy.tiny import build_tiny_vlm
+
+    return build_tiny_vlm(path, corpus=corpus(), **options)
+
+
+def _draw_scans(rng: np.random.Generator, pool: np.ndarray, count: int) -> list[int]:
+    """Scans of different digits."""
+    labels = scans_and_labels()[1][pool]
+    shown = rng.choice(np.unique(labels), size=count, replace=False)
+    return [int(rng.choice(pool[labels == digit])) for digit in shown]
+
+
+def _ask(
+    rng: np.random.Generator, kind: str, shown: Sequence[int], before: int, shots: Sequence[Shot]
+) -> dict[str, Any]:
+    seen = [int(scans_and_labels()[1][scan]) for scan in shown]
+    answer = QUESTIONS[kind].answer(seen, before)
+    asked = next(place for place, shot in enumerate(shots) if shot.scan == shown[seen.index(answer)])
+    said = " ".join(str(digit) for digit in seen)
+    return {
+        "problem": f"<video>{rng.choice(QUESTIONS[kind].texts)}",
+        "answer": str(answer),
+        "completion": f"<think>{said}</think><answer>{answer}</answer>",
+        "kind": kind,
+        "digits": said,
+        "answer_s": first_frames(shots)[asked] / FPS,
+    }
+
+
+QUESTIONS: dict[str, Question] = {
+    "after_cue": Question(
+        ("Which digit comes right after the red flash?", "What follows the red flash?"),
+        lambda digits, before: digits[before],
+    ),
+    "first": Question(("Which digit is shown first?", "What is the first digit?"), lambda digits, before: digits[0]),
+    "last": Question(("Which digit is shown last?", "What is the last digit?"), lambda digits, before: digits[-1]),
+}

@@ -1,0 +1,183 @@
+"""Answerers: they answer a question from the picked frames, and judge the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.hub.video_reading import VideoError
+from mmrl.rewards import RewardResult, RewardSum, TrainerState
+from mmrl.vlm.data.prompt import Prompt, token_lists
+from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.sampler import Samples, sample
+from mmrl.vlm.evaluation import columns_of, score_texts
+from mmrl.vlm.tspo.config import AnswererConfig
+from mmrl.vlm.tspo.policy import VideoFeatures
+from mmrl.vlm.tspo.tasks import NeedleTask
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass
+class Answers:
+    """Answers of B rows."""
+
+    texts: list[str]
+    correct: list[float]
+    """1 right, 0 wrong, NaN where a row could not be judged."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """The prompt of each row; empty without a model."""
+    samples: Samples | None = None
+    """The model's samples; None without one."""
+    result: RewardResult | None = None
+    """Rewards of the answers; None without a reward function."""
+
+
+class Answerer(Protocol):
+    """Answers questions from picked frames."""
+
+    def check(self, tasks: Sequence[NeedleTask], key: str) -> None:
+        """Refuse questions that it cannot answer; raises UserError."""
+
+    def answer(
+        self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], generator: torch.Generator | None
+    ) -> Answers:
+        """Answer B questions."""
+
+    def close(self) -> None:
+        """Free worker processes."""
+
+
+class OracleAnswerer:
+    """Right where at least so many frames of the needle are picked; a rule in place of a model, for experiments."""
+
+    def __init__(self, min_frames: int) -> None:
+        self.min_frames = min_frames
+
+    def check(self, tasks: Sequence[NeedleTask], key: str) -> None:
+        """Every question needs a needle."""
+        without = next((task.id for task in tasks if not task.needle.any()), None)
+        if without is not None:
+            raise UserError(
+                f"{key}: {without} has no needle, which answerer.kind=oracle needs; use answerer.kind=vlm, or rows "
+                "with a needle"
+            )
+
+    def answer(
+        self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], generator: torch.Generator | None = None
+    ) -> Answers:
+        """See `Answerer`."""
+        found = [
+            sum(bool(task.needle[frame]) for frame in row) >= min(self.min_frames, int(task.needle.sum()))
+            for task, row in zip(tasks, picks, strict=True)
+        ]
+        texts = [task.answer if right else "?" for task, right in zip(tasks, found, strict=True)]
+        return Answers(texts, [float(right) for right in found])
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class VlmAnswerer:
+    """A vision-language model that reads the picked frames in the order of time."""
+
+    def __init__(self, config: AnswererConfig, policy: VlmPolicy) -> None:
+        self.config, self.policy = config, policy
+        policy.check_response_length(config.sampler.max_new_tokens)
+        self.rewards = RewardSum([replace(config.reward, weight=1.0)])
+
+    def check(self, tasks: Sequence[NeedleTask], key: str) -> None:
+        """The reward function has to find its columns."""
+        try:
+            self.rewards.check_columns([*columns_of([task.task for task in tasks], [])])
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from error
+
+    def answer(
+        self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], generator: torch.Generator | None
+    ) -> Answers:
+        """See `Answerer`."""
+        asked = _asked(tasks, picks)
+        prompts = [self.policy.encode(task, images) for task, images in asked]
+        config = replace(self.config.sampler, batch_rows=self.config.batch_rows)
+        samples = sample(self.policy, prompts, 1, config, generator)
+        tokens = token_lists(samples.response_ids, samples.mask)
+        questions = [task for task, _ in asked]
+        texts = [prompt.text for prompt in prompts]
+        result = score_texts(self.rewards, TrainerState(), questions, texts, samples.texts, tokens)
+        return Answers(samples.texts, list(result.total), prompts, samples, result)
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.rewards.close()
+
+
+def make_answerer(config: AnswererConfig, reader: VlmPolicy | None) -> Answerer:
+    """The rule, or the model that reads, which is frozen here unless it is trained."""
+    if reader is None:
+        return OracleAnswerer(config.min_frames)
+    if not config.train:
+        reader.eval().requires_grad_(False)
+    return VlmAnswerer(config, reader)
+
+
+def without_unreadable(
+    tasks: Sequence[NeedleTask],
+    features: Sequence[VideoFeatures],
+    attempt: Callable[[Sequence[NeedleTask], Sequence[VideoFeatures]], ResultT],
+    skip: Callable[[TaskError], None],
+) -> ResultT | None:
+    """The result of an attempt, repeated without each question whose picked frames cannot be read.
+
+    Features may be kept of a video that is gone or damaged since.
+    """
+    while tasks:
+        try:
+            return attempt(tasks, features)
+        except TaskError as error:
+            kept = [n for n, task in enumerate(tasks) if task.id != error.task_id]
+            if len(kept) == len(tasks):
+                raise
+            skip(error)
+            tasks, features = [tasks[n] for n in kept], [features[n] for n in kept]
+    return None
+
+
+def _asked(tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]]) -> list[tuple[VlmTask, list[Image.Image]]]:
+    """Each row's question with the picked frames in place of the video; a video is decoded once for all rows."""
+    wanted: dict[int, set[int]] = {}
+    for task, row in zip(tasks, picks, strict=True):
+        wanted.setdefault(id(task), set()).update(row)
+    images: dict[int, dict[int, Image.Image]] = {}
+    for task in tasks:
+        if id(task) not in images:
+            try:
+                images[id(task)] = task.video.images(sorted(wanted[id(task)]))
+            except VideoError as error:
+                raise TaskError(error.kind, task.id, f"its video cannot be used: {error}") from None
+    return [
+        (_with_images(task.task, len(row)), [images[id(task)][frame] for frame in row])
+        for task, row in zip(tasks, picks, strict=True)
+    ]
+
+
+def _with_images(task: VlmTask, count: int) -> VlmTask:
+    """The question with so many images where its video was; the images themselves go to the encoder."""
+    items = {"video": [{"type": "image"}] * count}
+    messages = [
+        {**turn, "content": [new for item in turn["content"] for new in items.get(item["type"], [item])]}
+        for turn in task.messages
+    ]
+    return replace(task, messages=messages, images=[""] * count, videos=[])
+
+
+def correct_of(answers: Answers) -> Tensor:
+    """(B,) float32, 1 for right answers and NaN for those that could not be judged."""
+    return torch.tensor(answers.correct, dtype=torch.float32)

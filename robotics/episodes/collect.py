@@ -1,0 +1,388 @@
+"""The action of a control step as a mean over overlapping chunks.
+
+Shapes: R rows, L of them at once, K control steps of a chunk, D entries of an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+
+from mmrl.errors import RunError, UserError
+from mmrl.fields import bounded, choice, rare
+from robotics.episodes.payload import EpisodePayload
+from robotics.policies.base.policy import INPUT_SHAPES, PolicyInputs
+from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim, begin_episodes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.policies.base.statistics import ActionStatistics
+    from robotics.sim.episodes import RobotObservation, RobotSim
+
+
+class TemporalEnsemble:
+    """Averages the predictions of the last chunks for the present control step; a chunk is predicted at every step.
+
+    The weight of the i-th oldest prediction is exp(-decay i), i = 0 for the oldest, so the oldest counts most and a
+    small decay reacts slowly to new observations. The mean is no decision of the policy and has no log-probability:
+    this is for evaluation only.
+
+    Source: ACT, arXiv 2304.13705, section IV-B and algorithm 2; tonyzhaozh/act imitate_episodes.py (m = 0.01).
+    """
+
+    def __init__(self, rows: int, chunk: int, action_size: int, decay: float = 0.01) -> None:
+        if min(rows, chunk, action_size) < 1:
+            raise UserError(f"rows={rows}, chunk={chunk} and action_size={action_size} must be at least 1")
+        self._decay = decay
+        self._chunks = np.zeros((rows, chunk, chunk, action_size), np.float32)
+        """[row, j] is the chunk of j control steps ago."""
+        self._count = np.zeros(rows, np.int64)
+
+    def reset(self, rows: ArrayLike | None = None) -> None:
+        """Drop the chunks of rows whose episodes restart; None for all."""
+        self._count[slice(None) if rows is None else np.asarray(rows, np.int64)] = 0
+
+    def step(self, chunks: ArrayLike, rows: ArrayLike) -> NDArray[np.float32]:
+        """Add the newest chunks (L, K, D) of rows (L,) and return the actions (L, D) of this control step.
+
+        Raises:
+            ValueError: another shape.
+        """
+        index = np.asarray(rows, np.int64)
+        size = self._chunks.shape[1]
+        new = np.asarray(chunks, np.float32)
+        if new.shape != (len(index), *self._chunks.shape[2:]):
+            raise ValueError(f"chunks have the shape {new.shape}; expected {(len(index), *self._chunks.shape[2:])}")
+        self._chunks[index] = np.concatenate([new[:, None], self._chunks[index, :-1]], 1)
+        self._count[index] = np.minimum(self._count[index] + 1, size)
+        count = self._count[index][:, None]
+        age = np.arange(size)
+        # the oldest of them has the age count - 1
+        weight = np.where(age < count, np.exp(-self._decay * (count - 1 - age)), 0.0)
+        predicted = self._chunks[index][:, age, age]
+        return ((weight[..., None] * predicted).sum(1) / weight.sum(1)[:, None]).astype(np.float32)
+
+
+def swap_layouts(episodes: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeSpec]:
+    """Assign each episode another layout of its task, the one half the number of layouts further."""
+    by_task: dict[str, list[EpisodeSpec]] = {}
+    for episode in dict.fromkeys(episodes):
+        by_task.setdefault(episode.task, []).append(episode)
+    swapped: dict[EpisodeSpec, EpisodeSpec] = {}
+    for task, own in by_task.items():
+        layouts = list(dict.fromkeys(episode.layout for episode in own))
+        if len(layouts) < 2:
+            raise UserError(f"evaluation.swapped needs two initial states of each task; {task} has {len(layouts)}")
+        half = len(layouts) // 2
+        other = {layout: layouts[(index + half) % len(layouts)] for index, layout in enumerate(layouts)}
+        swapped |= {episode: replace(episode, layout=other[episode.layout]) for episode in own}
+    return swapped
+
+
+class FirstImages:
+    """First images of some episodes, shown in place of those of the episodes in the same rows."""
+
+    def __init__(self, sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> None:
+        started = sim.reset(episodes)
+        images, views = started.observation.images, started.observation.views
+        if images is None:
+            raise UserError("evaluation.swapped needs images, which the simulator does not render; set sim.image_size")
+        if started.failed.any():
+            row = int(started.failed.argmax())
+            why = started.reasons.get(row, "no reason given")
+            raise RunError(f"the environment whose images were to be shown did not start: {episodes[row]}: {why}")
+        self._images, self._views = images.copy(), None if views is None else views.copy()
+
+    def replace_in(self, observation: RobotObservation) -> RobotObservation:
+        """The observation of some rows with these images, in its past too."""
+        images, views = (None if part is None else part[observation.rows] for part in (self._images, self._views))
+        found = replace(observation, images=images, views=views)
+        if observation.past_state is None:
+            return found
+        steps = observation.past_state.shape[1]
+        past = [None if part is None else np.repeat(part[:, None], steps, 1) for part in (images, views)]
+        return replace(found, past_images=past[0], past_views=past[1])
+
+
+SCALES = ("none", "bounds_q99")
+
+
+@dataclass
+class ActingSettings:
+    """How a policy's predictions become actions of the robot."""
+
+    n_action_steps: int = rare(bounded(0, at_least=0))
+    """Control steps of a chunk that are executed before the next observation; 0 = all of them."""
+    temperature: float = bounded(1.0, above=0)
+    """Divides the logits of tokens, and multiplies the noise of flow steps and the standard deviation of Gaussians,
+    while sampling and in every log-probability of the update."""
+    ensemble: float = rare(bounded(0.0, at_least=0))
+    """Greedy evaluation only: weight decay m of the temporal ensemble over overlapping chunks, with an observation at
+    every control step; 0 = none."""
+    scale: str = choice("none", SCALES)
+    """none: the policy predicts the simulator's own -1..1; bounds_q99: it predicts normalised actions, which its
+    statistics convert to the units of the data that it was cloned from, those of the simulator. Use the value that the
+    policy was cloned with."""
+
+
+@dataclass
+class Episodes:
+    """B finished episodes."""
+
+    payload: EpisodePayload
+    """Observations and decisions; `episodes` has one entry a row."""
+    logp: Tensor
+    """(B, C, D) float32, log-probability of each decision as sampled; 0 where none was taken."""
+    actions: list[NDArray[np.float32]] = field(default_factory=list)
+    """(steps, A) executed actions of each row, in the simulator's -1..1."""
+
+
+def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | None:
+    """Statistics that convert a policy's actions to the simulator's; raises UserError if `scale` does not fit."""
+    statistics: ActionStatistics | None = getattr(policy, "statistics", None)
+    if settings.scale == "none":
+        if statistics is not None:
+            raise UserError(
+                "acting.scale is 'none', but the policy predicts normalised actions: it has the statistics that it was "
+                "cloned with (action_statistics.json in its folder); set acting.scale=bounds_q99"
+            )
+        return None
+    if getattr(policy, "action_range", None) is not None:
+        raise UserError(
+            f"acting.scale is '{settings.scale}', but model.options.action_low and action_high already bring the "
+            "policy's actions to the simulator's -1..1; set acting.scale=none, or leave them out"
+        )
+    if statistics is None:
+        raise UserError(
+            f"acting.scale is '{settings.scale}', but the policy has no action statistics; it gets them by cloning "
+            "demonstrations with this setting and keeps them in its folder. Use 'none' for a policy of actions in -1..1"
+        )
+    if statistics.size != policy.action_size:
+        raise UserError(
+            f"the policy's action statistics have {statistics.size} entries, its actions {policy.action_size}"
+        )
+    return statistics
+
+
+def sim_actions(actions: NDArray[np.float32], statistics: ActionStatistics | None) -> NDArray[np.float32]:
+    """Convert a policy's actions (..., D) to the simulator's in -1..1, by the statistics of `action_scale`."""
+    return actions if statistics is None else statistics.unnormalise(actions).clip(-1, 1)
+
+
+def inputs_of(observation: RobotObservation, episodes: Sequence[EpisodeSpec], device: torch.device) -> PolicyInputs:
+    """Turn an observation of R rows into policy inputs; `episodes`, indexed by row number, give the instructions."""
+    parts = {name: getattr(observation, name) for name in INPUT_SHAPES}
+    return PolicyInputs(
+        instructions=tuple(episodes[row].instruction for row in observation.rows.tolist()),
+        **{name: None if part is None else torch.from_numpy(part).to(device) for name, part in parts.items()},
+    )
+
+
+def run_episodes(
+    policy: Any,
+    sim: RobotSim,
+    episodes: Sequence[EpisodeSpec],
+    settings: ActingSettings,
+    generator: torch.Generator,
+    *,
+    greedy: bool = False,
+    record: bool = False,
+    images_of: Sequence[EpisodeSpec] = (),
+) -> Episodes:
+    """Run episodes to their ends, as many at once as the simulator has room for.
+
+    Args:
+        policy: an action policy, see `robotics.policies.base.policy`.
+        sim: the simulator.
+        episodes: B initial states.
+        settings: how actions are executed.
+        generator: for the policy's sampling.
+        greedy: take the most likely actions.
+        record: render every control step.
+        images_of: B episodes whose first images the policy sees throughout in place of its own, which are still the
+            recorded ones; its own when empty.
+
+    Returns:
+        The episodes in the order given. Rows whose environment failed are marked and have no result.
+
+    Raises:
+        UserError: `settings.scale` does not fit the policy, see `action_scale`.
+    """
+    action_scale(policy, settings)
+    size = sim.capacity or len(episodes)
+    waves = []
+    for start in range(0, len(episodes), size):
+        wave = slice(start, start + size)
+        waves.append(_run_wave(policy, sim, episodes[wave], settings, generator, greedy, record, images_of[wave]))
+    example = next((chunks[0] for recorder in waves for chunks in recorder.chunks if chunks), None)
+    parts = [recorder.close(example) for recorder in waves]
+    width = max(part.logp.shape[1] for part in parts)
+    return Episodes(
+        payload=EpisodePayload.concat([part.payload for part in parts]),
+        logp=torch.cat([nn.functional.pad(part.logp, (0, 0, 0, width - part.logp.shape[1])) for part in parts]),
+        actions=[actions for part in parts for actions in part.actions],
+    )
+
+
+def replay_episode(
+    sim: RobotSim, episode: EpisodeSpec, actions: NDArray[np.float32], chunk: int = 8
+) -> tuple[NDArray[np.uint8], bool]:
+    """Replay recorded actions (steps, A): frames (F, H, W, 3), none where none are rendered, and success."""
+    result = sim.reset([episode])
+    frames: list[NDArray[np.uint8]] = [] if result.observation.images is None else [result.observation.images]
+    success = False
+    for start in range(0, len(actions), chunk):
+        if not len(sim.live):
+            break
+        result = sim.step_chunk(actions[None, start : start + chunk], record=[0])
+        frames += [result.frames[0]] if 0 in result.frames else []
+        success |= bool(result.success[0])
+    if result.failed[0]:
+        raise RunError(f"the environment failed: {result.reasons.get(0, 'no reason given')}")
+    return np.concatenate(frames) if frames else np.zeros((0, 0, 0, 3), np.uint8), success
+
+
+def _run_wave(
+    policy: Any,
+    sim: RobotSim,
+    episodes: Sequence[EpisodeSpec],
+    settings: ActingSettings,
+    generator: torch.Generator,
+    greedy: bool,
+    record: bool,
+    images_of: Sequence[EpisodeSpec],
+) -> _Recorder:
+    """Run as many episodes as the simulator has room for, chunk by chunk, until the last one ends.
+
+    The policy acts for the live episodes only: `observation.of(sim.live)` drops those that ended in the last round, and
+    `recorder` adds the chunks of the live ones to their rows.
+    """
+    weights = policy.parameters() if isinstance(policy, nn.Module) else iter(())
+    device = next(weights, torch.zeros(0)).device
+    shown = FirstImages(sim, images_of) if images_of else None
+    started = begin_episodes(sim, episodes, getattr(policy, "past", 0))
+    recorder = _Recorder(episodes, started, device)
+    observation = started.observation
+    ensemble = None
+    if settings.ensemble and greedy:
+        ensemble = TemporalEnsemble(len(episodes), policy.chunk, policy.action_size, settings.ensemble)
+    statistics = action_scale(policy, settings)
+    while len(sim.live):
+        observation = observation.of(sim.live)
+        full_state = sim.full_state() if hasattr(sim, "full_state") else None
+        inputs = inputs_of(observation if shown is None else shown.replace_in(observation), episodes, device)
+        choice = policy.act(inputs, generator, temperature=settings.temperature, greedy=greedy)
+        actions = choice.actions.float().cpu().numpy()
+        if ensemble is None:
+            actions = actions[:, : settings.n_action_steps or None]
+        else:
+            actions = ensemble.step(actions, observation.rows)[:, None]
+        actions = sim_actions(actions, statistics)
+        result = sim.step_chunk(actions, record=sim.live.tolist() if record else ())
+        recorder.add(observation, choice, actions, result, full_state)
+        observation = result.observation
+    return recorder
+
+
+class _Recorder:
+    """Collects the chunks of episodes that run at the same time, row by row."""
+
+    def __init__(self, episodes: Sequence[EpisodeSpec], started: ChunkResult, device: torch.device) -> None:
+        rows = range(len(episodes))
+        self.episodes, self.started, self.device = list(episodes), started, device
+        self.chunks: list[list[dict[str, Any]]] = [[] for _ in rows]
+        self.actions: list[list[NDArray[np.float32]]] = [[] for _ in rows]
+        self.frames: list[list[NDArray[np.uint8]]] = [[] for _ in rows]
+        self.last = [_state_and_image(started.observation, row) for row in rows]
+        self.poses = [[] if started.object_poses is None else [started.object_poses[row]] for row in rows]
+        self.success, self.terminated = np.zeros(len(episodes), bool), np.zeros(len(episodes), bool)
+        self.failed = started.failed.copy()
+        self.progress = np.zeros(len(episodes), np.float32)
+        self.reasons = [started.reasons.get(row, "") for row in rows]
+
+    def add(
+        self,
+        observation: RobotObservation,
+        choice: Any,
+        actions: NDArray[np.float32],
+        result: ChunkResult,
+        full_state: NDArray[np.float32] | None,
+    ) -> None:
+        """Add a chunk of the L live rows; `full_state` (L, F) is that before the chunk."""
+        for index, row in enumerate(result.rows.tolist()):
+            steps = int(result.steps[index])
+            state, image = _state_and_image(observation, index)
+            reward = result.rewards[index, steps - 1] if steps else np.nan
+            chunk = {"state": state, "image": image, "steps": steps, "reward": np.float32(reward)}
+            chunk |= {} if full_state is None else {"full": full_state[index]}
+            chunk |= {} if observation.views is None else {"views": observation.views[index]}
+            self.chunks[row].append(chunk | {"decisions": choice.decisions[index], "logp": choice.logp[index]})
+            self.actions[row].append(actions[index, :steps])
+            if row in result.frames:
+                self.frames[row].append(result.frames[row])
+            if result.object_poses is not None:
+                self.poses[row].append(result.object_poses[index])
+            self.last[row] = _state_and_image(result.observation, index)
+            self.success[row] |= bool(result.success[index])
+            self.terminated[row] |= bool(result.terminated[index])
+            self.failed[row] |= bool(result.failed[index])
+            self.progress[row] = reward
+            self.reasons[row] = result.reasons.get(row, self.reasons[row])
+
+    def close(self, example: dict[str, Any] | None) -> Episodes:
+        """Stack the chunks of all rows, padded to the longest episode."""
+        rows, first = range(len(self.episodes)), self.started.observation
+        if example is None:  # no episode could start
+            empty = torch.zeros(1)
+            example = {"decisions": empty.long(), "logp": empty, "state": self.last[0][0]}
+        states, images = zip(*self.last, strict=True)
+        payload = EpisodePayload(
+            episodes=self.episodes,
+            states=self._stack("state", torch.from_numpy(example["state"])),
+            decisions=self._stack("decisions", example["decisions"]),
+            steps=self._stack("steps", torch.zeros((), dtype=torch.int64)),
+            success=torch.from_numpy(self.success).to(self.device),
+            terminated=torch.from_numpy(self.terminated).to(self.device),
+            failed=torch.from_numpy(self.failed).to(self.device),
+            progress=torch.from_numpy(self.progress).to(self.device),
+            last_state=torch.from_numpy(np.stack(states)).to(self.device),
+            images=None if first.images is None else self._stack("image", _black(first.images)),
+            views=None if first.views is None else self._stack("views", _black(first.views)),
+            last_image=None if first.images is None else torch.from_numpy(np.stack(images)).to(self.device),
+            frames=[self._frames_of(row) for row in rows] if any(self.frames) else [],
+            full_states=self._stack("full", torch.from_numpy(example["full"])) if "full" in example else None,
+            chunk_rewards=self._stack("reward", torch.zeros(())),
+            object_poses=[np.stack(poses) for poses in self.poses] if all(self.poses) else [],
+            reasons=self.reasons,
+            drawn=[self.started.drawn.get(row) for row in rows] if self.started.drawn else [],
+        )
+        actions = [np.concatenate(part) if part else np.zeros((0, 0), np.float32) for part in self.actions]
+        return Episodes(payload, self._stack("logp", example["logp"]).float(), actions)
+
+    def _stack(self, name: str, example: Tensor) -> Tensor:
+        width = max(1, *(len(chunks) for chunks in self.chunks))
+        out = torch.zeros((len(self.chunks), width, *example.shape), dtype=example.dtype, device=self.device)
+        for row, chunks in enumerate(self.chunks):
+            for number, chunk in enumerate(chunks):
+                out[row, number] = torch.as_tensor(chunk[name])
+        return out
+
+    def _frames_of(self, row: int) -> NDArray[np.uint8] | None:
+        if not self.frames[row] or self.started.observation.images is None:
+            return None
+        return np.concatenate([self.chunks[row][0]["image"][None], *self.frames[row]])
+
+
+def _state_and_image(observation: RobotObservation, index: int) -> tuple[NDArray[np.float32], NDArray[np.uint8] | None]:
+    return observation.state[index], None if observation.images is None else observation.images[index]
+
+
+def _black(images: NDArray[np.uint8]) -> Tensor:
+    return torch.zeros(images.shape[1:], dtype=torch.uint8)

@@ -1,0 +1,248 @@
+"""Demonstrations, cut into moments: an observation and the actions that followed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, rare
+from mmrl.files import expanded
+from mmrl.runs.fingerprint import content_digest
+from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.base.statistics import ActionStatistics, StateStatistics
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.data import EpisodeData, LeRobotReader
+
+LOGGER = logging.getLogger("mmrl")
+IMAGES_READ = 256
+"""Episodes whose first image enters the digest of the demonstrations."""
+TOLERANCE = 1e-3
+"""Tolerance for actions outside -1..1."""
+
+
+@dataclass
+class DemonstrationConfig:
+    """A folder in the LeRobotDataset v3 format."""
+
+    path: str = ""
+    """Folder of the dataset."""
+    build: str | None = None
+    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Options of `build`."""
+    camera: str = "front"
+    """Camera of the policy's images; empty = no images."""
+    views: list[str] = rare(field(default_factory=list))
+    """Further cameras of the dataset, in the order in which the policy sees them."""
+    cache: str = ""
+    """Folder for decoded images, which all processes of a machine map from disk instead of each holding a copy in
+    memory; an image of 256 x 256 takes 197 kB. Empty = in memory."""
+    max_episodes: int = rare(bounded(0, at_least=0))
+    """Number of episodes, the first ones; 0 = all."""
+    only_success: bool = rare(True)
+    """Leave out episodes that are marked as failures."""
+    unscaled: list[int] = field(default_factory=list)
+    """Entries of an action that `acting.scale: bounds_q99` does not scale, such as the gripper; -1 is the last one."""
+
+    def validate(self) -> None:
+        """Refuse an empty path, and views that are not further cameras; raises ValueError."""
+        if not self.path:
+            raise ValueError("demonstrations.path is empty; name the folder of a LeRobotDataset")
+        doubled = [name for name in self.views if [self.camera, *self.views].count(name) > 1]
+        if doubled or (self.views and not self.camera):
+            raise ValueError(
+                f"demonstrations.views is [{', '.join(self.views)}] with demonstrations.camera '{self.camera}'; name "
+                "each camera once, and the first one as camera"
+            )
+
+
+class Moment(NamedTuple):
+    """One control step of a demonstration."""
+
+    episode: int
+    """Number of the episode in `Demonstrations`."""
+    step: int
+    """Number of the control step."""
+
+
+@dataclass
+class Demonstrations:
+    """Episodes to imitate; images are uint8."""
+
+    states: list[NDArray[np.float32]]
+    """(T, S) of each episode."""
+    actions: list[NDArray[np.float32]]
+    """(T, A) of each episode, in -1..1, or in the units that `acting.scale` normalises."""
+    images: list[NDArray[np.uint8]] | None
+    """(T, H, W, 3) of each episode; None without a camera."""
+    instructions: list[str]
+    """Instruction of each episode at its first step."""
+    skipped: int = 0
+    """Episodes that were left out: failures, or without a required entry."""
+    changing_instructions: dict[int, list[str]] = field(default_factory=dict)
+    """T texts by number of the episode, for episodes in which the instruction changes."""
+    views: list[list[NDArray[np.uint8]]] = field(default_factory=list)
+    """(T, H, W, 3) of each further camera of each episode; empty without any."""
+
+    @property
+    def num_moments(self) -> int:
+        """Number of control steps of all episodes."""
+        return sum(map(len, self.actions))
+
+    @property
+    def moments(self) -> list[Moment]:
+        """Every control step of every episode."""
+        return [Moment(number, step) for number, actions in enumerate(self.actions) for step in range(len(actions))]
+
+    def digest(self) -> str:
+        """Digest of all states, actions and instructions, and of the first images of some episodes."""
+        videos = self.images or []
+        step = max(1, len(videos) // IMAGES_READ)
+        changing = [sorted(self.changing_instructions.items())] if self.changing_instructions else []
+        first = [images[:1] for images in videos[::step]]
+        first += [images[:1] for views in self.views[::step] for images in views]
+        return content_digest([self.states, self.actions, self.instructions, *changing, first])
+
+    def statistics(self, unscaled: Sequence[int] = ()) -> ActionStatistics:
+        """Distribution of the actions."""
+        size = self.actions[0].shape[1]
+        wrong = [entry for entry in unscaled if not -size <= entry < size]
+        if wrong:
+            raise UserError(f"demonstrations.unscaled has {wrong}; an action has {size} entries, {-size} to {size - 1}")
+        kept = np.ones(size, bool)
+        kept[list(unscaled)] = False
+        return ActionStatistics.from_arrays(np.concatenate(self.actions), kept.tolist())
+
+    def warn_of_large_actions(self) -> None:
+        """Warn of actions outside -1..1, which a policy without action statistics cannot take."""
+        largest = max(float(np.abs(actions).max(initial=0.0)) for actions in self.actions)
+        if largest > 1 + TOLERANCE:
+            LOGGER.warning(
+                "the demonstrations have actions up to %.3g, outside -1..1, which are clipped; acting.scale "
+                "bounds_q99 normalises them",
+                largest,
+            )
+
+    def state_statistics(self) -> StateStatistics:
+        """Distribution of the states."""
+        return StateStatistics.from_arrays(np.concatenate(self.states))
+
+    def observations(self, moments: Sequence[Moment], past: int = 0) -> PolicyInputs:
+        """Observations at some moments."""
+        present = self._present(moments)
+        if not past:
+            return present
+        steps = range(past, 0, -1)
+        before = self._present([Moment(now.episode, max(0, now.step - back)) for now in moments for back in steps])
+        parts = {f"past_{name}": getattr(before, name) for name in ("images", "state", "views")}
+        parts = {name: part.unflatten(0, (-1, past)) for name, part in parts.items() if part is not None}
+        return dataclasses.replace(present, **parts)
+
+    def _present(self, moments: Sequence[Moment]) -> PolicyInputs:
+        images = None
+        if self.images is not None:
+            images = torch.from_numpy(np.stack([self.images[moment.episode][moment.step] for moment in moments]))
+        views = None
+        if self.views:
+            seen = [[images[moment.step] for images in self.views[moment.episode]] for moment in moments]
+            views = torch.from_numpy(np.stack(seen))
+        states = np.stack([self.states[moment.episode][moment.step] for moment in moments])
+        changing = self.changing_instructions
+        instructions = tuple(
+            changing[now.episode][now.step] if now.episode in changing else self.instructions[now.episode]
+            for now in moments
+        )
+        return PolicyInputs(images, torch.from_numpy(states), instructions, views)
+
+    def chunks(self, moments: Sequence[Moment], length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Actions (B, K, A) from each moment on, the last one repeated past the end, and a mask (B, K), 1 before it."""
+        actions, mask = [], []
+        for moment in moments:
+            done = self.actions[moment.episode][moment.step : moment.step + length]
+            missing = length - len(done)
+            actions.append(np.concatenate([done, np.repeat(done[-1:], missing, 0)]))
+            mask.append(np.concatenate([np.ones(len(done), np.float32), np.zeros(missing, np.float32)]))
+        return np.stack(actions), np.stack(mask)
+
+
+def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
+    """Read demonstrations; a missing folder is built first if there is a builder.
+
+    Args:
+        config: folder, cameras and selection of episodes.
+
+    Returns:
+        All usable episodes; images in memory, or mapped from the files of `config.cache`.
+
+    Raises:
+        UserError: no such dataset, or no usable episode in it.
+    """
+    from mmrl.hub.building import build_if_missing
+    from robotics.data import LeRobotReader
+
+    build_if_missing(config, "demonstrations")
+    reader = LeRobotReader(expanded(config.path))
+    limit = config.max_episodes or len(reader.episodes)
+    found = Demonstrations([], [], [] if config.camera else None, [])
+    for number in range(len(reader.episodes)):
+        if len(found.actions) == limit:
+            break
+        episode = reader.episode(number)
+        if config.only_success and episode.success is False:
+            found.skipped += 1
+            continue
+        found.states.append(episode.state)
+        found.actions.append(episode.action)
+        if len(set(episode.frame_tasks)) > 1:
+            found.changing_instructions[len(found.instructions)] = list(episode.frame_tasks)
+        found.instructions.append(episode.task)
+        if found.images is not None:
+            videos = {name: _images(episode, reader, config, name) for name in (config.camera, *config.views)}
+            if len({images.shape for images in videos.values()}) > 1:
+                sizes = ", ".join(f"{name} {images.shape[1]} x {images.shape[2]}" for name, images in videos.items())
+                raise UserError(f"demonstrations.views: the cameras of {config.path} differ in size: {sizes}")
+            found.images.append(videos[config.camera])
+            if config.views:
+                found.views.append([videos[name] for name in config.views])
+    if not found.actions:
+        raise UserError(f"{config.path} has no usable episode; {found.skipped} were left out")
+    if found.skipped:
+        LOGGER.info("%d demonstrations of %s were left out as failures", found.skipped, config.path)
+    return found
+
+
+def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationConfig, camera: str) -> NDArray[np.uint8]:
+    if camera not in episode.images:
+        option = "camera is" if camera == config.camera else "views has"
+        known = ", ".join(episode.images) or "none"
+        raise UserError(f"demonstrations.{option} '{camera}', but {config.path} has {known}")
+    if not config.cache:
+        return episode.images[camera]
+    # the digest of the dataset's contents, so that another dataset at the same path has another folder
+    about = json.dumps([str(reader.folder.absolute()), camera, reader.info], sort_keys=True)
+    folder = expanded(config.cache) / f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
+    path = folder / f"episode-{episode.number:06d}.npy"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes may write at once; each puts a whole file there.
+        draft = path.with_name(f".{path.stem}.{os.getpid()}.npy")
+        try:
+            np.save(draft, episode.images[camera])
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    images: NDArray[np.uint8] = np.load(path, mmap_mode="r")
+    return images

@@ -1,0 +1,322 @@
+"""Videos of an evaluation: its first failures and successes, made by replaying their recorded actions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mmrl.errors import RunError
+from mmrl.fields import bounded, rare
+from mmrl.runs.jsonlines import ResumableRows, short_digest
+from mmrl.runs.run_log import metric_label
+from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.runs.statistics import wilson_interval
+from mmrl.training.evaluation import Measure, Row, Trial, with_interval
+from mmrl.training.processes import make_generator
+from mmrl.training.settings import EvaluationConfig
+from robotics.episodes.collect import ActingSettings, Episodes, action_scale, replay_episode, run_episodes
+from robotics.episodes.tasks import episode_id
+from robotics.policies.base.policy import ActionPolicy
+from robotics.scenes.videos import Caption, write_caption
+from robotics.sim.episodes import EpisodeSpec, RobotSim, keeps_past
+from robotics.sim.opening import SimConfig, open_video_sim
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+LOGGER = logging.getLogger("mmrl")
+
+
+def episode_of(row: Mapping[str, Any]) -> EpisodeSpec:
+    """The episode of an evaluation's row."""
+    return EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"], row.get("draw", 0))
+
+
+@dataclass
+class ReplayVideos:
+    """Writes `<folder>/<label>-<success or failure>-<task>-<layout>.mp4`."""
+
+    sim: RobotSim
+    """The run's simulator."""
+    config: SimConfig
+    """Settings that `sim` was opened with."""
+    folder: Path
+    label: str
+    """Beginning of the names, such as step-000010-held_out."""
+    count: int
+    """Videos of failures, and as many of successes."""
+    fps: int
+    size: int = 0
+    """Height in pixels, rendered by a simulator opened for it, with the look for people where it has one; 0 = the
+    images of `sim`."""
+    chunk: int = 8
+    """Control steps that the simulator is given at once."""
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Replay the first failures and successes and write their frames."""
+        tried = [row for row in rows if not row["failed"] and row["actions"]]
+        chosen = [
+            row for success in (True, False) for row in [r for r in tried if r["success"] is success][: self.count]
+        ]
+        if not chosen or (self.sim.image_size is None and not self.size):
+            return
+        with ExitStack() as stack:
+            sim = stack.enter_context(closing(open_video_sim(self.config, self.size))) if self.size else self.sim
+            for row in chosen:
+                self._write_one(sim, row)
+
+    def _write_one(self, sim: RobotSim, row: dict[str, Any]) -> None:
+        from mmrl.hub.video import write_mp4
+
+        episode = episode_of(row)
+        try:
+            frames, success = replay_episode(sim, episode, np.asarray(row["actions"], np.float32), self.chunk)
+        except RunError as error:
+            LOGGER.warning("there is no video of %s: %s", episode_id(episode), error)
+            return
+        if success != row["success"]:
+            LOGGER.warning("the replay of %s ended differently", episode_id(episode))
+        if not len(frames):
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        ending = "success" if row["success"] else "failure"
+        name = f"{self.label}-{ending}-{row['task'].replace('/', '.')}-{row['layout']}.mp4"
+        about = sim.describe()
+        if about.get("look") == "film":
+            write_mp4(self.folder / name, _captioned(frames, row, about["control_hz"], self.fps), self.fps)
+        else:
+            write_mp4(self.folder / name, frames, self.fps)
+
+
+def _captioned(
+    frames: NDArray[np.uint8], row: dict[str, Any], control_hz: float, fps: int
+) -> Iterator[NDArray[np.uint8]]:
+    """Frames with captions; the last one, with the outcome of the episode, stays for a second."""
+    for step, frame in enumerate(frames):
+        is_last = step == len(frames) - 1
+        outcome = "" if not is_last else "success" if row["success"] else "failure"
+        captioned = write_caption(frame, Caption(row["instruction"], step / control_hz, outcome))  # type: ignore[arg-type]
+        yield from [captioned] * (fps if is_last else 1)
+
+
+PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
+"""How actions are chosen; `_swapped` shows the policy the first images of another episode."""
+
+
+@dataclass
+class RobotEvaluationConfig(EvaluationConfig):
+    """Evaluation in a simulator: greedy episodes, and sampled ones where `samples` asks for them."""
+
+    samples: int = 0
+    """Further episodes of each initial state with sampled actions; 0 = none."""
+    swapped: bool = rare(False)
+    """Also evaluate with the first images of another initial state throughout, as success/greedy_swapped and
+    success/sampled_swapped: success that stays does not come from looking."""
+    videos: int = bounded(2, at_least=0)
+    """Number of first failures, and of first successes, of the headline split that are written as mp4; 0 = none. There
+    are also none where the simulator renders no images and `video_size` is 0."""
+    fps: int = bounded(10, at_least=1)
+    """Frames per second of the videos, one frame a control step."""
+    video_size: int = rare(bounded(0, at_least=0))
+    """Height of the videos in pixels, rendered by a simulator opened for them; 0 = the policy's own images. Those of
+    the tabletop are then made for people, 4:3, with a caption of the outcome; policies see other images."""
+
+
+@dataclass
+class EpisodeMeasure(Measure[EpisodeSpec]):
+    """Success over initial states by one protocol.
+
+    The metrics are success/<protocol> with its interval (Wilson for greedy, bootstrap over initial states for sampled),
+    the same for each task, the mean control steps of the successes and the number of failed environments.
+    """
+
+    policy: ActionPolicy
+    sim: RobotSim
+    protocol: str
+    """One of `PROTOCOLS`."""
+    evaluation: RobotEvaluationConfig
+    acting: ActingSettings
+    """Acting settings; sampled episodes use `evaluation.temperature` and no ensemble."""
+    seed: int
+    split: str
+    run_dir: Path
+    conditions: Mapping[str, Any]
+    """Further conditions of the rows, such as the numerical precision and digests of the user's code."""
+    others: Mapping[EpisodeSpec, EpisodeSpec] = field(default_factory=dict)
+    """By episode, the one whose images the swapped protocols show."""
+    videos: ReplayVideos | None = None
+    """Replays the first failures and successes; None makes no videos."""
+    shows_progress: bool = False
+
+    unit = "episodes"
+
+    def __post_init__(self) -> None:
+        self.greedy = self.protocol.startswith("greedy")
+        self.swapped = self.protocol.endswith("_swapped")
+        self.repeats = int(self.evaluation.greedy) if self.greedy else self.evaluation.samples
+        if self.swapped and not self.evaluation.swapped:
+            self.repeats = 0
+        if not self.greedy:
+            self.acting = replace(self.acting, temperature=self.evaluation.temperature, ensemble=0.0)
+
+    @property
+    def batch_size(self) -> int:
+        """Episodes that run at the same time."""
+        largest = self.evaluation.batch_tasks
+        return min(self.sim.capacity or largest, largest)
+
+    def run(self, batch: Sequence[Trial[EpisodeSpec]], start: int) -> list[Row]:
+        """Run some episodes to their ends."""
+        first = batch[0]
+        episodes = run_episodes(
+            self.policy,
+            self.sim,
+            [trial.task for trial in batch],
+            self.acting,
+            make_generator(self.seed, "evaluate", self.split, first.index, first.repeat),
+            greedy=self.greedy,
+            images_of=[self.others[trial.task] for trial in batch] if self.swapped else (),
+        )
+        return [_row(trial, episodes, row) for row, trial in enumerate(batch)]
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[EpisodeSpec]) -> dict[str, float]:
+        """Success overall and of each task, and the counts."""
+        finished = [row for row in rows if not row["failed"]]
+        name = f"success/{self.protocol}"
+        metrics = self._success(finished, name)
+        for task in dict.fromkeys(row["task"] for row in rows):
+            metrics |= self._success([row for row in finished if row["task"] == task], f"{name}/{metric_label(task)}")
+        steps = [row["steps"] for row in finished if row["success"]]
+        metrics[f"episode/steps_to_success/{self.protocol}"] = float(np.mean(steps)) if steps else float("nan")
+        return metrics | {f"episode/failed/{self.protocol}": float(len(rows) - len(finished))}
+
+    def record(self, row: Row) -> SampleRecord:
+        """An episode with its first, middle and last frame."""
+        from PIL import Image
+
+        frames: Any = row.get("frames")
+        shown = [] if frames is None else sorted({0, len(frames) // 2, len(frames) - 1})
+        return SampleRecord(
+            id=episode_id(episode_of(row)),
+            prompt=row["instruction"],
+            response=f"{row['steps']} control steps",
+            outputs=[Image.fromarray(frames[index]) for index in shown],
+            reward=float(row["success"]),
+            finish=row["reason"] or row["ending"],
+            correct=row["success"],
+        )
+
+    def outcome(self, row: Row) -> Outcome | None:
+        """Whether an episode succeeded; None where its environment failed."""
+        if row["failed"]:
+            return None
+        spec = episode_of(row)
+        return Outcome(episode_id(spec), {f"success/{self.protocol}": float(row["success"])}, {"task": row["task"]})
+
+    def saved_rows(self, tasks: Sequence[EpisodeSpec], processes: int) -> ResumableRows:
+        """The episodes file of these weights, settings and initial states."""
+        policy, acting = self.policy, self.acting
+        scale, bounds = action_scale(policy, acting), policy.action_range
+        conditions = {
+            "protocol": self.protocol,
+            "repeats": self.repeats,
+            "initial_states": short_digest(json.dumps([asdict(task) for task in tasks]).encode()),
+            "seed": self.seed,
+            "batch": self.batch_size,
+            "processes": processes,
+            "chunk": policy.chunk,
+            "n_action_steps": acting.n_action_steps or policy.chunk,
+            "temperature": acting.temperature,
+            "ensemble": acting.ensemble,
+            "scale": acting.scale if scale is None else scale.as_dict(),
+            "weights": _weights_digest(policy),
+            **({"past": policy.past if keeps_past(self.sim) else 0} if policy.past else {}),
+            **({} if bounds is None else {"action_range": bounds.as_dict()}),
+            **self.conditions,
+            "device": next(policy.parameters(), torch.zeros(0)).device.type,
+            "torch": torch.__version__,
+            "simulator": dict(self.sim.describe()),
+        }
+        return ResumableRows(self.run_dir / "episodes", f"{self.split}-{self.protocol}", conditions, {"frames"})
+
+    def finish(self, rows: Sequence[Row], saved: ResumableRows | None) -> None:
+        """Write the videos and log the table of successes."""
+        if self.videos is not None:
+            self.videos.write(rows)
+        shown: dict[str, Any] = {}
+        if saved is not None:
+            names = ("seed", "chunk", "n_action_steps", "weights")
+            shown = {**{name: saved.conditions[name] for name in names}, **saved.conditions["simulator"]}
+        about = ", ".join(f"{name} {value}" for name, value in shown.items() if not isinstance(value, dict))
+        LOGGER.info("%s, %s (%s):\n%s", self.split, self.protocol, about, success_table(rows))
+
+    def _success(self, rows: Sequence[Row], name: str) -> dict[str, float]:
+        by_state: dict[int, list[float]] = {}
+        for row in rows:
+            by_state.setdefault(row["index"], []).append(float(row["success"]))
+        rng = None if self.greedy else np.random.default_rng(self.seed)
+        return with_interval(name, list(by_state.values()), rng)
+
+
+def success_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Successes of each task and overall, with Wilson intervals and how the failures ended."""
+    names = list(dict.fromkeys(row["task"] for row in rows))
+    width = max([len(name) for name in names] + [len("all tasks")])
+    lines = [f"{'task':<{width}}  success  95 % interval    failures"]
+    for name in [*names, None]:
+        own = [row for row in rows if name in (None, row["task"])]
+        finished = [row for row in own if not row["failed"]]
+        done = sum(row["success"] for row in finished)
+        low, high = wilson_interval(done, len(finished))
+        share = done / len(finished) if finished else float("nan")
+        reasons = Counter(row["reason"] or row["ending"] for row in own if not row["success"] or row["failed"])
+        ends = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+        label = "all tasks" if name is None else name
+        lines.append(f"{label:<{width}}  {done:>3}/{len(finished):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {ends}")
+    return "\n".join(lines)
+
+
+def _row(trial: Trial[EpisodeSpec], episodes: Episodes, row: int) -> Row:
+    payload, task = episodes.payload, trial.task
+    failed, success = bool(payload.failed[row]), bool(payload.success[row])
+    drawn = payload.drawn[row] if payload.drawn else None
+    ending = "terminated" if bool(payload.terminated[row]) else "horizon"
+    return {
+        **({} if task.draw == 0 else {"draw": task.draw}),
+        **({"randomization": dict(drawn)} if drawn else {}),
+        "index": trial.index,
+        "repeat": trial.repeat,
+        "task": task.task,
+        "instruction": task.instruction,
+        "split": task.split,
+        "layout": task.layout,
+        "success": success,
+        "failed": failed,
+        "ending": "failed" if failed else "success" if success else ending,
+        "reason": payload.reasons[row] if payload.reasons else "",
+        "steps": int(payload.lengths[row]),
+        # the shortest text that reads back as the same float32, so that a replay ends the same way
+        "actions": [[float(str(entry)) for entry in action] for action in episodes.actions[row]],
+        "frames": payload.frames_of(row),
+    }
+
+
+def _weights_digest(policy: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(policy.state_dict().items()):
+        digest.update(name.encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,1 +1,0 @@
-"""The check of a plan: a picture of its outcome, and verifiers that judge it."""

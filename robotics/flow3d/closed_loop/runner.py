@@ -1,0 +1,292 @@
+"""Runs episodes in physics: one scene for each kind of episode, a planner in it, a video and the result of each run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mmrl.fields import check_config
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.closed_loop.episodes import LoopConfig, verifier_in
+from robotics.flow3d.drawing import draw_flow, draw_paths
+from robotics.flow3d.flow_model import FlowModel
+from robotics.flow3d.geometry import ImageArray
+from robotics.flow3d.metrics import flow_errors, goal_reached
+from robotics.flow3d.plan.judge import open_verifier
+from robotics.flow3d.plan.planner import FlowPlanner
+from robotics.scenes.objects.demonstrator import Demonstrator
+from robotics.scenes.objects.tabletop import FlowTabletop
+from robotics.scenes.objects.tasks import FLOW_TASKS
+from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from robotics.flow3d.closed_loop.episodes import FlowEpisode
+    from robotics.flow3d.plan.result import PlanResult, PlanRound, PlanTry
+    from robotics.scenes.objects.scene import SceneConfig
+    from robotics.scenes.objects.tabletop import FlowTabletop
+
+
+SIDE_PX = 384
+FPS = 12
+TICKS = 4
+"""Ticks of 20 ms simulated time between two frames, which plays nearly in real time."""
+STILL = 12
+"""Frames for which the first image, the flow and the end are each shown."""
+
+
+class EpisodeVideo:
+    """Records a run and writes it at the end; does nothing without a path."""
+
+    def __init__(self, robot: FlowTabletop, path: Path | None) -> None:
+        self._robot, self._path = robot, path
+        self._frames: list[ImageArray] = []
+        self._renderer: FrameRenderer | None = None
+        self._ticks = 0
+        self.result: PlanResult | None = None
+        """Result of the run; set before the end."""
+        self.success = False
+        """Whether the task is done; set before the end."""
+
+    def __enter__(self) -> Self:
+        if self._path is not None:
+            settings = RenderSettings(SIDE_PX, SIDE_PX, camera="scene", multisampling=True)
+            self._renderer = FrameRenderer(self._robot.model, settings)
+            self._robot.on_frame = self._on_tick
+            self._record()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._renderer is None or self._path is None:
+            return
+        self._robot.on_frame = None
+        self._renderer.close()
+        if self.result is not None:
+            self._write(self._path, self.result)
+
+    def _on_tick(self, robot: FlowTabletop) -> None:
+        self._ticks += 1
+        if self._ticks % TICKS == 0:
+            self._record()
+
+    def _record(self) -> None:
+        assert self._renderer is not None
+        update_poses(self._robot.model, self._robot.data)
+        self._frames.append(self._renderer.rgb(self._robot.data).copy())
+
+    def _write(self, path: Path, result: PlanResult) -> None:
+        from mmrl.hub.video import write_mp4
+
+        overlay = _overlay(result, self._robot.config.width)
+        text = f"{self._robot.arm.name}: {result.instruction}"
+        end = "done" if self.success else f"not done{f': {result.failure}' if result.failure else ''}"
+        shown = [_frame(self._frames[0], None, text)] * STILL
+        shown += [_frame(self._frames[0], overlay, text)] * STILL
+        shown += [_frame(each, overlay, text) for each in self._frames[1:]]
+        shown += [_frame(self._frames[-1], overlay, f"{text} ({end})")] * STILL
+        write_mp4(path, np.stack(shown), FPS)
+
+
+def _overlay(result: PlanResult, width_px: int) -> Image.Image | None:
+    """About 4 x 4 paths of the first plan's flow on a transparent image."""
+    from PIL import Image, ImageDraw
+
+    if not result.rounds or not result.rounds[0].tries:
+        return None
+    first = result.rounds[0]
+    flow = (first.chosen or first.tries[0]).flow
+    if not len(flow):
+        return None
+    image, every = Image.new("RGBA", (SIDE_PX, SIDE_PX)), max(1, len(first.points) // 4)
+    pen = ImageDraw.Draw(image)
+    draw_paths(pen, first.points[::every, ::every], flow[:, ::every, ::every], SIDE_PX / width_px)
+    return image
+
+
+def _frame(rgb: ImageArray, overlay: Image.Image | None, text: str) -> ImageArray:
+    from PIL import Image, ImageDraw
+
+    image: Any = Image.fromarray(rgb).convert("RGBA")
+    if overlay is not None:
+        image = Image.alpha_composite(image, overlay)
+    pen = ImageDraw.Draw(image)
+    pen.rectangle([0, SIDE_PX - 22, SIDE_PX, SIDE_PX], fill=(20, 20, 20, 255))
+    pen.text((8, SIDE_PX - 18), text, fill=(255, 255, 255, 255), font_size=12)
+    return np.asarray(image.convert("RGB"))
+
+
+LOGGER = logging.getLogger("mmrl")
+
+Row = dict[str, Any]
+"""Result of an episode as JSON; see `EpisodeRunner.run`."""
+Source = FlowModel | Callable[[FlowTabletop], FlowModel]
+"""A flow model, or a function that makes one for a scene, such as `TrueFlow`."""
+
+
+class EpisodeRunner:
+    """Runs episodes with one source of flow; each scene is built once and kept until `close`.
+
+    Args:
+        settings: verifier, planning and execution.
+        source: a flow model, or a function that makes one for a scene.
+
+    Raises:
+        UserError: an option is out of range, or the verifier's model cannot be read.
+    """
+
+    def __init__(self, settings: LoopConfig, source: Source) -> None:
+        check_config(settings, "loop")
+        self.settings, self.source = settings, source
+        # A class such as TrueFlow also has `predict`, but makes a model for each scene.
+        self._model = source if not isinstance(source, type) and hasattr(source, "predict") else None
+        self._verifier = open_verifier(settings.verifier)
+        self._sets: dict[SceneConfig, tuple[FlowTabletop, FlowPlanner]] = {}
+        self._last: PlanResult | None = None
+
+    def run(self, episode: FlowEpisode, video: Path | None = None) -> Row:
+        """Run one episode to its end.
+
+        Args:
+            episode: which one.
+            video: mp4 to write, with the predicted flow over the images; None records nothing.
+
+        Returns:
+            id, task, family, arm, shape, layouts, colours, background, number and instruction of the episode; success
+            and failed_criteria by the scene; failure and detail of the planner, empty where the plan was executed;
+            tries, each with ok, score and reason of the verifier and `meets`, whether the predicted end would do the
+            task; ade_cm, fde_cm and rotation_deg of the executed flow, else of the first one, null without any; swaps,
+            whether the model follows each other instruction; seconds. An episode with an error has `failed` true and a
+            reason, and no success.
+        """
+        row = _describe(episode)
+        started, self._last = time.perf_counter(), None
+        try:
+            row |= self._run(episode, video)
+        except Exception as error:  # one episode must not end an evaluation
+            LOGGER.warning("%s failed with %s: %s", episode.id, type(error).__name__, error)
+            row |= {"failed": True, "success": False, "reason": f"{type(error).__name__}: {error}", "tries": []}
+        return row | {"seconds": time.perf_counter() - started}
+
+    def scene(self, episode: FlowEpisode) -> FlowTabletop:
+        """The scene of an episode, at its start."""
+        return self._prepare(episode)[0]
+
+    def images(self) -> list[Image.Image]:
+        """Images of the last episode: its flow over the first image, and the predicted outcome."""
+        first = self._last.rounds[0] if self._last is not None and self._last.rounds else None
+        if first is None or not first.tries or not len((chosen := first.chosen or first.tries[0]).flow):
+            return []
+        from PIL import Image
+
+        found = [draw_flow(first.observation.rgb, first.points, chosen.flow)]
+        if chosen.after is not None:
+            found.append(Image.fromarray(chosen.after).resize(found[0].size, Image.Resampling.NEAREST))
+        return found
+
+    def close(self) -> None:
+        """Free all renderers."""
+        for robot, _ in self._sets.values():
+            robot.close()
+        self._sets.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self, episode: FlowEpisode, video: Path | None) -> Row:
+        robot, planner = self._prepare(episode)
+        seed = self.settings.seed * 1_000_003 + 1009 * episode.number
+        with EpisodeVideo(robot, video) as recording:
+            result = planner.run(robot, seed=seed)
+            self._last, outcome = result, robot.success()
+            recording.result, recording.success = result, outcome.success
+        # Predictions are judged against the scene at the start.
+        robot.reset(episode.number)
+        return {
+            "failed": False,
+            "reason": "",
+            "success": outcome.success,
+            "failed_criteria": list(outcome.failed),
+            "failure": str(result.failure or ""),
+            "detail": result.detail,
+            "plans": len(result.rounds),
+            "tries": [_try_row(each, robot) for each in result.rounds[0].tries] if result.rounds else [],
+            **self._flow_rows(robot, planner, result, seed),
+        }
+
+    def _flow_rows(self, robot: FlowTabletop, planner: FlowPlanner, result: PlanResult, seed: int) -> Row:
+        found: Row = {"ade_cm": None, "fde_cm": None, "rotation_deg": None, "swaps": []}
+        if not result.rounds or not (first := result.rounds[0]).tries:
+            return found
+        chosen = first.chosen or first.tries[0]
+        demonstrator = Demonstrator(robot)
+        if len(chosen.flow):
+            truth = FlowClip(first.observation, first.points, demonstrator.flow_of(first.points, len(chosen.flow)))
+            errors = flow_errors(chosen.flow[None], truth)
+            found |= {name: getattr(errors, name) for name in ("ade_cm", "fde_cm", "rotation_deg")}
+        if self.settings.language_swap and self._model is not None:
+            found["swaps"] = _swaps(planner, first, demonstrator.goals(first.points), seed)
+        return found
+
+    def _prepare(self, episode: FlowEpisode) -> tuple[FlowTabletop, FlowPlanner]:
+        # Tasks with the same furniture share a scene.
+        robot, planner = self._sets.get(key := _key(episode.scene), (None, None))
+        if robot is None or planner is None:
+            robot = FlowTabletop(episode.scene)
+            verifier = verifier_in(self.settings.verifier, self._verifier, robot)
+            flow = self._model if self._model is not None else self.source(robot)  # type: ignore[operator]
+            planner = FlowPlanner(flow, robot.arm, verifier, self.settings.grasps, self.settings.planner)
+            self._sets[key] = robot, planner
+        robot.give(episode.scene.task)
+        robot.reset(episode.number)
+        return robot, planner
+
+
+def _key(scene: SceneConfig) -> SceneConfig:
+    furniture = FLOW_TASKS[scene.task].furniture
+    return dataclasses.replace(
+        scene, task=next(name for name, task in FLOW_TASKS.items() if task.furniture is furniture)
+    )
+
+
+def _describe(episode: FlowEpisode) -> Row:
+    scene = episode.scene
+    known = {name: getattr(scene, name) for name in ("shape", "layouts", "colours", "background")}
+    return (
+        {"id": episode.id, "task": scene.task, "family": episode.family, "arm": scene.actor}
+        | known
+        | {"number": episode.number, "instruction": FLOW_TASKS[scene.task].instruction}
+    )
+
+
+def _try_row(each: PlanTry, robot: FlowTabletop) -> Row:
+    verdict, motion = each.verdict, each.motion
+    return {
+        "ok": None if verdict is None else verdict.ok,
+        "score": None if verdict is None else verdict.score,
+        "reason": "" if verdict is None else verdict.reason,
+        "failure": str(each.failure or ""),
+        "meets": None if motion is None else robot.success(motion.T_t_0_world[-1] @ robot.start).success,
+    }
+
+
+def _swaps(planner: FlowPlanner, first: PlanRound, goals: dict[str, list[float]], seed: int) -> list[bool]:
+    """For each other instruction of the scene, whether the predicted object then ends nearest to its goal."""
+    found = []
+    for text in goals:
+        if text == first.observation.instruction:
+            continue
+        asked = dataclasses.replace(first.observation, instruction=text)
+        flow = planner.predictor.model.predict(asked, first.points, 1, seed)[0]
+        end_m = FlowClip(asked, first.points, np.asarray(flow, dtype=np.float64)).flow_world_m[-1]
+        found.append(goal_reached(end_m, goals, text))
+    return found

@@ -1,0 +1,58 @@
+"""The three parts of an extractor: a detector, a tracker and a source of depth, in any combination."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray
+
+if TYPE_CHECKING:
+    from robotics.flow3d.video import RgbdVideo
+
+
+@dataclass(frozen=True)
+class Tracks:
+    """n points in each of L frames."""
+
+    uv_px: FloatArray
+    """(L, n, 2)."""
+    visible: FloatArray
+    """(L, n) 0 to 1."""
+    z_m: FloatArray | None = None
+    """(L, n) depth, also of hidden points; None where the tracker knows pixels only."""
+    quality: dict[str, float] = field(default_factory=dict)
+    """The tracker's own measures of quality."""
+
+
+class Detector(Protocol):
+    """Finds the moving object."""
+
+    def detect(self, video: RgbdVideo) -> BoolArray:
+        """(H, W) mask of the object in the first frame, not empty; raises RejectedVideo where nothing is found."""
+
+
+class Tracker(Protocol):
+    """Follows points of the first frame through a video."""
+
+    def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:
+        """Follow points.
+
+        Args:
+            video: with depth, if the tracker needs it.
+            mask: (H, W) the object in the first frame.
+            uv_px: (n, 2) points in the first frame.
+
+        Returns:
+            The tracks; frame 0 is `uv_px`.
+
+        Raises:
+            RejectedVideo: the object was lost.
+        """
+
+
+class DepthSource(Protocol):
+    """Gives the depth of each pixel."""
+
+    def depth_m(self, video: RgbdVideo) -> DepthArray:
+        """(L, H, W) metres along the camera's axis, NaN in holes; raises RejectedVideo where there is none."""

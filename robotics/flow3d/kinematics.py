@@ -1,0 +1,299 @@
+"""Robot interfaces, and inverse kinematics of any arm that MuJoCo can load, by mink.
+
+Known traps: a step must be integrated over the time it was solved for, or it leaves the limits; a quadratic programme
+without solution ends the search, not the run; finger joints are frozen; limits are kept at a distance, because a joint
+exactly at its limit can make the next programme infeasible.
+
+Source: kevinzakka/mink, examples/arm_ik.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, rare
+from robotics.flow3d.geometry import BoolArray, FloatArray, angle_rad
+
+if TYPE_CHECKING:
+    import mujoco
+
+    from robotics.flow3d.clip import Observation
+
+
+DT_S = 1.0
+"""Time over which a step is solved and integrated; with one second, velocities are steps."""
+SOLVER = "daqp"
+PATIENCE, PROGRESS = 8, 0.01
+"""The search ends after this many steps without an improvement by this share."""
+
+
+@dataclass(frozen=True)
+class IkSettings:
+    """Tolerances and effort of inverse kinematics."""
+
+    position_tolerance_m: float = rare(bounded(0.003, above=0))
+    """Largest distance from a pose that counts as reached."""
+    angle_tolerance_rad: float = rare(bounded(0.03, above=0))
+    """Largest rotation from a pose that counts as reached."""
+    iterations: int = rare(bounded(50, above=0))
+    """Most steps for one pose."""
+    restarts: int = rare(bounded(4, at_least=0))
+    """Random starts for the first pose of a path, when the given start fails."""
+    orientation_cost: float = rare(bounded(0.3, above=0))
+    """Weight in metres of one radian of error."""
+    posture_cost: float = rare(bounded(1e-3, at_least=0))
+    """Pull towards the home posture in the null space."""
+    step_rad: float = rare(bounded(0.5, above=0))
+    """Largest change of a joint in one step."""
+    limit_distance: float = rare(bounded(0.005, above=0))
+    """Distance kept from joint limits, rad or m."""
+    jump_rad: float = rare(bounded(0.6, above=0))
+    """Largest change of a joint between neighbouring poses of a path."""
+
+
+@dataclass(frozen=True)
+class IkSolution:
+    """Result of the search for one pose."""
+
+    joint_rad: FloatArray
+    """(J,)."""
+    reached: bool
+    """Whether both errors are within the tolerances."""
+    position_error_m: float
+    angle_error_rad: float
+    iterations: int
+    """Steps taken, over all starts."""
+
+
+@dataclass(frozen=True)
+class JointPath:
+    """Angles along a path of poses."""
+
+    joint_rad: FloatArray
+    """(M, J)."""
+    reached: BoolArray
+    """(M,) whether the pose was reached without a jump from the previous one."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every pose was reached."""
+        return bool(self.reached.all())
+
+    @property
+    def length_rad(self) -> float:
+        """Length of the path in joint space."""
+        return float(np.linalg.norm(np.diff(self.joint_rad, axis=0), axis=-1).sum())
+
+
+class ArmIk:
+    """Kinematics of one arm."""
+
+    def __init__(self, arm: FlowArm, settings: IkSettings | None = None) -> None:
+        mink = _import_mink()
+        self.arm, self.settings = arm, settings or IkSettings()
+        check_config(self.settings, "ik")
+        model = self.model = arm.load()
+        self._columns, self._site = _find_names(model, arm)
+        ranges = _ranges(model)
+        self._middle = ranges.mean(-1)
+        self.low_rad, self.high_rad = ranges[self._columns].T
+        self.home_rad: FloatArray = np.array(arm.home_rad, dtype=np.float64)
+        posture = self._posture(self.home_rad)
+        self._configuration = mink.Configuration(model, posture)
+        options = self.settings
+        self._frame = mink.FrameTask(
+            arm.grip_site, "site", position_cost=1.0, orientation_cost=options.orientation_cost, lm_damping=1e-3
+        )
+        home = mink.PostureTask(model, cost=options.posture_cost)
+        home.set_target(posture)
+        spans = model.jnt_range[model.jnt_limited.astype(bool)]
+        distance = min([options.limit_distance, *(np.diff(spans) / 4).ravel()])
+        self._limits = [
+            mink.ConfigurationLimit(model, min_distance_from_limits=distance),
+            mink.VelocityLimit(model, dict.fromkeys(arm.joints, options.step_rad / DT_S)),
+        ]
+        others = [dof for dof in range(model.nv) if dof not in set(self._columns)]
+        self._still = [mink.DofFreezingTask(model, others)] if others else None
+        self._tasks = [self._frame, home]
+        self._base_m, self._reach_m = self._span()
+
+    def beyond(self, T_world_grip: FloatArray) -> bool:
+        """Whether any of the poses (..., 4, 4) is farther from the first joint than the stretched arm reaches."""
+        away = np.linalg.norm(T_world_grip[..., :3, 3] - self._base_m, axis=-1)
+        return bool((away > self._reach_m + self.settings.position_tolerance_m).any())
+
+    def pose(self, joint_rad: FloatArray) -> FloatArray:
+        """(4, 4) T_world_grip at angles (J,)."""
+        self._configuration.update(self._posture(joint_rad))
+        T: FloatArray = self._configuration.get_transform_frame_to_world(self.arm.grip_site, "site").as_matrix()
+        return T
+
+    def solve(self, T_world_grip: FloatArray, start_rad: FloatArray, *, restarts: int = 0) -> IkSolution:
+        """Search for angles that bring the grip to a pose (4, 4), from `start_rad` (J,), moved inside the limits."""
+        rng = np.random.default_rng(0)
+        best = self._descend(T_world_grip, start_rad)
+        taken = best.iterations
+        for _ in range(restarts):
+            if best.reached:
+                break
+            found = self._descend(T_world_grip, rng.uniform(self.low_rad, self.high_rad))
+            taken += found.iterations
+            if found.reached or _error(found, self.settings) < _error(best, self.settings):
+                best = found
+        return IkSolution(best.joint_rad, best.reached, best.position_error_m, best.angle_error_rad, taken)
+
+    def follow(self, T_world_grip: FloatArray, start_rad: FloatArray, *, stop_early: bool = True) -> JointPath:
+        """Angles along poses (M, 4, 4), each starting from the previous solution; the first one may be far away."""
+        joint_rad = np.tile(np.asarray(start_rad, dtype=np.float64), (len(T_world_grip), 1))
+        reached = np.zeros(len(T_world_grip), dtype=np.bool_)
+        before = joint_rad[0]
+        for number, pose in enumerate(T_world_grip):
+            found = self.solve(pose, before, restarts=0 if number else self.settings.restarts)
+            jump = float(np.abs(found.joint_rad - before).max()) if number else 0.0
+            reached[number] = found.reached and jump <= self.settings.jump_rad
+            if reached[number] or not number:
+                before = found.joint_rad
+            joint_rad[number:] = before
+            if stop_early and not reached[number]:
+                break
+        return JointPath(joint_rad, reached)
+
+    def _descend(self, T_world_grip: FloatArray, start_rad: FloatArray) -> IkSolution:
+        import mink
+
+        settings, configuration = self.settings, self._configuration
+        margin = settings.limit_distance
+        configuration.update(self._posture(np.clip(start_rad, self.low_rad + margin, self.high_rad - margin)))
+        self._frame.set_target(mink.SE3.from_matrix(T_world_grip))
+        errors, steps = self._errors(T_world_grip), 0
+        best, improved = np.inf, 0
+        while steps < settings.iterations and steps - improved < PATIENCE:
+            steps += 1
+            try:
+                speed = mink.solve_ik(
+                    configuration, self._tasks, DT_S, SOLVER, limits=self._limits, constraints=self._still
+                )
+            except mink.NoSolutionFound:
+                break
+            configuration.integrate_inplace(speed, DT_S)
+            errors = self._errors(T_world_grip)
+            near = errors[0] < settings.position_tolerance_m / 4 and errors[1] < settings.angle_tolerance_rad / 4
+            if near or float(np.abs(speed).max()) * DT_S < 1e-5:
+                break
+            total = errors[0] + settings.orientation_cost * errors[1]
+            if total < (1 - PROGRESS) * best:
+                best, improved = total, steps
+        reached = errors[0] <= settings.position_tolerance_m and errors[1] <= settings.angle_tolerance_rad
+        return IkSolution(configuration.q[self._columns], reached, *errors, steps)
+
+    def _errors(self, T_world_grip: FloatArray) -> tuple[float, float]:
+        data = self._configuration.data
+        position, rotation = data.site_xpos[self._site], data.site_xmat[self._site].reshape(3, 3)
+        away = float(np.linalg.norm(position - T_world_grip[:3, 3]))
+        return away, float(angle_rad(rotation, T_world_grip[:3, :3]))
+
+    def _span(self) -> tuple[FloatArray, float]:
+        """Position (3,) of the first joint, and the stretched length from there to the grip; infinite with slides."""
+        import mujoco
+
+        data, joints = self._configuration.data, [self.model.joint(name) for name in self.arm.joints]
+        anchors = [data.xanchor[joint.id].copy() for joint in joints] + [data.site_xpos[self._site].copy()]
+        hinges = all(joint.type[0] == mujoco.mjtJoint.mjJNT_HINGE for joint in joints)
+        lengths = np.linalg.norm(np.diff(anchors, axis=0), axis=-1)
+        return anchors[0], float(lengths.sum()) if hinges else np.inf
+
+    def _posture(self, joint_rad: FloatArray) -> FloatArray:
+        posture = self._middle.copy()
+        posture[self._columns] = joint_rad
+        return posture
+
+
+def _import_mink() -> Any:
+    try:
+        import mink
+    except ImportError:
+        raise UserError("inverse kinematics needs mink, which is not installed; pip install mink") from None
+    return mink
+
+
+def _find_names(model: mujoco.MjModel, arm: FlowArm) -> tuple[list[int], int]:
+    """Indices of the joints in the posture, which are also those of their velocities, and of the site."""
+    if model.nq != model.nv:
+        raise UserError(f"the model of {arm.name} has free or ball joints; give the arm alone, without objects")
+    try:
+        columns = [int(model.joint(name).qposadr[0]) for name in arm.joints]
+        site = int(model.site(arm.grip_site).id)
+    except KeyError as error:
+        raise UserError(f"the model of {arm.name} lacks what the arm names: {error.args[0]}") from None
+    if len(arm.home_rad) != len(columns):
+        raise UserError(f"{arm.name} has {len(columns)} joints and {len(arm.home_rad)} angles of home_rad")
+    return columns, site
+
+
+def _ranges(model: mujoco.MjModel) -> FloatArray:
+    """(nq, 2) limits of all joints; half a turn to either side where there are none."""
+    ranges = np.tile([-np.pi, np.pi], (model.nq, 1))
+    limited = np.flatnonzero(model.jnt_limited)
+    ranges[model.jnt_qposadr[limited]] = model.jnt_range[limited]
+    return ranges
+
+
+def _error(solution: IkSolution, settings: IkSettings) -> float:
+    return solution.position_error_m + settings.orientation_cost * solution.angle_error_rad
+
+
+class FlowArm(Protocol):
+    """An arm without its surroundings; its base is at the origin of the world frame.
+
+    The frame of the grip site has z along the fingers, towards the object, and y along the closing direction.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+
+    @property
+    def joints(self) -> tuple[str, ...]:
+        """Joints from base to hand: hinges, or slides in metres instead of radians."""
+
+    @property
+    def home_rad(self) -> tuple[float, ...]:
+        """Angles at the start of an episode."""
+
+    @property
+    def grip_site(self) -> str:
+        """Site between the fingertips."""
+
+    @property
+    def max_opening_m(self) -> float:
+        """Greatest width between the fingers."""
+
+    def load(self) -> mujoco.MjModel:
+        """The arm alone, without table and objects, for kinematics."""
+
+
+class FlowRobot(Protocol):
+    """An arm in a scene."""
+
+    @property
+    def arm(self) -> FlowArm:
+        """The arm."""
+
+    def observe(self) -> Observation:
+        """Current image, depth, camera and instruction."""
+
+    def joint_rad(self) -> FloatArray:
+        """(J,) current angles."""
+
+    def move(self, joint_rad: FloatArray) -> bool:
+        """Follow angles (M, J) with the fingers unchanged; returns whether the last ones were reached."""
+
+    def close_gripper(self) -> bool:
+        """Close the fingers; returns whether they hold something."""
+
+    def open_gripper(self) -> None:
+        """Open the fingers."""

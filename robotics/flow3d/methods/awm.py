@@ -1,0 +1,260 @@
+"""The world model fine-tuned on the verdict of a verifier: AWM on guessed flow.
+
+K flows are guessed for each scene, each is judged by the verifiers, and the model moves towards the noise-to-flow paths
+of those that were accepted more often than the scene's others: the loss of AWM (see `diffusion.matching.awm_loss`)
+with a guess in place of an image and a verdict in place of a reward. No true flow is used.
+
+Source: Xue et al., AWM, arXiv 2509.25050, for the loss; 3DFlowAction, arXiv 2506.06199, for world model and verifier.
+The combination is the suite's own, and so are the defaults beside the loss: 8 scenes of 8 guesses, 4 noisy versions of
+each guess, every weight trained.
+
+A step in which no scene has guesses of different worth moves no weight: the distances to reference and moving average
+are tiny then, and AdamW would scale their gradients up to whole steps. `exploration` makes such steps rare.
+
+`shuffle_verdicts` is the control: verdicts are permuted among the guesses of a scene, which leaves their rates, and
+takes away what they say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from diffusion.matching.awm_loss import AwmLoss, AwmSettings, with_ratio
+from diffusion.matching.velocity import TimestepConfig
+from diffusion.models.ema import EvalAverage, EvalEmaConfig
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.rewards.config import RewardResult
+from mmrl.runs.samples import SampleRecord
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.training.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.processes import make_generator
+from mmrl.training.recipe import Recipe
+from mmrl.training.scoring import RewardErrors, with_rewards
+from mmrl.training.settings import RunConfig, TrainerConfig
+from mmrl.training.terms import Step
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.drawing import draw_flow
+from robotics.flow3d.methods.clips import ClipSetConfig, clips_digest, instructions_of, load_clips
+from robotics.flow3d.methods.evaluation import FlowEvaluationConfig, VerdictMeasure
+from robotics.flow3d.methods.samples import ExplorationConfig, FlowPayload, FlowSampling
+from robotics.flow3d.model.world_model import FlowWorldModel
+from robotics.flow3d.plan.judge import FlowJudge, WeightedVerifierConfig
+
+LOGGER = logging.getLogger("mmrl")
+SCORES = ("kl_ref",)
+"""What a world model scores beside likelihoods: a velocity distance."""
+
+
+def _trainer() -> TrainerConfig:
+    return TrainerConfig(
+        steps=60, tasks_per_step=8, samples_per_task=8, learning_rate=3e-4, weight_decay=1e-4, old_logp="recompute"
+    )
+
+
+@dataclass
+class SavedModelConfig:
+    """The model that is fine-tuned."""
+
+    path: str = ""
+    """Folder of a saved world model; a rectified flow."""
+
+    def validate(self) -> None:
+        """Refuse an empty path; raises ValueError."""
+        if not self.path:
+            raise ValueError("model.path is empty; name the folder of a world model, such as a run's checkpoint holds")
+
+
+@dataclass
+class Flow3dAwmConfig(RunConfig):
+    """Fine-tuning of a world model on verdicts."""
+
+    model: SavedModelConfig = field(default_factory=SavedModelConfig)
+    """The model."""
+    data: ClipSetConfig = field(default_factory=ClipSetConfig)
+    """Scenes of training: first pictures, query points and instructions; their flow is not used."""
+    eval_data: dict[str, ClipSetConfig] = field(default_factory=dict)
+    """Held-out clips by name; the first split is the headline."""
+    verifiers: list[WeightedVerifierConfig] = field(default_factory=lambda: [WeightedVerifierConfig()])
+    """Who judges; the reward of a guess is the weighted sum of their values."""
+    heldout_verifiers: list[WeightedVerifierConfig] = field(default_factory=list)
+    """Who judges as well, without an effect on training, so that a model that only pleases the others shows."""
+    shuffle_verdicts: bool = False
+    """Control: permute the rewards among the guesses of each scene."""
+    exploration: ExplorationConfig = field(default_factory=ExplorationConfig)
+    """Random motion of the guesses of training, for models that guess nearly the same each time."""
+    awm: AwmSettings = field(default_factory=AwmSettings)
+    """The matching loss."""
+    timesteps: TimestepConfig = field(default_factory=lambda: TimestepConfig(count=4))
+    """The noisy versions; the grid is that of the model's own sampler."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="awm"))
+    """Advantage, clipping and the weight of the distance to the reference."""
+    eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
+    """Moving average that evaluations use and exports hold."""
+    trainer: TrainerConfig = field(default_factory=_trainer)
+    """Batch sizes, optimiser and guards."""
+    evaluation: FlowEvaluationConfig = field(default_factory=FlowEvaluationConfig)
+    """Evaluation on held-out clips."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if self.trainer.old_logp != "recompute":
+            raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
+        if not any(each.weight for each in self.verifiers):
+            raise ValueError("verifiers is empty or all of its weights are 0; name at least one")
+        labels = [each.label for each in self.verifiers]
+        check_objective(make_objective(self.objective), SCORES, self.trainer.samples_per_task, labels)
+
+
+class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
+    """AWM on guessed flow; see the module.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: model, clips or verifiers cannot be used.
+    """
+
+    config: Flow3dAwmConfig
+    policy: FlowWorldModel
+
+    def __init__(self, config: Flow3dAwmConfig) -> None:
+        super().__init__(config)
+        self.objective = make_objective(with_ratio(config.objective, config.awm))
+        self.train_tasks: Sequence[FlowClip] = load_clips(config.data, "data")
+        limit = config.evaluation.max_tasks or None
+        self.eval_tasks: Mapping[str, Sequence[FlowClip]] = {
+            name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()
+        }
+        self.policy = FlowWorldModel.from_pretrained(config.model.path)
+        self.process = FlowSampling(self.policy, config.timesteps, config.exploration)
+        self.judge = FlowJudge([*config.verifiers, *config.heldout_verifiers])
+        self._check_clips()
+        self.awm = AwmLoss(self.policy, config.awm, self.process)
+        self.awm.gradient = "with_signal"
+        self.terms = [self.awm]
+        self.eval_ema = self.parts["eval_ema"] = EvalAverage(self.policy, config.eval_ema)
+        self.errors = self.parts["errors"] = RewardErrors()
+
+    def data_digest(self) -> str:
+        """Digest of the training scenes."""
+        return clips_digest(self.train_tasks)
+
+    def rollout(
+        self, policy: FlowWorldModel, tasks: Sequence[FlowClip], generator: torch.Generator, step: Step
+    ) -> Rollouts:
+        """Guess K flows of each scene."""
+        with self.awm.sampling_weights(policy):
+            return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Weighted verdicts; NaN, and no gradient, for a guess that a verifier could not judge."""
+        with stopwatch("verify"):
+            payload, result = self._judged(rollouts)
+        self.errors.count(result)
+        scored = with_rewards(rollouts.replace(payload=payload), result)
+        return scored.replace(reward=self._shuffled(scored, step)) if self.config.shuffle_verdicts else scored
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
+        return self.awm.scores(policy, rollouts, outputs, self.reference if "kl_ref" in outputs else None)
+
+    def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+        """Verdicts on held-out scenes, and errors of the guesses."""
+        config = self.config
+        measure = VerdictMeasure(policy, config.evaluation, config.seed, split, judge=self.judge)
+        with self.eval_ema.applied(policy):
+            return evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups as drawn flow with verdicts and advantages."""
+        return [self._record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Number of scenes, and verdicts that could not be had."""
+        return {"data/clips": float(len(self.train_tasks)), **self.errors.take()}
+
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Move the evaluation average."""
+        self.eval_ema.on_step_end(step.number + 1)
+
+    def save_parts(self, folder: Path) -> None:
+        """Write the evaluation average beside the model, as `eval_ema`."""
+        self.eval_ema.save(folder)
+
+    @classmethod
+    def export(cls, config: Flow3dAwmConfig, checkpoint: Path, output: Path) -> str:
+        """Write a folder that needs no other one; with an evaluation average, that of the weights it evaluated."""
+        FlowWorldModel.from_pretrained(EvalAverage.folder_of(checkpoint)).export(output)
+        return "robotics.flow3d.model.FlowWorldModel.from_pretrained"
+
+    def close(self) -> None:
+        """Free the verifiers' scenes."""
+        self.judge.close()
+
+    def _check_clips(self) -> None:
+        """Refuse clips that do not fit the model, or that a verifier cannot judge; raises UserError."""
+        for clips in (self.train_tasks, *self.eval_tasks.values()):
+            self.policy.check_flow(clips[0].flow)
+            self.policy.check_instructions(instructions_of(clips))
+            self.judge.check(clips[0])
+
+    def _judged(self, rollouts: Rollouts) -> tuple[FlowPayload, RewardResult]:
+        """The payload with reasons, and what the verdicts are worth."""
+        payload = FlowPayload.of(rollouts)
+        written = payload.flow.float().cpu().numpy()
+        groups = rollouts.group.cpu().numpy()
+        terms: dict[str, list[float]] = {}
+        reasons: list[str] = []
+        result = RewardResult([], terms)
+        for number, clip in enumerate(payload.clips):
+            guesses = self.policy.encoding.decode(written[groups == number], clip.points, clip.observation.size_px)
+            verdicts = self.judge.judge(clip, guesses)
+            for name, values in self.judge.values(verdicts).items():
+                terms.setdefault(name, []).extend(values)
+                unknown = [found[name].reason for found in verdicts if found[name].ok is None]
+                if unknown:
+                    result.errors[f"{name}/unjudged"] = result.errors.get(f"{name}/unjudged", 0) + len(unknown)
+                    result.examples.setdefault(f"{name}/unjudged", unknown[0])
+            reasons += ["; ".join(f"{name}: {found.reason}" for name, found in each.items()) for each in verdicts]
+        weights = [(each.weight, terms[each.label]) for each in self.config.verifiers]
+        result.total = [sum(weight * values[row] for weight, values in weights) for row in range(len(reasons))]
+        return dataclasses.replace(payload, reasons=reasons), result
+
+    def _shuffled(self, rollouts: Rollouts, step: Step) -> Tensor:
+        """Rewards (B,) permuted within each group, differently at each step."""
+        generator = make_generator(self.config.seed, "shuffle", step.number)
+        reward = rollouts.reward.clone()
+        for group in range(rollouts.num_groups):
+            rows = torch.nonzero(rollouts.group == group).flatten()
+            reward[rows] = rollouts.reward[rows[torch.randperm(len(rows), generator=generator).to(rows.device)]]
+        return reward
+
+    def _record(self, rollouts: Rollouts, row: int) -> SampleRecord:
+        payload, advantage = FlowPayload.of(rollouts), rollouts.advantage
+        clip = payload.clips[int(rollouts.group[row])]
+        seen = clip.observation
+        written = payload.flow[row].float().cpu().numpy()
+        guess = self.policy.encoding.decode(written, clip.points, seen.size_px)
+        reward = float(rollouts.reward[row])
+        return SampleRecord(
+            id=f"{clip.source}/{clip.meta.get('seed', '')}",
+            prompt=seen.instruction,
+            response=payload.reasons[row] if payload.reasons else "",
+            outputs=[draw_flow(seen.rgb, clip.points, guess)],
+            reward=None if math.isnan(reward) else reward,
+            terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
+            advantage=None if advantage is None else float(advantage[row].mean()),
+        )

@@ -1,0 +1,184 @@
+"""Clips for training: their sources, and their tensors.
+
+Shapes: C channels, T frames, N x N points, S x S pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, rare
+from mmrl.runs.fingerprint import content_digest
+from robotics.flow3d.clip import VISIBLE, FlowClip, Z
+from robotics.flow3d.geometry import BoolArray, DepthArray, ImageArray
+
+if TYPE_CHECKING:
+    from robotics.flow3d.clip import FlowEncoding
+    from robotics.flow3d.model.context import FlowInputs
+    from robotics.flow3d.model.world_model import FlowWorldModel
+
+OUTER = 0.01
+"""Share of the depths at either end that does not determine the range."""
+MARGIN = 0.1
+"""Share of that range that is added at both ends."""
+MOST_CLIPS = 2000
+"""About this many clips determine the range."""
+
+
+@dataclass
+class ClipSetConfig:
+    """Clips of a folder written by `FlowWriter`, or of your own function."""
+
+    path: str = ""
+    """Folder of the data set; empty with `function`."""
+    build: str | None = None
+    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Options of `build`."""
+    split: str = ""
+    """Only clips of this split; empty = all."""
+    sources: list[str] = rare(field(default_factory=list))
+    """Only clips of these sources; empty = all."""
+    tasks: list[str] = field(default_factory=list)
+    """Only clips of these tasks; empty = all."""
+    function: str = ""
+    """module:function that returns FlowClips, instead of a folder."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of `function`."""
+    limit: int = bounded(0, at_least=0)
+    """Number of clips, the first ones; 0 = all."""
+
+    def validate(self) -> None:
+        """Raise ValueError for none or both of path and function."""
+        if bool(self.path) == bool(self.function):
+            raise ValueError("name either path, a folder of clips, or function, module:function that returns clips")
+        if self.function and (self.split or self.sources or self.tasks or self.build):
+            raise ValueError("split, sources, tasks and build are for path; give them to your function as options")
+        if self.path and self.options:
+            raise ValueError("options are those of function; for path there is build_options")
+
+
+def load_clips(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
+    """The clips of a configuration."""
+    try:
+        clips = _of_function(config, where) if config.function else _of_folder(config, where)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    if not clips:
+        raise UserError(f"{where}: there are no clips")
+    return clips
+
+
+def depth_range_m(clips: Sequence[FlowClip]) -> tuple[float, float]:
+    """Depths in metres that contain 98 % of the clips' points, widened by a tenth or 5 mm at both ends."""
+    some = [clips[number] for number in range(0, len(clips), max(1, len(clips) // MOST_CLIPS))]
+    depths = [depth for clip in some for depth in (clip.flow[..., Z].ravel(), clip.points[..., Z].ravel())]
+    low, high = np.quantile(np.concatenate(depths), [OUTER, 1 - OUTER])
+    margin = max(MARGIN * float(high - low), 0.005)
+    return max(0.0, float(low) - margin), float(high) + margin
+
+
+def clips_digest(clips: Sequence[FlowClip]) -> str:
+    """Digest of clips, to check that a run resumes on the same data; that of a folder does not read them all."""
+    fingerprint = getattr(clips, "fingerprint", None)
+    return str(fingerprint()) if callable(fingerprint) else content_digest(clips)
+
+
+def instructions_of(clips: Sequence[FlowClip]) -> list[str]:
+    """The distinct instructions of clips; of a folder without reading its images."""
+    own = getattr(clips, "instructions", None)
+    found: list[str] = own() if callable(own) else [clip.observation.instruction for clip in clips]
+    return list(dict.fromkeys(found))
+
+
+@dataclass
+class TrainingClip:
+    """One clip, resized and encoded."""
+
+    image: ImageArray
+    """(S, S, 3)."""
+    points: DepthArray
+    """(N, N, 3) in -1..1."""
+    instruction: str
+    flow: DepthArray
+    """(C, T, N, N)."""
+    counted: BoolArray
+    """(C, T, N, N) numbers that the loss uses."""
+
+
+class TrainingClips(Sequence[TrainingClip]):
+    """Encoded clips for training a model."""
+
+    def __init__(
+        self, clips: Sequence[FlowClip], model: FlowWorldModel, *, only_visible: bool, in_memory: bool
+    ) -> None:
+        self._clips, self._only_visible = clips, only_visible
+        self._encoding: FlowEncoding = model.encoding
+        self._inputs_of, self._check = model.inputs_of, model.check_flow
+        self._kept = [self._encoded(clip) for clip in clips] if in_memory else None
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return self._encoded(self._clips[index]) if self._kept is None else self._kept[index]
+
+    def digest(self) -> str:
+        """Digest of the data, to check that a run resumes on the same data."""
+        return clips_digest(self._clips)
+
+    def _encoded(self, clip: FlowClip) -> TrainingClip:
+        self._check(clip.flow)
+        inputs = self._inputs_of([clip.observation], [clip.points])
+        flow = self._encoding.encode(clip.flow, clip.points, clip.observation.size_px)
+        counted = np.ones(flow.shape, bool)
+        if self._only_visible:
+            counted[:VISIBLE] = clip.flow[..., VISIBLE] > 0.5
+        return TrainingClip(inputs.images[0].numpy(), inputs.points[0].numpy(), inputs.instructions[0], flow, counted)
+
+
+def stacked(clips: Sequence[TrainingClip]) -> tuple[FlowInputs, Tensor, Tensor]:
+    """Inputs of B clips, their flow (B, C, T, N, N) and which of its numbers count, (B, C, T, N, N) bool."""
+    from robotics.flow3d.model.context import FlowInputs
+
+    inputs = FlowInputs(
+        torch.from_numpy(np.stack([clip.image for clip in clips])),
+        torch.from_numpy(np.stack([clip.points for clip in clips])),
+        [clip.instruction for clip in clips],
+    )
+    flow, counted = (np.stack([getattr(clip, name) for clip in clips]) for name in ("flow", "counted"))
+    return inputs, torch.from_numpy(flow), torch.from_numpy(counted)
+
+
+def _of_function(config: ClipSetConfig, where: str) -> list[FlowClip]:
+    from mmrl.rewards.loading import load_function
+
+    found = load_function(config.function, what=f"{where}.function")(**config.options)
+    clips = []
+    for clip in found:
+        if not isinstance(clip, FlowClip):
+            raise UserError(f"function {config.function} gave a {type(clip).__name__}; expected FlowClips")
+        clips.append(clip)
+        if len(clips) == config.limit:
+            break
+    return clips
+
+
+def _of_folder(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
+    from mmrl.hub.building import build_if_missing
+    from robotics.flow3d.data import FlowReader
+
+    build_if_missing(config, where)
+    reader = FlowReader(
+        config.path, split=config.split or None, sources=config.sources or None, tasks=config.tasks or None
+    )
+    return reader[: config.limit] if config.limit else reader

@@ -1,0 +1,232 @@
+"""Evaluation on held-out clips: errors of sampled flow, the language swap, and verdicts of verifiers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmrl.fields import bounded
+from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.runs.statistics import wilson_interval
+from mmrl.training.evaluation import Measure, Row, Trial, part_metric, parts_of_tasks, with_interval
+from mmrl.training.processes import stream_seed
+from mmrl.training.settings import EvaluationConfig
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.drawing import draw_flow
+from robotics.flow3d.metrics import FlowErrors, flow_errors, goal_reached
+from robotics.flow3d.model.world_model import FlowWorldModel, sample_seeds
+from robotics.flow3d.plan.judge import FlowJudge
+from robotics.flow3d.plan.verdict import Verdict
+
+GOALS = "goals_world_m"
+"""Key of `FlowClip.meta`: instruction -> (3,) final mean of the query points."""
+HEADLINE = "accuracy/within_5cm"
+ERRORS = ("ade_cm", "fde_cm", "ade_visible_cm", "fde_visible_cm", "best_ade_cm")
+SWAP = "accuracy/language_swap"
+
+
+@dataclass
+class FlowEvaluationConfig(EvaluationConfig):
+    """Evaluation of a world model, with samples from fixed seeds."""
+
+    greedy: bool = False
+    """Not available for flow; must stay false."""
+    samples: int = bounded(4, at_least=1)
+    """K, samples a clip, with the same seeds at every evaluation."""
+    language_swap: bool = True
+    """Also evaluate the other instructions of a scene, where the clips list them."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError."""
+        super().validate()
+        if self.greedy or self.temperature != 1.0:
+            raise ValueError("evaluation.greedy and evaluation.temperature have no effect on flow; leave them out")
+
+
+@dataclass
+class FlowMeasure(Measure[FlowClip]):
+    """Errors of K samples a clip.
+
+    Seeds depend on (seed, split, clip) alone, so evaluations of different steps are paired. Metrics are
+    accuracy/within_5cm and the errors of `FlowErrors` as flow/<error>, by task and source where the split has several,
+    and accuracy/language_swap where clips have `meta["goals_world_m"]`.
+    """
+
+    model: FlowWorldModel
+    evaluation: FlowEvaluationConfig
+    seed: int
+    split: str
+
+    @property
+    def batch_size(self) -> int:
+        """Clips whose flow is sampled together."""
+        return self.evaluation.batch_tasks
+
+    def run(self, batch: Sequence[Trial[FlowClip]], start: int) -> list[Row]:
+        """Sample and compare the flow of some clips."""
+        samples = self._samples(batch)
+        rows: list[Row] = []
+        for trial, found in zip(batch, samples, strict=True):
+            row = {"index": trial.index, "repeat": trial.repeat, "clip": trial.task, "samples": found, "swaps": []}
+            rows.append(row | {"errors": flow_errors(found, trial.task)})
+        if self.evaluation.language_swap:
+            self._swap(batch, rows)
+        return rows
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
+        """Means with intervals, by task and source, and the errors of standing still."""
+        if not rows:
+            return {}
+        rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))
+        found = with_interval(HEADLINE, [[row["errors"].within_5cm] for row in rows], rng)
+        for name in ERRORS:
+            found |= with_interval(f"flow/{name}", [[getattr(row["errors"], name)] for row in rows], rng)
+        for name in ("zero_motion_ade_cm", "zero_motion_fde_cm"):
+            found[f"flow/{name}"] = _mean(rows, name)
+        found["flow/rotation_deg"] = float(np.median([row["errors"].rotation_deg for row in rows]))
+        return found | self._by_part(rows, tasks) | _swap_metrics(rows)
+
+    def record(self, row: Row) -> SampleRecord:
+        """The first samples over the truth in white, and the errors."""
+        clip: FlowClip = row["clip"]
+        rgb, errors = clip.observation.rgb, row["errors"]
+        return SampleRecord(
+            id=f"{self.split}/{row['index']}",
+            prompt=clip.observation.instruction,
+            response=f"ADE {errors.ade_cm:.1f} cm, FDE {errors.fde_cm:.1f} cm, rotation {errors.rotation_deg:.0f} deg",
+            outputs=[draw_flow(rgb, clip.points, sample, clip.flow) for sample in row["samples"][:2]],
+            terms={name: getattr(errors, name) for name in ("ade_cm", "fde_cm", "zero_motion_ade_cm")},
+        )
+
+    def outcome(self, row: Row) -> Outcome:
+        """Errors of a clip, for paired comparisons."""
+        errors: FlowErrors = row["errors"]
+        values = {f"flow/{name}": getattr(errors, name) for name in ERRORS}
+        known = {name: value for name, value in values.items() if value == value}
+        return Outcome(f"{self.split}/{row['index']}", {HEADLINE: errors.within_5cm, **known})
+
+    def _samples(self, batch: Sequence[Trial[FlowClip]]) -> list[Any]:
+        """(K, T, N, N, 4) of each clip."""
+        import torch
+
+        model, count = self.model, self.evaluation.samples
+        clips = [trial.task for trial in batch]
+        inputs = model.inputs_of([clip.observation for clip in clips], [clip.points for clip in clips])
+        seeds = [sample_seeds(stream_seed(self.seed, self.split, trial.index), count) for trial in batch]
+        written = model.sample(inputs, torch.cat(seeds)).float().cpu().numpy()
+        size = [clip.observation.size_px for clip in clips]
+        parts = np.split(written, len(clips))
+        return [
+            model.encoding.decode(part, clip.points, own) for part, clip, own in zip(parts, clips, size, strict=True)
+        ]
+
+    def _swap(self, batch: Sequence[Trial[FlowClip]], rows: list[Row]) -> None:
+        """Record for every other instruction of a scene whether the object then goes to its goal."""
+        import torch
+
+        asked = [
+            (row, trial.task, text)
+            for row, trial in zip(rows, batch, strict=True)
+            for text in trial.task.meta.get(GOALS, {})
+            if text != trial.task.observation.instruction.lower()
+        ]
+        if not asked:
+            return
+        seen = [dataclasses.replace(clip.observation, instruction=text) for _, clip, text in asked]
+        inputs = self.model.inputs_of(seen, [clip.points for _, clip, _ in asked])
+        seeds = [sample_seeds(stream_seed(self.seed, self.split, row["index"]), 1) for row, _, _ in asked]
+        written = self.model.sample(inputs, torch.cat(seeds)).float().cpu().numpy()
+        for (row, clip, text), part in zip(asked, written, strict=True):
+            flow = self.model.encoding.decode(part, clip.points, clip.observation.size_px)
+            end_m = clip.with_flow(flow).flow_world_m[-1]
+            row["swaps"].append(goal_reached(end_m, clip.meta[GOALS], text))
+
+    def _by_part(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
+        columns = [{"task": clip.meta.get("task"), "source": clip.source} for clip in tasks]
+        parts = parts_of_tasks(columns, None)
+        found: dict[str, list[float]] = {}
+        for row in rows:
+            for column, value in parts[row["index"]].items():
+                found.setdefault(part_metric("flow/ade_cm", column, value), []).append(row["errors"].ade_cm)
+        return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    return float(np.mean([getattr(row["errors"], name) for row in rows]))
+
+
+def _swap_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    swaps = [hit for row in rows for hit in row["swaps"]]
+    if not swaps:
+        return {}
+    low, high = wilson_interval(sum(swaps), len(swaps))
+    return {SWAP: float(np.mean(swaps)), f"{SWAP}/low": low, f"{SWAP}/high": high}
+
+
+def verdict_metric(name: str) -> str:
+    """Name of the metric: share of samples that a verifier accepts."""
+    return f"accuracy/{name}"
+
+
+@dataclass(kw_only=True)
+class VerdictMeasure(FlowMeasure):
+    """The errors of `FlowMeasure`, and for each verifier its mean score and the share of accepted samples."""
+
+    judge: FlowJudge
+
+    def run(self, batch: Sequence[Trial[FlowClip]], start: int) -> list[Row]:
+        """Sample, compare and judge the flow of some clips."""
+        rows = super().run(batch, start)
+        for row in rows:
+            verdicts = self.judge.judge(row["clip"], row["samples"])
+            accepted = {name: [_number(found[name], found[name].ok) for found in verdicts] for name in verdicts[0]}
+            row |= {"accepted": accepted, "reasons": {name: found.reason for name, found in verdicts[0].items()}}
+            row["scores"] = {
+                name: [_number(found[name], found[name].score) for found in verdicts] for name in verdicts[0]
+            }
+        return rows
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
+        """Errors, and shares of accepted samples with intervals; NaN where they could not be judged."""
+        found = super().metrics(rows, tasks)
+        for name in rows[0]["accepted"] if rows else ():
+            rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))
+            found |= with_interval(verdict_metric(name), [row["accepted"][name] for row in rows], rng)
+            found[f"score/{name}"] = _known_mean([value for row in rows for value in row["scores"][name]])
+            by_task: dict[str, list[float]] = {}
+            for row in rows:
+                by_task.setdefault(str(row["clip"].meta.get("task", "")), []).extend(row["accepted"][name])
+            if len(by_task) > 1:
+                parts = {part_metric(verdict_metric(name), "task", task): each for task, each in by_task.items()}
+                found |= {part: _known_mean(values) for part, values in parts.items() if _known(values)}
+        return found
+
+    def record(self, row: Row) -> SampleRecord:
+        """The record of `FlowMeasure` with the verdicts on the first sample."""
+        record = super().record(row)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in row["reasons"].items())
+        shares = {verdict_metric(name): _known_mean(values) for name, values in row["accepted"].items()}
+        return dataclasses.replace(record, response=f"{record.response}; {reasons}", terms={**record.terms, **shares})
+
+    def outcome(self, row: Row) -> Outcome:
+        """Errors and shares of accepted samples of a clip, for paired comparisons."""
+        outcome = super().outcome(row)
+        shares = {verdict_metric(name): _known_mean(values) for name, values in row["accepted"].items()}
+        known = {name: value for name, value in shares.items() if value == value}
+        return dataclasses.replace(outcome, scores={**outcome.scores, **known})
+
+
+def _number(verdict: Verdict, value: float | bool | None) -> float:
+    return float("nan") if verdict.ok is None or value is None else float(value)
+
+
+def _known(values: Sequence[float]) -> bool:
+    return any(value == value for value in values)
+
+
+def _known_mean(values: Sequence[float]) -> float:
+    return float(np.nanmean(values)) if _known(values) else float("nan")

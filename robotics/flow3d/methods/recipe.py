@@ -1,0 +1,291 @@
+"""Training of a world model of 3D flow: the diffusion loss over encoded flow, in the loop of reinforcement learning.
+
+    L = mean over rows, channels, frames and points of (prediction - target)^2
+
+with times and noise of `robotics.flow3d.model.processes`, the prediction of noise, velocity or flow, and the
+instruction left out at random where the model is to be guided by it.
+
+Source: 3DFlowAction, arXiv 2506.06199; Hoyyyaard/3DFlowAction
+    scripts/flow_generation/train_flow_generation_libero.py.
+
+Differences from the public code: gradients are clipped at every step (there, only at the first, because the list of
+parameters is used up); visibility can be predicted and can mask the loss (there, the fourth channel is a constant);
+a moving average of the weights is evaluated. The defaults are those of a small network on a CPU; the paper's stand in
+configs/robotics/flow3d_unet_motion.yaml.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from diffusion.models.ema import EvalAverage, EvalEmaConfig
+from diffusion.sampling.trajectories import mean_over_decisions
+from mmrl.core.loss import Denominators, Metric
+from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.payload import Payload, nested, per_row
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import choice, rare
+from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
+from mmrl.training.recipe import SupervisedRecipe
+from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
+from mmrl.training.terms import Step
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, list_episodes
+from robotics.flow3d.closed_loop.measure import measure_in_loop
+from robotics.flow3d.methods.clips import (
+    ClipSetConfig,
+    TrainingClips,
+    depth_range_m,
+    instructions_of,
+    load_clips,
+    stacked,
+)
+from robotics.flow3d.methods.evaluation import FlowEvaluationConfig, FlowMeasure
+from robotics.flow3d.model.context import FlowInputs
+from robotics.flow3d.model.settings import FlowModelConfig
+from robotics.flow3d.model.world_model import FlowWorldModel
+from robotics.policies.base.encoder import Vocabulary
+
+LOGGER = logging.getLogger("mmrl")
+DEPTH_RANGES = ("data", "given")
+LOSS_MASKS = ("none", "visible")
+
+
+def _trainer() -> BaseTrainerConfig:
+    return BaseTrainerConfig(
+        steps=6000,
+        tasks_per_step=32,
+        learning_rate=1.5e-3,
+        schedule="cosine",
+        warmup_steps=100,
+        weight_decay=0.01,
+        betas=[0.9, 0.99],
+    )
+
+
+@dataclass
+class WorldModelConfig(FlowModelConfig):
+    """The model that is trained."""
+
+    path: str = ""
+    """Folder of a saved world model to go on from; all that it is made of then comes from there."""
+    depth_range: str = rare(choice("data", DEPTH_RANGES))
+    """Where encoding.z_min_m and z_max_m come from: data (98 % of the training depths and a tenth more at both ends)
+    or given."""
+    words: list[str] = field(default_factory=list)
+    """Words that the vocabulary has beside those of the training instructions, for instructions to come."""
+
+
+@dataclass
+class FlowPayload(Payload):
+    """B clips with the noise that they are trained under; C, T, N as in an encoded flow."""
+
+    inputs: FlowInputs = nested()
+    """Pictures, query points and instructions."""
+    flow: Tensor = per_row()
+    """(B, C, T, N, N) encoded."""
+    noise: Tensor = per_row()
+    """(B, C, T, N, N) standard normal."""
+    time: Tensor = per_row()
+    """(B,) of the process."""
+    keep_text: Tensor = per_row()
+    """(B,) bool, False where the instruction is blanked."""
+
+
+@dataclass
+class Flow3dConfig(BaseRunConfig):
+    """A training run of a world model."""
+
+    model: WorldModelConfig = field(default_factory=WorldModelConfig)
+    """The model."""
+    data: ClipSetConfig = field(default_factory=ClipSetConfig)
+    """Training clips."""
+    in_memory: bool = True
+    """Encode all training clips at the start and keep that; false reads each when it is drawn."""
+    eval_data: dict[str, ClipSetConfig] = field(default_factory=dict)
+    """Held-out clips by name; the first split is the headline."""
+    episodes: dict[str, FlowEpisodesConfig] = field(default_factory=dict)
+    """Sets of episodes in physics by name, which every evaluation runs after the clips; an episode takes a second or
+    more."""
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    """Verifier, grasps and planner of those episodes; `loop.seed` is replaced by `seed`."""
+    loss_mask: str = choice("none", LOSS_MASKS)
+    """none: every number counts, as in the public code; visible: only points that are seen, and the visibility of
+    all."""
+    eval_ema: EvalEmaConfig = field(default_factory=lambda: EvalEmaConfig(decay=0.995))
+    """Moving average that evaluations use and exports hold."""
+    trainer: BaseTrainerConfig = field(default_factory=_trainer)
+    """Batch sizes, optimiser and guards."""
+    evaluation: FlowEvaluationConfig = field(default_factory=FlowEvaluationConfig)
+    """Evaluation on held-out clips."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if shared := sorted(set(self.episodes) & set(self.eval_data)):
+            raise ValueError(f"episodes and eval_data share the names {', '.join(shared)}; give each set its own")
+
+
+class Flow3dRecipe(SupervisedRecipe[FlowWorldModel, Any]):
+    """Supervised training of a world model; see the module.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: model or clips cannot be used.
+    """
+
+    config: Flow3dConfig
+    policy: FlowWorldModel
+    own_loss = "flow3d"
+
+    def __init__(self, config: Flow3dConfig) -> None:
+        super().__init__(config)
+        clips = load_clips(config.data, "data")
+        limit = config.evaluation.max_tasks or None
+        held_out = {name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()}
+        episodes = {name: list_episodes(data)[:limit] for name, data in config.episodes.items()}
+        self.eval_tasks: Mapping[str, Sequence[Any]] = held_out | episodes
+        self.policy = _open_model(config, clips)
+        self.clips = TrainingClips(
+            clips, self.policy, only_visible=config.loss_mask == "visible", in_memory=config.in_memory
+        )
+        self.train_tasks = self.clips
+        for tasks in held_out.values():
+            self.policy.check_flow(tasks[0].flow)
+        self.eval_ema = self.parts["eval_ema"] = EvalAverage(self.policy, config.eval_ema)
+
+    def data_digest(self) -> str:
+        """Digest of the training clips."""
+        return self.clips.digest()
+
+    def batch(self, policy: FlowWorldModel, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
+        """Draw times and noise, and which clips lose their instruction; nothing is sampled."""
+        inputs, flow, counted = stacked(tasks)
+        rows = len(tasks)
+        payload = FlowPayload(
+            inputs=inputs,
+            flow=flow,
+            noise=torch.randn(flow.shape, generator=generator),
+            time=policy.process.times(rows, generator),
+            keep_text=torch.rand(rows, generator=generator) >= policy.config.process.text_drop,
+        ).to(policy.device)
+        mask = counted.flatten(1).float().to(policy.device)
+        return Rollouts(
+            group=torch.arange(rows, device=mask.device),
+            mask=mask,
+            logp_old=torch.zeros_like(mask),
+            reward=torch.zeros(rows, device=mask.device),
+            advantage=torch.zeros_like(mask),
+            payload=payload,
+        )
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Minus the squared error of each number (B, C T N N) as its log-likelihood, up to a constant."""
+        payload = FlowPayload.of(rollouts)
+        process = self.policy.process
+        noisy = process.noisy(payload.flow, payload.noise, payload.time)
+        target = process.target(payload.flow, payload.noise, payload.time)
+        found = policy(payload.inputs, noisy, payload.time, payload.keep_text)
+        return PolicyOutputs(-(found.float() - target).square().flatten(1))
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """Mean squared error over all numbers that count in the optimiser step."""
+        errors = -self.scores(policy, minibatch, frozenset({"logp"})).logp
+        loss = mean_over_decisions(errors, minibatch, denominators)
+        return LossOutput(loss, {"loss/total": Metric.summed(loss.detach())})
+
+    def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+        """Errors of guessed flow on held-out clips, or success in closed loop over a set of episodes."""
+        config = self.config
+        with self.eval_ema.applied(policy), ExitStack() as stack:
+            measure: Measure[Any] = FlowMeasure(policy, config.evaluation, config.seed, split)
+            if split in config.episodes:
+                settings = dataclasses.replace(config.loop, seed=config.seed)
+                measure = stack.enter_context(measure_in_loop(policy, settings, split, Path(config.output_dir)))
+            return evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
+
+    def describe(self) -> str:
+        """Formula of the loss."""
+        process = self.policy.config.process
+        what = {"eps": "noise", "v": "velocity", "x0": "flow"}[process.parameterisation]
+        return f"mean ({what}(x_t, t, picture, points, instruction) - {what})^2, {process.kind}"
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Number of clips."""
+        return {"data/clips": float(len(self.clips))}
+
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Move the evaluation average."""
+        self.eval_ema.on_step_end(step.number + 1)
+
+    def save_parts(self, folder: Path) -> None:
+        """Write the evaluation average beside the model, as `eval_ema`; it is a world model's folder as well."""
+        self.eval_ema.save(folder)
+
+    @classmethod
+    def export(cls, config: Flow3dConfig, checkpoint: Path, output: Path) -> str:
+        """Write a folder that needs no other one; with an evaluation average, that of the weights it evaluated."""
+        FlowWorldModel.from_pretrained(EvalAverage.folder_of(checkpoint)).export(output)
+        return "robotics.flow3d.model.FlowWorldModel.from_pretrained"
+
+
+def _open_model(config: Flow3dConfig, clips: Sequence[FlowClip]) -> FlowWorldModel:
+    """A new model for some clips, or a saved one."""
+    given = config.model
+    texts = instructions_of(clips)
+    if given.path:
+        model = FlowWorldModel.from_pretrained(given.path)
+        _check_saved(given, model.config)
+        _warn_of_words(model.vocabulary, texts)
+        model.check_instructions(texts)
+        return model
+    if given.depth_range == "data":
+        low, high = depth_range_m(clips)
+        given = dataclasses.replace(given, encoding=dataclasses.replace(given.encoding, z_min_m=low, z_max_m=high))
+    parts = {item.name: getattr(given, item.name) for item in dataclasses.fields(FlowModelConfig)}
+    model = FlowWorldModel(FlowModelConfig(**parts), Vocabulary.from_texts([*texts, *given.words]), config.seed)
+    model.check_instructions(texts)
+    return model
+
+
+def _check_saved(given: WorldModelConfig, saved: FlowModelConfig) -> None:
+    """Refuse settings that a saved model contradicts; raises UserError."""
+    default = _flat(dataclasses.asdict(FlowModelConfig()))
+    wanted, own = (_flat(dataclasses.asdict(part)) for part in (given, saved))
+    for name, value in default.items():
+        if wanted[name] not in (value, own[name]):
+            raise UserError(
+                f"model.{name} is {wanted[name]}, but the model in {given.path} has {own[name]}; leave it out, or "
+                "train a new model without model.path"
+            )
+
+
+def _warn_of_words(vocabulary: Vocabulary, texts: Sequence[str]) -> None:
+    """Say which words of the instructions a saved model does not know."""
+    missing = set(Vocabulary.from_texts(texts).words) - set(vocabulary.words)
+    if missing:
+        LOGGER.warning(
+            "the model's vocabulary lacks %s, which all look the same to it; name such words in model.words when it "
+            "is first trained",
+            ", ".join(sorted(missing)),
+        )
+
+
+def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

@@ -1,0 +1,66 @@
+"""Settings of `FlowPlanner`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice, rare
+from robotics.flow3d.kinematics import IkSettings
+from robotics.flow3d.plan.chunk_solver import ChunkSettings
+from robotics.flow3d.plan.execution import ExecutionSettings
+from robotics.flow3d.plan.reach import ReachSettings
+from robotics.flow3d.plan.rendering import RENDERERS, REPLAY
+from robotics.flow3d.rigid_motion import ESTIMATORS, IN_SPACE
+
+
+@dataclass(frozen=True)
+class PlannerConfig:
+    """How a plan is made."""
+
+    samples: int = bounded(4, at_least=1)
+    """K, most predictions a plan; the paper gives no number."""
+    grid: int = rare(bounded(4, at_least=1))
+    """N, query points a side; a model with an `encoding` brings its own."""
+    min_points: int = rare(bounded(8, at_least=3))
+    """Least pixels of the object with depth."""
+    support_z_m: float | None = rare(0.0)
+    """Height of the support in the world frame; null without one."""
+    estimator: str = choice("irls", ESTIMATORS)
+    """Fits the motion to the flow: irls, robust; kabsch, least squares; pnp and frozen_depth use u and v alone."""
+    flow_scale_m: float = bounded(0.03, above=0)
+    """Distance at which a point counts half in the fit: 0.03 for a model's flow, 0.01 for measured flow."""
+    smooth_window: int = rare(bounded(3, at_least=1))
+    """Frames of the moving average of motions."""
+    from_first_predicted: bool = rare(False)
+    """Measure motions from the first predicted frame, as the public viewer does."""
+    least_way_m: float = rare(bounded(0.005, at_least=0))
+    """Least displacement of any point of the object."""
+    renderer: str = rare(choice("numpy", lambda: (*RENDERERS, REPLAY)))
+    """Renders the predicted outcome: points with numpy or open3d, or the simulator by `replay`."""
+    when_rejected: str = rare(choice("best", ("best", "stop")))
+    """Execute the plan with the highest score when none is accepted, or stop."""
+    when_unverified: str = rare(choice("stop", ("best", "stop")))
+    """The same where the verifier could not judge, such as when its server is down."""
+    solver: str = rare(choice("closed_form", ("closed_form", "chunk")))
+    """closed_form follows the fitted motion; chunk refines it by the paper's optimisation, seconds a grasp."""
+    chunk: ChunkSettings = rare(field(default_factory=ChunkSettings))
+    """Weights and bounds of the solver chunk."""
+    refined_grasps: int = rare(bounded(1, at_least=1))
+    """Grasps, those with the least joint path, that the solver chunk refines."""
+    check_collisions: bool = rare(True)
+    """Keep arm and hand clear of support, object and scene."""
+    ik: IkSettings = rare(field(default_factory=IkSettings))
+    """Inverse kinematics."""
+    reach: ReachSettings = rare(field(default_factory=ReachSettings))
+    """Checks of the arm's path."""
+    execution: ExecutionSettings = field(default_factory=ExecutionSettings)
+    """Chunks, looking again, release."""
+
+    def validate(self) -> None:
+        """Raise UserError for a start that the estimator does not use."""
+        if self.from_first_predicted and self.estimator not in IN_SPACE:
+            raise UserError(
+                f"from_first_predicted has no meaning for the estimator {self.estimator}, which takes depth from the "
+                f"first picture; use {' or '.join(IN_SPACE)}"
+            )

@@ -1,0 +1,185 @@
+"""Executes a plan on a robot: grasp, move in chunks, look again after each, release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from mmrl.fields import bounded, choice, rare
+from robotics.flow3d.geometry import BoolArray, FloatArray, apply_pose
+from robotics.flow3d.object_motion import interpolate_joints, interpolate_poses
+from robotics.flow3d.plan.clouds import scene_cloud
+from robotics.flow3d.plan.reach import GraspPlan, ReachSettings, different_plans
+from robotics.flow3d.plan.result import Failure, PlanFailed, PlanResult, PlanRound
+
+if TYPE_CHECKING:
+    from robotics.flow3d.clip import Observation
+    from robotics.flow3d.kinematics import ArmIk, FlowRobot
+    from robotics.flow3d.object_motion import ObjectMotion
+
+Result = TypeVar("Result")
+MIN_VISIBLE = 10
+"""Visible points below which an object's position is unknown."""
+
+
+@dataclass(frozen=True)
+class ExecutionSettings:
+    """How a plan is executed."""
+
+    chunk: int = bounded(4, at_least=1)
+    """Frames of the flow that are executed at once."""
+    sub_steps: int = rare(bounded(4, at_least=1))
+    """Interpolation steps between solved poses."""
+    grasp_tries: int = rare(bounded(2, at_least=1))
+    """Most grasps, where the arm is stopped on its way or the fingers close on nothing."""
+    look_again: bool = False
+    """Look after each chunk, and end or replan where the object is not where it should be; off as in the paper."""
+    replans: int = bounded(5, at_least=0)
+    """Most replans when looking again; a fixed flow cannot be replanned."""
+    drift_m: float = rare(bounded(0.02, above=0))
+    """Median distance of the object from its prediction that triggers a replan."""
+    dropped_m: float = rare(bounded(0.05, above=0))
+    """Distance between grip and nearest point of the object above which it counts as dropped."""
+    release: str = rare(choice("unless_tilted", ("always", "never", "unless_tilted")))
+    """Open the fingers at the end; unless_tilted keeps holding an object that ends tilted, as in pouring."""
+    tilted_rad: float = rare(bounded(0.6, above=0))
+    """Rotation of the object's vertical axis above which it is tilted."""
+
+
+class Executor:
+    """Drives one robot and records what happens."""
+
+    def __init__(
+        self, robot: FlowRobot, ik: ArmIk, reach: ReachSettings, settings: ExecutionSettings, result: PlanResult
+    ) -> None:
+        self.robot, self.ik, self.reach, self.settings, self.result = robot, ik, reach, settings, result
+
+    def observe(self) -> Observation:
+        """Observe; raises PlanFailed where the camera fails."""
+        return _call(self.robot.observe, Failure.NO_OBSERVATION)
+
+    def joint_rad(self) -> FloatArray:
+        """(J,) current angles."""
+        return np.asarray(_call(self.robot.joint_rad, Failure.ROBOT_FAILED), dtype=np.float64)
+
+    def take(self, round_: PlanRound) -> None:
+        """Grasp the object, trying other grasps where one misses."""
+        plans = (round_.chosen.plans if round_.chosen else None) or []
+        stalled = False
+        for plan in different_plans(plans)[: self.settings.grasp_tries]:
+            round_.plan = plan
+            self.let_go()
+            stalled = not self._move(plan.approach.joint_rad)
+            if not stalled and _call(self.robot.close_gripper, Failure.ROBOT_FAILED):
+                return
+            self.let_go()
+            self._move(plan.approach.joint_rad[::-1])
+        if stalled:
+            raise PlanFailed(Failure.ARM_STALLED, "on the way to the last grasp that was tried")
+        raise PlanFailed(Failure.GRASP_MISSED, f"{min(len(plans), self.settings.grasp_tries)} grasps closed on nothing")
+
+    def carry(
+        self, round_: PlanRound, find_mask: Callable[[Observation], BoolArray | None], *, may_drift: bool
+    ) -> PlanFailed | None:
+        """Move the object along the plan, chunk by chunk; `find_mask` gives the object's pixels in an observation."""
+        plan, motion = _chosen(round_)
+        arrived, before = True, 0
+        for end in range(self.settings.chunk, len(plan.frames) + self.settings.chunk, self.settings.chunk):
+            frame = min(end, len(plan.frames)) - 1
+            rows = plan.motion.joint_rad[before : plan.frames[frame] + 1]
+            arrived = self._move(interpolate_joints(rows, self.settings.sub_steps)[1:] if len(rows) > 1 else rows)
+            before = int(plan.frames[frame])
+            if self.settings.look_again:
+                ended = self._check(plan, motion, frame, find_mask, may_drift)
+                if ended is not None:
+                    return ended
+        if not arrived:
+            raise PlanFailed(Failure.ARM_STALLED, "at the end of the motion")
+        return None
+
+    def finish(self, round_: PlanRound) -> None:
+        """Release the object and back off, where the settings say so."""
+        plan, _ = _chosen(round_)
+        up = plan.T_t_0_world[-1, :3, 2]
+        tilted = float(np.arccos(np.clip(up[2], -1.0, 1.0))) > self.settings.tilted_rad
+        if self.settings.release == "never" or (self.settings.release == "unless_tilted" and tilted):
+            return
+        self.let_go()
+        self.result.released = True
+        self.back_off()
+
+    def back_off(self) -> None:
+        """Retract the hand along the fingers, out of view and of the next grasp's way."""
+        here = self.joint_rad()
+        there = self.ik.pose(here)
+        back = there.copy()
+        back[:3, 3] -= self.reach.standoff_m * there[:3, 2]
+        way, _ = interpolate_poses(np.stack([there, back]), step_m=self.reach.step_m)
+        path = self.ik.follow(way, here)
+        self._move(path.joint_rad[: max(1, int(path.reached.sum()))])
+
+    def go_to(self, joint_rad: FloatArray) -> None:
+        """Move straight in joint space to angles (J,)."""
+        self._move(joint_rad[None])
+
+    def let_go(self) -> None:
+        """Open the fingers."""
+        _call(self.robot.open_gripper, Failure.ROBOT_FAILED)
+
+    def _move(self, joint_rad: FloatArray) -> bool:
+        self.result.joint_paths.append(joint_rad)
+        return bool(_call(lambda: self.robot.move(joint_rad), Failure.ROBOT_FAILED))
+
+    def _check(
+        self,
+        plan: GraspPlan,
+        motion: ObjectMotion,
+        frame: int,
+        find_mask: Callable[[Observation], BoolArray | None],
+        may_drift: bool,
+    ) -> PlanFailed | None:
+        """Observe the object; returns why the execution ends, if it does."""
+        observation = self.observe()
+        mask = find_mask(observation)
+        seen = np.zeros((0, 3)) if mask is None else scene_cloud(observation, mask).object_m
+        if len(seen) < MIN_VISIBLE:
+            self.result.drifts_m.append(float("nan"))
+            return None
+        drift = drift_of(seen, apply_pose(plan.T_t_0_world[frame], motion.points_world_m))
+        self.result.drifts_m.append(drift)
+        grip = self.ik.pose(self.joint_rad())[:3, 3]
+        away = float(np.linalg.norm(seen - grip, axis=-1).min())
+        if away > self.settings.dropped_m:
+            return PlanFailed(Failure.OBJECT_DROPPED, f"after frame {frame + 1} it is {away:.3f} m from the fingers")
+        if drift > self.settings.drift_m and not may_drift:
+            return PlanFailed(Failure.OBJECT_DRIFTED, f"after frame {frame + 1} it is {drift:.3f} m off")
+        return None
+
+
+def drift_of(seen_m: FloatArray, predicted_m: FloatArray) -> float:
+    """Median distance between the seen surface (n, 3) of an object and the predicted one (m, 3)."""
+    from scipy.spatial import cKDTree
+
+    there = np.median(cKDTree(predicted_m).query(seen_m)[0])
+    back = np.median(cKDTree(seen_m).query(predicted_m)[0])
+    return float(min(there, back))
+
+
+def _chosen(round_: PlanRound) -> tuple[GraspPlan, ObjectMotion]:
+    """Plan and motion of a round."""
+    plan = round_.plan or (round_.chosen.plans[0] if round_.chosen and round_.chosen.plans else None)
+    if plan is None or round_.chosen is None or round_.chosen.motion is None:
+        raise ValueError("the round has no plan to carry out")
+    round_.plan = plan
+    return plan, round_.chosen.motion
+
+
+def _call(method: Callable[[], Result], failure: Failure) -> Result:
+    """Result of a robot's method; an error ends the plan with a named failure."""
+    try:
+        return method()
+    except Exception as error:  # any robot; the loop must end cleanly
+        raise PlanFailed(failure, f"{type(error).__name__}: {error}") from error

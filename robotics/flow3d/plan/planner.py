@@ -1,0 +1,219 @@
+"""Moves an object with any arm, given an observation and an instruction.
+
+    planner = FlowPlanner(model, robot.arm, GeometricVerifier())
+    result = planner.run(robot, "place the mug on the red pad")
+    print(result.executed, result.failure, result.detail)
+
+Predict a flow, render and verify its outcome, at most K times; grasp; execute the motion in chunks; optionally look
+again and replan. Whatever goes wrong is a named failure of the result.
+
+Source: arXiv 2506.06199, which looks only once, before the motion; looking again after each chunk is ours, and off by
+default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+from robotics.flow3d.clip import FlowClip, Observation
+from robotics.flow3d.flow_model import FlowModel
+from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray
+from robotics.flow3d.kinematics import ArmIk
+from robotics.flow3d.plan.config import PlannerConfig
+from robotics.flow3d.plan.execution import Executor
+from robotics.flow3d.plan.grasp_search import GraspSearch
+from robotics.flow3d.plan.prediction import Predictor, one_line
+from robotics.flow3d.plan.rendering import REPLAY, check_renderer, render_outcome
+from robotics.flow3d.plan.result import Failure, PlanFailed, PlanResult, PlanRound, PlanTry
+from robotics.flow3d.plan.verdict import PlanFacts, Verdict, Verifier, judged
+
+if TYPE_CHECKING:
+    from robotics.flow3d.kinematics import FlowArm, FlowRobot
+    from robotics.flow3d.plan.grasps import GraspProposer
+    from robotics.flow3d.plan.reach import GraspPlan
+    from robotics.flow3d.plan.vlm import PartFinder
+
+
+class FlowPlanner:
+    """Plans with predicted flow and executes it.
+
+    Args:
+        flow: a model with `predict(observation, points, samples, seed)`, a clip, or an array (T, N, N, 4) for the
+            planner's own query points.
+        arm: the arm's kinematics.
+        verifier: judges predicted outcomes; None accepts every plan without rendering it.
+        grasps: rows of `PROPOSERS` or your own functions, tried together.
+        config: how a plan is made.
+        locate: masks (H, W) the object where the observation has no mask.
+        otherwise: like `grasps`, tried where none of those works, such as for a drawer, which is too wide to grasp
+            around its center.
+        part: chooses the part of the object to grasp, such as `AskedPart`; grasps farther than 5 cm from it are
+            discarded. None for any part.
+        replay: renders the scene with the object moved by (4, 4), such as `FlowScene.replay`, for the renderer of that
+            name.
+
+    Raises:
+        UserError: a setting is out of range, there is no such proposer, or the renderer lacks what it needs.
+    """
+
+    def __init__(
+        self,
+        flow: FlowModel | FlowClip | FloatArray,
+        arm: FlowArm,
+        verifier: Verifier | None = None,
+        grasps: Sequence[str | GraspProposer] = ("primitive", "antipodal"),
+        config: PlannerConfig | None = None,
+        locate: Callable[[Observation], BoolArray] | None = None,
+        otherwise: Sequence[str | GraspProposer] = ("part",),
+        part: PartFinder | None = None,
+        replay: Callable[[FloatArray], ImageArray] | None = None,
+    ) -> None:
+        self.config = config or PlannerConfig()
+        check_config(self.config, "planner")
+        self.predictor = Predictor(flow, self.config, locate)
+        self.arm, self.verifier = arm, verifier
+        self.ik = ArmIk(arm, self.config.ik)
+        self.search = GraspSearch(arm, self.ik, self.config, (grasps, otherwise), part)
+        self.render = _find_renderer(self.config.renderer, replay) if verifier is not None else None
+
+    def run(self, robot: FlowRobot, instruction: str | None = None, seed: int = 0) -> PlanResult:
+        """Look, plan, and move the object.
+
+        Args:
+            robot: an arm in a scene.
+            instruction: the task; None for the observation's.
+            seed: of the predictions.
+
+        Returns:
+            Everything that was tried and done. Errors of model, verifier or robot become failures.
+        """
+        result = PlanResult(instruction or "")
+        executor = Executor(robot, self.ik, self.config.reach, self.config.execution, result)
+        try:
+            self._run(executor, result, instruction, seed)
+        except PlanFailed as ended:
+            result.failure, result.detail = ended.failure, ended.detail
+        return result
+
+    def plan(self, observation: Observation, joint_rad: FloatArray, *, seed: int = 0, held: bool = False) -> PlanRound:
+        """Predict, verify, and plan the arm's path, without moving anything.
+
+        Args:
+            observation: the scene now.
+            joint_rad: (J,) current angles.
+            seed: of the first prediction; the k-th has seed + k.
+            held: the object is already in the hand, so that no grasp is needed.
+
+        Returns:
+            The tries and the chosen one.
+
+        Raises:
+            PlanFailed: there is no plan, for the reason of the last try where all failed. The tries are in the error's
+                `round`.
+        """
+        mask = self.predictor.mask(observation)
+        round_ = PlanRound(observation, self.predictor.query_points(observation, mask), mask, joint_rad, held)
+        try:
+            self._fill(round_, seed)
+        except PlanFailed as failed:
+            failed.round = round_
+            raise
+        return round_
+
+    def _run(self, executor: Executor, result: PlanResult, instruction: str | None, seed: int) -> None:
+        held, settings, start = False, self.config.execution, executor.joint_rad()
+        again = settings.replans if settings.look_again and not self.predictor.is_fixed else 0
+        for number in range(1 + again):
+            observation = executor.observe()
+            if instruction is not None:
+                observation = dataclasses.replace(observation, instruction=instruction)
+            result.instruction = observation.instruction
+            try:
+                first_seed = seed + number * self.config.samples
+                round_ = self.plan(observation, executor.joint_rad(), seed=first_seed, held=held)
+            except PlanFailed as failed:
+                result.rounds += [] if failed.round is None else [failed.round]
+                raise
+            result.rounds.append(round_)
+            if not held:
+                executor.take(round_)
+            ended = executor.carry(round_, self.predictor.mask_or_none, may_drift=self.predictor.is_fixed)
+            if ended is None:
+                executor.finish(round_)
+                return
+            held = ended.failure is Failure.OBJECT_DRIFTED
+            if number == again:
+                executor.let_go()
+                raise ended
+            if not held:
+                executor.let_go()
+                executor.back_off()
+                executor.go_to(start)  # so that the arm neither hides the scene nor blocks the next grasp
+
+    def _fill(self, round_: PlanRound, seed: int) -> None:
+        """Try predictions until one is accepted and reachable; else choose the best of the others."""
+        for k in range(1 if self.predictor.is_fixed else self.config.samples):
+            each = self.predictor.predict(round_, seed + k)
+            round_.tries.append(each)
+            if each.failure is not None:
+                continue
+            self._verify(round_, each)
+            if each.verdict is not None and each.verdict.ok is None:
+                break  # the verifier cannot judge; another try would only take time
+            if (each.verdict is None or each.verdict.ok) and self._plans(round_, each):
+                round_.chosen = each
+                return
+            if each.failure is Failure.NO_PART:
+                break  # another flow of the same object has the same parts
+        round_.chosen = self._best_rejected(round_)
+
+    def _best_rejected(self, round_: PlanRound) -> PlanTry:
+        judged_tries = [(each, each.verdict) for each in round_.tries if each.verdict is not None]
+        usable = [(each, verdict) for each, verdict in judged_tries if each.failure is None]
+        unsure = [verdict for _, verdict in usable if verdict.ok is None]
+        if unsure and self.config.when_unverified == "stop":
+            raise PlanFailed(Failure.VERIFIER_DOWN, unsure[-1].reason)
+        if usable and not unsure and self.config.when_rejected == "stop":
+            raise PlanFailed(Failure.VERIFIER_REJECTS, usable[-1][1].reason)
+        for each, _ in sorted(usable, key=lambda pair: -pair[1].score):
+            if self._plans(round_, each):
+                return each
+        last = round_.tries[-1]
+        raise PlanFailed(last.failure or Failure.UNREACHABLE, last.detail)
+
+    def _verify(self, round_: PlanRound, each: PlanTry) -> None:
+        if self.verifier is None or self.render is None or each.motion is None:
+            return
+        observation = round_.observation
+        try:
+            each.after = self.render(observation, round_.mask, each.motion.T_t_0_world[-1])
+        except Exception as error:  # a simulator or library; the loop must end cleanly
+            each.verdict = Verdict(None, 0.0, f"the outcome cannot be rendered: {one_line(error)}")
+            return
+        facts = PlanFacts(each.motion, self.config.support_z_m, lambda: bool(self._plans(round_, each)))
+        each.verdict = judged(self.verifier, observation.rgb, each.after, observation.instruction, facts)
+
+    def _plans(self, round_: PlanRound, each: PlanTry) -> list[GraspPlan]:
+        """Plans of the arm, searched once; a try without any has a failure."""
+        if each.plans is None and each.motion is not None:
+            try:
+                self.search.fill(round_, each)
+            except PlanFailed as failed:  # kept here: a verifier may have called, and errors become its verdict
+                each.plans, each.failure, each.detail = [], failed.failure, failed.detail
+        return each.plans or []
+
+
+def _find_renderer(
+    renderer: str, replay: Callable[[FloatArray], ImageArray] | None
+) -> Callable[[Observation, BoolArray, FloatArray], ImageArray]:
+    if renderer == REPLAY:
+        if replay is None:
+            raise UserError("the renderer replay needs the argument replay, such as the `replay` of a FlowScene")
+        return lambda observation, mask, T_t_0_world: replay(T_t_0_world)
+    check_renderer(renderer)
+    return partial(render_outcome, renderer=renderer)

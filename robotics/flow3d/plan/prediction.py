@@ -1,0 +1,131 @@
+"""Predicts with any flow model: query points on the object, a flow, and the motion that it describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.flow3d.clip import FlowClip, Observation, grid_in_mask
+from robotics.flow3d.flow_model import FixedFlow, FlowModel
+from robotics.flow3d.geometry import BoolArray, FloatArray, depth_at
+from robotics.flow3d.object_motion import object_motion
+from robotics.flow3d.plan.clouds import find_object, object_points
+from robotics.flow3d.plan.result import Failure, PlanFailed, PlanRound, PlanTry
+
+if TYPE_CHECKING:
+    from robotics.flow3d.plan.config import PlannerConfig
+
+VISIBLE_SHARE = 0.5
+"""Visibility above which a point counts as visible."""
+
+
+class Predictor:
+    """A flow model with its inputs from an observation; `locate` masks the object where the observation does not."""
+
+    def __init__(
+        self,
+        flow: FlowModel | FlowClip | FloatArray,
+        config: PlannerConfig,
+        locate: Callable[[Observation], BoolArray] | None = None,
+    ) -> None:
+        self.model, self.config, self.locate = _as_model(flow), config, locate
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the flow is fixed, so that it cannot be predicted again."""
+        return isinstance(self.model, FixedFlow)
+
+    def predict(self, round_: PlanRound, seed: int) -> PlanTry:
+        """A flow and the motion that it describes, or why it is unusable."""
+        observation, points, config = round_.observation, round_.points, self.config
+        try:
+            flow = np.asarray(self.model.predict(observation, points, 1, seed)[0], dtype=np.float64)
+            clip = FlowClip(observation, points, flow)
+        except Exception as error:  # any model; the loop must end cleanly
+            return _unusable(seed, np.zeros((0, *points.shape[:2], 4)), Failure.MODEL_FAILED, one_line(error))
+        if not np.isfinite(flow).all() or not (flow[..., 2] > 0).all():
+            return _unusable(seed, flow, Failure.DEGENERATE_GEOMETRY, "the flow is not finite, or behind the camera")
+        seen = (clip.visible > VISIBLE_SHARE).sum(-1)
+        if np.median(seen) < 3:
+            return _unusable(seed, flow, Failure.TOO_FEW_POINTS, f"{int(np.median(seen))} visible points a frame")
+        motion = object_motion(
+            clip,
+            object_points(observation, round_.mask),
+            estimator=config.estimator,
+            scale_m=config.flow_scale_m,
+            from_first_predicted=config.from_first_predicted,
+            smooth_window=config.smooth_window,
+            support_z_m=config.support_z_m,
+        )
+        if motion.fit.degenerate.any():
+            detail = "the points that fit are on a line, so they determine no rotation"
+            return _unusable(seed, flow, Failure.DEGENERATE_GEOMETRY, detail)
+        moved = float(np.linalg.norm(motion.moved_world_m - motion.points_world_m, axis=-1).max())
+        if moved < config.least_way_m:
+            detail = f"the flow moves the object by {1000 * moved:.1f} mm"
+            return _unusable(seed, flow, Failure.NO_MOVING_OBJECT, detail)
+        return PlanTry(seed, flow, motion)
+
+    def mask(self, observation: Observation) -> BoolArray:
+        """(H, W) pixels of the object with depth; raises PlanFailed where there are too few."""
+        mask = self.mask_or_none(observation)
+        if mask is None or not mask.any():
+            detail = "the observation has no mask, and there is no `locate`" if mask is None else "the mask is empty"
+            raise PlanFailed(Failure.NO_MOVING_OBJECT, detail)
+        known = mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
+        if known.sum() < self.config.min_points:
+            few = mask.sum() < self.config.min_points
+            raise PlanFailed(
+                Failure.TOO_FEW_POINTS if few else Failure.MISSING_DEPTH,
+                f"the object has {int(mask.sum())} pixels, {int(known.sum())} of them with depth; "
+                f"{self.config.min_points} are needed",
+            )
+        return known
+
+    def mask_or_none(self, observation: Observation) -> BoolArray | None:
+        """(H, W) pixels of the object; None where they are unknown."""
+        if observation.mask is not None:
+            return observation.mask
+        if isinstance(self.model, FixedFlow) and self.model.points is not None:
+            clip = FlowClip(observation, self.model.points, self.model.flow)
+            return find_object(observation, clip.points_world_m)
+        if self.locate is None:
+            return None
+        try:
+            return np.asarray(self.locate(observation), dtype=np.bool_)
+        except Exception as error:  # user code; the loop must end cleanly
+            raise PlanFailed(Failure.NO_MOVING_OBJECT, f"locate failed: {one_line(error)}") from error
+
+    def query_points(self, observation: Observation, mask: BoolArray) -> FloatArray:
+        """(N, N, 3) query points on the object."""
+        if isinstance(self.model, FixedFlow) and self.model.points is not None:
+            return self.model.points
+        encoding = getattr(self.model, "encoding", None)
+        if encoding is not None:
+            side = int(encoding.grid)
+        else:
+            side = self.model.flow.shape[1] if isinstance(self.model, FixedFlow) else self.config.grid
+        uv = grid_in_mask(mask, side)
+        return np.concatenate([uv, depth_at(observation.depth_m, uv)[..., None]], -1)
+
+
+def _as_model(flow: FlowModel | FlowClip | FloatArray) -> FlowModel:
+    if isinstance(flow, FlowClip):
+        return FixedFlow(flow.flow, flow.points)
+    if isinstance(flow, np.ndarray):
+        return FixedFlow(flow)
+    if not callable(getattr(flow, "predict", None)):
+        raise UserError(f"flow is a {type(flow).__name__}; must be a model with predict(), a FlowClip or an array")
+    return flow
+
+
+def _unusable(seed: int, flow: FloatArray, failure: Failure, detail: str) -> PlanTry:
+    return PlanTry(seed, flow, failure=failure, detail=detail)
+
+
+def one_line(error: Exception) -> str:
+    """An error as text."""
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,237 @@
+"""Chooses grasps with which an arm can do the whole motion: reachable, free of collisions, least joint path first.
+
+Source: arXiv 2506.06199, which keeps grasps with a solution for start and goal; here every pose in between is checked
+too, by default.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.fields import bounded, check_config, rare
+from robotics.flow3d.geometry import BoolArray, FloatArray, IndexArray
+from robotics.flow3d.kinematics import ArmIk, JointPath
+from robotics.flow3d.object_motion import gripper_poses, interpolate_joints, interpolate_poses
+from robotics.flow3d.plan.grasps import Grasp
+
+if TYPE_CHECKING:
+    from robotics.flow3d.plan.clearance import ArmClearance
+
+
+@dataclass(frozen=True)
+class ReachSettings:
+    """Checks of a motion."""
+
+    standoff_m: float = rare(bounded(0.1, above=0))
+    """Distance along the fingers from which a grasp is approached."""
+    step_m: float = rare(bounded(0.05, above=0))
+    """Largest distance between poses that are solved for."""
+    step_rad: float = rare(bounded(0.34, above=0))
+    """Largest rotation between them."""
+    goal_only: bool = rare(False)
+    """Require only the first and last pose to be reachable, as in the paper; the path between may then have gaps."""
+    clearance_m: float = rare(bounded(0.003, at_least=0))
+    """Least height of the arm above the support."""
+    points_inside: int = rare(bounded(3, at_least=0))
+    """Points of object or scene that may lie inside the hand because of noise."""
+    hidden_share: float = rare(bounded(0.05, at_least=0, below=1))
+    """Largest share of the hand that the scene hides at the grasp."""
+    plans: int = rare(bounded(24, at_least=1))
+    """Plans after which no further grasp is tried."""
+
+
+@dataclass(frozen=True)
+class Obstacles:
+    """Geometry that the arm must not touch."""
+
+    support_z_m: float | None = None
+    """Height of the support; None where there is none."""
+    object_m: FloatArray = field(default_factory=lambda: np.zeros((0, 3)))
+    """(n, 3) the object before it moves."""
+    scene_m: FloatArray = field(default_factory=lambda: np.zeros((0, 3)))
+    """(m, 3) everything else above the support."""
+    hidden: Callable[[FloatArray], BoolArray] | None = None
+    """Whether positions (n, 3) are hidden close behind the scene; None allows them."""
+
+
+@dataclass(frozen=True)
+class GraspPlan:
+    """A grasp with the arm's path to it and along the motion."""
+
+    grasp: Grasp
+    approach: JointPath
+    """From the current pose, or from the standoff, to the grasp."""
+    motion: JointPath
+    """From the grasp along the motion of the object."""
+    frames: IndexArray
+    """(T,) rows of `motion` at the frames of the flow."""
+    T_world_grip: FloatArray
+    """(T, 4, 4) poses of the grip at these frames."""
+    length_rad: float
+    """Length of the joint path from the current angles to the end."""
+    T_t_0_world: FloatArray
+    """(T, 4, 4) motion of the object."""
+
+
+@dataclass(frozen=True)
+class ReachChecks:
+    """Checks motions of an arm against reach and obstacles; settings out of range raise UserError."""
+
+    ik: ArmIk
+    start_rad: FloatArray
+    """(J,) current angles."""
+    clearance: ArmClearance | None = None
+    """Boxes of the arm; None checks no obstacles."""
+    obstacles: Obstacles = field(default_factory=Obstacles)
+    settings: ReachSettings = field(default_factory=ReachSettings)
+
+    def __post_init__(self) -> None:
+        check_config(self.settings, "reach")
+
+    def hand_problem(self, grasp: Grasp) -> str:
+        """What the hand would hit at a grasp and before it, for any posture of the arm; empty if nothing."""
+        if self.clearance is None:
+            return ""
+        ends = np.stack([_before_grasp(grasp.T_world_grip, self.settings), grasp.T_world_grip])
+        problem = self._hits(ends, self.obstacles.object_m, "object")
+        problem = problem or self._hits(ends, self.obstacles.scene_m, "scene")
+        if not problem and self.obstacles.hidden is not None:
+            hidden = self.obstacles.hidden(self.clearance.hand_points_m(grasp.T_world_grip)).mean()
+            problem = "the hand would reach where nothing is seen" if hidden > self.settings.hidden_share else ""
+        return problem
+
+    def path_problem(self, plan: GraspPlan) -> str:
+        """What arm and hand would hit on the whole path; empty if nothing."""
+        if self.clearance is None:
+            return ""
+        there = interpolate_joints(np.stack([self.start_rad, plan.approach.joint_rad[0]]), 8)
+        coming = np.concatenate([there, plan.approach.joint_rad])
+        if self.obstacles.support_z_m is not None:
+            lowest = self.clearance.lowest_m(np.concatenate([coming, plan.motion.joint_rad])).min()
+            if lowest < self.obstacles.support_z_m + self.settings.clearance_m:
+                return "the arm would hit the support"
+        coming_poses = np.stack([self.ik.pose(row) for row in coming])
+        all_poses = np.concatenate([coming_poses, np.stack([self.ik.pose(row) for row in plan.motion.joint_rad])])
+        problem = self._hits(coming_poses, self.obstacles.object_m, "object")
+        return problem or self._hits(all_poses, self.obstacles.scene_m, "scene")
+
+    def _hits(self, T_world_grip: FloatArray, points_m: FloatArray, name: str) -> str:
+        assert self.clearance is not None
+        most = self.clearance.inside(T_world_grip, points_m).max(initial=0)
+        return f"the hand would hit the {name}" if most > self.settings.points_inside else ""
+
+
+def choose_grasps(
+    grasps: Sequence[Grasp], T_t_0_world: FloatArray, checks: ReachChecks
+) -> tuple[list[GraspPlan], Counter[str]]:
+    """Plans for the motion (T, 4, 4) with each grasp and its half turn, and counts of why others fail.
+
+    With T of 0 only the path to the grasp is planned.
+    """
+    plans: list[GraspPlan] = []
+    refused: Counter[str] = Counter()
+    for grasp in grasps:
+        if len(plans) >= checks.settings.plans:
+            break
+        for candidate in (grasp, grasp.turned):
+            plan = checks.hand_problem(candidate) or _plan(candidate, T_t_0_world, checks)
+            if isinstance(plan, str):
+                refused[plan] += 1
+            else:
+                plans.append(plan)
+    return sorted(plans, key=lambda plan: plan.length_rad), refused
+
+
+def motion_path(
+    T_world_grip: FloatArray, ik: ArmIk, start_rad: FloatArray, settings: ReachSettings
+) -> tuple[JointPath, IndexArray]:
+    """Path through poses (M, 4, 4) of the grip and poses in between, and the rows (M,) of the given ones."""
+    dense, rows = interpolate_poses(T_world_grip, step_m=settings.step_m, step_rad=settings.step_rad)
+    return ik.follow(dense, start_rad, stop_early=not settings.goal_only), rows
+
+
+def held_path(T_t_0_world: FloatArray, ik: ArmIk, joint_rad: FloatArray, settings: ReachSettings) -> GraspPlan | None:
+    """Plan a motion (T, 4, 4) of an object that is already in the hand; None where it is out of reach."""
+    start = ik.pose(joint_rad)
+    poses = gripper_poses(T_t_0_world, start)
+    path, rows = motion_path(np.concatenate([start[None], poses]), ik, joint_rad, settings)
+    if not (path.reached[-1] if settings.goal_only else path.complete):
+        return None
+    here = JointPath(np.asarray(joint_rad, dtype=np.float64)[None], np.ones(1, dtype=np.bool_))
+    return GraspPlan(Grasp(start, 1.0, 0.0, "in the hand"), here, path, rows[1:], poses, path.length_rad, T_t_0_world)
+
+
+def different_plans(plans: Sequence[GraspPlan]) -> list[GraspPlan]:
+    """The first plan and those with a clearly different grasp position or closing direction."""
+    kept: list[GraspPlan] = []
+    for plan in plans:
+        pose = plan.grasp.T_world_grip
+        same = (
+            np.linalg.norm(pose[:3, 3] - other.grasp.T_world_grip[:3, 3]) < 0.01
+            and abs(pose[:3, 1] @ other.grasp.T_world_grip[:3, 1]) > 0.9
+            for other in kept
+        )
+        if not any(same):
+            kept.append(plan)
+    return kept
+
+
+def _plan(grasp: Grasp, T_t_0_world: FloatArray, checks: ReachChecks) -> GraspPlan | str:
+    """The plan, or why there is none."""
+    settings, ik = checks.settings, checks.ik
+    poses = gripper_poses(T_t_0_world, grasp.T_world_grip)
+    if ik.beyond(grasp.T_world_grip):
+        return "the grasp is out of reach"
+    if ik.beyond(poses[-1:] if settings.goal_only else poses):
+        return "the motion is out of reach"
+    problem = "the grasp is out of reach"
+    for approach in _approach_paths(grasp, checks):
+        plan = plan_along(grasp, approach, T_t_0_world, checks)
+        if not isinstance(plan, str):
+            return plan
+        problem = plan
+    return problem
+
+
+def plan_along(grasp: Grasp, approach: JointPath, T_t_0_world: FloatArray, checks: ReachChecks) -> GraspPlan | str:
+    """The plan with a given approach to the grasp and then along a motion (T, 4, 4), or why there is none."""
+    settings = checks.settings
+    poses = gripper_poses(T_t_0_world, grasp.T_world_grip)
+    grips = np.concatenate([grasp.T_world_grip[None], poses])
+    path, rows = motion_path(grips, checks.ik, approach.joint_rad[-1], settings)
+    if not (path.reached[-1] if settings.goal_only else path.complete):
+        return "the motion is out of reach"
+    length = float(np.linalg.norm(approach.joint_rad[0] - checks.start_rad))
+    length += approach.length_rad + path.length_rad
+    plan = GraspPlan(grasp, approach, path, rows[1:], poses, length, T_t_0_world)
+    return checks.path_problem(plan) or plan
+
+
+def _approach_paths(grasp: Grasp, checks: ReachChecks) -> Iterator[JointPath]:
+    """Paths to a grasp: the hand straight through space, then the arm straight in joint space.
+
+    A solution far from the start may have the elbow in the table or the wrist wound up; following the hand keeps the
+    posture. Where the hand's path is blocked or a joint at its limit, the other path may work.
+    """
+    settings, ik, T_grasp = checks.settings, checks.ik, grasp.T_world_grip
+    steps = {"step_m": settings.step_m, "step_rad": settings.step_rad}
+    for poses in (
+        [ik.pose(checks.start_rad), _before_grasp(T_grasp, settings), T_grasp],
+        [_before_grasp(T_grasp, settings), T_grasp],
+    ):
+        dense, _ = interpolate_poses(np.stack(poses), **steps)
+        path = ik.follow(dense, checks.start_rad)
+        if path.complete:
+            yield path
+
+
+def _before_grasp(T_world_grip: FloatArray, settings: ReachSettings) -> FloatArray:
+    """(4, 4) the pose from which a grasp is approached along the fingers."""
+    before = T_world_grip.copy()
+    before[:3, 3] -= settings.standoff_m * T_world_grip[:3, 2]
+    return before

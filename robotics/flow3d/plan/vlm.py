@@ -1,0 +1,271 @@
+"""Questions to a vision-language model: one in this process, or one behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, IndexArray, farthest_points
+from robotics.flow3d.plan.clouds import world_points
+from robotics.flow3d.plan.verdict import PlanFacts, Verdict
+
+if TYPE_CHECKING:
+    from mmrl.vlm.engine.policy import VlmPolicy
+    from robotics.flow3d.clip import Observation
+
+
+FENCE = re.compile(r"^```(?:json)?\s*\n(.*)\n```$", re.DOTALL)
+
+
+class NoAnswer(RuntimeError):  # noqa: N818
+    """The model gave no answer: it refused, timed out, is down, or cannot read the question."""
+
+
+class VlmClient(Protocol):
+    """Answers questions about images."""
+
+    def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
+        """The answer to a question about images (H, W, 3); raises NoAnswer."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A Qwen2.5-VL or Qwen3-VL in this process."""
+
+    policy: VlmPolicy
+    """For example from `mmrl.vlm.engine.policy.load_policy`."""
+    max_new_tokens: int = 160
+    """Longest answer."""
+
+    def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
+        """The greedy answer; see `VlmClient`."""
+        from PIL import Image
+
+        from mmrl.errors import UserError
+        from mmrl.vlm.data.task import TaskError, VlmTask
+        from mmrl.vlm.engine.sampler import SamplerConfig, sample
+
+        content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": content}]
+        task = VlmTask("plan", messages, [Image.fromarray(image) for image in images])
+        try:
+            prompt = self.policy.encode(task)
+            config = SamplerConfig(max_new_tokens=self.max_new_tokens)
+            answers = sample(self.policy, [prompt], 1, config, None)
+        except (TaskError, UserError) as error:
+            raise NoAnswer(f"the model cannot read the question: {error}") from error
+        return answers.texts[0]
+
+
+@dataclass(frozen=True)
+class ChatEndpoint:
+    """A model behind an OpenAI-compatible chat endpoint; a `url` that is not http or https raises UserError."""
+
+    url: str
+    """Server address up to /v1."""
+    model: str
+    """Name of the model there."""
+    timeout_s: float = 60.0
+    """Limit for the whole request."""
+    max_tokens: int = 300
+    """Longest answer."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable with the key; optional."""
+    owner: str = "endpoint"
+    """First word of error messages about the address."""
+
+    def __post_init__(self) -> None:
+        from mmrl.hub.chat_endpoint import check_url
+
+        check_url(self.url, self.owner)
+
+    def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
+        """The endpoint's answer; see `VlmClient`."""
+        from mmrl.hub.chat_endpoint import ModelRefused, ask_chat
+
+        try:
+            return ask_chat(
+                self.url,
+                self.model,
+                text,
+                list(images),
+                system=system,
+                max_tokens=self.max_tokens,
+                timeout_s=self.timeout_s,
+                api_key=os.environ.get(self.api_key_env, ""),
+            )
+        except ModelRefused as error:
+            raise NoAnswer(f"refused: {error}") from error
+        except TimeoutError as error:
+            raise NoAnswer(f"timeout: {error}") from error
+        except RuntimeError as error:
+            raise NoAnswer(f"down: {error}") from error
+
+
+def read_json(answer: str) -> object:
+    """JSON of a model's answer, with or without a Markdown fence; other text raises ValueError."""
+    text = answer.strip()
+    fenced = FENCE.match(text)
+    try:
+        return json.loads(fenced.group(1) if fenced else text)
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+
+
+# The prompt is our own; the paper publishes none.
+SYSTEM = (
+    "You check the plan of a robot before it moves. The first image shows the scene as it is. The second image is a "
+    "drawing of the scene after the plan, from the same camera: only the object that the robot handles was moved, "
+    "and the drawing may have small holes and blurred spots."
+)
+QUESTION = (
+    "Task: {instruction}\n"
+    "Does the second image show this task completed? Answer with one JSON object and nothing else: "
+    '{{"object_moved": "which object moved, and where to", "matches_task": true or false, '
+    '"confidence": a number from 0 to 1, "what_is_wrong": "empty if nothing"}}'
+)
+SHOWN = 160
+"""Characters quoted of an unusable answer."""
+
+
+def read_verdict(answer: str) -> Verdict:
+    """Parse a model's answer strictly; an unusable one is a rejection."""
+    fields: Any
+    try:
+        fields = read_json(answer)
+        problem = _problem(fields)
+    except ValueError:
+        fields, problem = {}, "no JSON"
+    if problem:
+        return Verdict(False, 0.0, f"unusable answer ({problem}): {answer.strip()[:SHOWN]!r}")
+    ok, confidence = fields["matches_task"], float(fields["confidence"])
+    reason = fields["object_moved"] if ok else fields["what_is_wrong"] or fields["object_moved"]
+    return Verdict(ok, confidence if ok else 1.0 - confidence, reason or "no reason given")
+
+
+def _problem(fields: object) -> str:
+    if not isinstance(fields, dict):
+        return "no JSON object"
+    for key, kind in (("object_moved", str), ("matches_task", bool), ("what_is_wrong", str)):
+        if not isinstance(fields.get(key), kind):
+            return f"{key} is {fields.get(key)!r}"
+    confidence = fields.get("confidence")
+    if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 <= confidence <= 1:
+        return f"confidence is {confidence!r}"
+    return ""
+
+
+class VlmVerifier:
+    """Asks a Qwen2.5-VL or Qwen3-VL in this process."""
+
+    def __init__(self, policy: VlmPolicy, max_new_tokens: int = 160) -> None:
+        self.client = LocalModel(policy, max_new_tokens)
+
+    def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
+        """Ask the model; see `Verifier`."""
+        return _verdict_of(self.client, before, after, instruction)
+
+
+class EndpointVerifier:
+    """Asks a model behind an OpenAI-compatible chat endpoint."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        timeout_s: float = 60.0,
+        max_tokens: int = 300,
+        api_key_env: str = "OPENAI_API_KEY",
+    ) -> None:
+        self.client = ChatEndpoint(url, model, timeout_s, max_tokens, api_key_env, owner="verifier")
+
+    def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
+        """Ask the endpoint; see `Verifier`. `ok` is None after a refusal, a timeout or without a server."""
+        return _verdict_of(self.client, before, after, instruction)
+
+
+def _verdict_of(client: VlmClient, before: ImageArray, after: ImageArray, instruction: str) -> Verdict:
+    try:
+        answer = client.ask(SYSTEM, QUESTION.format(instruction=instruction), [before, after])
+    except NoAnswer as error:
+        return Verdict(None, 0.0, str(error))
+    return read_verdict(answer)
+
+
+PartFinder: TypeAlias = "Callable[[Observation, BoolArray], FloatArray]"
+"""(observation, mask (H, W) of the object's pixels with depth) -> point (3,) on the part in the world frame."""
+
+PART_SYSTEM = (
+    "You choose where a robot grasps an object. The image shows the scene; numbered marks lie on the object that the "
+    "robot is to move."
+)
+PART_QUESTION = (
+    "Task: {instruction}\n"
+    "At which mark should the gripper take the object, so that it can do the task? Answer with one JSON object and "
+    'nothing else: {{"mark": its number, "why": "in a few words"}}'
+)
+ENLARGED_PX = 512
+"""Height to which smaller images are enlarged, so that the numbers can be read."""
+
+
+class PartUnknown(RuntimeError):  # noqa: N818
+    """The model gave no usable answer."""
+
+
+class AskedPart:
+    """Asks a vision-language model at which of the numbered marks on the object to grasp; a `PartFinder`.
+
+    Source: arXiv 2506.06199, whose task-aware grasp lets a vision-language model name the part; numbered marks as in
+        ReKep (huangwl18/ReKep vision.py). The prompt is our own, the paper publishes none.
+    """
+
+    def __init__(self, client: VlmClient, marks: int = 8) -> None:
+        self.client, self.marks = client, marks
+
+    def __call__(self, observation: Observation, mask: BoolArray) -> FloatArray:
+        """Point (3,) on the chosen part; raises PartUnknown or NoAnswer."""
+        points, _ = world_points(observation)
+        pixels = np.argwhere(mask)
+        # Starting at the object's center makes the choice of marks deterministic.
+        inside = points[mask]
+        first = int(np.linalg.norm(inside - inside.mean(0), axis=-1).argmin())
+        chosen = pixels[farthest_points(inside, self.marks, first)]
+        image = draw_marks(observation.rgb, chosen)
+        answer = self.client.ask(PART_SYSTEM, PART_QUESTION.format(instruction=observation.instruction), [image])
+        row, column = chosen[read_part(answer, len(chosen)) - 1]
+        place: FloatArray = points[row, column]
+        return place
+
+
+def draw_marks(rgb: ImageArray, pixels: IndexArray) -> ImageArray:
+    """(H', W', 3) image with marks numbered from 1 at pixels (n, 2), row and column; a small image is enlarged."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    factor = max(1, round(ENLARGED_PX / rgb.shape[0]))
+    image = Image.fromarray(rgb).resize((rgb.shape[1] * factor, rgb.shape[0] * factor), Image.Resampling.NEAREST)
+    draw, size = ImageDraw.Draw(image), max(10, image.height // 36)
+    font = ImageFont.load_default(size)
+    for number, (row, column) in enumerate(pixels, 1):
+        x, y = (column + 0.5) * factor, (row + 0.5) * factor
+        draw.ellipse([x - size / 4, y - size / 4, x + size / 4, y + size / 4], fill=(255, 255, 0), outline=(0, 0, 0))
+        draw.text((x + size / 3, y - size), str(number), fill=(255, 255, 0), font=font, stroke_width=2, stroke_fill=0)
+    return np.asarray(image)
+
+
+def read_part(answer: str, marks: int) -> int:
+    """The number of a mark in a model's answer."""
+    try:
+        fields = read_json(answer)
+    except ValueError:
+        raise PartUnknown(f"unusable answer (no JSON): {answer[:160]!r}") from None
+    mark = fields.get("mark") if isinstance(fields, dict) else None
+    if isinstance(mark, bool) or not isinstance(mark, int) or not 1 <= mark <= marks:
+        raise PartUnknown(f"unusable answer (mark is {mark!r}; there are 1 to {marks}): {answer[:160]!r}")
+    return mark

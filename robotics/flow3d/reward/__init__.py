@@ -1,0 +1,1 @@
+"""robotics/flow3d/reward."""

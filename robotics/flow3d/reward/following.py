@@ -1,0 +1,204 @@
+"""`reward: flow`: reward an episode by how far its object came along a predicted 3D flow, whatever arm moved it.
+
+A world model, or the simulator, predicts where points of the object in the first image should go. While the episode
+runs, the same points are tracked (never points of the gripper), and after each chunk of actions
+
+    r_k = (tau_k - tau_{k-1}) / T - beta d(tau_k),    tau_k = argmin d(tau) over tau >= tau_{k-1},
+    d(tau) = median over i of |x_i - flow_i(tau)|,
+
+with 1 for success. An episode has the sum; `distance: mean` divides beta by the number of chunks, so that a long
+episode is not punished more than a short one for the same error.
+
+Source: robotics/flow3d/reward/progress.py. Tracked points come from the simulator's own poses, or from a tracker of the
+user's; the flow of an initial state is predicted once and kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice, rare
+from mmrl.rewards.loading import load_function
+from mmrl.training.processes import stream_seed
+from robotics.episodes.tasks import episode_id
+from robotics.flow3d.clip import FlowClip, Observation
+from robotics.flow3d.geometry import apply_pose, inverse_pose
+from robotics.flow3d.reward.progress import BETA_PER_M, FlowProgress, flow_distances
+from robotics.sim.episodes import EpisodeSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.episodes.payload import EpisodePayload
+    from robotics.flow3d.reward.tabletop_views import TabletopViews
+    from robotics.sim.opening import SimConfig
+
+LOGGER = logging.getLogger("mmrl")
+DISTANCES = ("mean", "sum")
+VIEW_PX = 64
+"""Side of the first images where the policy sees none, the default of world models."""
+
+
+@dataclass
+class FlowRewardConfig:
+    """The reward of following a flow; read by `reward: flow`."""
+
+    model: str = ""
+    """Folder of a world model that predicts the flow; empty = the simulator's true flow (tabletop only)."""
+    num_frames: int = rare(bounded(8, at_least=1))
+    """T of the true flow; a world model has its own."""
+    grid: int = rare(bounded(4, at_least=1))
+    """N, points a side of the true flow; a world model has its own."""
+    beta_per_m: float = rare(bounded(BETA_PER_M, at_least=0, finite=True))
+    """Penalty for each metre between the object and the flow."""
+    distance: str = rare(choice("mean", DISTANCES))
+    """mean: the distance counts on average over the chunks of an episode; sum: in each of them."""
+    view: str = rare("")
+    """module:function that is called as function(episode) and returns the first `Observation` of an EpisodeSpec, with
+    depth and the mask of the object; empty = the simulator's own (tabletop only)."""
+    tracker: str = rare("")
+    """module:function that is called as function(frames, observation, points) with the images (F, H, W, 3) before each
+    chunk and at the end, the first observation and query points (N, N, 3), and returns the points' positions (F, N * N,
+    3) in metres in the world frame, NaN where a point is not seen; empty = the simulator's own poses."""
+
+
+@dataclass(frozen=True)
+class FlowScores:
+    """Rewards of B episodes; NaN where there is no flow or no track."""
+
+    reward: NDArray[np.float32]
+    """(B,) with 1 for success."""
+    reached: NDArray[np.float32]
+    """(B,) tau / T at the end, 0 to 1."""
+    off_m: NDArray[np.float32]
+    """(B,) mean distance from the nearest frame of the flow."""
+
+
+class FlowFollowing:
+    """Predicts a flow for each initial state, once, and rewards episodes for following it."""
+
+    def __init__(self, config: FlowRewardConfig, sim: SimConfig, tasks: Sequence[str], seed: int) -> None:
+        self.config, self.seed = config, seed
+        self.failures: Counter[str] = Counter()
+        """Initial states without a flow (predictions) and episodes without a track (tracks) so far."""
+        self._flows: dict[EpisodeSpec, FlowClip | None] = {}
+        self._model: Any = None
+        if config.model:
+            from robotics.flow3d.model.world_model import FlowWorldModel
+
+            self._model = FlowWorldModel.from_pretrained(config.model).eval()
+        self._tracker = _loaded(config.tracker, "flow.tracker")
+        if self._tracker is not None and not sim.image_size:
+            raise UserError("flow.tracker needs the images of episodes, but sim.image_size is 0")
+        self._own: TabletopViews | None = _open_views(sim, tasks) if not config.view or not config.model else None
+        view = _loaded(config.view, "flow.view")
+        self._view: Callable[[EpisodeSpec], Observation] = view or self._own.observe  # type: ignore[union-attr]
+
+    def score(self, payload: EpisodePayload, groups: Sequence[int]) -> FlowScores:
+        """Reward B episodes."""
+        found = np.full((3, len(groups)), np.nan, np.float32)
+        for row, group in enumerate(groups):
+            clip = self.flow_of(payload.episodes[group])
+            if clip is None or bool(payload.failed[row]):
+                continue
+            points = self._tracked(payload, row, clip)
+            if points is not None:
+                found[:, row] = self._follow(clip, points, bool(payload.success[row]))
+        return FlowScores(*found)
+
+    def flow_of(self, episode: EpisodeSpec) -> FlowClip | None:
+        """The flow that an initial state should follow, predicted at the first call; None where that failed."""
+        if episode not in self._flows:
+            try:
+                self._flows[episode] = self._predicted(episode)
+            except Exception as error:  # functions of the user and models of all kinds must not stop other episodes
+                self._flows[episode] = None
+                self._failed("predictions", f"no flow for {episode_id(episode)}", error)
+        return self._flows[episode]
+
+    def close(self) -> None:
+        """Free the renderers."""
+        if self._own is not None:
+            self._own.close()
+
+    def _predicted(self, episode: EpisodeSpec) -> FlowClip:
+        if self._model is None:
+            assert self._own is not None
+            return self._own.clip(episode, self.config.num_frames, self.config.grid)
+        from robotics.flow3d.rigid_motion import points_in_mask
+
+        seen = self._view(episode)
+        if seen.mask is None or not seen.mask.any():
+            raise UserError("the first observation has no mask of the object")
+        points = points_in_mask(seen.mask, seen.depth_m, self._model.encoding.grid)
+        flow = self._model.predict(seen, points, 1, stream_seed(self.seed, "flow", episode_id(episode)) % 2**62)[0]
+        clip = FlowClip(seen, points, flow)
+        if not np.isfinite(clip.flow_world_m).all() or not np.isfinite(clip.points_world_m).all():
+            raise UserError("flow or query points are not finite; the object needs depth in the first image")
+        return clip
+
+    def _tracked(self, payload: EpisodePayload, row: int, clip: FlowClip) -> NDArray[np.float64] | None:
+        """(F, n, 3) points of the object in the world frame; None where they were lost."""
+        if self._tracker is None:
+            poses = payload.object_poses[row] if payload.object_poses else None
+            if poses is None:
+                raise UserError(
+                    "reward is flow, but this simulator does not report the object's pose; name flow.tracker"
+                )
+            return apply_pose(poses @ inverse_pose(poses[0]), clip.points_world_m)
+        try:
+            points = np.asarray(self._tracker(payload.frames_of(row), clip.observation, clip.points), np.float64)
+            return _checked(points, len(clip.points_world_m))
+        except Exception as error:  # a function of the user must not stop other episodes
+            self._failed("tracks", "flow.tracker", error)
+            return None
+
+    def _follow(self, clip: FlowClip, points: NDArray[np.float64], success: bool) -> tuple[float, float, float]:
+        frames = np.concatenate([clip.points_world_m[None], clip.flow_world_m])
+        chunks = max(len(points) - 1, 1)
+        beta = self.config.beta_per_m / (chunks if self.config.distance == "mean" else 1)
+        progress = FlowProgress(frames, beta)
+        total, off = float(success), []
+        for now in points[1:]:
+            seen = np.isfinite(now).all(-1)
+            now = np.where(seen[:, None], now, 0.0)
+            total += progress.step(now, seen.astype(np.float64))
+            off.append(flow_distances(now, frames, seen.astype(np.float64))[progress.reached])
+        return total, progress.reached / (len(frames) - 1), float(np.mean(off)) if off else 0.0
+
+    def _failed(self, kind: str, what: str, error: Exception) -> None:
+        if not self.failures[kind]:
+            LOGGER.warning("%s: %s: %s; such episodes are left out of the update", what, type(error).__name__, error)
+        self.failures[kind] += 1
+
+
+def _checked(points: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    if points.ndim != 3 or points.shape[1:] != (count, 3):
+        raise UserError(f"it gave points of the shape {points.shape}; expected (F, {count}, 3)")
+    if not np.isfinite(points).all(-1).any(-1).all():
+        raise UserError("it lost all points in a frame")
+    return points
+
+
+def _loaded(spec: str, what: str) -> Callable[..., Any] | None:
+    return load_function(spec, what=what) if spec else None
+
+
+def _open_views(sim: SimConfig, tasks: Sequence[str]) -> TabletopViews:
+    """The tabletop's own first images; raises UserError for other simulators."""
+    if sim.kind != "tabletop":
+        raise UserError(
+            f"reward is flow with sim.kind {sim.kind}, whose first images have no depth; name flow.model and "
+            "flow.view, or use sim.kind=tabletop"
+        )
+    from robotics.flow3d.reward.tabletop_views import TabletopViews, check_moves_object
+
+    check_moves_object(tasks)
+    return TabletopViews(sim.arm, sim.image_size or VIEW_PX, sim.camera or "front")

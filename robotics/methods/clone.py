@@ -1,0 +1,165 @@
+"""Behaviour cloning: the warm start of a policy from demonstrations, in the loop of reinforcement learning.
+
+A row is one moment of a demonstration: an observation and the chunk of K actions that followed; control steps after the
+end of the episode are masked. The loss is the policy's own (cross-entropy of action tokens, density of a Gaussian head,
+flow matching of a flow head), averaged over the control steps. With `acting.scale: bounds_q99` the policy learns
+actions normalised by the quantiles of the demonstrations. The simulator only evaluates held-out initial states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.loss import Denominators, Metric
+from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.payload import Payload, per_row
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.runs.samples import SampleRecord
+from mmrl.training.recipe import SupervisedRecipe
+from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
+from mmrl.training.terms import Step
+from robotics.episodes.collect import action_scale
+from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
+from robotics.methods.recipe import RobotDomain, RobotParts
+from robotics.policies.base.policy import ActionPolicy, PolicyInputs
+from robotics.sim.episodes import RobotSim, views_of
+
+
+def _trainer() -> BaseTrainerConfig:
+    return BaseTrainerConfig(steps=1000, tasks_per_step=64, learning_rate=1e-3, schedule="cosine", warmup_steps=20)
+
+
+@dataclass
+class MomentPayload(Payload):
+    """B moments of demonstrations."""
+
+    inputs: PolicyInputs = per_row()
+    """What the robot observed."""
+    actions: Tensor = per_row()
+    """(B, K, A) float32, in the policy's -1..1."""
+    mask: Tensor = per_row()
+    """(B, K) float32, 1 where the episode still ran."""
+    noise_seed: Tensor = per_row()
+    """(B,) int64; the first one seeds the noise of a policy that learns from noisy actions."""
+
+
+@dataclass
+class CloneConfig(RobotParts, BaseRunConfig):
+    """A behaviour-cloning run."""
+
+    demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
+    """The demonstrations."""
+    trainer: BaseTrainerConfig = field(default_factory=_trainer)
+    """Batch sizes, optimiser and guards."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        self.check_parts(self.held_out())
+        if self.demonstrations.unscaled and self.acting.scale == "none":
+            raise ValueError(
+                "demonstrations.unscaled has no effect with acting.scale=none; set acting.scale=bounds_q99"
+            )
+
+
+class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
+    """Imitates demonstrations; see the module."""
+
+    config: CloneConfig
+    policy: ActionPolicy
+    own_loss = "behaviour_cloning"
+
+    def __init__(self, config: CloneConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+        super().__init__(config)
+        self.demonstrations: Demonstrations = load_demonstrations(config.demonstrations)
+        self.open(config, policy, sim)
+        found = self.demonstrations.actions[0].shape[1]
+        if found != self.sim.action_size:
+            raise UserError(
+                f"the actions of {config.demonstrations.path} have {found} entries, those of the simulator "
+                f"{self.sim.action_size}"
+            )
+        self._check_views()
+        scaled = config.acting.scale != "none"
+        self.policy.statistics = self.demonstrations.statistics(config.demonstrations.unscaled) if scaled else None
+        self.policy.scale_states(self.demonstrations.state_statistics())
+        self.scale = action_scale(self.policy, config.acting)
+        if self.scale is None:
+            self.demonstrations.warn_of_large_actions()
+
+    def _check_views(self) -> None:
+        found, wanted = len(self.config.demonstrations.views), self.policy.views
+        if found != (len(views_of(self.sim)) if wanted is None else wanted):
+            raise UserError(
+                f"demonstrations.views names {found} cameras beside demonstrations.camera, but the policy sees "
+                f"{len(views_of(self.sim)) if wanted is None else wanted} beside the first"
+            )
+
+    def load_train_tasks(self) -> Sequence[Any]:
+        """Every moment of the demonstrations."""
+        return self.demonstrations.moments
+
+    def data_digest(self) -> str:
+        """Digest of the demonstrations: all states, actions and instructions, and some of the images."""
+        return self.demonstrations.digest()
+
+    def batch(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
+        """Look up observations and actions; nothing is simulated."""
+        device = policy.device
+        observed = self.demonstrations.observations(tasks, policy.past)
+        done, mask = (torch.from_numpy(part) for part in self.demonstrations.chunks(tasks, policy.chunk))
+        actions = done if self.scale is None else self.scale.normalise(done)
+        rows = len(tasks)
+        seeds = torch.randint(2**62, (rows,), generator=generator)
+        payload = MomentPayload(observed, actions, mask, seeds).to(device)
+        zeros = torch.zeros_like(payload.mask)
+        return Rollouts(
+            group=torch.arange(rows, device=device),
+            mask=_trained_steps(policy, payload.mask),
+            logp_old=zeros,
+            reward=zeros[:, 0],
+            advantage=zeros,
+            payload=payload,
+        )
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Not defined: the loss is the policy's own, and nothing else scores demonstrations."""
+        raise NotImplementedError("behaviour cloning has no log-probabilities of decisions")
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
+        """The policy's cloning loss, averaged over the control steps of the optimiser step."""
+        payload = MomentPayload.of(minibatch)
+        generator = torch.Generator().manual_seed(int(payload.noise_seed[0]))
+        loss, metrics = policy("bc_loss", payload.inputs, payload.actions, payload.mask, generator)
+        count = float(minibatch.loss_mask.sum())
+        share = count / denominators.tokens
+        found = {"loss/total": Metric.summed(loss.detach() * share)}
+        found |= {name: Metric(value * count, count) for name, value in metrics.items()}
+        return LossOutput(loss * share, found)
+
+    def describe(self) -> str:
+        """Name of the loss."""
+        return f"behaviour cloning of {self.demonstrations.num_moments} moments"
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """No samples are kept of demonstrations."""
+        return []
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Number of moments and of skipped demonstrations."""
+        return {
+            "data/moments": float(self.demonstrations.num_moments),
+            "data/skipped": float(self.demonstrations.skipped),
+        }
+
+
+def _trained_steps(policy: ActionPolicy, mask: Tensor) -> Tensor:
+    """(B, K) control steps over which the policy's loss is a mean; 0 in chunks that it cannot use."""
+    # a single log-probability of a chunk has no value for its first steps alone, see `ModuleAdapter.bc_loss`
+    return mask * mask.prod(1, keepdim=True) if policy.decisions == 1 else mask

@@ -1,0 +1,353 @@
+"""The latent of V-JEPA 2: the mean over all tokens of its encoder for a clip of the trajectory.
+
+Source: sii-research/siiRL siirl/utils/embodied/video_emb.py (frames, crop and mean of SRPO's release).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, by_kind, check_config, choice, rare
+from robotics.methods.trajectory_latent import TrajectoryLatent, check_frames, check_path
+from robotics.methods.video_encoder import VideoEncoder, fit_frames
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+PADS = ("cycle", "edge")
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+RESIZE_PER_CROP = 256 / 224
+
+
+@dataclass
+class Vjepa2Settings:
+    """Settings of the V-JEPA 2 latent."""
+
+    path: str = ""
+    """Folder or hub name of a V-JEPA 2 model for transformers, e.g. facebook/vjepa2-vitg-fpc64-384."""
+    pad: str = rare(choice("cycle", PADS))
+    """Padding of a clip that is too short: the clip again from its start (code), or its last frame (edge)."""
+    batch_size: int = rare(bounded(1, at_least=1))
+    """Trajectories at once."""
+    device: str = "cpu"
+    """Where the model runs; in float16 on a GPU, in float32 on the CPU."""
+    cache: int = rare(bounded(4096, at_least=0))
+    """Latents in the cache."""
+
+    def validate(self) -> None:
+        """Refuse an empty path; raises UserError."""
+        check_path(self.path, "vjepa2")
+
+
+class Vjepa2Latent(TrajectoryLatent):
+    """Mean over all space-time tokens of a V-JEPA 2 encoder; its predictor is not used.
+
+    Frames are taken evenly from the whole episode, as many as the model was trained on, resized to a short side of
+    256/224 of the model's image (438 for 384), cropped in the middle and standardised with ImageNet's statistics.
+
+    Source: V-JEPA 2, arXiv 2506.09985; sii-research/siiRL siirl/utils/embodied/video_emb.py. There the resized pixels
+        are rounded to whole numbers, here they are not.
+    """
+
+    def __init__(self, settings: Vjepa2Settings) -> None:
+        check_config(settings, "latent")
+        model = _load_vjepa2(settings.path)
+        self.settings = settings
+        self._device = torch.device(settings.device)
+        self._encoder = model.encoder.to(self._device).eval().requires_grad_(False)
+        self._frames = int(model.config.frames_per_clip)
+        side = model.config.crop_size
+        self._side = int(side[0] if isinstance(side, (list, tuple)) else side)
+        super().__init__(int(model.config.hidden_size), settings.batch_size, settings.cache)
+
+    def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
+        images = check_frames(frames)
+        return images[sample_indices(len(images), self._frames, self.settings.pad)]
+
+    @torch.no_grad()
+    def _compute(self, inputs: list[NDArray[Any]]) -> NDArray[np.float32]:
+        clips = torch.stack([crop_clip(clip, self._side) for clip in inputs]).to(self._device)
+        with torch.autocast(self._device.type, torch.float16, enabled=self._device.type == "cuda"):
+            tokens = self._encoder(pixel_values_videos=clips).last_hidden_state
+        return np.asarray(tokens.float().mean(1).cpu().numpy(), np.float32)
+
+
+def sample_indices(count: int, wanted: int, pad: str = "cycle") -> NDArray[np.int64]:
+    """Indices (wanted,) of the frames that make a clip: evenly spaced, or padded where there are fewer.
+
+    Source: sii-research/siiRL siirl/utils/embodied/video_emb.py (cycle).
+    """
+    if count < 1 or pad not in PADS:
+        raise ValueError(f"cannot take {wanted} of {count} frames with pad {pad!r}; pads: {', '.join(PADS)}")
+    if count >= wanted:
+        return np.linspace(0, count - 1, wanted).astype(np.int64)
+    indices = np.arange(wanted)
+    return indices % count if pad == "cycle" else np.minimum(indices, count - 1)
+
+
+def crop_clip(frames: NDArray[np.uint8], side: int) -> Tensor:
+    """Resize (T, H, W, 3) uint8 frames to a short side of 256/224 `side`, crop and standardise: (T, 3, side, side)."""
+    planes = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float()
+    height, width = planes.shape[-2:]
+    short = int(RESIZE_PER_CROP * side)
+    size = (int(short * height / min(height, width)), int(short * width / min(height, width)))
+    resized = functional.interpolate(planes, size, mode="bilinear", align_corners=False, antialias=True)
+    top, left = round((size[0] - side) / 2), round((size[1] - side) / 2)
+    cropped = resized[..., top : top + side, left : left + side].clamp(0, 255) / 255
+    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (IMAGENET_MEAN, IMAGENET_STD))
+    return (cropped - mean) / std
+
+
+def _load_vjepa2(path: str) -> Any:
+    from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+
+    ensure_torchvision()
+    from transformers import VJEPA2Model
+
+    try:
+        with quiet_transformers():
+            return VJEPA2Model.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"no V-JEPA 2 model can be read from {path!r}: {reason}") from error
+
+
+FRAME_RATES = ("step", "chunk")
+SMALLEST_STD = 1e-6
+
+
+@dataclass
+class LatentConfig:
+    """Latent by which episodes are compared."""
+
+    kind: str = choice("video", lambda: LATENTS)
+    """A name of `LATENTS`: vjepa2, video, pixels, state or object."""
+    path: str = ""
+    """vjepa2: model folder or hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale, without
+    which it is that of the run's first step."""
+    build: str | None = None
+    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Options of `build`."""
+    frames: str = choice("step", FRAME_RATES)
+    """step: an image of every control step; chunk: only those before each chunk and at the end."""
+    options: dict[str, Any] = by_kind(
+        lambda: {kind: settings for kind, (settings, _) in LATENTS.items()}, without=("path",)
+    )
+    """Settings of the kind, see its settings class."""
+
+    def validate(self) -> None:
+        """Check the options of the kind; raises UserError."""
+        settings = _settings_of(self)
+        if not (isinstance(settings, StateSettings) and self.path):  # the dataset may not have been built yet
+            check_config(settings, "latent")
+
+
+@dataclass
+class VideoSettings:
+    """Settings of the latent of the small video encoder."""
+
+    path: str = ""
+    """Folder that `VideoEncoder.save_pretrained` wrote."""
+    pooling: str = rare("mean_and_end")
+    """mean over time, end, or both, concatenated; a mean alone tells only where the robot spent its time."""
+    batch_size: int = rare(bounded(16, at_least=1))
+    """Trajectories at once."""
+    device: str = "cpu"
+    """Where the model runs."""
+    cache: int = rare(bounded(4096, at_least=0))
+    """Latents in the cache."""
+
+    def validate(self) -> None:
+        """Refuse an empty path; raises UserError."""
+        check_path(self.path, "video")
+
+
+@dataclass
+class PixelSettings:
+    """Settings of the pixel latent."""
+
+    side: int = rare(bounded(8, at_least=1))
+    """Side of the small images in pixels."""
+
+
+@dataclass
+class StateSettings:
+    """Settings of the state latent."""
+
+    mean: list[float] = rare(field(default_factory=list))
+    """(S,) means of the states of a dataset, see `state_statistics`; empty = those of the path's dataset, or without a
+    path of the run's first step."""
+    std: list[float] = rare(bounded([], at_least=0))
+    """(S,) standard deviations; where one is 0 the entry is only centred."""
+    points: int = rare(bounded(8, at_least=1))
+    """Points at equal shares of the episode, both ends included, at which states are interpolated."""
+
+    def validate(self) -> None:
+        """Check that each entry of the state has a mean and a deviation, or none has; raises UserError."""
+        if len(self.mean) != len(self.std):
+            raise UserError(
+                f"latent.kind=state takes the mean and std of the states, one number an entry; mean has "
+                f"{len(self.mean)} and std {len(self.std)}. `state_statistics(states)` computes both from trajectories"
+            )
+
+
+@dataclass
+class ObjectSettings:
+    """Settings of the latent of the object's position: none."""
+
+
+class VideoLatent(TrajectoryLatent):
+    """Pooled latents of the frames of an episode, from a trained `VideoEncoder`: the given one or that at the path."""
+
+    def __init__(self, settings: VideoSettings, encoder: VideoEncoder | None = None) -> None:
+        if encoder is None:
+            check_config(settings, "latent")
+            encoder = VideoEncoder.from_pretrained(settings.path)
+        self.settings = settings
+        self._encoder = encoder.to(settings.device).eval()
+        super().__init__(encoder.latent_size(settings.pooling), settings.batch_size, settings.cache)
+
+    def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
+        images = check_frames(frames)
+        return images[sample_indices(len(images), self._encoder.config.clip_frames, "edge")]
+
+    @torch.no_grad()
+    def _compute(self, inputs: list[NDArray[Any]]) -> NDArray[np.float32]:
+        clips = torch.stack([fit_frames(clip, self._encoder.config) for clip in inputs]).to(self.settings.device)
+        latents = self._encoder.trajectory(clips, self.settings.pooling)
+        return np.asarray(latents.float().cpu().numpy(), np.float32)
+
+
+class PixelLatent(TrajectoryLatent):
+    """Means over the cells of a `side` x `side` grid, 0..1: averaged over time, then those of the last frame."""
+
+    def __init__(self, settings: PixelSettings) -> None:
+        check_config(settings, "latent")
+        self.settings = settings
+        super().__init__(2 * settings.side**2 * 3)
+
+    def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
+        planes = torch.from_numpy(np.ascontiguousarray(check_frames(frames))).permute(0, 3, 1, 2).float() / 255
+        small = functional.adaptive_avg_pool2d(planes, self.settings.side).permute(0, 2, 3, 1).flatten(1)
+        return torch.cat([small.mean(0), small[-1]]).numpy()
+
+
+class StateLatent(TrajectoryLatent):
+    """Standardised states at `points` equal shares of the episode, then the last state again."""
+
+    needs_images = False
+
+    def __init__(self, settings: StateSettings) -> None:
+        check_config(settings, "latent")
+        self.settings = settings
+        super().__init__(0)
+        self._set_scale(settings.mean, settings.std)
+
+    def fit(self, states: Sequence[NDArray[np.float32]]) -> None:
+        """Take the scale of these states (P_i, S)."""
+        self._set_scale(*state_statistics(states))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, where it was fitted."""
+        return {} if self.settings.mean else {"mean": self._mean.tolist(), "std": self._std.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._set_scale(state["mean"], state["std"])
+
+    def _set_scale(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self._mean = np.asarray(mean, np.float64)
+        self._std = np.where(np.asarray(std, np.float64) > SMALLEST_STD, std, 1.0)
+        self.state_size = len(mean)
+        self.size = (self.settings.points + 1) * self.state_size
+
+    def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
+        path = np.asarray(states, np.float64)
+        if path.ndim != 2 or not len(path) or path.shape[1] != len(self._mean):
+            raise ValueError(f"states are {path.shape}; expected (F >= 1, {len(self._mean)})")
+        standard = (path - self._mean) / self._std
+        times = np.linspace(0, len(path) - 1, self.settings.points)
+        below = times.astype(np.int64)
+        above = np.minimum(below + 1, len(path) - 1)
+        share = (times - below)[:, None]
+        resampled = (1 - share) * standard[below] + share * standard[above]
+        return np.concatenate([resampled.ravel(), standard[-1]]).astype(np.float32)
+
+
+class ObjectLatent(TrajectoryLatent):
+    """Final position (3,) in metres of the object that the task acts on: the upper bound for latents of the scene."""
+
+    needs_images = False
+    looks_at = "object"
+
+    def __init__(self, settings: ObjectSettings | None = None) -> None:
+        super().__init__(3)
+
+    def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
+        positions = np.asarray(states, np.float32)
+        if positions.ndim != 2 or not len(positions) or positions.shape[1] != self.size:
+            raise ValueError(f"positions of the object are {positions.shape}; expected (F >= 1, 3)")
+        return positions[-1]
+
+
+def make_latent(config: LatentConfig) -> TrajectoryLatent:
+    """Build the latent of a configuration.
+
+    Args:
+        config: kind and its options.
+
+    Returns:
+        The latent, its networks loaded.
+
+    Raises:
+        UserError: no such kind or option, or a model that cannot be read.
+    """
+    from mmrl.hub.building import build_if_missing
+
+    check_config(config, "latent")
+    build_if_missing(config, "latent")
+    settings = _settings_of(config)
+    if isinstance(settings, StateSettings) and config.path and not settings.mean:
+        from robotics.data import LeRobotReader
+
+        mean, std = state_statistics([episode.state for episode in LeRobotReader(config.path)])
+        settings = replace(settings, mean=mean, std=std)
+    return LATENTS[config.kind][1](settings)
+
+
+def state_statistics(states: Sequence[NDArray[np.float32]]) -> tuple[list[float], list[float]]:
+    """Means (S,) and standard deviations (S,) of the states (F_i, S) of trajectories; raises UserError without any."""
+    if not len(states):
+        raise UserError("state_statistics needs at least one trajectory")
+    joined = np.concatenate([np.asarray(path, np.float64) for path in states])
+    return joined.mean(0).tolist(), joined.std(0).tolist()
+
+
+def _settings_of(config: LatentConfig) -> Any:
+    settings = LATENTS[config.kind][0]
+    known = [entry.name for entry in fields(settings)]
+    unknown = sorted(set(config.options) - set(known))
+    if unknown:
+        raise UserError(f"latent.options has {', '.join(unknown)}; options of {config.kind} are: {', '.join(known)}")
+    path = {"path": config.path} if config.path and "path" in known else {}
+    return settings(**path, **config.options)
+
+
+LATENTS: dict[str, tuple[type[Any], type[TrajectoryLatent]]] = {
+    "vjepa2": (Vjepa2Settings, Vjepa2Latent),
+    "video": (VideoSettings, VideoLatent),
+    "pixels": (PixelSettings, PixelLatent),
+    "state": (StateSettings, StateLatent),
+    "object": (ObjectSettings, ObjectLatent),
+}

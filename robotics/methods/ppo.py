@@ -1,0 +1,371 @@
+"""A critic for robot policies: the expected return from the simulator's full state.
+
+It is asymmetric: only training reads it, so it may see the poses of all pieces, which no camera shows, and needs no
+image. That makes it small and quick to learn, and the advantages of single chunks precise, while the policy acts from
+images and the robot's own state.
+
+Shapes: B episodes, C chunks, S entries of the full state, K task names.
+
+Source: Pinto et al., Asymmetric Actor Critic for Image-Based Robot Learning, arXiv 1710.06542.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.loss import Denominators
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, rare
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.settings import TrainerConfig
+from mmrl.training.terms import LossTerm, Passes, Step, TermLoss
+from robotics.episodes.payload import EpisodePayload
+from robotics.methods.recipe import SCORES, RobotConfig, RobotRecipe
+from robotics.policies.base.policy import ActionChoice, ActionPolicy
+from robotics.policies.base.saved import read_weights, write_weights
+from robotics.policies.base.statistics import STATE_LIMIT, StateStatistics
+from robotics.sim.episodes import RobotSim
+
+CRITIC_FOLDER = "critic"
+
+
+@dataclass
+class CriticConfig:
+    """Size and learning rate of the critic."""
+
+    width: int = rare(bounded(256, at_least=1))
+    """Width of its two hidden layers."""
+    learning_rate_factor: float = rare(bounded(10.0, above=0))
+    """Factor on the policy's learning rate."""
+    learning_rate: float | None = bounded(None, above=0)
+    """Its own learning rate, in place of `learning_rate_factor`; the schedule's warm-up and decay apply to it in
+    proportion."""
+
+    def factor(self, policy_rate: float) -> float:
+        """Factor on a policy's learning rate of `policy_rate`."""
+        return self.learning_rate_factor if self.learning_rate is None else self.learning_rate / policy_rate
+
+
+class StateCritic(nn.Module):
+    """Two hidden layers from the standardised inputs of `critic_inputs` to a value."""
+
+    mean: Tensor
+    std: Tensor
+    fitted: Tensor
+
+    def __init__(self, size: int, width: int, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.net = nn.Sequential(
+                nn.Linear(size, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1)
+            )
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("std", torch.ones(size))
+        self.register_buffer("fitted", torch.zeros((), dtype=torch.bool))
+
+    def fit_scale(self, inputs: Tensor) -> None:
+        """Standardise by the mean and deviation of (M, S + 1 + K) inputs; later calls change nothing."""
+        if bool(self.fitted):
+            return
+        std = inputs.std(0, correction=0)
+        self.mean.copy_(inputs.mean(0))
+        self.std.copy_(torch.where(std > 1e-6, std, 1.0))
+        self.fitted.fill_(True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(..., S + 1 + K) inputs to (...) values."""
+        scaled = ((inputs - self.mean) / self.std).clamp(-STATE_LIMIT, STATE_LIMIT)
+        return self.net(scaled).squeeze(-1)
+
+
+def critic_inputs(payload: EpisodePayload, group: Tensor, tasks: Sequence[str], horizon: int) -> Tensor:
+    """Inputs of the critic before each chunk: full state, share of the horizon so far, and one entry a task.
+
+    B episodes of C chunks in groups (B,), K tasks and a horizon in control steps give (B, C, S + 1 + K) float32.
+    Without full states the observed ones are used.
+    """
+    states = payload.states if payload.full_states is None else payload.full_states
+    elapsed = (payload.steps.cumsum(1) - payload.steps).to(states.dtype)[..., None] / horizon
+    number = torch.tensor([tasks.index(payload.episodes[index].task) for index in group.tolist()], device=states.device)
+    task = nn.functional.one_hot(number, len(tasks)).to(states.dtype)
+    return torch.cat([states, elapsed, task[:, None].expand(-1, states.shape[1], -1)], -1)
+
+
+class PolicyWithCritic(ActionPolicy):
+    """A policy and a critic that are trained and saved together; acting needs the policy alone.
+
+    `save_pretrained` writes the policy's own folder, which `open_policy` loads, and the critic into it.
+    """
+
+    def __init__(self, policy: ActionPolicy, critic: StateCritic, learning_rate_factor: float = 1.0) -> None:
+        super().__init__()
+        self.policy, self.critic = policy, critic
+        self.chunk, self.action_size, self.decisions = policy.chunk, policy.action_size, policy.decisions
+        self.by_step = policy.by_step
+        self.learning_rate_factors = {"critic": learning_rate_factor}
+
+    # properties, since cloning and loading set them on the policy later
+    statistics = property(lambda self: self.policy.statistics)  # type: ignore[assignment]
+    past = property(lambda self: self.policy.past)  # type: ignore[assignment]
+    action_range = property(lambda self: self.policy.action_range)  # type: ignore[assignment]
+    config = property(lambda self: getattr(self.policy, "config", None))
+
+    def act(self, *arguments: Any, **options: Any) -> ActionChoice:
+        return self.policy.act(*arguments, **options)
+
+    def log_probs(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return self.policy.log_probs(*arguments, **options)
+
+    def bc_loss(self, *arguments: Any, **options: Any) -> tuple[Tensor, dict[str, float]]:
+        return self.policy.bc_loss(*arguments, **options)
+
+    def values(self, inputs: Tensor) -> Tensor:
+        """Values (...) of inputs of `critic_inputs`.
+
+        Gradient: into the critic.
+        """
+        return self.critic(inputs)
+
+    def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call `act`, `log_probs`, `bc_loss` or `values` by name."""
+        return self.values(*arguments) if method == "values" else super().forward(method, *arguments, **options)
+
+    def executed_mask(self, steps: Tensor) -> Tensor:
+        return self.policy.executed_mask(steps)
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        self.policy.scale_states(statistics)
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write the policy's folder and the critic into it."""
+        self.policy.save_pretrained(path)
+        write_weights(self.critic, Path(path) / CRITIC_FOLDER)
+
+    def export(self, path: Path | str) -> None:
+        """Write the policy alone."""
+        self.policy.export(path)
+
+    def load_weights(self, path: Path | str) -> None:
+        """Restore what `save_pretrained` wrote; raises UserError if there is no critic or another one."""
+        self.policy.load_weights(path)
+        read_weights(self.critic, Path(path) / CRITIC_FOLDER)
+
+
+def _objective() -> ObjectiveConfig:
+    return ObjectiveConfig(
+        preset="ppo",
+        advantage={"kind": "gae_turn", "gamma": 0.99, "lam": 0.95, "truncation": "terminate"},
+        scaling={"whiten": "turns"},
+        clip={"low": 0.2, "high": 0.28},
+        kl={"coef": 0.0},
+        value={"coef": 0.5, "clip": None},
+    )
+
+
+@dataclass
+class ChunkRewardConfig:
+    """What a chunk of actions is paid for."""
+
+    success: float = rare(bounded(1.0, at_least=0))
+    """Solving the task."""
+    progress: float = rare(bounded(0.0, at_least=0))
+    """What it added to the simulator's own reward."""
+
+    def validate(self) -> None:
+        """Refuse a reward of nothing; raises ValueError."""
+        if self.success == 0 and self.progress == 0:
+            raise ValueError("reward.success and reward.progress are both 0; nothing would be rewarded")
+
+
+@dataclass
+class RobotPpoConfig(RobotConfig):
+    """A PPO run of a robot policy."""
+
+    scored_outputs: ClassVar[tuple[str, ...]] = (*SCORES, "values", "turns")
+    reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
+    """What a chunk is paid for."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic."""
+    shuffle_success: bool = False
+    """Control: deal the successes out at random among the episodes of a task; metrics still count the real ones."""
+    objective: ObjectiveConfig = field(default_factory=_objective)
+    """Credit, clip range and value loss; the advantage needs a critic."""
+    trainer: TrainerConfig = field(
+        default_factory=lambda: TrainerConfig(old_logp="sampler", samples_per_task=1, tasks_per_step=64, epochs=2)
+    )
+    """Batch sizes, optimiser and guards; a critic needs no group, so every episode may start elsewhere."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if self.shuffle_success and self.reward.progress:
+            raise ValueError(
+                f"shuffle_success deals successes out at random, but reward.progress is {self.reward.progress:g} and "
+                "would still pay real progress; set it to 0"
+            )
+
+
+class ChunkCritic(LossTerm):
+    """Values of the critic before the update, whose inputs are scaled by the first episodes; adds nothing to the loss.
+
+    The critic is asked apart from the policy, so that the images are not encoded once more.
+    """
+
+    name = "chunk_critic"
+    gradient = "never"
+
+    def __init__(self, recipe: RobotPpoRecipe) -> None:
+        self.recipe = recipe
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """The values."""
+        return frozenset({"values"})
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Scale the critic's inputs in the first step, and ask it."""
+        recipe = self.recipe
+        seen = EpisodePayload.of(rollouts).steps > 0
+        recipe.policy.critic.fit_scale(recipe.critic_inputs(rollouts)[seen])
+        with torch.no_grad():
+            return rollouts.replace(values=recipe.values(passes.policy, rollouts))
+
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """Nothing; the objective has the critic's loss."""
+        return TermLoss()
+
+
+class RobotPpoRecipe(RobotRecipe):
+    """Rewards by chunk and a critic; see the module."""
+
+    config: RobotPpoConfig
+    policy: PolicyWithCritic
+
+    def __init__(self, config: RobotPpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+        super().__init__(config, policy, sim)
+        self.task_names = list(self.sim.tasks())
+        size = getattr(self.sim, "full_state_size", self.sim.state_size) + 1 + len(self.task_names)
+        critic = StateCritic(size, config.critic.width, config.seed)
+        acting: Any = self.policy
+        self.policy = PolicyWithCritic(acting, critic, config.critic.factor(config.trainer.learning_rate))
+        self.terms = [ChunkCritic(self)]
+
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
+        """See `RobotRecipe.rollout`; the chunks are the turns, with a reward each."""
+        rollouts = super().rollout(policy, tasks, generator, step)
+        payload = EpisodePayload.of(rollouts)
+        chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
+        turn = chunks.repeat_interleave(self._decisions_of_chunk)
+        rewards = self._shuffled_rewards(rollouts, generator) if self.config.shuffle_success else self._rewards(payload)
+        return rollouts.replace(
+            turn=turn.expand_as(rollouts.mask).contiguous(),
+            extras={"decision_reward": _at_last_decisions(rewards, rollouts.mask)},
+        )
+
+    def _rewards(self, payload: EpisodePayload) -> Tensor:
+        return chunk_rewards(payload, self.config.reward.success, self.config.reward.progress)
+
+    def _shuffled_rewards(self, rollouts: Rollouts, generator: torch.Generator) -> Tensor:
+        """(B, C) rewards of the control; equal returns from any chunk, whenever the episode ended."""
+        payload = EpisodePayload.of(rollouts)
+        tasks = [payload.episodes[index].task for index in rollouts.group.tolist()]
+        shuffled = shuffled_successes(payload.success, payload.failed, tasks, generator)
+        rewards = self._rewards(dataclasses.replace(payload, success=shuffled))
+        gamma = getattr(self.objective.advantage, "gamma", 1.0)
+        last = math.ceil(self.sim.horizon / (self.config.acting.n_action_steps or self.policy.chunk)) - 1
+        return rewards * gamma ** (last - torch.arange(rewards.shape[1], device=rewards.device))
+
+    def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum of the chunks' rewards; the simulator's own at the end is reported."""
+        return rollouts.extras["decision_reward"].sum(1), {"dense": EpisodePayload.of(rollouts).progress}
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """See `RobotRecipe.scores`; each decision has the value of its chunk."""
+        found = super().scores(policy, rollouts, outputs)
+        return dataclasses.replace(found, values=self.values(policy, rollouts)) if "values" in outputs else found
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages as usual; logs how much of the returns the critic knew before the update."""
+        found = super().advantages(rollouts, accelerator, step)
+        self.noted["critic/explained"] = _explained(found)
+        return found
+
+    def values(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
+        """(B, T) value of each decision's chunk."""
+        values = policy("values", self.critic_inputs(rollouts))
+        return values.repeat_interleave(self._decisions_of_chunk, 1)[:, : rollouts.num_decisions]
+
+    @property
+    def _decisions_of_chunk(self) -> int:
+        return self.policy.decisions if self.config.logp_level == "token" else 1
+
+    def critic_inputs(self, rollouts: Rollouts) -> Tensor:
+        """What the critic is given before each chunk (B, C, ...)."""
+        payload = EpisodePayload.of(rollouts)
+        return critic_inputs(payload, rollouts.group, self.task_names, self.sim.horizon)
+
+
+def chunk_rewards(payload: EpisodePayload, success: float, progress: float) -> Tensor:
+    """Reward of each chunk: for solving the task, and for what it added to the environment's own reward.
+
+    Returns:
+        (B, C) float32, 0 for chunks that were not reached and for rows whose environment failed.
+    """
+    assert payload.chunk_rewards is not None
+    reached = payload.steps > 0
+    later = nn.functional.pad(reached[:, 1:], (0, 1))
+    gain = payload.chunk_rewards - nn.functional.pad(payload.chunk_rewards[:, :-1], (1, 0))
+    solved = (reached & ~later & payload.success[:, None]).to(gain.dtype)
+    found = success * solved + (progress * gain if progress else 0.0)
+    return torch.where(reached & ~payload.failed[:, None], found, 0.0)
+
+
+def shuffled_successes(success: Tensor, failed: Tensor, tasks: Sequence[str], generator: torch.Generator) -> Tensor:
+    """Deal the successes out among the episodes of a task at random, the control of a reward for success.
+
+    Args:
+        success: (B,) bool.
+        failed: (B,) bool, episodes whose environment failed; they keep what they have.
+        tasks: name of each episode's task.
+        generator: of the permutations.
+
+    Returns:
+        (B,) bool, with as many successes of each task as before.
+    """
+    shuffled = success.clone()
+    for task in dict.fromkeys(tasks):
+        rows = torch.tensor([here == task for here in tasks], device=shuffled.device) & ~failed
+        places = rows.nonzero()[:, 0]
+        order = torch.randperm(len(places), generator=generator, device=generator.device).to(places.device)
+        shuffled[places] = success[places[order]]
+    return shuffled
+
+
+def _at_last_decisions(rewards: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) with the rewards (B, C) at the last trained decision of each chunk."""
+    each = mask.shape[1] // rewards.shape[1]
+    trained = mask.unflatten(1, (rewards.shape[1], each)) > 0
+    last = trained & ~nn.functional.pad(trained[..., 1:], (0, 1))
+    return (rewards[..., None] * last).flatten(1)
+
+
+def _explained(rollouts: Rollouts) -> float:
+    """Share of the variance of the returns that the critic explained; NaN where they do not differ."""
+    assert rollouts.returns is not None
+    assert rollouts.values is not None
+    kept = rollouts.loss_mask > 0
+    returns, missed = rollouts.returns[kept], (rollouts.returns - rollouts.values)[kept]
+    spread = float(returns.var(correction=0)) if len(returns) else 0.0
+    return 1 - float(missed.var(correction=0)) / spread if spread else float("nan")

@@ -1,0 +1,413 @@
+"""Settings of SRPO's progress reward, and the presets from which the more consequential ones come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mmrl.errors import require_packages
+from mmrl.fields import bounded, check_fields, choice, rare
+from robotics.episodes.tasks import task_of_id
+
+EPS_MODES = ("per_sqrt_dim", "absolute")
+INVALID = ("nan", "zero")
+REFERENCES = ("task", "initial_state")
+NORM_NAMES = ("minmax", "zscore", "absolute", "initial")
+
+
+@dataclass(frozen=True)
+class ProgressForm:
+    """Values of a preset; the fields are those of `ProgressSettings`."""
+
+    references: str
+    memory: int
+    norm: str
+    eps_mode: str
+    invalid: str
+
+
+@dataclass
+class ProgressSettings:
+    """How distances become rewards; null takes the preset's value."""
+
+    preset: str = choice("task", lambda: PRESETS)
+    """published: the released code, bit for bit; task: the same with a radius of clustering that finds clusters;
+    initial_state: references of the same initial state, remembered, and progress since the episode's first frame, for
+    initial states that come back."""
+    references: str | None = rare(choice(None, REFERENCES))
+    """A failure is compared with the successes of its task or of its initial state; null = the preset's."""
+    task_fallback: bool = rare(False)
+    """Whether failures of an initial state of which no success is known are compared with the successes of its task,
+    those of other initial states; for `references: initial_state`."""
+    memory: int | None = rare(bounded(None, at_least=0))
+    """Latest successes of a task or initial state that are kept as references for later batches, 0 for those of the
+    batch only; null = the preset's (initial_state 32, else 0)."""
+    norm: str | None = choice(None, NORM_NAMES)
+    """minmax over the failures with common references (code), zscore over them (paper), absolute against the successes'
+    own spread, or initial against the distance of the episode's own first frame; null = the preset's (initial_state
+    initial, else minmax)."""
+    alpha: float = bounded(0.6, above=0, below=1)
+    """Largest reward of a failure; below 1, so that a near success is worth less than a success."""
+    steepness: float = rare(bounded(10.0, above=0, finite=True))
+    """Slope of the sigmoid over the normalised distance; norms minmax and absolute."""
+    offset: float = rare(bounded(0.5, finite=True))
+    """Normalised distance with a reward of alpha / 2; norms minmax and absolute."""
+    eps: float = rare(bounded(0.5, above=0, finite=True))
+    """Radius of DBSCAN over the standardised successes; see `eps_mode`."""
+    eps_mode: str | None = rare(choice(None, EPS_MODES))
+    """per_sqrt_dim multiplies `eps` by the root of the number of entries that vary; absolute uses it unchanged; null =
+    the preset's (published absolute, else per_sqrt_dim)."""
+    min_samples: int = rare(bounded(2, at_least=1))
+    """Successes within the radius, itself included, that make a success a core point of a cluster."""
+    squared: bool = rare(False)
+    """Whether distances are squared before they are normalised."""
+    invalid: str | None = rare(choice(None, INVALID))
+    """Reward of a trajectory that could not be embedded: nan (left out and counted) or zero (released code); null = the
+    preset's (published zero, else nan)."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        if self.task_fallback and self.form.references != "initial_state":
+            raise ValueError(
+                f"task_fallback is set, but references are those of the {self.form.references} already; use it with "
+                "references: initial_state"
+            )
+
+    @property
+    def form(self) -> ProgressForm:
+        """The preset with the fields that are set here."""
+        preset = PRESETS[self.preset]
+        names = [entry.name for entry in fields(ProgressForm)]
+        own = {name: getattr(self, name) for name in names}
+        return ProgressForm(**{name: getattr(preset, name) if value is None else value for name, value in own.items()})
+
+
+PRESETS: dict[str, ProgressForm] = {
+    "published": ProgressForm("task", 0, "minmax", "absolute", "zero"),
+    "task": ProgressForm("task", 0, "minmax", "per_sqrt_dim", "nan"),
+    "initial_state": ProgressForm("initial_state", 32, "initial", "per_sqrt_dim", "nan"),
+}
+
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    _Floats = NDArray[np.float64]
+
+SMALLEST_RANGE = 1e-6
+MIDDLE = 0.5
+CONSTANT_ENTRY = 1e-7
+
+
+@dataclass(frozen=True)
+class ProgressOutcome:
+    """Rewards of B trajectories and how they were obtained."""
+
+    reward: NDArray[np.float32]
+    """(B,) 1 for a success, 0..alpha for a failure; `settings.invalid` for an invalid row."""
+    distance: NDArray[np.float32]
+    """(B,) distance of each failure to the nearest centre, squared with `settings.squared`; NaN without a reference."""
+    centres: Mapping[Hashable, NDArray[np.float32]]
+    """(C, E) by label, for labels with both failures and references."""
+    clusters: float
+    """Mean number of clusters of these labels; one without a cluster counts 0, and its only centre is the mean of all
+    its references. 0 without such labels."""
+    noise_fraction: float
+    """Share of these labels' references in no cluster; 0 without such labels."""
+    tasks_without_reference: int
+    """Labels of the batch whose failures have reward 0 because there is no success to compare with."""
+    tasks_with_fallback: int
+    """Labels of the batch whose failures are compared with the successes of others."""
+    tasks: int
+    """Labels of the batch, tasks or initial states."""
+    invalid: int
+    """Rows that could not be embedded."""
+
+    @property
+    def fraction_without_reference(self) -> float:
+        """Share of the batch's labels without a reference."""
+        return self.tasks_without_reference / max(self.tasks, 1)
+
+    @property
+    def fraction_with_fallback(self) -> float:
+        """Share of the batch's labels that are compared with the successes of others."""
+        return self.tasks_with_fallback / max(self.tasks, 1)
+
+
+def progress_rewards(
+    latents: ArrayLike,
+    success: ArrayLike,
+    valid: ArrayLike,
+    tasks: Sequence[Hashable],
+    settings: ProgressSettings,
+    references: Mapping[Hashable, ArrayLike] | None = None,
+    first: ArrayLike | None = None,
+) -> ProgressOutcome:
+    """Reward successes with 1 and failures by their distance to the successes of their label.
+
+    All rows of a label, the task or the initial state, share one set of references; give the whole batch, not one
+    process's share. For a failure at distance d of the nearest centre (squared where asked for):
+
+        minmax    u = (d - min d) / (max d - min d)     reward = alpha sigmoid(steepness (offset - u))
+        absolute  u = d / (d + s)                       the same; s = mean distance of the references to their centres
+        zscore    z = (d - mean d) / std d              reward = alpha sigmoid(-z)
+        initial   p = 1 - d / d_0                       reward = alpha clip(p, 0, 1); d_0 = that of the first frame
+
+    over the failures of the label. Where their distances differ by less than 1e-6, u is 0.5 and z is 0. Where s is 0
+    (a single reference), absolute falls back to minmax. An episode that begins at a centre (d_0 < 1e-6) has p = 0.
+
+    Args:
+        latents: (B, E) float32; invalid rows are not used.
+        success: (B,) bool, whether the episode succeeded.
+        valid: (B,) bool, whether it ran and could be embedded.
+        tasks: (B,) labels: tasks or, with `settings.references` "initial_state", names that `episode_id` gives.
+        settings: constants and options.
+        references: (M, E) further successes by label, as `SuccessMemory.references` gives them.
+        first: (B, E) latents of the episodes' first frames alone; needed by the norm initial.
+
+    Returns:
+        Rewards and how they were obtained.
+
+    Gradient: none, all are constants.
+
+    Raises:
+        UserError: a setting is out of range.
+        ValueError: shapes do not fit, a valid latent is not finite, or `first` is missing.
+
+    Source: sii-research/siiRL siirl/utils/reward_score/embodied.py; the paper's form: SRPO, arXiv 2511.15605.
+    """
+    check_fields(settings, "progress")
+    form = settings.form
+    points, success, valid = _check_rows(latents, success, valid, tasks)
+    starts = _check_first(first, points, valid, form.norm)
+    references = references or {}
+    fallback = _task_successes(points, success & valid, tasks, references) if settings.task_fallback else {}
+    reward = np.where(valid, success.astype(np.float64), np.nan if form.invalid == "nan" else 0.0)
+    distance = np.full(len(points), np.nan)
+    centres: dict[Hashable, NDArray[np.float32]] = {}
+    clusters: list[NDArray[np.int64]] = []
+    num_without_reference = num_fallback = 0
+    rows_by_label = _rows_by_label(tasks)
+    for label, rows in rows_by_label.items():
+        reference = _join(points[rows[success[rows] & valid[rows]]], references.get(label))
+        if not len(reference):
+            reference = _join(reference, fallback.get(label))
+            num_fallback += bool(len(reference))
+        failures = rows[~success[rows] & valid[rows]]
+        num_without_reference += not len(reference)
+        if not len(reference) or not len(failures):
+            continue
+        clusters.append(cluster_labels(reference, settings))
+        found = _find_centres(reference, clusters[-1])
+        centres[label] = found.astype(np.float32)
+        distance[failures] = _nearest(points[failures], found, settings.squared)
+        distances = _Distances(
+            end=distance[failures],
+            first=_nearest(starts[failures], found, settings.squared),
+            spread=float(_nearest(reference, found, settings.squared).mean()),
+        )
+        reward[failures] = settings.alpha * NORMS[form.norm](distances, settings)
+    return ProgressOutcome(
+        reward=reward.astype(np.float32),
+        distance=distance.astype(np.float32),
+        centres=centres,
+        clusters=float(np.mean([found.max() + 1 for found in clusters])) if clusters else 0.0,
+        noise_fraction=float(np.mean(np.concatenate(clusters) < 0)) if clusters else 0.0,
+        tasks_without_reference=num_without_reference,
+        tasks_with_fallback=num_fallback,
+        tasks=len(rows_by_label),
+        invalid=int((~valid).sum()),
+    )
+
+
+def _task_successes(
+    points: _Floats, success: NDArray[np.bool_], states: Sequence[Hashable], remembered: Mapping[Hashable, ArrayLike]
+) -> dict[Hashable, NDArray[np.float32]]:
+    """(M, E) by initial state of the batch: its task's successes, of the batch and remembered of any state."""
+    tasks = np.array([task_of_id(str(state)) for state in states])
+    earlier: dict[str, list[NDArray[np.float32]]] = {}
+    for state, kept in remembered.items():
+        earlier.setdefault(task_of_id(str(state)), []).append(np.asarray(kept, np.float32))
+    latents = points.astype(np.float32)
+    known = {task: np.concatenate([latents[success & (tasks == task)], *earlier.get(task, [])]) for task in set(tasks)}
+    return {state: known[task] for state, task in zip(states, tasks, strict=True)}
+
+
+def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[np.int64]:
+    """(M,) cluster of each success (M, E), -1 for none, by DBSCAN on standardised entries.
+
+    Entries that do not vary stay at 0 and do not count for the radius.
+    """
+    require_packages("the clustering of successes", ["sklearn"], "vla")
+    from sklearn.cluster import DBSCAN
+
+    points = np.asarray(reference, np.float64)
+    mean, std = points.mean(0), points.std(0)
+    varies = std > CONSTANT_ENTRY * np.maximum(np.abs(mean), 1.0)
+    standard = np.where(varies, (points - mean) / np.where(varies, std, 1.0), 0.0)
+    growth = np.sqrt(max(int(varies.sum()), 1)) if settings.form.eps_mode == "per_sqrt_dim" else 1.0
+    found = DBSCAN(eps=settings.eps * growth, min_samples=settings.min_samples).fit(standard)
+    return np.asarray(found.labels_, np.int64)
+
+
+def shuffled_failures(
+    reward: ArrayLike, success: ArrayLike, group: ArrayLike, generator: np.random.Generator
+) -> NDArray[np.float32]:
+    """Shuffle the rewards (B,) of each group's failures among them, the control of a progress reward.
+
+    The rewards of each group stay the same, and with them the size of its advantages, but carry no information about
+    the episodes. Successes (B,) and rows without a reward (NaN) keep theirs.
+    """
+    shuffled, labels = np.array(reward, np.float32), np.asarray(group)
+    open_rows = ~np.asarray(success, np.bool_) & np.isfinite(shuffled)
+    for label in np.unique(labels):
+        rows = np.flatnonzero(open_rows & (labels == label))
+        shuffled[rows] = shuffled[generator.permutation(rows)]
+    return shuffled
+
+
+@dataclass
+class SuccessMemory:
+    """The latest success latents of each task or initial state, at most `keep` of each."""
+
+    keep: int
+    latents: dict[Hashable, NDArray[np.float32]] = field(default_factory=dict)
+    """(M, E) by label, oldest first."""
+
+    def references(self) -> Mapping[Hashable, NDArray[np.float32]]:
+        """The kept latents by label."""
+        return dict(self.latents)
+
+    def add(self, latents: ArrayLike, success: ArrayLike, tasks: Sequence[Hashable]) -> None:
+        """Keep the successes (B,) of a batch; call it after the batch's rewards, which count its own successes anyway.
+
+        Raises:
+            ValueError: shapes do not fit, or the latent of a success is not finite.
+        """
+        points, success, _ = _check_rows(latents, success, success, tasks)
+        if not self.keep:
+            return
+        for task, rows in _rows_by_label(tasks).items():
+            new = points[rows[success[rows]]]
+            if len(new):
+                self.latents[task] = _join(self.latents.get(task, new[:0]), new)[-self.keep :].astype(np.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint, in types that `torch.load(weights_only=True)` accepts."""
+        import torch
+
+        return {"tasks": list(self.latents), "latents": [torch.from_numpy(kept) for kept in self.latents.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; with a smaller `keep` the latest latents stay."""
+        pairs = zip(state["tasks"], state["latents"], strict=True)
+        kept = {task: latents.numpy(force=True)[-self.keep :].astype(np.float32) for task, latents in pairs}
+        self.latents = kept if self.keep else {}
+
+
+def _check_rows(
+    latents: ArrayLike, success: ArrayLike, valid: ArrayLike, tasks: Sequence[Hashable]
+) -> tuple[_Floats, NDArray[np.bool_], NDArray[np.bool_]]:
+    points = np.asarray(latents, np.float64)
+    success, valid = np.asarray(success, np.bool_), np.asarray(valid, np.bool_)
+    if points.ndim != 2 or not (success.shape == valid.shape == (len(tasks),) == points.shape[:1]):
+        raise ValueError(
+            f"latents {points.shape}, success {success.shape}, valid {valid.shape} and {len(tasks)} tasks do not "
+            "describe the same rows; expected (B, E), (B,), (B,) and B"
+        )
+    broken = np.flatnonzero(valid & ~np.isfinite(points).all(1))
+    if len(broken):
+        raise ValueError(f"the latents of rows {broken.tolist()} are not finite; mark such rows as not valid")
+    return points, success, valid
+
+
+def _check_first(first: ArrayLike | None, points: _Floats, valid: NDArray[np.bool_], norm: str) -> _Floats:
+    """(B, E) latents of first frames; for norms that do not read them, those of the episodes."""
+    if norm != "initial":
+        return points
+    if first is None:
+        raise ValueError("progress.norm is 'initial', which needs the latents of first frames; give `first`")
+    starts = np.asarray(first, np.float64)
+    if starts.shape != points.shape or not np.isfinite(starts[valid]).all():
+        raise ValueError(f"latents of first frames are {starts.shape}; expected {points.shape}, finite in valid rows")
+    return starts
+
+
+def _rows_by_label(labels: Sequence[Hashable]) -> dict[Hashable, NDArray[np.int64]]:
+    rows: dict[Hashable, list[int]] = {}
+    for row, label in enumerate(labels):
+        rows.setdefault(label, []).append(row)
+    return {label: np.array(own, np.int64) for label, own in rows.items()}
+
+
+def _join(first: ArrayLike, more: ArrayLike | None) -> _Floats:
+    points = np.asarray(first, np.float64)
+    if more is None:
+        return points
+    added = np.asarray(more, np.float64)
+    if added.ndim != 2 or added.shape[1] != points.shape[1]:
+        raise ValueError(f"references of shape {added.shape} for latents of {points.shape[1]} entries")
+    return np.concatenate([points, added])
+
+
+def _find_centres(reference: _Floats, labels: NDArray[np.int64]) -> _Floats:
+    """(C, E) mean of each cluster; of all references where there is no cluster."""
+    if labels.max() < 0:
+        return reference.mean(0, keepdims=True)
+    return np.stack([reference[labels == label].mean(0) for label in range(int(labels.max()) + 1)])
+
+
+def _nearest(points: _Floats, centres: _Floats, squared: bool) -> _Floats:
+    distances = np.stack([np.linalg.norm(points - centre, axis=1) for centre in centres]).min(0)
+    return distances**2 if squared else distances
+
+
+def _sigmoid(x: _Floats) -> _Floats:
+    # 1 / (1 + exp(-x)) overflows for large negative x
+    return np.asarray(0.5 * (1 + np.tanh(x / 2)))
+
+
+class _Distances(NamedTuple):
+    """Distances of the F failures of a label to the nearest centre, squared where asked for."""
+
+    end: _Floats
+    """(F,) of the episodes."""
+    first: _Floats
+    """(F,) of their first frames."""
+    spread: float
+    """Mean of the references."""
+
+
+def _by_range(distances: _Distances, settings: ProgressSettings) -> _Floats:
+    end, span = distances.end, np.ptp(distances.end)
+    share = np.full(len(end), MIDDLE) if span < SMALLEST_RANGE else (end - end.min()) / span
+    return _sigmoid(settings.steepness * (settings.offset - share))
+
+
+def _by_deviation(distances: _Distances, settings: ProgressSettings) -> _Floats:
+    end = distances.end
+    if np.ptp(end) < SMALLEST_RANGE:
+        return np.full(len(end), MIDDLE)
+    return _sigmoid((end.mean() - end) / end.std())
+
+
+def _by_spread(distances: _Distances, settings: ProgressSettings) -> _Floats:
+    if distances.spread < SMALLEST_RANGE:
+        return _by_range(distances, settings)
+    return _sigmoid(settings.steepness * (settings.offset - distances.end / (distances.end + distances.spread)))
+
+
+def _from_first(distances: _Distances, settings: ProgressSettings) -> _Floats:
+    moved = distances.first >= SMALLEST_RANGE
+    return np.where(moved, (1 - distances.end / np.where(moved, distances.first, 1.0)).clip(0, 1), 0.0)
+
+
+NORMS: dict[str, Callable[[_Distances, ProgressSettings], _Floats]] = {
+    "minmax": _by_range,
+    "zscore": _by_deviation,
+    "absolute": _by_spread,
+    "initial": _from_first,
+}

@@ -1,0 +1,437 @@
+"""Base of the robot recipes: simulator, policy, episodes as rollouts, and evaluation.
+
+An episode is a row. Its decisions are the action tokens (or control or denoising steps) of its chunks in order, or with
+`logp_level: chunk` the chunks themselves. Those of control steps that were not executed have mask 0. A row whose
+environment failed takes its whole group out of the update; both are counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import shutil
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import choice, rare
+from mmrl.recipes import RecipeEntry, find_recipe
+from mmrl.rewards.loading import source_digest
+from mmrl.runs.run_log import metric_label
+from mmrl.runs.samples import SampleRecord
+from mmrl.training.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.processes import sum_over_processes
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Tally
+from mmrl.training.run import train
+from mmrl.training.settings import RunConfig, TrainerConfig
+from mmrl.training.sim_counts import SimCounts
+from mmrl.training.terms import Step
+from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
+from robotics.episodes.evaluation import PROTOCOLS, EpisodeMeasure, ReplayVideos, RobotEvaluationConfig
+from robotics.episodes.payload import EpisodePayload
+from robotics.episodes.tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
+from robotics.policies.base.policy import ActionPolicy, PolicyInputs, open_policy
+from robotics.policies.base.saved import is_saved_policy
+from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.sim.opening import SimConfig, open_sim
+
+LOGGER = logging.getLogger("mmrl")
+LEVELS = ("token", "chunk")
+SCORES = ("entropy", "logp_ref")
+"""What a robot policy scores beside log-probabilities."""
+DRAWING = ("tabletop", "gymnasium")
+"""Simulators that `sim.randomization` is for."""
+SHOWN_TASKS = 12
+"""Most tasks of a run whose success is reported one by one in every step."""
+
+
+@dataclass
+class RobotParts:
+    """Policy, simulator and evaluation of a robot's run; to be inherited before the configuration of a run."""
+
+    model: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
+    """The policy."""
+    sim: SimConfig = field(default_factory=SimConfig)
+    """Where episodes run."""
+    eval_data: dict[str, EpisodeSetConfig] = field(default_factory=dict)
+    """Initial states of evaluation by name; the first split is the headline."""
+    acting: ActingSettings = field(default_factory=ActingSettings)
+    """How actions are sampled and executed."""
+    evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
+    """Evaluation over fixed initial states."""
+
+    def check_parts(self, sets: Mapping[str, EpisodeSetConfig]) -> None:
+        """Check that the parts fit together, given all sets of initial states; raises ValueError."""
+        idle = [name for name, data in sets.items() if data.randomized]
+        if idle and self.sim.kind in DRAWING and not self.sim.randomization.active():
+            raise ValueError(f"{idle[0]}.randomized is true, but sim.randomization draws nothing; set a range there")
+        if self.acting.ensemble and not self.evaluation.greedy:
+            raise ValueError(
+                f"acting.ensemble is {self.acting.ensemble}, which is for greedy evaluation, but evaluation.greedy is "
+                "false; change one of them"
+            )
+
+    def held_out(self) -> dict[str, EpisodeSetConfig]:
+        """Sets of evaluation by their keys."""
+        return {f"eval_data.{name}": data for name, data in self.eval_data.items()}
+
+
+@dataclass
+class RobotConfig(RobotParts, RunConfig):
+    """A run of a robot policy in a simulator."""
+
+    compares_samples: ClassVar[bool] = True
+    """Whether advantages compare the episodes of an initial state."""
+    scored_outputs: ClassVar[tuple[str, ...]] = SCORES
+    """What the recipe scores beside log-probabilities."""
+
+    data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
+    """Initial states of training."""
+    logp_level: str = rare(choice("token", LEVELS))
+    """token: every action token (or control or denoising step) is a decision; chunk: a chunk is one, with the sum of
+    their log-probabilities."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
+    """What is optimised."""
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="sampler"))
+    """Batch sizes, optimiser and guards; log-probabilities as sampled are exact and need no second pass."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        objective = make_objective(self.objective)
+        size = self.trainer.samples_per_task if self.compares_samples else None
+        check_objective(objective, self.scored_outputs, size)
+        self.check_parts({"data": self.data} | self.held_out())
+
+
+class RobotDomain:
+    """Simulator, policy, evaluation and reports of recipes for robots."""
+
+    config: Any
+    policy: ActionPolicy
+    train_tasks: Sequence[Any]
+    eval_tasks: Mapping[str, Sequence[EpisodeSpec]]
+    parts: dict[str, Stateful]
+
+    def open(self, config: Any, policy: ActionPolicy | None, sim: RobotSim | None) -> None:
+        """Open simulator and policy, unless they are given, and list the initial states.
+
+        Raises:
+            UserError: one of them cannot be used, or they do not fit together.
+        """
+        self.sim: RobotSim = open_sim(config.sim) if sim is None else sim
+        known, splits = self.sim.tasks(), self.sim.layouts()
+        randomizes = bool(config.sim.randomization.active())
+        self.train_tasks = self.load_train_tasks()
+        limit = config.evaluation.max_tasks or None
+        self.eval_tasks = {
+            name: list_episodes(data, known, splits, randomized=not randomizes)[:limit]
+            for name, data in config.eval_data.items()
+        }
+        self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
+        check_fit(self.policy, self.sim)
+        if config.acting.n_action_steps > self.policy.chunk:
+            raise UserError(
+                f"acting.n_action_steps is {config.acting.n_action_steps}; "
+                f"the policy's chunk has {self.policy.chunk} steps"
+            )
+        self.broken, self.sim_counts = Tally(), SimCounts(self.sim, Path(config.output_dir))
+        self.parts |= {"broken": self.broken, "counts": self.sim_counts}
+        self._seen: Counter[str] = Counter()
+        names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
+        self._shown_tasks = names if 1 < len(names) <= SHOWN_TASKS else []
+        self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
+
+    def load_train_tasks(self) -> Sequence[Any]:
+        """Initial states of training."""
+        return list_episodes(self.config.data, self.sim.tasks(), self.sim.layouts())
+
+    def evaluate(self, policy: ActionPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+        """Success over fixed initial states, overall and of each task."""
+        measures = [self._measure(policy, split, protocol, step) for protocol in PROTOCOLS]
+        measures = [measure for measure in measures if measure.repeats]
+        return evaluate_tasks(measures, self.eval_tasks[split], self.config.evaluation.records, accelerator)
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups with their last images, rewards and advantages."""
+        return [_record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Success (also by task, if they are few) and length of the step's episodes, failures so far, all processes."""
+        seen = sum_over_processes(self._seen)
+        self._seen.clear()
+        count = seen.get("episodes", 0) or math.nan
+        found = {f"episode/{name}": seen.get(name, 0) / count for name in ("success", "steps")}
+        for name in self._shown_tasks:
+            runs = seen.get(f"episodes/{name}", 0) or math.nan
+            found[f"episode/success/{metric_label(name)}"] = seen.get(f"success/{name}", 0) / runs
+        self.broken["episodes"] += int(seen.get("failed", 0))
+        return found | {"sim/episodes_failed": float(self.broken["episodes"])} | self.sim_counts.metrics()
+
+    @classmethod
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
+        """Write a policy folder that needs no other one; a module of the user's own is copied as it was saved."""
+        model = checkpoint / "model"
+        if not is_saved_policy(model):
+            shutil.copytree(model, output, dirs_exist_ok=True)
+            return f"{config.model.kind}(...).load_weights"
+        open_policy(model).export(output)
+        return "robotics.open_policy"
+
+    def close(self) -> None:
+        """End the simulator's threads and processes."""
+        self.sim.close()
+
+    def _measure(self, policy: ActionPolicy, split: str, protocol: str, step: Step) -> EpisodeMeasure:
+        config, run_dir = self.config, Path(self.config.output_dir)
+        headline = protocol == "greedy" and split == next(iter(self.eval_tasks))
+        videos = ReplayVideos(
+            sim=self.sim,
+            config=config.sim,
+            folder=run_dir / "videos",
+            label=f"step-{step.number:06d}-{split}",
+            count=config.evaluation.videos,
+            fps=config.evaluation.fps,
+            size=config.evaluation.video_size,
+            chunk=policy.chunk,
+        )
+        return EpisodeMeasure(
+            policy=policy,
+            sim=self.sim,
+            protocol=protocol,
+            evaluation=config.evaluation,
+            acting=config.acting,
+            seed=config.seed,
+            split=split,
+            run_dir=run_dir,
+            conditions={"code": self.code, "precision": config.trainer.mixed_precision},
+            others=swap_layouts(self.eval_tasks[split]) if config.evaluation.swapped else {},
+            videos=videos if headline else None,
+            shows_progress=not config.tracking.quiet,
+        )
+
+    def _note(self, payload: EpisodePayload) -> None:
+        valid = ~payload.failed
+        size = len(valid) // len(payload.episodes)
+        for row in valid.nonzero().flatten().tolist():
+            task = payload.episodes[row // size].task
+            self._seen[f"episodes/{task}"] += 1
+            self._seen[f"success/{task}"] += int(payload.success[row])
+        self._seen["episodes"] += int(valid.sum())
+        self._seen["success"] += int(payload.success[valid].sum())
+        self._seen["steps"] += int(payload.lengths[valid].sum())
+        count = int(payload.failed.sum())
+        if count and not self.broken["episodes"] and not self._seen["failed"]:
+            reason = next(reason for reason, bad in zip(payload.reasons, payload.failed.tolist(), strict=True) if bad)
+            LOGGER.warning("an environment failed; its group is left out of the update: %s", reason)
+        self._seen["failed"] += count
+
+
+class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
+    """Runs, scores and evaluates episodes of a robot policy; the loss is the objective's."""
+
+    config: RobotConfig
+    policy: ActionPolicy
+
+    def __init__(self, config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+        super().__init__(config)
+        self.objective = make_objective(config.objective)
+        self.open(config, policy, sim)
+
+    @abstractmethod
+    def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
+        """Total reward (B,) and its terms, NaN where an episode cannot be scored; failed rows are masked later."""
+
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
+        """Run G episodes from each initial state."""
+        size = self.config.trainer.samples_per_task
+        each = self.config.sim.randomization.per == "episode"
+        repeated = [own_draw(task, member) if each else task for task in tasks for member in range(size)]
+        episodes = run_episodes(
+            policy, self.sim, repeated, self.config.acting, generator, record=self.needs_every_frame
+        )
+        episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
+        group = torch.arange(len(tasks)).repeat_interleave(size)
+        self._note(episodes.payload)
+        _check_usable(group, episodes.payload)
+        return pack_episodes(episodes, group, policy, self.config.logp_level)
+
+    @property
+    def needs_every_frame(self) -> bool:
+        """Whether the reward needs an image of every control step."""
+        return False
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Rewards of the episodes; NaN, and no gradient, for a group with a failed environment."""
+        payload = EpisodePayload.of(rollouts)
+        whole = ~_in_failed_group(rollouts.group, payload.failed)
+        reward, terms = self.rewards(rollouts, step)
+        unknown = torch.full_like(reward, float("nan"))
+        terms = {"success": payload.success.float(), **terms}
+        return rollouts.replace(
+            reward=torch.where(whole, reward, unknown),
+            reward_terms={name: torch.where(whole, values, unknown) for name, values in terms.items()},
+        )
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-probability and entropy of each decision, at the sampling temperature."""
+        payload = EpisodePayload.of(rollouts)
+        rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
+        if not len(rows):  # all failed; every process has to run the policy, so one masked chunk is scored
+            rows = chunks = torch.zeros(1, dtype=torch.int64, device=rows.device)
+        inputs = _inputs(payload, rollouts.group, rows, chunks)
+        logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
+        place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
+        with_entropy = "entropy" in outputs and entropy is not None
+        return PolicyOutputs(self._spread(logp, *place), self._spread(entropy, *place) if with_entropy else None)
+
+    def _spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
+        """(M, D) values of chunks as (B, T) decisions."""
+        if self.config.logp_level == "chunk":
+            executed_mask = self.policy.executed_mask(steps[rows, chunks])
+            values = (values * executed_mask).sum(1, keepdim=True)
+        out = values.new_zeros(*steps.shape, values.shape[1])
+        return out.index_put((rows, chunks), values).flatten(1)[:, :width]
+
+
+def _users_parts(config: RobotConfig) -> dict[str, str]:
+    """Settings that name user code."""
+    named = {"sim.kind": config.sim.kind, "sim.env": config.sim.env, "model.kind": config.model.kind}
+    return {name: spec for name, spec in named.items() if ":" in spec}
+
+
+def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level: str = "token") -> Rollouts:
+    """Turn finished episodes into rollouts.
+
+    Args:
+        episodes: B episodes whose `payload.episodes` has one entry a group.
+        group: (B,) int64.
+        policy: tells which decisions of a chunk were executed.
+        level: token or chunk, see `RobotConfig.logp_level`.
+    """
+    payload, logp = episodes.payload, episodes.logp
+    mask = policy.executed_mask(payload.steps)
+    if level == "chunk":
+        logp, mask = (logp * mask).sum(-1, keepdim=True), (payload.steps > 0)[..., None].float()
+    mask = torch.where(payload.failed[:, None, None], 0.0, mask)
+    return Rollouts(
+        group=group.to(mask.device),
+        mask=mask.flatten(1),
+        logp_old=(logp * mask).flatten(1),
+        reward=torch.full((len(group),), float("nan"), device=mask.device),
+        payload=payload,
+    )
+
+
+def _chunks_that_count(
+    payload: EpisodePayload, mask: Tensor, policy: ActionPolicy, level: str
+) -> tuple[Tensor, Tensor]:
+    """Rows and chunks, (M,) each, with a decision under the mask."""
+    each = policy.decisions if level == "token" else 1
+    missing = payload.steps.shape[1] * each - mask.shape[1]
+    whole = nn.functional.pad(mask, (0, missing)).unflatten(1, (payload.steps.shape[1], each))
+    rows, chunks = torch.nonzero((whole > 0).any(2), as_tuple=True)
+    return rows, chunks
+
+
+def _inputs(payload: EpisodePayload, group: Tensor, rows: Tensor, chunks: Tensor) -> PolicyInputs:
+    """What the policy saw before some chunks, without a past: `ActionPolicy.past` says why scoring needs none."""
+    instructions = [payload.episodes[number].instruction for number in group.tolist()]
+    return PolicyInputs(
+        images=None if payload.images is None else payload.images[rows, chunks],
+        views=None if payload.views is None else payload.views[rows, chunks],
+        state=payload.states[rows, chunks],
+        instructions=tuple(instructions[row] for row in rows.tolist()),
+    )
+
+
+def _in_failed_group(group: Tensor, failed: Tensor) -> Tensor:
+    """(B,) bool, rows of groups with an episode whose environment failed."""
+    has_failure = torch.zeros(int(group.max()) + 1, dtype=torch.bool, device=group.device)
+    has_failure[group[failed]] = True
+    return has_failure[group]
+
+
+def _check_usable(group: Tensor, payload: EpisodePayload) -> None:
+    if bool(_in_failed_group(group.to(payload.failed.device), payload.failed).all()):
+        reasons = sorted({reason for reason in payload.reasons if reason})
+        raise NoUsableTasksError(f"every group had a failed environment: {'; '.join(reasons) or 'no reason given'}")
+
+
+def _record(rollouts: Rollouts, row: int) -> SampleRecord:
+    from PIL import Image
+
+    payload = EpisodePayload.of(rollouts)
+    episode = payload.episodes[int(rollouts.group[row])]
+    last = [] if payload.last_image is None else [Image.fromarray(payload.last_image[row].cpu().numpy())]
+    length = max(float(rollouts.mask[row].sum()), 1.0)
+    advantage = rollouts.advantage
+    return SampleRecord(
+        id=episode_id(episode),
+        prompt=episode.instruction,
+        response=f"{int(payload.lengths[row])} control steps",
+        outputs=last,
+        reward=float(rollouts.reward[row]),
+        terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
+        advantage=None if advantage is None else float(advantage[row].sum()) / length,
+        finish=_ending(payload, row),
+        correct=bool(payload.success[row]),
+    )
+
+
+def _ending(payload: EpisodePayload, row: int) -> str:
+    if bool(payload.failed[row]):
+        return "failed"
+    if bool(payload.success[row]):
+        return "success"
+    return payload.reasons[row] or ("terminated" if bool(payload.terminated[row]) else "horizon")
+
+
+def train_robot(
+    config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None, *, resume: bool = False
+) -> Path:
+    """Train a robot policy.
+
+    Args:
+        config: the run; `config.recipe` names the method.
+        policy: trained instead of `config.model`; wrap a module of your own in a `ModuleAdapter`.
+        sim: used instead of `config.sim`, and closed at the end.
+        resume: continue the run in `config.output_dir`.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        UserError: the configuration is wrong, or policy and simulator do not fit together.
+        RunError: the run failed; its results so far are kept.
+    """
+    config.validate()
+    entry = find_recipe(config.recipe)
+    given = {name: value for name, value in (("policy", policy), ("sim", sim)) if value is not None}
+    return train(_Given(entry, given), config, resume=resume)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """A recipe entry whose recipe is built with the given policy and simulator."""
+
+    entry: RecipeEntry
+    objects: dict[str, Any]
+
+    def load_recipe_class(self) -> Any:
+        recipe: Any = self.entry.load_recipe_class()
+        return partial(recipe, **self.objects)

@@ -1,0 +1,259 @@
+"""SRPO, Self-Referential Policy Optimization (arXiv 2511.15605; public code sii-research/siiRL).
+
+GRPO in which the reward of a failed episode is not 0 but its progress: how close its latent comes to those of the same
+policy's successes at the same task in the same batch.
+
+    z_i = latent of episode i,   C = centres of the DBSCAN clusters of the task's successes (their mean if none),
+    d_i = min_c |z_i - c|,       u_i = (d_i - min d) / (max d - min d) over the task's failures,
+    reward = 1 for success, 0.6 / (1 + exp(-10 (0.5 - u_i))) for failure, 0 where the task had no success.
+
+References are common to a task, advantages to an initial state. The batch is that of all processes.
+
+`progress.preset: published` is the public code's reward. The default differs in DBSCAN's radius, which grows with the
+square root of the latent's size (at the published 0.5 no cluster is ever found), and in an episode without a latent,
+which is counted and left out instead of getting 0. In both, images belong to one episode (in the public code the
+samples of a prompt share a buffer), and groups in which all fail stay if their task has a reference, because there the
+reward tells most (`filter.key: success` with bounds drops them as the release does).
+
+`progress.preset: initial_state` is for initial states that come back, as in LIBERO's suites: references are the last 32
+successes of the same initial state, kept from step to step, and a failure earns 0.6 clip(1 - d_i / d_i0, 0, 1) with
+d_i0 the distance of its own first frame. `objective.advantage.kind: group_outcome_std` scales advantages by the
+deviation of success alone, so that a rare success keeps its weight beside failures that earn something.
+`progress.task_fallback` compares the failures of a state that was never solved with successes from other states of its
+task.
+
+V-JEPA 2 is `latent.kind: vjepa2`; the default is a small video encoder trained on the demonstrations' own images.
+
+Two metrics compare the reward with the environment's own, both NaN where that is the same for all failures, as success
+is: `srpo/agreement`, Spearman's rank correlation over the failures of an initial state, and
+`srpo/advantage_correlation`, between the advantages and those that the environment's reward would give.
+`shuffle_failures` is the control: the rewards of an initial state's failures are shuffled among them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, UserError
+from mmrl.runs.stopwatch import stopwatch
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import global_advantages, merge_lists, stream_seed, sum_over_processes
+from mmrl.training.recipe import Tally
+from mmrl.training.terms import Step
+from robotics.episodes.payload import EpisodePayload
+from robotics.episodes.tasks import episode_id
+from robotics.methods.agreement import advantage_correlation, rank_agreement
+from robotics.methods.latents import LATENTS, LatentConfig, StateLatent, make_latent
+from robotics.methods.progress import ProgressSettings, SuccessMemory, progress_rewards, shuffled_failures
+from robotics.methods.recipe import RobotConfig, RobotRecipe
+from robotics.policies.base.policy import ActionPolicy
+from robotics.sim.episodes import EpisodeSpec, RobotSim
+
+LOGGER = logging.getLogger("mmrl")
+
+
+@dataclass
+class SrpoConfig(RobotConfig):
+    """An SRPO run."""
+
+    progress: ProgressSettings = field(default_factory=ProgressSettings)
+    """How distances become rewards."""
+    latent: LatentConfig = field(default_factory=LatentConfig)
+    """Latent by which episodes are compared."""
+    shuffle_failures: bool = False
+    """Deal the rewards of an initial state's failures out among them at random: the control for experiments."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
+    """Advantage, clip range and aggregation."""
+
+
+class SrpoRecipe(RobotRecipe):
+    """The progress reward; see the module."""
+
+    config: SrpoConfig
+
+    def __init__(self, config: SrpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+        super().__init__(config, policy, sim)
+        if LATENTS[config.latent.kind][1].needs_images and self.sim.image_size is None:
+            raise UserError(
+                f"latent.kind is '{config.latent.kind}', but the simulator renders no images; set sim.image_size, or "
+                "use latent.kind=state"
+            )
+        self.latent = self.parts["latent"] = make_latent(config.latent)
+        if isinstance(self.latent, StateLatent) and self.latent.state_size not in (0, self.sim.state_size):
+            source = config.latent.path or "latent.options"
+            raise UserError(
+                f"latent.kind=state was scaled to the {self.latent.state_size} entries of {source}; the simulator's "
+                f"state has {self.sim.state_size}"
+            )
+        self.form = config.progress.form
+        self.memory = self.parts["memory"] = SuccessMemory(self.form.memory)
+        self.invalid = self.parts["invalid"] = Tally()
+        self._first_reason = ""
+
+    @property
+    def needs_every_frame(self) -> bool:
+        """Whether the latent is computed from the images of all control steps."""
+        return self.config.latent.frames == "step" and self.latent.needs_images
+
+    def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
+        """1 for success, else the progress reward."""
+        payload, groups = EpisodePayload.of(rollouts), rollouts.group.cpu().numpy()
+        with stopwatch("latents"):
+            self._fit_latent(payload)
+            latents, first, valid = self._embed(payload)
+        self._count_invalid(int((~valid & ~payload.failed.cpu().numpy()).sum()))
+        mine = self._progress_rewards(
+            _Rows(
+                latents=latents,
+                first=first,
+                valid=valid,
+                success=payload.success.cpu().numpy(),
+                labels=np.array([self._label(payload.episodes[group]) for group in groups.tolist()]),
+                env_reward=payload.progress.cpu().numpy(),
+                groups=groups,
+            ),
+            step,
+        )
+        progress = torch.from_numpy(mine).to(rollouts.reward)
+        return progress, {"progress": torch.where(payload.success, torch.nan, progress)}
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Those of the objective; their correlation with those of the environment's own reward is noted."""
+        found = super().advantages(rollouts, accelerator, step)
+        payload = EpisodePayload.of(rollouts)
+        own = rollouts.replace(reward=torch.where(torch.isfinite(rollouts.reward), payload.progress, torch.nan))
+        other = global_advantages(self.objective.compute_advantages, own, accelerator)
+        failed = (~payload.success).to(rollouts.mask)
+        columns = [_row_means(part.advantage, rollouts.loss_mask) for part in (found, other)]
+        rows = merge_lists([torch.stack([*columns, payload.progress, failed]).cpu().numpy()], accelerator)
+        self.noted["srpo/advantage_correlation"] = advantage_correlation(*np.concatenate(rows, axis=1))
+        return found
+
+    def _count_invalid(self, count: int) -> None:
+        """Count episodes without a latent over all processes; every one of them calls it."""
+        self.invalid["episodes"] += int(sum_over_processes({"now": count})["now"])
+        self.noted["srpo/invalid_latents"] = float(self.invalid["episodes"])
+
+    def _label(self, episode: EpisodeSpec) -> str:
+        """With whose successes an episode is compared."""
+        return episode.task if self.form.references == "task" else episode_id(episode)
+
+    def _fit_latent(self, payload: EpisodePayload) -> None:
+        """Fit a latent that has no scale of its own to the first step's episodes of all processes."""
+        if self.latent.size:
+            return
+        _, paths, _ = self._videos_and_paths(payload)
+        state = PartialState()
+        # every process fits, so that all of them raise an error; rounding may differ between machines
+        self.latent.fit(paths if state.num_processes == 1 else list(gather_object(paths)))
+        if state.num_processes > 1:
+            self.latent.load_state_dict(broadcast_object_list([self.latent.state_dict()])[0])
+
+    def _videos_and_paths(self, payload: EpisodePayload) -> tuple[list[np.ndarray | None], list[np.ndarray], list[int]]:
+        """Videos and states that the latent reads, of the rows whose environment did not fail, and these rows."""
+        sound = [row for row in range(len(payload.steps)) if not bool(payload.failed[row])]
+        videos = [payload.frames_of(row) if self.latent.needs_images else None for row in sound]
+        if self.latent.looks_at == "robot":
+            return videos, [payload.path(row) for row in sound], sound
+        places = [payload.object_path(row) for row in sound]
+        known = [place for place in places if place is not None]
+        if len(known) < len(places):
+            raise UserError(
+                f"latent.kind is '{self.config.latent.kind}', but this simulator does not report the object's pose; "
+                "use another latent"
+            )
+        return videos, known, sound
+
+    def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Latents (B, E), those of the first frames alone where the norm needs them, and which rows have them."""
+        videos, paths, sound = self._videos_and_paths(payload)
+        found = self.latent.embed(videos, paths, reuse=False)
+        begun = found
+        if self.form.norm == "initial":
+            videos = [None if video is None else video[:1] for video in videos]
+            begun = self.latent.embed(videos, [path[:1] for path in paths], one_by_one=True)
+        latents, first = np.zeros((2, len(payload.steps), found.latents.shape[1]), np.float32)
+        valid = np.zeros(len(payload.steps), bool)
+        latents[sound], first[sound], valid[sound] = found.latents, begun.latents, found.valid & begun.valid
+        reasons = found.reasons or begun.reasons
+        if reasons and not self._first_reason:
+            self._first_reason = next(iter(reasons.values()))
+            LOGGER.warning("an episode has no latent and is left out of the update: %s", self._first_reason)
+        return latents, first, valid
+
+    def _progress_rewards(self, mine: _Rows, step: Step) -> np.ndarray:
+        """Rewards (B,) of these rows among those of all processes.
+
+        A failure is compared with the successes of its label on any process, so the rows of all processes are gathered,
+        their groups numbered anew, and all rewards computed on every process, which then keeps its own part.
+        """
+        state = PartialState()
+        parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))
+        rank = state.process_index if len(parts) > 1 else 0
+        apart = np.cumsum([0, *(int(part.groups.max()) + 1 for part in parts[:-1])])
+        parts = [part._replace(groups=part.groups + first) for part, first in zip(parts, apart, strict=True)]
+        rows = _Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        if not rows.valid.any():
+            raise RunError(
+                f"no episode of this step has a latent: {self._first_reason or 'see the log of the first process'}; "
+                f"latent.kind is {self.config.latent.kind}"
+            )
+        labels = rows.labels.tolist()
+        outcome = progress_rewards(
+            rows.latents,
+            rows.success,
+            rows.valid,
+            labels,
+            self.config.progress,
+            self.memory.references(),
+            rows.first,
+        )
+        self.memory.add(rows.latents, rows.success & rows.valid, labels)
+        reward = outcome.reward
+        if self.config.shuffle_failures:
+            draws = np.random.default_rng(stream_seed(self.config.seed, "shuffle", step.number))
+            reward = shuffled_failures(reward, rows.success, rows.groups, draws)
+        failures = ~rows.success & np.isfinite(outcome.distance)
+        self.noted |= {
+            "srpo/clusters": float(outcome.clusters),
+            "srpo/noise_fraction": float(outcome.noise_fraction),
+            "srpo/tasks_without_reference": outcome.fraction_without_reference,
+            "srpo/tasks_with_fallback": outcome.fraction_with_fallback,
+            "srpo/agreement": rank_agreement(reward[failures], rows.env_reward[failures], rows.groups[failures]),
+        }
+        start = sum(len(part.valid) for part in parts[:rank])
+        return reward[start : start + len(mine.valid)]
+
+
+def _row_means(advantage: Tensor | None, mask: Tensor) -> Tensor:
+    """(B,) mean advantage over the decisions that are trained; NaN where there are none."""
+    assert advantage is not None
+    return (advantage * mask).sum(1) / torch.where(mask.sum(1) > 0, mask.sum(1), torch.nan)
+
+
+class _Rows(NamedTuple):
+    """Episodes of one process or of all processes."""
+
+    latents: np.ndarray
+    """(B, E)."""
+    first: np.ndarray
+    """(B, E) of the first frames alone; read by the norm initial."""
+    valid: np.ndarray
+    """(B,) bool, whether there is a latent."""
+    success: np.ndarray
+    """(B,) bool."""
+    labels: np.ndarray
+    """(B,) names of tasks or initial states."""
+    env_reward: np.ndarray
+    """(B,) the environment's own reward at the last step."""
+    groups: np.ndarray
+    """(B,) int64."""

@@ -1,0 +1,1 @@
+"""robotics/policies/base."""

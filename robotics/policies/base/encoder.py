@@ -1,0 +1,382 @@
+"""Positions as numbers that a small network can distinguish: sines and cosines of doubling frequencies.
+
+Source: NeRF's positional encoding, arXiv 2003.08934, eq. 4.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, rare
+from mmrl.files import write_atomically
+from robotics.policies.base.policy import ActionPolicy, PolicyInputs
+from robotics.policies.base.saved import (
+    make_config,
+    read_config,
+    read_statistics,
+    read_weights,
+    write_config,
+    write_weights,
+)
+from robotics.policies.base.statistics import STATE_LIMIT, StateStatistics
+
+
+def octave_code(positions: Tensor, octaves: int = 4) -> Tensor:
+    """(..., n (1 + 2 octaves)): positions (..., n) in -1..1 and sines and cosines of 2^k pi times them, k < octaves."""
+    angles = positions[..., None] * (math.pi * 2.0 ** torch.arange(octaves, device=positions.device))
+    return torch.cat([positions[..., None], angles.sin(), angles.cos()], -1).flatten(-2)
+
+
+def octave_size(numbers: int, octaves: int = 4) -> int:
+    """Numbers of `octave_code`."""
+    return numbers * (1 + 2 * octaves)
+
+
+WORD = re.compile(r"[a-z0-9]+")
+PADDING, UNKNOWN = 0, 1
+
+
+class Vocabulary:
+    """A list of words; a word's number is its index plus 2, after padding 0 and unknown 1."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self.unknown: Counter[str] = Counter()
+        """Occurrences of words that are not in the list."""
+        self._number = {word: number for number, word in enumerate(self.words, start=UNKNOWN + 1)}
+
+    @classmethod
+    def from_texts(cls, texts: Iterable[str]) -> Self:
+        """All words of some texts, in alphabetical order."""
+        return cls(sorted({word for text in texts for word in WORD.findall(text.lower())}))
+
+    def __len__(self) -> int:
+        """Number of words, with padding and unknown."""
+        return len(self.words) + UNKNOWN + 1
+
+    def encode(self, texts: Sequence[str], length: int) -> Tensor:
+        """(N, length) int64 words of N texts, padded on the right with 0; a text without words is one unknown word."""
+        numbers = torch.full((len(texts), length), PADDING)
+        for row, text in enumerate(texts):
+            words = WORD.findall(text.lower())
+            if len(words) > length:
+                raise UserError(f"the instruction {text!r} has {len(words)} words; at most {length} are possible")
+            if not words:  # attention needs something to attend to
+                numbers[row, 0] = UNKNOWN
+                continue
+            self.unknown.update(self.unknown_words(text))
+            numbers[row, : len(words)] = torch.tensor([self._number.get(word, UNKNOWN) for word in words])
+        return numbers
+
+    def unknown_words(self, text: str) -> list[str]:
+        """Words of a text that are not in the list, in order, with repetitions."""
+        return [word for word in WORD.findall(text.lower()) if word not in self._number]
+
+    def save(self, path: Path | str) -> None:
+        """Write the words as JSON."""
+        write_atomically(Path(path), json.dumps(self.words) + "\n")
+
+    def check_same(self, path: Path | str) -> None:
+        """Check that a saved vocabulary has the same words; raises UserError."""
+        if Vocabulary.load(path).words != self.words:
+            raise UserError(f"{path} has other words than this policy's vocabulary")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read what `save` wrote; raises UserError where there is no such file."""
+        if not Path(path).is_file():
+            raise UserError(f"there is no vocabulary {path}")
+        try:
+            words = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise UserError(f"{path} must hold a list of words")
+        return cls(words)
+
+
+PATCHES = 4
+"""Patch tokens on a side."""
+KEYPOINT_SHARPNESS = 5.0
+"""Standard deviation over positions of the keypoint scores at initialisation."""
+GROUPS = 8
+"""Groups of the group norms."""
+
+
+@dataclass
+class EncoderConfig:
+    """Sizes of the observation encoder."""
+
+    image_size: tuple[int, int] | None = rare(bounded((64, 64), at_least=32, multiple_of=32))
+    """Height and width in pixels, multiples of 32; None for a policy that has no image input."""
+    state_size: int | None = rare(None)
+    """Entries of the state; None for a policy that has no state input."""
+    width: int = bounded(128, at_least=1)
+    """Width of the transformer, a multiple of 8 * heads."""
+    layers: int = bounded(3, at_least=1)
+    """Blocks of the transformer."""
+    heads: int = rare(bounded(4, at_least=1))
+    """Attention heads."""
+    channels: int = bounded(48, at_least=1, multiple_of=GROUPS)
+    """Feature maps of the image stem, a multiple of 8."""
+    keypoints: int = rare(bounded(32, at_least=0))
+    """Number of keypoints; 0 = none."""
+    octaves: int = bounded(0, at_least=0)
+    """Frequencies of sines and cosines of the keypoints' positions, added for policies that have to locate things to a
+    centimetre; 0 = the positions alone."""
+    condition_queries: bool = False
+    """Also add the instruction, the state and the keypoints to the queries, which otherwise only attend to them, as the
+    blocks have to learn first."""
+    words: int = rare(32)
+    """Largest number of words of an instruction."""
+
+    def __post_init__(self) -> None:
+        if self.image_size is not None:
+            self.image_size = (self.image_size[0], self.image_size[1])  # JSON has lists only
+
+    def validate(self) -> None:
+        """Check that the sizes fit together; raises UserError."""
+        if self.image_size is None and self.state_size is None:
+            raise UserError("the policy has neither images nor a state as input; set image_size or state_size")
+        if self.width % (8 * self.heads):
+            raise UserError(f"width={self.width} must be a multiple of 8 * heads={8 * self.heads}")
+
+
+class StateScale(nn.Module):
+    """Standardises states with statistics that are saved with the weights."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("std", torch.ones(size))
+
+    def set(self, statistics: StateStatistics) -> None:
+        """Use the statistics of a dataset; raises UserError if its states have another size."""
+        if statistics.size != len(self.mean):
+            raise UserError(f"the statistics have {statistics.size} state entries, the policy has {len(self.mean)}")
+        self.mean.copy_(torch.as_tensor(statistics.mean))
+        # like `StateStatistics.normalise` for constant entries
+        self.std.copy_(torch.as_tensor(statistics.std).where(torch.as_tensor(statistics.std) > 1e-6, 1.0))
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Scale (B, S) states."""
+        return ((state.float() - self.mean) / self.std).clamp(-STATE_LIMIT, STATE_LIMIT)
+
+
+class ObservationEncoder(nn.Module):
+    """Encodes observations into the outputs of Q learned queries."""
+
+    def __init__(self, config: EncoderConfig, vocabulary: Vocabulary, queries: int) -> None:
+        super().__init__()
+        check_config(config, "encoder")
+        self.config, self.vocabulary = config, vocabulary
+        width = config.width
+        self.instruction = InstructionEncoder(len(vocabulary), config.words, width, config.heads)
+        self.stem = None if config.image_size is None else _ImageStem(config)
+        self.scale = None if config.state_size is None else StateScale(config.state_size)
+        self.state = None if config.state_size is None else nn.Linear(config.state_size, width)
+        self.queries = nn.Parameter(torch.randn(queries, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, batch: PolicyInputs) -> Tensor:
+        """Encode B rows: (B, Q, W), normalised.
+
+        Gradient: into all weights.
+        """
+        batch = batch.to(self.queries.device)
+        text = self._instructions(batch.instructions)
+        tokens = [text[:, None]]
+        if self.stem is not None:
+            tokens.append(self.stem(self._images(batch), text))
+        if self.state is not None and self.scale is not None:
+            tokens.append(self.state(self.scale(self._states(batch)))[:, None])
+        queries = self.queries.expand(len(batch), -1, -1)
+        if self.config.condition_queries:
+            queries = queries + self._condition(tokens)
+        hidden = torch.cat([*(token.to(text.dtype) for token in tokens), queries.to(text.dtype)], 1)
+        for block in self.blocks[:-1]:
+            hidden = block(hidden)
+        return self.norm(self.blocks[-1](hidden, tail=queries.shape[1]))
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        """Use the statistics of a dataset's states; does nothing without a state input."""
+        if self.scale is not None:
+            self.scale.set(statistics)
+
+    def _condition(self, tokens: list[Tensor]) -> Tensor:
+        """(B, 1, W) sum of the tokens of instruction, keypoints and state, given those of `forward` in its order."""
+        alone = [part for part in tokens if part.shape[1] == 1]
+        if self.stem is not None and self.config.keypoints:
+            alone.append(tokens[1][:, -1:])  # the stem puts the keypoints after the patches
+        return torch.stack(alone).sum(0)
+
+    def _instructions(self, texts: tuple[str, ...]) -> Tensor:
+        """(B, W); each distinct text is encoded once."""
+        distinct = list(dict.fromkeys(texts))
+        words = self.vocabulary.encode(distinct, self.config.words).to(self.queries.device)
+        number = {text: place for place, text in enumerate(distinct)}
+        index = torch.tensor([number[text] for text in texts], device=self.queries.device)
+        return self.instruction(words)[index]
+
+    def _images(self, batch: PolicyInputs) -> Tensor:
+        size = tuple(self.config.image_size or ())
+        found = None if batch.images is None else tuple(batch.images.shape[1:3])
+        if batch.images is None or found != size:
+            raise UserError(f"the policy expects images of {size} pixels, got {found or 'none'}")
+        return batch.images
+
+    def _states(self, batch: PolicyInputs) -> Tensor:
+        found = None if batch.state is None else batch.state.shape[1]
+        if batch.state is None or found != self.config.state_size:
+            raise UserError(f"the policy expects a state of {self.config.state_size} entries, got {found or 'none'}")
+        return batch.state
+
+
+class InstructionEncoder(nn.Module):
+    """Words to one vector; padded to a fixed length, so that a text does not depend on the others."""
+
+    def __init__(self, entries: int, length: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(entries, width)
+        self.places = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.block = Block(width, heads)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(n, L) int64 -> (n, W)."""
+        real = words != PADDING
+        hidden = self.block(self.words(words) + self.places, real=real)
+        weight = real[..., None].to(hidden.dtype)
+        return (hidden * weight).sum(1) / weight.sum(1)
+
+
+class _ImageStem(nn.Module):
+    """(B, H, W, 3) uint8 images to 16 patch tokens and, with keypoints, one token of them."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        channels, width, self.octaves = config.channels, config.width, config.octaves
+        self.first = nn.Conv2d(3, channels // 2, 5, stride=2, padding=2)
+        self.second = nn.Conv2d(channels // 2, channels, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(GROUPS, channels)
+        self.film = nn.Linear(width, 2 * channels)
+        # zero at initialisation: features do not depend on the instruction yet
+        nn.init.zeros_(self.film.weight)
+        nn.init.zeros_(self.film.bias)
+        self.third = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+        self.patches = nn.Linear(4 * channels, width)
+        self.places = nn.Parameter(torch.randn(PATCHES**2, width) * 0.02)
+        self.keypoints = nn.Conv2d(channels, config.keypoints, 1) if config.keypoints else None
+        self.keypoint_token = (
+            nn.Linear(octave_size(2 * config.keypoints, config.octaves), width) if config.keypoints else None
+        )
+        if self.keypoints is not None:
+            # with nearly equal scores every keypoint is the middle of the image, and learning starts slowly
+            nn.init.normal_(self.keypoints.weight, std=KEYPOINT_SHARPNESS / config.channels**0.5)
+
+    def forward(self, images: Tensor, text: Tensor) -> Tensor:
+        pixels = images.permute(0, 3, 1, 2).to(self.places.dtype) / 255 - 0.5
+        features = self.norm(self.second(functional.gelu(self.first(pixels))))
+        scale, shift = self.film(text)[:, :, None, None].chunk(2, 1)
+        features = functional.gelu(features * (1 + scale) + shift)
+        # each patch is 2 x 2 positions of the coarser map, concatenated
+        coarse = functional.adaptive_avg_pool2d(functional.gelu(self.third(features)), 2 * PATCHES)
+        tokens = self.patches(functional.pixel_unshuffle(coarse, 2).flatten(2).transpose(1, 2)) + self.places
+        if self.keypoints is None or self.keypoint_token is None:
+            return tokens
+        found = octave_code(expected_places(self.keypoints(features)), self.octaves)
+        return torch.cat([tokens, self.keypoint_token(found)[:, None]], 1)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block without dropout."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor, real: Tensor | None = None, tail: int | None = None) -> Tensor:
+        """(B, N, W) -> (B, N, W), or the last `tail` tokens alone; `real` (B, N) marks those to attend to."""
+        q, k, v = self.qkv(self.before(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if tail is not None:
+            q, hidden = q[:, :, -tail:], hidden[:, -tail:]
+        allowed = None if real is None else real[:, None, None]
+        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        hidden = hidden + self.out(seen.transpose(1, 2).flatten(2))
+        return hidden + self.narrow(functional.gelu(self.wide(self.between(hidden))))
+
+
+def expected_places(maps: Tensor) -> Tensor:
+    """(B, k, h, w) scores to (B, 2k) expected positions in -1..1 under the softmax of each map."""
+    weight = maps.float().flatten(2).softmax(-1).unflatten(-1, maps.shape[2:])
+    rows = torch.linspace(-1, 1, maps.shape[2], device=maps.device)
+    columns = torch.linspace(-1, 1, maps.shape[3], device=maps.device)
+    return torch.cat([(weight.sum(3) * rows).sum(-1), (weight.sum(2) * columns).sum(-1)], 1)
+
+
+VOCABULARY_FILE = "vocabulary.json"
+
+
+class EncodedPolicy(ActionPolicy):
+    """A policy with an `ObservationEncoder`, made as `cls(config, vocabulary, seed)`.
+
+    The seed is that of the weights; the global generator is not used. A number out of range raises UserError.
+    """
+
+    kind: ClassVar[str]
+    """Row of `robotics.policies.base.policy.SAVED_POLICIES`."""
+    config_class: ClassVar[type[Any]]
+    """Dataclass of the configuration; it has a field `encoder`."""
+    config: Any
+    vocabulary: Vocabulary
+    encoder: ObservationEncoder
+
+    @classmethod
+    def build(cls, config: Any, instructions: Iterable[str], seed: int = 0) -> Self:
+        """Make a policy with the words of some instructions as its vocabulary."""
+        return cls(config, Vocabulary.from_texts(instructions), seed)  # type: ignore[call-arg]
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        self.encoder.scale_states(statistics)
+
+    def save_pretrained(self, path: Path | str) -> None:
+        folder = Path(path)
+        write_config(folder, self.kind, self.config, self.statistics)
+        self.vocabulary.save(folder / VOCABULARY_FILE)
+        write_weights(self, folder)
+
+    def load_weights(self, path: Path | str) -> None:
+        self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
+        read_weights(self, Path(path))
+        self.statistics = read_statistics(Path(path))
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str) -> Self:
+        """Load what `save_pretrained` wrote."""
+        entries = read_config(Path(path))
+        kind = entries.pop("kind", None)
+        if kind != cls.kind:
+            raise UserError(f"{path} holds a policy of kind {kind!r}, not {cls.kind!r}")
+        encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")
+        config = make_config(cls.config_class, entries | {"encoder": encoder}, str(path))
+        policy = cls(config, Vocabulary.load(Path(path) / VOCABULARY_FILE))  # type: ignore[call-arg]
+        policy.load_weights(path)
+        return policy

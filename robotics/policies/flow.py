@@ -1,0 +1,199 @@
+"""A flow-matching action head: a chunk of actions is denoised in S stochastic steps, each with a log-probability.
+
+Shapes: B rows, K control steps, D entries of an action, S denoising steps, E = K D numbers of a chunk. sigma runs from
+1 (noise) to 0 (actions), x_sigma = (1 - sigma) actions + sigma noise and the velocity is noise - actions, as in the
+`diffusion` package, whose steps are used.
+
+A decision is one denoising step: a Gaussian around the next point of the flow, so its log-probability is exact, while
+that of the actions themselves would be an integral. `ActionChoice.decisions` is the whole chain (B, S + 1, E), starting
+with the noise.
+
+Source: pi_0, arXiv 2410.24164 (flow matching over action chunks); Flow-GRPO, arXiv 2505.05470, ReinFlow, arXiv
+    2505.22094, and pi_RL, arXiv 2510.25889 (denoising steps as decisions of reinforcement learning).
+
+Differences: the velocity is a small residual network on the outputs of the observation encoder instead of an action
+expert inside a transformer, so a denoising step costs little compared with encoding the observation; the noise has a
+fixed size (Flow-GRPO's) and is not learned as in ReinFlow; times of the cloning loss are uniform.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from diffusion.matching.losses import mix
+from diffusion.sampling.steps import FlowSdeStep, OdeStep
+from mmrl.fields import bounded, check_config, choice, rare
+from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
+from robotics.policies.base.policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
+
+REDUCTIONS = ("sum", "mean")
+PARAMETERISATIONS = ("velocity", "x0")
+FREQUENCIES = 16
+"""Sines and cosines that encode the time."""
+
+
+@dataclass
+class FlowPolicyConfig:
+    """Sizes and settings of the policy."""
+
+    action_size: int = rare(bounded(at_least=1))
+    """D, numbers of an action."""
+    chunk: int = rare(bounded(8, at_least=1))
+    """K, control steps that are predicted at once."""
+    steps: int = rare(bounded(5, at_least=2))
+    """S, denoising steps."""
+    parameterisation: str = choice("velocity", PARAMETERISATIONS)
+    """velocity: the network predicts the velocity; x0: the actions, which a small network learns far faster."""
+    noise_level: float = rare(bounded(0.5, above=0))
+    """Size of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
+    logp_reduction: str = rare(choice("sum", REDUCTIONS))
+    """sum: log-density of a step, as clip ranges of other policies assume; mean: divided by K D, as for images."""
+    hidden: int = rare(bounded(256, at_least=1))
+    """Width of the velocity network."""
+    blocks: int = rare(bounded(3, at_least=1))
+    """Residual blocks of the velocity network."""
+    encoder: EncoderConfig = rare(field(default_factory=EncoderConfig))
+    """Sizes of the observation encoder."""
+
+
+class FlowActionPolicy(EncodedPolicy):
+    """Image, instruction and state to a chunk of actions by denoising."""
+
+    kind = "flow"
+    config_class = FlowPolicyConfig
+    by_step = False
+    sigmas: Tensor
+
+    def __init__(self, config: FlowPolicyConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
+        super().__init__()
+        check_config(config)
+        self.config, self.vocabulary = config, vocabulary
+        self.chunk, self.action_size, self.decisions = config.chunk, config.action_size, config.steps
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.encoder = ObservationEncoder(config.encoder, vocabulary, config.chunk)
+            self.velocity = _Velocity(config)
+        self.register_buffer("sigmas", torch.linspace(1, 0, config.steps + 1), persistent=False)
+        self._kernel = FlowSdeStep(sigma_max=1 - 1 / config.steps, noise_level=config.noise_level)
+        # numbers over which a log-density is summed; the kernel gives the mean
+        self._count = config.chunk * config.action_size if config.logp_reduction == "sum" else 1
+
+    def act(
+        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
+    ) -> ActionChoice:
+        """Choose a chunk of actions for each row.
+
+        The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start,
+        as flow policies are evaluated; its steps have no density, so the log-probabilities are NaN.
+        """
+        check_temperature(temperature)
+        size = (len(batch), self.chunk * self.action_size)
+        with torch.no_grad():
+            seen = self.encoder(batch).flatten(1)
+            chain = [self._noise(size, generator)]
+            logp = []
+            for number in range(self.config.steps):
+                mean, std = self._transition(seen, chain[-1], number, ode=greedy)
+                std = std * (0.0 if greedy else temperature)
+                chain.append(mean + std[:, None] * self._noise(size, generator))
+                logp.append(self._score(chain[-1], mean, std))
+        actions = chain[-1].clamp(-1, 1).unflatten(1, (self.chunk, self.action_size))
+        return ActionChoice(actions, torch.stack(chain, 1), torch.stack(logp, 1))
+
+    def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Score decisions; decisions are (B, S + 1, E), entropies do not depend on the weights."""
+        expected = (len(batch), self.config.steps + 1, self.chunk * self.action_size)
+        if tuple(decisions.shape) != expected:
+            raise ValueError(f"decisions have the shape {tuple(decisions.shape)}; expected {expected}")
+        check_temperature(temperature)
+        seen, chain = self.encoder(batch).flatten(1), decisions.float()
+        logp, entropy = [], []
+        # step by step as in sampling: other batch sizes round differently, and the ratio would not start at 1
+        for number in range(self.config.steps):
+            mean, std = self._transition(seen, chain[:, number], number)
+            logp.append(self._score(chain[:, number + 1], mean, std * temperature))
+            entropy.append(self._count * (0.5 * math.log(2 * math.pi * math.e) + (std * temperature).log()))
+        return torch.stack(logp, 1), torch.stack(entropy, 1)
+
+    def bc_loss(
+        self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss of behaviour cloning; squared error of the prediction at a random time and noise for each row.
+
+        Raises:
+            ValueError: no generator.
+        """
+        check_demonstrations(self, batch, actions, mask)
+        if generator is None:
+            raise ValueError("flow matching samples times and noise; pass bc_loss a generator")
+        weight = mask.to(self.device, torch.float32).repeat_interleave(self.action_size, 1)
+        # actions after the end of a demonstration must not reach the network either; 0 is no motion
+        clean = actions.to(self.device, torch.float32).flatten(1).where(weight > 0, 0.0)
+        noise = self._noise(tuple(clean.shape), generator)
+        time = torch.rand(len(batch), generator=generator, device=generator.device).to(self.device)
+        noisy = mix(clean, noise, time, torch.arange(len(batch)))
+        found = self.velocity(self.encoder(batch).flatten(1), noisy.latents, time).float()
+        wanted = clean if self.config.parameterisation == "x0" else noisy.target
+        loss = ((found - wanted).square() * weight).sum() / weight.sum().clamp(min=1)
+        return loss, {"bc/loss": float(loss.detach())}
+
+    def _transition(self, seen: Tensor, latents: Tensor, number: int, ode: bool = False) -> tuple[Tensor, Tensor]:
+        now, later = self.sigmas[number], self.sigmas[number + 1]
+        velocity = self.velocity(seen, latents, now.expand(len(latents)))
+        if self.config.parameterisation == "x0":
+            velocity = (latents - velocity) / now
+        return (OdeStep() if ode else self._kernel).transition(velocity, latents, now, later)
+
+    def _score(self, following: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        return self._kernel.log_prob(following, mean, std) * self._count
+
+    def _noise(self, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.randn(size, generator=generator, device=generator.device).to(self.device)
+
+
+class _Velocity(nn.Module):
+    """Velocity of a noisy chunk: a residual network, scaled and shifted by encoder outputs and time."""
+
+    def __init__(self, config: FlowPolicyConfig) -> None:
+        super().__init__()
+        numbers, hidden = config.chunk * config.action_size, config.hidden
+        self.enter = nn.Linear(numbers, hidden)
+        self.seen = nn.Linear(config.chunk * config.encoder.width, hidden)
+        self.time = nn.Linear(2 * FREQUENCIES, hidden)
+        self.blocks = nn.ModuleList(_VelocityBlock(hidden) for _ in range(config.blocks))
+        self.norm, self.leave = nn.LayerNorm(hidden), nn.Linear(hidden, numbers)
+
+    def forward(self, seen: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
+        """(B, K W), (B, E), (B,) -> (B, E)."""
+        condition = functional.silu(self.seen(seen) + self.time(_waves(sigma)))
+        hidden = self.enter(latents) + condition
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.leave(self.norm(hidden))
+
+
+class _VelocityBlock(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 2 * hidden),
+            nn.Linear(2 * hidden, hidden),
+        )
+        self.modulate = nn.Linear(hidden, 2 * hidden)
+
+    def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = self.modulate(condition).chunk(2, -1)
+        return hidden + self.narrow(functional.silu(self.wide(self.norm(hidden) * (1 + scale) + shift)))
+
+
+def _waves(sigma: Tensor) -> Tensor:
+    """(B,) -> (B, 32) sines and cosines of periods from 4 down to 1/8."""
+    rate = torch.logspace(math.log10(math.pi / 2), math.log10(16 * math.pi), FREQUENCIES, device=sigma.device)
+    angle = sigma[:, None] * rate
+    return torch.cat([angle.sin(), angle.cos()], 1)

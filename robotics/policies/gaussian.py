@@ -1,0 +1,191 @@
+"""A Gaussian action head: every control step of a chunk is drawn from a diagonal Gaussian around a predicted action.
+
+Shapes: B rows, K control steps, D entries of an action, ... any leading dimensions. Actions, means and standard
+deviations are on the scale -1..1 of the actions; log-densities and entropies are in nats.
+
+A decision is one control step, a_k ~ N(mu_k, diag(sigma^2)), with the density of its D entries together:
+
+    log p(a_k) = - sum over D of ((a - mu)^2 / (2 sigma^2) + log sigma + log(2 pi) / 2).
+
+It is the density of the sampled action. The executed action is clipped to -1..1 afterwards, and
+`ActionChoice.decisions` keeps the action before clipping, as CleanRL does: a clipped one has no density at -1 and 1.
+The mean itself has no bound. The gripper's entry is a Gaussian like the others, though only its sign counts in the
+tabletop tasks: it closes with the probability Phi(mu / sigma).
+
+sigma is learned between two bounds that it only approaches, so that a gradient can lead back from them:
+
+    log sigma = log min + (log max - log min) sigmoid(4 x / (log max - log min)),
+
+where x is a number for each entry of an action (`std_per: action`), or a linear function of the encoder's output for
+the control step (`std_per: state`). In the middle of the range a change of x is a change of log sigma.
+
+Source: PPO, arXiv 1707.06347; vwxyzjn/cleanrl cleanrl/ppo_continuous_action.py and DLR-RM/stable-baselines3
+    stable_baselines3/common/distributions.py (a number for each entry, sum over entries; CleanRL begins with a last
+    layer of gain 0.01); vwxyzjn/cleanrl cleanrl/sac_continuous_action.py (log sigma squashed into a range).
+
+Differences: `ppo_continuous_action.py` and Stable-Baselines3's PPO have no bounds of sigma and begin at 1, where
+a third of the draws of an entry would be clipped here; Stable-Baselines3's SAC clamps log sigma, which has no gradient
+outside of the range. SAC's tanh of the action is left out: demonstrations of -1 or 1 would have no density.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.errors import ConfigError
+from mmrl.fields import bounded, check_config, choice, rare
+from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
+from robotics.policies.base.policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
+
+STD_PER = ("action", "state")
+CLONING = ("likelihood", "error")
+FIRST_GAIN = 0.01
+"""Gain of the mean's layer: the first actions are near 0 for every observation."""
+
+
+@dataclass
+class GaussianPolicyConfig:
+    """Sizes and settings of the policy."""
+
+    action_size: int = rare(bounded(at_least=1))
+    """D, numbers of an action."""
+    chunk: int = rare(bounded(8, at_least=1))
+    """K, control steps that are predicted at once."""
+    std: float = rare(bounded(0.2, above=0))
+    """Standard deviation of every entry of an action at first, on the scale -1..1."""
+    std_per: str = rare(choice("action", STD_PER))
+    """action: one for each entry of an action, whatever is seen; AdamW moves its logarithm by about the learning rate
+    a step. state: predicted from the observation for each entry and control step; it learns far faster."""
+    min_std: float = rare(bounded(0.05, above=0))
+    """Floor of the standard deviation. Under it a small change of the mean changes log-probabilities by much, and a
+    policy that was cloned for long hardly explores."""
+    max_std: float = rare(bounded(1.0, above=0, finite=True))
+    """Ceiling of the standard deviation."""
+    cloning: str = rare(choice("likelihood", CLONING))
+    """likelihood: minus the log-density of the demonstrated actions, which teaches mean and standard deviation; error:
+    mean squared error of the mean, and `std` stays as it is for reinforcement learning to explore with."""
+    encoder: EncoderConfig = rare(field(default_factory=EncoderConfig))
+    """Sizes of the observation encoder."""
+
+    def validate(self) -> None:
+        """Check that the standard deviations fit together; raises ConfigError."""
+        if not self.min_std < self.std < self.max_std:
+            limits = f"above min_std={self.min_std:g} and below max_std={self.max_std:g}"
+            raise ConfigError(f"std is {self.std:g}; must be {limits}")
+
+
+class GaussianActionPolicy(EncodedPolicy):
+    """Image, instruction and state to a Gaussian over a chunk of K * D actions; a decision is a control step.
+
+    config = GaussianPolicyConfig(action_size=5, chunk=4, encoder=EncoderConfig(state_size=10))
+    policy = GaussianActionPolicy.build(config, ["push the red cube"])
+    """
+
+    kind = "gaussian"
+    config_class = GaussianPolicyConfig
+
+    def __init__(self, config: GaussianPolicyConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
+        super().__init__()
+        check_config(config)
+        self.config, self.vocabulary = config, vocabulary
+        self.chunk, self.action_size, self.decisions = config.chunk, config.action_size, config.chunk
+        self._low, self._span = math.log(config.min_std), math.log(config.max_std / config.min_std)
+        share = (math.log(config.std) - self._low) / self._span
+        begin = self._span / 4 * math.log(share / (1 - share))
+        width, size = config.encoder.width, config.action_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.encoder = ObservationEncoder(config.encoder, vocabulary, config.chunk)
+            self.mean, state_spread = nn.Linear(width, size), nn.Linear(width, size)
+            nn.init.orthogonal_(self.mean.weight, FIRST_GAIN)
+            nn.init.zeros_(self.mean.bias)
+        nn.init.zeros_(state_spread.weight)
+        nn.init.constant_(state_spread.bias, begin)
+        by_state = config.std_per == "state"
+        self.spread = state_spread if by_state else nn.Parameter(torch.full((size,), begin))
+
+    def act(
+        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
+    ) -> ActionChoice:
+        """Choose a chunk of actions for each row.
+
+        The temperature multiplies the standard deviation. Greedy actions are the means, and their log-probabilities
+        those at the temperature. Decisions are (B, K, D) float32, the actions before they are clipped to -1..1.
+        """
+        with torch.no_grad():
+            mean, log_std = self.gaussian(batch, temperature)
+            drawn = mean
+            if not greedy:
+                noise = torch.randn(mean.shape, generator=generator, device=generator.device)
+                drawn = mean + log_std.exp() * noise.to(mean.device)
+            logp, _ = score_gaussian(drawn, mean, log_std)
+        return ActionChoice(drawn.clamp(-1, 1), drawn, logp)
+
+    def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Score decisions; decisions are (B, K, D) actions as drawn, and entropies may be negative.
+
+        Raises:
+            ValueError: decisions of another shape, or a temperature that is not above 0.
+        """
+        expected = (len(batch), self.chunk, self.action_size)
+        if tuple(decisions.shape) != expected:
+            raise ValueError(f"decisions have the shape {tuple(decisions.shape)}; expected {expected}")
+        mean, log_std = self.gaussian(batch, temperature)
+        return score_gaussian(decisions.to(mean), mean, log_std)
+
+    def bc_loss(
+        self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss of behaviour cloning; nothing is drawn.
+
+        With `cloning: likelihood` the loss is minus the log-density of a demonstrated action, in nats, which may be
+        negative; with `cloning: error` the mean squared error of an entry. Both are means over the control steps.
+        """
+        check_demonstrations(self, batch, actions, mask)
+        mean, log_std = self.gaussian(batch)
+        wanted, weight = actions.to(mean), mask.to(mean)
+        if self.config.cloning == "error":
+            each = (mean - wanted).square().mean(-1)
+        else:
+            each = -score_gaussian(wanted, mean, log_std)[0]
+        count = weight.sum().clamp(min=1)
+        loss = (each * weight).sum() / count
+        with torch.no_grad():
+            distance = (mean.clamp(-1, 1) - wanted).abs().mean(-1)
+            metrics = {
+                "bc/loss": loss,
+                "bc/action_error": (distance * weight).sum() / count,
+                "bc/std": (log_std.exp().mean(-1) * weight).sum() / count,
+            }
+        return loss, {name: float(value.detach()) for name, value in metrics.items()}
+
+    def gaussian(self, batch: PolicyInputs, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Mean and log standard deviation, (B, K, D) float32, of the actions before they are clipped.
+
+        The temperature multiplies the standard deviation; ValueError where it is not above 0.
+
+        Gradient: into all trainable weights.
+        """
+        check_temperature(temperature)
+        seen = self.encoder(batch)
+        with torch.autocast(seen.device.type, enabled=False):  # bfloat16 would round actions to steps of 1/256
+            seen = seen.float()
+            mean = self.mean(seen)
+            raw = self.spread(seen) if isinstance(self.spread, nn.Linear) else self.spread.expand_as(mean)
+            log_std = self._low + self._span * torch.sigmoid(4 / self._span * raw)
+        return mean, log_std + math.log(temperature)
+
+
+def score_gaussian(actions: Tensor, mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-density and entropy of diagonal Gaussians.
+
+    Gradient: into all three.
+    """
+    scaled = (actions - mean) * (-log_std).exp()
+    logp = -0.5 * scaled.square() - log_std - 0.5 * math.log(2 * math.pi)
+    entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)
+    return logp.sum(-1), entropy.sum(-1)

@@ -1,0 +1,267 @@
+"""Loading policies: from a saved folder, new for a simulator, or from a user's own module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, by_kind, check_config, choice
+from mmrl.files import expanded
+from robotics.policies.base.policy import ActionPolicy, open_policy
+from robotics.policies.module import ModuleAdapter
+from robotics.sim.episodes import RobotSim, views_of
+
+if TYPE_CHECKING:
+    from robotics.policies.lerobot.server import LeRobotServerConfig
+
+Served = TypeVar("Served", bound="LeRobotServerConfig")
+
+OPTIONS = {
+    "small": "robotics.policies.small:SmallVlaConfig",
+    "gaussian": "robotics.policies.gaussian:GaussianPolicyConfig",
+    "flow": "robotics.policies.flow:FlowPolicyConfig",
+    "vlm": "robotics.policies.vlm:VlmActionConfig",
+    "lerobot": "robotics.policies.lerobot.gaussian:LeRobotPolicyConfig",
+    "lerobot_flow": "robotics.policies.lerobot.flow:LeRobotFlowConfig",
+    "openvla": "robotics.policies.openvla.folder:OpenVlaConfig",
+}
+"""Dataclass of the options of each kind of policy."""
+ONE_CAMERA = ("small", "gaussian", "flow", "vlm")
+
+
+@dataclass
+class ActionPolicyConfig:
+    """Which policy is trained."""
+
+    path: str = ""
+    """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
+    kind: str = choice("small", lambda: OPTIONS, or_function=True)
+    """Kind of a new policy: small, gaussian, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction),
+    lerobot_flow (LeRobot's SmolVLA or pi0, whose action expert learns), openvla (a folder of OpenVLA-OFT, with action
+    tokens or an action head), or module:function that returns an ActionPolicy or a module with act and log_probs. With
+    a path only a user's function matters: it builds the module whose weights are loaded."""
+    chunk: int = bounded(8, at_least=1)
+    """K, control steps that a new policy predicts at once, for openvla as many as it learned; a saved policy and
+    LeRobot's keep their own."""
+    options: dict[str, Any] = by_kind(
+        lambda: {kind: _imported(spec) for kind, spec in OPTIONS.items()}, without=("action_size", "chunk")
+    )
+    """Further options of a new policy's configuration, or arguments of the user's function. With a path only `vlm`:
+    changes to the saved model's settings, such as dtype, attention or gradient_checkpointing."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError."""
+        if self.path and set(self.options) - {"vlm"} and ":" not in self.kind:
+            raise ValueError("model.options have no effect with model.path, except vlm; a saved policy keeps its own")
+
+
+def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
+    """Open or build a policy.
+
+    Args:
+        config: which one.
+        sim: determines sizes and the words of the instructions.
+        seed: for new weights.
+
+    Returns:
+        The policy on the CPU.
+
+    Raises:
+        UserError: no such folder, an unknown option, or a kind that sees fewer cameras than the simulator has.
+    """
+    if ":" in config.kind:
+        policy = _users_policy(config, sim)
+        if config.path:
+            policy.load_weights(Path(config.path))
+        return policy
+    if config.path:
+        return _saved(config)
+    if config.kind in ONE_CAMERA and views_of(sim):  # before a large model is loaded
+        raise _one_camera(f"a policy of model.kind {config.kind}", views_of(sim))
+    return POLICIES[config.kind](config, sim, seed)
+
+
+def _saved(config: ActionPolicyConfig) -> ActionPolicy:
+    """A saved policy, with the changes to its model's settings."""
+    from robotics.policies.base.saved import read_config
+
+    changes = dict(config.options.get("vlm", {}))
+    if not changes:
+        return open_policy(config.path)
+    entries = read_config(Path(config.path))
+    if entries.get("kind") != "vlm":
+        raise UserError(f"model.options.vlm is given, but {config.path} holds a policy of kind {entries.get('kind')!r}")
+    from robotics.policies.vlm import VlmActionPolicy
+
+    return VlmActionPolicy.from_pretrained(config.path, _model_config(entries.get("model", {}), changes))
+
+
+def _encoded(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
+    """A policy on the observation encoder: sizes from the simulator, then the user's options."""
+    from robotics.policies.base.encoder import EncoderConfig
+    from robotics.policies.base.policy import SAVED_POLICIES
+
+    policy_class = _imported(SAVED_POLICIES[config.kind])
+    options = dict(config.options)
+    encoder = dict(options.pop("encoder", {}))
+    _check_known("model.options", options, policy_class.config_class)
+    _check_known("model.options.encoder", encoder, EncoderConfig)
+    sizes: dict[str, Any] = {"image_size": sim.image_size, "state_size": sim.state_size or None} | encoder
+    made = policy_class.config_class(
+        action_size=sim.action_size, chunk=config.chunk, **options, encoder=EncoderConfig(**sizes)
+    )
+    policy: ActionPolicy = policy_class.build(made, sim.tasks().values(), seed)
+    return policy
+
+
+def _vlm(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
+    from robotics.policies.vlm import VlmActionConfig, VlmActionPolicy
+
+    options = dict(config.options)
+    vlm = dict(options.pop("vlm", {}))
+    _check_known("model.options", options, VlmActionConfig)
+    head = {"action_size": sim.action_size, "chunk": config.chunk, "seed": seed, **options}
+    return VlmActionPolicy.from_model(_model_config(vlm), VlmActionConfig(**head))
+
+
+def _lerobot(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
+    from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
+
+    return LeRobotPolicy(_served(LeRobotPolicyConfig, config, sim), seed)
+
+
+def _lerobot_flow(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
+    from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
+
+    return LeRobotFlowPolicy(_served(LeRobotFlowConfig, config, sim))
+
+
+def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Served:
+    """Options of a served policy, with the bounds of the environment's own actions where `action_box` asks for them."""
+    _check_known("model.options", config.options, kind)
+    options = kind(**config.options)
+    _check(options)
+    if not options.action_box:
+        return options
+    bounds = getattr(sim, "action_bounds", None)
+    if bounds is None:
+        raise UserError(
+            "model.options.action_box is true, but the simulator does not report the bounds of its own actions, as "
+            "sim.kind gymnasium does; give model.options.action_low and action_high"
+        )
+    low, high = (list(bound) for bound in bounds)
+    options = dataclasses.replace(options, action_box=False, action_low=low, action_high=high)
+    _check(options)
+    return options
+
+
+def _check(options: LeRobotServerConfig) -> None:
+    try:
+        check_config(options)
+    except ValueError as error:
+        raise UserError(f"model.options: {error}") from error
+
+
+def _openvla(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
+    from robotics.policies.openvla.folder import HEAD, OpenVlaConfig, find_part
+    from robotics.policies.openvla.regression import OpenVlaRegressionPolicy
+    from robotics.policies.openvla.tokens import OpenVlaPolicy
+
+    _check_known("model.options", config.options, OpenVlaConfig)
+    settings = OpenVlaConfig(chunk=config.chunk, **config.options)
+    has_head = find_part(expanded(settings.folder), HEAD) is not None
+    return (OpenVlaRegressionPolicy if has_head else OpenVlaPolicy)(settings)
+
+
+def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:
+    from mmrl.rewards.loading import load_function
+
+    made = load_function(config.kind, what="model.kind")(**config.options)
+    if isinstance(made, ActionPolicy):
+        return made
+    if isinstance(made, nn.Module):
+        return ModuleAdapter(made, sim.action_size, config.chunk, getattr(made, "decisions", 1))
+    raise UserError(f"model.kind {config.kind} returned a {type(made).__name__}; expected an nn.Module")
+
+
+def _model_config(*entries: dict[str, Any]) -> Any:
+    """A `ModelConfig` from plain entries, checked like a file's; later entries replace earlier ones."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from mmrl.vlm.model.config import ModelConfig
+
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), *entries))
+    except OmegaConfBaseException as error:
+        raise UserError(f"model.options.vlm: {' '.join(str(error).split())}") from error
+
+
+def _check_known(where: str, given: dict[str, Any], kind: type[Any]) -> None:
+    known = {entry.name for entry in dataclasses.fields(kind)} - {"action_size", "chunk"}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise UserError(f"{where} has {', '.join(unknown)}; allowed: {', '.join(sorted(known))}")
+
+
+def _imported(spec: str) -> Any:
+    module, name = spec.split(":")
+    return getattr(import_module(module), name)
+
+
+def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
+    """Check that a policy's inputs and actions are those of a simulator."""
+    _check_cameras(policy, sim)
+    if policy.action_size != sim.action_size:
+        raise UserError(
+            f"the policy's actions have {policy.action_size} entries, those of the simulator {sim.action_size}"
+        )
+    config = getattr(policy, "config", None)
+    sizes = getattr(config, "encoder", config)
+    image_size, state_size = getattr(sizes, "image_size", None), getattr(sizes, "state_size", None)
+    rendered = None if sim.image_size is None else tuple(sim.image_size)
+    if image_size is not None and tuple(image_size) != rendered:
+        raise UserError(f"the policy expects images of {tuple(image_size)} pixels, the simulator renders {rendered}")
+    if state_size is not None and state_size != sim.state_size:
+        raise UserError(f"the policy reads {state_size} state entries, the simulator has {sim.state_size}")
+
+
+def _check_cameras(policy: ActionPolicy, sim: RobotSim) -> None:
+    """Refuse a simulator with other cameras: a policy that ignored one would only seem to see it."""
+    views = views_of(sim)
+    if policy.views is None or policy.views == len(views):
+        return
+    if not policy.views:
+        raise _one_camera(f"this {type(policy).__name__}", views)
+    names = f": {', '.join(policy.cameras)}" if policy.cameras else ""
+    raise UserError(
+        f"the policy sees {policy.views + 1} cameras{names}; the simulator observes its camera and sim.views "
+        f"[{', '.join(views)}]. sim.views names the simulator's cameras for those after the first, {policy.views} of "
+        "them, in that order"
+    )
+
+
+def _one_camera(what: str, views: tuple[str, ...]) -> UserError:
+    return UserError(
+        f"the simulator observes its camera and sim.views [{', '.join(views)}], but {what} sees one camera at most; "
+        "leave sim.views empty, or take a policy of several cameras, see 'Several cameras' in docs/robotics.md (a "
+        "class of your own sets `views`)"
+    )
+
+
+POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, int], ActionPolicy]] = {
+    "small": _encoded,
+    "gaussian": _encoded,
+    "flow": _encoded,
+    "vlm": _vlm,
+    "lerobot": _lerobot,
+    "lerobot_flow": _lerobot_flow,
+    "openvla": _openvla,
+}

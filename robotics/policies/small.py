@@ -1,0 +1,70 @@
+"""A small and fast vision-language-action policy: every number of an action chunk is a token, all decoded at once.
+
+Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding of action chunks), with a language-model head's likelihood in
+    place of its L1 regression, as Haozhan-Li/SimpleVLA-RL and sii-research/siiRL do.
+
+Differences: the observation encoder is `robotics.policies.base.encoder` with about half a million weights; queries
+attend to each other in both directions; by default there is one query a control step with a head for each of the D
+numbers, which gives the same independent distributions with a D-th of the tokens (`queries="token"` has one query a
+number).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from mmrl.fields import rare
+from robotics.policies.base.action_tokens import ActionTokenizer
+from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
+from robotics.policies.base.policy import PolicyInputs, TokenPolicy
+
+QUERIES = ("step", "token")
+
+
+@dataclass
+class SmallVlaConfig:
+    """Sizes and settings of the policy."""
+
+    action_size: int
+    """D, numbers of an action."""
+    chunk: int = rare(8)
+    """K, control steps that are predicted at once."""
+    bins: int = rare(64)
+    """Bins of each number; OpenVLA's 256 need more demonstrations."""
+    token_mode: str = rare("uniform")
+    """uniform or openvla, see `ActionTokenizer`."""
+    queries: str = rare("step")
+    """step: one query a control step; token: one a number of an action."""
+    label_smoothing: float = rare(0.0)
+    """Share of the cloning target that is spread over all bins."""
+    label_spread: float = rare(0.0)
+    """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
+    encoder: EncoderConfig = rare(field(default_factory=EncoderConfig))
+    """Sizes of the observation encoder."""
+
+
+class SmallVlaPolicy(EncodedPolicy, TokenPolicy):
+    """Image, instruction and state to K * D action tokens."""
+
+    kind = "small"
+    config_class = SmallVlaConfig
+
+    def __init__(self, config: SmallVlaConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
+        tokenizer = ActionTokenizer(config.bins, config.token_mode)
+        super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
+        if config.queries not in QUERIES:
+            raise UserError(f"queries is {config.queries!r}; available: {', '.join(QUERIES)}")
+        self.config, self.vocabulary = config, vocabulary
+        each = 1 if config.queries == "token" else config.action_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.encoder = ObservationEncoder(config.encoder, vocabulary, self.decisions // each)
+            self.head = nn.Linear(config.encoder.width, each * config.bins)
+
+    def logits(self, batch: PolicyInputs) -> Tensor:
+        found: Tensor = self.head(self.encoder(batch))
+        return found.reshape(len(batch), self.decisions, self.config.bins)

@@ -1,0 +1,254 @@
+"""A vision-language-action policy on the suite's vision-language models, in the manner of OpenVLA-OFT.
+
+Shapes: B rows, K control steps, D entries of an action, T = K D tokens, n bins, P prompt tokens, S state entries, H
+hidden units.
+
+A row is the chat prompt with the image and "What action should the robot take to ...?", a token made from the state if
+there is one, and T placeholders. One causal pass of the language model computes the hidden states at the placeholders;
+the rows of its head that belong to n ids of the vocabulary turn them into T distributions over n bins, independent
+given the observation.
+
+Source: OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft prismatic/extern/hf/modeling_prismatic.py; the language-model
+    head as likelihood: PRIME-RL/SimpleVLA-RL, sii-research/siiRL.
+
+Differences from that code: a placeholder predicts its own token, there the next one (the last prompt token
+predicts the first); the prompt is the model's chat template; the n ids are the last ones of text tokens, because in
+Qwen's vocabulary control tokens and unused rows follow; images are not cropped to 0.9 of their area.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, choice, rare
+from robotics.policies.base.action_tokens import ActionTokenizer
+from robotics.policies.base.encoder import StateScale
+from robotics.policies.base.policy import PolicyInputs, TokenPolicy
+from robotics.policies.base.saved import (
+    make_config,
+    read_config,
+    read_statistics,
+    read_weights,
+    write_config,
+    write_weights,
+)
+from robotics.policies.base.statistics import StateStatistics
+
+if TYPE_CHECKING:
+    from mmrl.vlm.data.prompt import Prompt
+    from mmrl.vlm.engine.policy import VlmPolicy
+    from mmrl.vlm.model.config import ModelConfig
+
+PLACEHOLDERS = ("zero", "learned")
+VLM_FOLDER = "vlm"
+
+
+@dataclass
+class VlmActionConfig:
+    """Sizes and settings of the policy."""
+
+    action_size: int
+    """D, numbers of an action."""
+    chunk: int = rare(8)
+    """K, control steps that are predicted at once."""
+    bins: int = rare(256)
+    """Ids of the vocabulary that are used as action tokens."""
+    token_mode: str = rare("openvla")
+    """openvla or uniform, see `ActionTokenizer`."""
+    first_id: int | None = rare(None)
+    """First of these ids; empty = the last text ids of the vocabulary."""
+    placeholders: str = rare(choice("zero", PLACEHOLDERS))
+    """Embeddings of the placeholders: zero, as in OpenVLA-OFT, or learned, one each."""
+    state_size: int | None = rare(bounded(None, at_least=1))
+    """Entries of the state, which becomes one token; None for a policy that has no state input."""
+    prompt: str = rare("What action should the robot take to {instruction}?")
+    """Prompt; the instruction is lower-cased."""
+    label_smoothing: float = rare(0.0)
+    """Share of the cloning target that is spread over all bins."""
+    label_spread: float = rare(0.0)
+    """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
+    seed: int = 0
+    """Seed of the weights that are added to the model."""
+
+    def validate(self) -> None:
+        """Check the prompt; raises UserError."""
+        if "{instruction}" not in self.prompt:
+            raise UserError(f"the prompt {self.prompt!r} has no {{instruction}}")
+
+
+class VlmActionPolicy(TokenPolicy):
+    """Image, instruction and state to K * D action tokens by a vision-language model.
+
+    Args:
+        vlm: the model, with or without LoRA adapters, as `mmrl.vlm.engine.policy.load_policy` gives it.
+        config: sizes and settings.
+
+    Raises:
+        UserError: a number is out of range, or there are more bins than ids in the vocabulary.
+    """
+
+    action_ids: Tensor
+
+    def __init__(self, vlm: VlmPolicy, config: VlmActionConfig) -> None:
+        tokenizer = ActionTokenizer(config.bins, config.token_mode)
+        super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
+        check_config(config)
+        self.config, self.vlm = config, vlm
+        first = _first_id(vlm, config)
+        self.register_buffer("action_ids", torch.arange(first, first + config.bins), persistent=False)
+        self.extra = _Extra(config, int(vlm.network.config.text_config.hidden_size), self.decisions)
+
+    def logits(self, batch: PolicyInputs) -> Tensor:
+        from mmrl.vlm.engine.rows import pack_rows, tabulate
+        from mmrl.vlm.model.vision import gather_features
+
+        vlm = self.vlm
+        prompts = self._prompts(batch)
+        extra = self.extra(batch, vlm.device)
+        rows, count = extra.shape[:2]
+        index = torch.arange(rows, device=vlm.device)
+        table = tabulate(prompts, vlm.pad_id, vlm.device)
+        fed = torch.full((rows, count), vlm.pad_id, device=vlm.device)
+        packed = pack_rows(table, index, fed, torch.full_like(index, count), vlm.pad_id)
+        embeddings, options = vlm.embed(packed, gather_features(vlm.network.model, prompts, vlm.features))
+        positions = table.lengths[:, None] + torch.arange(count, device=vlm.device)
+        embeddings = embeddings.index_put((index[:, None], positions), extra.to(embeddings.dtype))
+        output = vlm.network.model.language_model(
+            inputs_embeds=embeddings, position_ids=packed.positions, use_cache=False, **options
+        )
+        states = output.last_hidden_state[index[:, None], positions[:, -self.decisions :]]
+        weight = vlm.network.lm_head.weight[self.action_ids]
+        with torch.autocast(device_type=states.device.type, enabled=False):
+            return functional.linear(states, weight.to(states.dtype)).float()
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        if self.extra.scale is not None:
+            self.extra.scale.set(statistics)
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write the policy to a folder; the model or its adapters are in the folder vlm."""
+        self._write_head(Path(path), self.vlm.config)
+        self.vlm.save_pretrained(Path(path) / VLM_FOLDER)
+
+    def export(self, path: Path | str) -> None:
+        model = self.vlm.config
+        merged = dataclasses.replace(model, lora=dataclasses.replace(model.lora, enabled=False), path="", build=None)
+        self._write_head(Path(path), merged)
+        self.vlm.save_merged(Path(path) / VLM_FOLDER)
+
+    def _write_head(self, folder: Path, model: ModelConfig) -> None:
+        write_config(folder, "vlm", self.config, self.statistics, model=dataclasses.asdict(model))
+        write_weights(self.extra, folder)
+
+    def load_weights(self, path: Path | str) -> None:
+        read_weights(self.extra, Path(path))
+        self.vlm.load_weights(Path(path) / VLM_FOLDER)
+        self.statistics = read_statistics(Path(path))
+
+    @classmethod
+    def from_model(cls, model: ModelConfig, config: VlmActionConfig) -> Self:
+        """Put an action head on a vision-language model, on the CPU; `shared_prefix` is off, since rows share none."""
+        from mmrl.vlm.engine.policy import load_policy
+
+        return cls(load_policy(dataclasses.replace(model, shared_prefix=False)), config)
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str, model: ModelConfig | None = None) -> Self:
+        """Load what `save_pretrained` wrote, on the CPU.
+
+        Args:
+            path: folder.
+            model: precision, LoRA and other settings of the model, path excluded; None = those that it was saved with,
+                so that adapters stay adapters.
+
+        Raises:
+            UserError: the folder is not one, or is damaged.
+        """
+        folder = Path(path)
+        entries = read_config(folder)
+        entries.pop("kind", None)
+        settings = model or _model_config(entries.pop("model", {}), f"model in {folder}")
+        entries.pop("model", None)
+        config = make_config(VlmActionConfig, entries, str(folder))
+        settings = dataclasses.replace(settings, path=str(folder / VLM_FOLDER), build=None)
+        policy = cls.from_model(settings, config)
+        read_weights(policy.extra, folder)
+        policy.statistics = read_statistics(folder)
+        return policy
+
+    def _prompts(self, batch: PolicyInputs) -> list[Prompt]:
+        from PIL import Image
+
+        from mmrl.vlm.data.task import VlmTask
+
+        images = [None] * len(batch) if batch.images is None else list(batch.images.cpu().numpy())
+        prompts = []
+        for text, pixels in zip(batch.instructions, images, strict=True):
+            image = [] if pixels is None else [{"type": "image"}]
+            question = self.config.prompt.format(instruction=text.lower())
+            turn = {"role": "user", "content": [*image, {"type": "text", "text": question}]}
+            prompts.append(self.vlm.encode(VlmTask(text, [turn]), [] if pixels is None else [Image.fromarray(pixels)]))
+        return prompts
+
+
+def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
+    from mmrl.vlm.model.config import CriticSettings, LoraSettings, ModelConfig
+
+    nested: dict[str, type[Any]] = {"lora": LoraSettings, "critic": CriticSettings}
+    if not isinstance(entries, Mapping) or not all(isinstance(entries.get(name, {}), Mapping) for name in nested):
+        raise UserError(f"{place} is {entries!r:.80}; expected an object of model settings")
+    rest = dict(entries)
+    parts = {name: make_config(kind, dict(rest.pop(name, {})), f"{place}.{name}") for name, kind in nested.items()}
+    return make_config(ModelConfig, rest | parts, place)
+
+
+class _Extra(nn.Module):
+    """Weights that are added to the model: projector of the state and embeddings of the placeholders."""
+
+    zeros: Tensor
+    project: nn.Linear | None
+
+    def __init__(self, config: VlmActionConfig, hidden: int, tokens: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.project = nn.Linear(config.state_size, hidden) if config.state_size else None
+            embeddings = torch.randn(tokens, hidden) * 0.02 if config.placeholders == "learned" else None
+        self.scale = StateScale(config.state_size) if config.state_size else None
+        self.learned = None if embeddings is None else nn.Parameter(embeddings)
+        self.register_buffer("zeros", torch.zeros(tokens, hidden), persistent=False)
+
+    def forward(self, batch: PolicyInputs, device: torch.device) -> Tensor:
+        """(B, T, H), or (B, 1 + T, H) with the state's token in front."""
+        tokens = self.zeros if self.learned is None else self.learned
+        tokens = tokens.expand(len(batch), -1, -1)
+        if self.project is None or self.scale is None:
+            return tokens
+        size = len(self.scale.mean)
+        found = None if batch.state is None else batch.state.shape[1]
+        if batch.state is None or found != size:
+            raise UserError(f"the policy expects a state of {size} entries, got {found or 'none'}")
+        state: Tensor = self.project(self.scale(batch.state.to(device)))
+        return torch.cat([state[:, None].to(tokens.dtype), tokens], 1)
+
+
+def _first_id(vlm: VlmPolicy, config: VlmActionConfig) -> int:
+    """First id of the actions."""
+    texts = int(vlm.processor.tokenizer.vocab_size)  # does not count the control tokens after the text tokens
+    rows = int(vlm.network.lm_head.weight.shape[0])
+    first = texts - config.bins if config.first_id is None else config.first_id
+    if first < 0 or first + config.bins > rows:
+        raise UserError(
+            f"bins={config.bins} with first_id={config.first_id} does not fit a vocabulary of {texts} text ids and "
+            f"{rows} rows"
+        )
+    return first

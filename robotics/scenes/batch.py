@@ -1,0 +1,456 @@
+"""Many tabletop episodes at once in the threads of one process: the simulator for training.
+
+The actions of a chunk are first turned into joint targets, which do not depend on the physics; then the physics of the
+whole chunk runs in one call a row (`ImageRollout`), and only images that a policy or a video needs are rendered. Rows
+may have different tasks. Trajectories equal those of `TabletopEnv` with the same layouts and actions, bit for bit.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, check_fields, choice
+from robotics.scenes.arms import find_arm
+from robotics.scenes.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
+from robotics.scenes.object_poses import object_poses
+from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
+from robotics.scenes.tasks import LAYOUTS, SPLITS, TASKS, TabletopScene, find_task, layout_seed
+from robotics.scenes.variant import ActionDelay, SceneVariant
+from robotics.scenes.videos import VideoRenderer, video_size
+from robotics.sim.backends import Backend, probe_backend, require_backend
+from robotics.sim.episodes import ChunkResult, EpisodeSpec
+from robotics.sim.randomization import RandomizationConfig
+from robotics.sim.recent import RecentObservations
+from robotics.sim.rendering import RenderSettings, check_cameras
+from robotics.sim.rollout import ImageRollout
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from robotics.sim.opening import SimConfig
+    from robotics.sim.scene_results import Chunk, Observation
+
+STATES = {"full": STATE_SIZE, "proprio": PROPRIO_SIZE}
+LOOKS = ("policy", "film")
+PHYSICS = ("mujoco", "warp")
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """Observations and rewards of the rows."""
+
+    image_size: tuple[int, int] | None = (64, 64)
+    """(H, W) pixels; None for states only."""
+    camera: str = "front"
+    """front or wrist."""
+    views: tuple[str, ...] = ()
+    """Further cameras, whose images are observed beside the camera's, in this order."""
+    look: str = choice("policy", LOOKS)
+    """policy: images are those of the camera; film: for people (`robotics.scenes.videos`), some 50 times slower."""
+    state: str = choice("full", STATES)
+    """full, with the poses of the pieces, or proprio, the robot's own state."""
+    reward: str = "sparse"
+    """sparse, 1 with the step that solves the task, or dense in 0..1."""
+    horizon: int | None = bounded(None, at_least=1)
+    """Control steps after which an episode is truncated; None = each task's own horizon."""
+    control: ControlSettings = field(default_factory=ControlSettings)
+    """Step sizes and workspace."""
+    randomization: RandomizationConfig = field(default_factory=RandomizationConfig)
+    """What differs from episode to episode."""
+    physics: str = choice("mujoco", PHYSICS)
+    """mujoco, in threads on the CPU, or warp, all rows of a task together on a GPU; see `robotics.sim.warp_physics`."""
+    device: str | None = None
+    """Warp's device, such as cuda:0; a GPU where there is one when None."""
+
+    def validate(self) -> None:
+        """Refuse a device without a choice of it, and further cameras that are not drawn; raises UserError."""
+        if self.views and (self.image_size is None or self.look == "film"):
+            why = "image_size is None" if self.image_size is None else "videos are drawn by a camera of their own"
+            raise UserError(f"views has {', '.join(self.views)}, but {why}; leave it empty")
+        if self.device is not None and self.physics != "warp":
+            raise UserError(f"device is {self.device!r} with physics {self.physics}; only warp has a choice of devices")
+
+
+@dataclass
+class _Group:
+    """Rows of one task and split; scenes are numbered from 0 within it."""
+
+    scene: TabletopScene
+    rollout: ImageRollout
+    rows: NDArray[np.int64]
+
+
+class TabletopBatch:
+    """Runs episodes of the tabletop tasks; implements `RobotSim`.
+
+    The state has 22 entries, see `SceneSensors.state`, or with `state="proprio"` its first 10. Noise and delays of a
+    domain randomisation are in observations; `full_state`, rewards, `object_poses` and recorded frames are exact.
+
+    Args:
+        tasks: keys of `TASKS` that episodes may name.
+        arm: key in `ARMS`.
+        settings: observation, reward, horizon and control.
+        workers: threads; the usable cores when None.
+        backend: name of a probed renderer; chosen and probed when None.
+
+    Raises:
+        UserError: there is no such task, arm, camera, state or reward, or no renderer.
+    """
+
+    action_size: int = ACTION_SIZE
+    full_state_size: int = STATE_SIZE
+    capacity: int | None = None
+
+    def __init__(
+        self,
+        tasks: Sequence[str] = ("reach",),
+        arm: str = "panda",
+        settings: BatchSettings | None = None,
+        *,
+        workers: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        self.settings = settings or BatchSettings()
+        check_config(self.settings)
+        if not tasks:
+            raise UserError("tasks is empty; name at least one")
+        self.arm = find_arm(arm)
+        self._tasks = {name: find_task(name) for name in tasks}
+        self._scenes = {
+            name: TabletopScene(task, self.arm, "train", self.settings.reward, self.settings.randomization)
+            for name, task in self._tasks.items()
+        }
+        self.image_size = self.settings.image_size
+        self.views = tuple(self.settings.views)
+        self.state_size = STATES[self.settings.state]
+        self.horizon = max(self._horizon(name) for name in self._tasks)
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self.live: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._rendering: RenderSettings | None = None
+        self._drawing: Backend | None = None
+        if self.image_size is not None:
+            self._rendering = RenderSettings(self.image_size[1], self.image_size[0], self.settings.camera, self.views)
+            check_fields(self._rendering, "image")
+            check_cameras(next(iter(self._scenes.values())).model, (self.settings.camera, *self.views))
+            if backend is None:
+                self._drawing = require_backend()
+            else:
+                self._drawing = probe_backend(backend)[0] or Backend(backend, "unknown device")
+        self._workers = workers
+        self._controller = CartesianController(self.arm, self.settings.control)
+        self._rollouts: dict[tuple[str, str], ImageRollout] = {}
+        self._warp: str | None = None
+        if self.settings.physics == "warp":
+            from robotics.sim.warp_physics import describe_warp
+
+            self._warp = describe_warp(self.settings.device)
+        self._groups: list[_Group] = []
+        self._full = np.zeros((0, STATE_SIZE), np.float32)
+        self._variants: dict[int, SceneVariant] = {}
+        self._delays: dict[int, ActionDelay] = {}
+        self._elapsed = np.zeros(0, np.int64)
+        self._past, self._recent = 0, dict[int, RecentObservations]()
+
+    def tasks(self) -> Mapping[str, str]:
+        """Names of the tasks with their instructions."""
+        return {name: task.instruction for name, task in self._tasks.items()}
+
+    def layouts(self) -> Mapping[str, int | None]:
+        """Names of the splits with their numbers of layouts."""
+        return dict.fromkeys(SPLITS, LAYOUTS)
+
+    def reset(self, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
+        """Begin episodes in rows 0..R-1, see `RobotSim.reset`; with a past of P control steps until the next reset."""
+        if not episodes:
+            raise UserError("no episodes to begin")
+        seeds = [layout_seed(episode.split, episode.layout) for episode in episodes]
+        self._groups = self._arrange(episodes)
+        self.live = np.arange(len(episodes))
+        self._controller.reset(len(episodes))
+        self._full = np.zeros((len(episodes), STATE_SIZE), np.float32)
+        self._elapsed = np.zeros(len(episodes), np.int64)
+        self._variants, self._delays = {}, {}
+        self._past, self._recent = past, {}
+        self._vary(dict(enumerate(episodes)))
+        return self._begin(self.live, dict(enumerate(seeds)), past)
+
+    def restart(self, episodes: Mapping[int, EpisodeSpec]) -> ChunkResult:
+        """Begin episodes in some rows while the others continue.
+
+        Args:
+            episodes: by row; each of the task and split that its row had at the last `reset`.
+
+        Returns:
+            Result of a chunk of no steps, for these rows.
+        """
+        rows = np.array(sorted(episodes), np.int64)
+        seeds = {row: layout_seed(episode.split, episode.layout) for row, episode in episodes.items()}
+        self._check_restart(episodes)
+        self.live = np.union1d(self.live, rows)
+        self._controller.restart(rows)
+        self._elapsed[rows] = 0
+        self._vary(episodes)
+        return self._begin(rows, seeds)
+
+    def _begin(self, rows: NDArray[np.int64], seeds: Mapping[int, int], past: int | None = None) -> ChunkResult:
+        """Begin episodes in some rows: in all of them with a past given, which resets the rollouts."""
+        output = self._empty(rows, 0)
+        for group in self._groups:
+            scenes = np.flatnonzero(np.isin(group.rows, rows))
+            if not len(scenes):
+                continue
+            begun = group.rows[scenes]
+            chosen = [seeds[row] for row in begun.tolist()]
+            variants = [self._variants.get(row) for row in begun.tolist()]
+            if past is None:
+                observation = group.rollout.restart(scenes, chosen, variants)
+            else:
+                observation = group.rollout.reset(chosen, variants, past)
+            self._observe(group, observation, self._controller.commands(begun), np.ones(len(begun), bool), output)
+        for index, row in enumerate(rows.tolist() if self._past else ()):
+            self._recent[row] = RecentObservations(self._past)
+            self._add_present(row, index, output)
+        drawn = {row: self._variants[row].drawn for row in rows.tolist() if row in self._variants}
+        return replace(output, drawn=drawn)
+
+    def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
+        """Step the live rows, see `RobotSim.step_chunk`; actions (L, K, 5) are dx, dy, dz, dyaw, gripper."""
+        if not len(self.live):
+            raise UserError("no row is live; reset first")
+        if record and self._rendering is None:
+            raise UserError("nothing can be recorded without images; give an image_size")
+        moves = check_actions(actions, len(self.live))
+        live = self.live
+        for index, row in enumerate(live.tolist()):
+            if row in self._delays:
+                moves[index] = self._delays[row](moves[index])
+        plan = self._controller.plan(live, moves)
+        output = self._empty(live, moves.shape[1])
+        frames: dict[int, NDArray[np.uint8]] = {}
+        for group in self._groups:
+            rows = group.rows[group.rollout.live]
+            if not len(rows):
+                continue
+            at = np.searchsorted(live, rows)
+            wanted = {int(np.searchsorted(group.rows, row)) for row in record if row in rows}
+            chunk = group.rollout.step_chunk(plan.controls[at], wanted)
+            output.rewards[at], output.steps[at] = chunk.rewards, chunk.steps
+            output.success[at] = output.terminated[at] = chunk.dones.any(axis=1)
+            output.truncated[at], output.failed[at] = chunk.truncated, chunk.failed
+            self._elapsed[rows] += chunk.steps
+            ends = plan.commands[at, np.maximum(chunk.steps - 1, 0)]
+            self._observe(group, chunk.observation, ends, ~chunk.failed, output)
+            if self._past:
+                self._add_chunk_past(group, chunk, plan.commands[at], output)
+            frames |= {int(group.rows[scene]): recorded for scene, recorded in chunk.recorded.items()}
+        self.live = live[~(output.terminated | output.truncated | output.failed)]
+        broken = [int(row) for row in live[output.failed]]
+        self.counts["diverged"] += len(broken)
+        self.counts["dropped"] += len(broken)
+        reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of diverging numbers or of a full buffer")
+        return replace(output, reasons=reasons, frames=frames)
+
+    def full_state(self) -> NDArray[np.float32]:
+        """Full state (L, 22) of the live rows as last observed, for scripted experts."""
+        return self._full[self.live]
+
+    def describe(self) -> Mapping[str, Any]:
+        """Everything that a measured number depends on."""
+        import mujoco
+
+        settings = asdict(self.settings)
+        # Entries that say nothing are left out, so that fingerprints of evaluations from before they existed hold.
+        unset = {
+            "look": self.settings.look == "policy",
+            "randomization": not self.settings.randomization.active(),
+            "views": not self.views,
+            "device": True,
+            "physics": self._warp is None,
+        }
+        if self._warp is not None:
+            settings["physics"] = self._warp
+        settings = {name: value for name, value in settings.items() if not unset.get(name)}
+        return {
+            "simulator": "tabletop",
+            "tasks": {name: self._horizon(name) for name in self._tasks},
+            "arm": self.arm.name,
+            "control_hz": round(1.0 / (PHYSICS_STEPS * self._physics_step()), 3),
+            "physics_step_s": self._physics_step(),
+            "renderer": f"{self._drawing.name}: {self._drawing.device}" if self._drawing else None,
+            "mujoco": mujoco.__version__,
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+            **settings,
+            "horizon": self.horizon,
+        }
+
+    def close(self) -> None:
+        """Stop the threads and free the renderers."""
+        self._groups, self.live = [], np.zeros(0, np.int64)
+        while self._rollouts:
+            self._rollouts.popitem()[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _horizon(self, task: str) -> int:
+        return self.settings.horizon or self._tasks[task].horizon
+
+    def _physics_step(self) -> float:
+        return float(next(iter(self._scenes.values())).model.opt.timestep)
+
+    def _arrange(self, episodes: Sequence[EpisodeSpec]) -> list[_Group]:
+        rows: dict[tuple[str, str], list[int]] = {}
+        for row, episode in enumerate(episodes):
+            if episode.task not in self._tasks:
+                raise UserError(
+                    f"episode {row} has the task {episode.task!r}; this simulator runs {', '.join(self._tasks)}. There "
+                    f"are {', '.join(TASKS)}"
+                )
+            rows.setdefault((episode.task, episode.split), []).append(row)
+        return [self._group(key, np.array(found)) for key, found in rows.items()]
+
+    def _group(self, key: tuple[str, str], rows: NDArray[np.int64]) -> _Group:
+        task, split = key
+        scene = self._scenes[task].for_split(split)
+        known = self._rollouts.get(key)
+        if known is None or known.scenes < len(rows):
+            if known is not None:
+                known.close()
+            drawing, physics, video = self._drawing.name if self._drawing else None, None, None
+            if self._warp is not None:
+                from robotics.sim.warp_physics import WarpPhysics
+
+                physics = WarpPhysics(scene.model, len(rows), PHYSICS_STEPS, self.settings.device)
+            if self.settings.look == "film" and self.image_size is not None:
+                video = partial(VideoRenderer, scene, self.image_size, drawing)
+            known = self._rollouts[key] = ImageRollout(
+                scene.model,
+                scene,
+                len(rows),
+                self._rendering,
+                substeps=PHYSICS_STEPS,
+                horizon=self._horizon(task),
+                workers=self._workers,
+                backend=drawing,
+                video=video,
+                physics=physics,
+            )
+        return _Group(scene, known, rows)
+
+    def _check_restart(self, episodes: Mapping[int, EpisodeSpec]) -> None:
+        kinds = {int(row): (group.scene.task.name, group.scene.split) for group in self._groups for row in group.rows}
+        for row, episode in episodes.items():
+            if row not in kinds:
+                raise UserError(f"there is no row {row}; the last reset began {len(kinds)} episodes")
+            if (episode.task, episode.split) != kinds[row]:
+                raise UserError(
+                    f"row {row} runs the task {kinds[row][0]} of the split {kinds[row][1]}, not {episode.task} of "
+                    f"{episode.split}; reset all rows to change that"
+                )
+
+    def _empty(self, rows: NDArray[np.int64], length: int) -> ChunkResult:
+        output = ChunkResult.empty(rows, length, self.state_size, self.image_size, len(self.views), self._past)
+        return replace(output, object_poses=np.full((len(rows), 4, 4), np.nan))
+
+    def _observe(
+        self,
+        group: _Group,
+        seen: Observation,
+        commands: NDArray[np.float64],
+        sound: NDArray[np.bool_],
+        out: ChunkResult,
+    ) -> None:
+        """Write the observations of a group's scenes into the result; failed rows stay zero."""
+        rows = group.rows[seen.scenes[sound]]
+        at, views = np.searchsorted(out.rows, rows), out.observation.views
+        self._full[rows] = measured = group.scene.sensors.state(seen.sensordata[sound], commands[sound])
+        if self._variants:
+            measured = group.scene.sensors.state(seen.measured[sound], commands[sound])
+        out.observation.state[at] = measured[:, : self.state_size]
+        assert out.object_poses is not None
+        out.object_poses[at] = object_poses(group.scene, seen.qpos[sound], seen.sensordata[sound])
+        if out.observation.images is not None and seen.frames is not None:
+            out.observation.images[at] = seen.frames[sound]
+        if views is not None and seen.views is not None:
+            views[at] = seen.views[sound]
+        for row, index in zip(rows.tolist(), at.tolist(), strict=True):
+            if row in self._variants:
+                self._add_noise(row, int(self._elapsed[row]), _parts(out, index))
+
+    def _add_noise(self, row: int, step: int, parts: Mapping[str, NDArray[Any]]) -> None:
+        """Add the noise of a control step to an observation."""
+        variant = self._variants[row]
+        parts["state"][:] = variant.noisy_state(parts["state"], step)
+        if "images" in parts and self.settings.look == "policy":
+            parts["images"][:] = variant.noisy_image(parts["images"], step)
+        for image, name in zip(parts.get("views", ()), self.views if "views" in parts else (), strict=True):
+            image[:] = variant.noisy_image(image, step, name)
+
+    def _add_chunk_past(self, group: _Group, chunk: Chunk, commands: NDArray[np.float64], out: ChunkResult) -> None:
+        """Write the pasts of a group's rows that continue, given their commands (L, K, 5)."""
+        for index, scene in enumerate(chunk.scenes.tolist()):
+            if scene not in group.rollout.live:
+                continue
+            row, looks, step = int(group.rows[scene]), chunk.observation.earlier[index], int(chunk.steps[index]) - 1
+            for back, look in zip(range(len(looks), 0, -1), looks, strict=True):
+                state = group.scene.sensors.state(look.measured[None], commands[index, step - back][None])
+                seen = {"state": state[0, : self.state_size], "images": look.frame, "views": look.views}
+                parts = {name: part for name, part in seen.items() if part is not None}
+                if row in self._variants:
+                    self._add_noise(row, int(self._elapsed[row]) - back, parts)
+                self._recent[row].add(parts)
+            self._add_present(row, int(np.searchsorted(out.rows, row)), out)
+
+    def _add_present(self, row: int, index: int, out: ChunkResult) -> None:
+        """Add a row's observation to its recent ones, and write those before it into the result."""
+        self._recent[row].add(_parts(out, index))
+        for name, part in self._recent[row].before().items():
+            getattr(out.observation, f"past_{name}")[index] = part
+
+    def _vary(self, episodes: Mapping[int, EpisodeSpec]) -> None:
+        """Draw the variants of the episodes that begin in some rows."""
+        for row, episode in episodes.items():
+            variant = self._scenes[episode.task].variants.of(episode)
+            self._variants.pop(row, None)
+            self._delays.pop(row, None)
+            if variant is not None:
+                self._variants[row], self._delays[row] = variant, ActionDelay(variant.action_delay)
+
+
+def open_tabletop(config: SimConfig, height: int | None = None) -> TabletopBatch:
+    """Start the simulator of a configuration; with the look of videos of a height in pixels where one is given."""
+    size = (config.image_size, config.image_size) if config.image_size else None
+    settings = BatchSettings(
+        image_size=video_size(height) if height else size,
+        look="film" if height else "policy",
+        camera=config.camera or "front",
+        views=tuple(config.views),
+        state=config.state,
+        reward="dense",  # `success` is a flag of its own
+        horizon=config.horizon or None,
+        randomization=config.randomization,
+        physics="mujoco" if height else config.physics,
+    )
+    if config.options:
+        raise UserError(f"sim.options has {', '.join(sorted(config.options))}; allowed: nothing")
+    return TabletopBatch(config.tasks or ["reach"], config.arm, settings, workers=config.workers or None)
+
+
+def _parts(out: ChunkResult, index: int) -> dict[str, NDArray[Any]]:
+    """Writable parts of a row's observation."""
+    seen = {name: getattr(out.observation, name) for name in ("state", "images", "views")}
+    return {name: part[index] for name, part in seen.items() if part is not None}
+
+
+COUNTS = ("crashed", "hung", "memory", "raised", "restarted", "dropped", "diverged")

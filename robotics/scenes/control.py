@@ -1,0 +1,194 @@
+"""From small motions of the gripper to joint targets, without looking at the physics.
+
+An action moves a commanded pose of the grip, which always points down; damped least squares on the kinematics turns it
+into joint angles, starting at the angles commanded before. The physical state is never read, so the controls of a whole
+chunk are known before its first physics step, and `mujoco.rollout` can take them at once. What the arm does not follow
+(contacts, servo lag) shows in the observation, not in the command.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from robotics.scenes.arms import ArmModel
+
+ACTION_SIZE = 5
+"""dx, dy, dz, dyaw, gripper."""
+COMMAND_SIZE = 5
+"""x, y, z in metres, yaw in radians, gripper (1 closed, -1 open)."""
+CLOSED, OPEN = 1.0, -1.0
+
+
+@dataclass(frozen=True)
+class ControlSettings:
+    """Sizes of actions, the workspace and the inverse kinematics."""
+
+    step_m: float = bounded(0.04, above=0)
+    """Motion along an axis in one control step."""
+    turn_rad: float = bounded(0.3, above=0)
+    """Turn about the vertical in one control step."""
+    low_m: tuple[float, float, float] = (0.3, -0.3, 0.012)
+    """Lowest x, y, z of the commanded grip; the fingertips reach 1 cm below it."""
+    high_m: tuple[float, float, float] = (0.68, 0.3, 0.28)
+    """Highest x, y, z."""
+    yaw_rad: float = bounded(1.0, above=0)
+    """Largest turn to either side."""
+    damping: float = bounded(0.02, above=0)
+    """Damping of the least squares."""
+    posture: float = 0.1
+    """Fraction of the distance to the home posture moved in an iteration, in the null space of the grip's pose."""
+    joint_step_rad: float = 0.25
+    """Largest change of an angle in an iteration."""
+    iterations: int = bounded(3, above=0)
+    """Iterations of the inverse kinematics in a control step."""
+
+    def validate(self) -> None:
+        """Refuse an empty workspace; raises UserError."""
+        if not np.all(np.less(self.low_m, self.high_m)):
+            raise UserError(f"the workspace from {self.low_m} to {self.high_m} is empty")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Controls and commanded poses of L rows for K control steps."""
+
+    controls: NDArray[np.float64]  # (L, K, J + 1) joint targets in rad, and the target of a finger in metres
+    commands: NDArray[np.float64]  # (L, K, 5) commanded x, y, z (m, world), yaw (rad), gripper (1 closed, -1 open)
+
+
+class CartesianController:
+    """Keeps the commanded pose and joint targets of R rows.
+
+    Args:
+        arm: the arm that all rows have.
+        settings: step sizes and workspace.
+    """
+
+    def __init__(self, arm: ArmModel, settings: ControlSettings | None = None) -> None:
+        self.arm, self.settings = arm, settings or ControlSettings()
+        check_config(self.settings, "control")
+        self._kinematics = arm.kinematics
+        self._home = np.array(arm.home_rad)
+        pose, _ = self._kinematics(self._home[None])
+        self.home_command: NDArray[np.float64] = np.array([*pose[0, :3, 3], _yaw(pose)[0], OPEN])
+        """(5,) command with which a row starts."""
+        self.home_control: NDArray[np.float64] = np.array([*self._home, arm.opening_m])
+        """(J + 1,) controls that hold the home pose."""
+        self._joint_rad = np.empty((0, len(self._home)))
+        self._command = np.empty((0, COMMAND_SIZE))
+
+    def reset(self, rows: int) -> None:
+        """Begin with all rows at home, the gripper open."""
+        self._joint_rad = np.tile(self._home, (rows, 1))
+        self._command = np.tile(self.home_command, (rows, 1))
+
+    def restart(self, rows: ArrayLike) -> None:
+        """Put some rows back home, the gripper open."""
+        chosen = np.asarray(rows, np.int64)
+        self._joint_rad[chosen], self._command[chosen] = self._home, self.home_command
+
+    def commands(self, rows: ArrayLike) -> NDArray[np.float64]:
+        """(L, 5) present commands of some rows."""
+        return self._command[np.asarray(rows, np.int64)]
+
+    def plan(self, rows: ArrayLike, actions: ArrayLike) -> Plan:
+        """Move the commands of some rows by a chunk of actions.
+
+        Args:
+            rows: (L,) indices.
+            actions: (L, K, 5) dx, dy, dz, dyaw as fractions of the largest step, and the gripper, which closes above 0
+                and opens otherwise; clipped to -1..1.
+
+        Returns:
+            Controls and commands; the bits of a row do not depend on the others.
+
+        Raises:
+            UserError: the shape does not fit, or an action is not finite.
+        """
+        chosen = np.asarray(rows, np.int64)
+        moves = check_actions(actions, len(chosen))
+        joint_rad, command = self._joint_rad[chosen], self._command[chosen]
+        length = moves.shape[1]
+        controls = np.empty((len(chosen), length, len(self._home) + 1))
+        commands = np.empty((len(chosen), length, COMMAND_SIZE))
+        for step in range(length):
+            command = self._move(command, moves[:, step])
+            joint_rad = self._follow(joint_rad, command)
+            controls[:, step, :-1], commands[:, step] = joint_rad, command
+        controls[:, :, -1] = np.where(commands[:, :, 4] > 0, 0.0, self.arm.opening_m)
+        self._joint_rad[chosen], self._command[chosen] = joint_rad, command
+        return Plan(controls, commands)
+
+    def _move(self, command: NDArray[np.float64], action: NDArray[np.float64]) -> NDArray[np.float64]:
+        settings, moved = self.settings, np.empty_like(command)
+        moved[:, :3] = np.clip(command[:, :3] + settings.step_m * action[:, :3], settings.low_m, settings.high_m)
+        turned = command[:, 3] + settings.turn_rad * action[:, 3]
+        moved[:, 3] = np.clip(turned, -settings.yaw_rad, settings.yaw_rad)
+        moved[:, 4] = np.where(action[:, 4] > 0, CLOSED, OPEN)
+        return moved
+
+    def _follow(self, joint_rad: NDArray[np.float64], command: NDArray[np.float64]) -> NDArray[np.float64]:
+        settings, kinematics = self.settings, self._kinematics
+        identity = settings.damping**2 * np.eye(6)
+        goal = _goal_axes(command)
+        for _ in range(settings.iterations):
+            pose, jacobian = kinematics(joint_rad)
+            drift = settings.posture * (self._home - joint_rad)
+            error = _pose_error(pose, command, goal) - (jacobian @ drift[..., None])[..., 0]
+            transposed = jacobian.transpose(0, 2, 1)
+            weights = np.linalg.solve(jacobian @ transposed + identity, error[..., None])
+            change = (transposed @ weights)[..., 0] + drift
+            change = np.clip(change, -settings.joint_step_rad, settings.joint_step_rad)
+            joint_rad = np.clip(joint_rad + change, kinematics.low_rad, kinematics.high_rad)
+        return joint_rad
+
+
+def check_actions(actions: ArrayLike, rows: int) -> NDArray[np.float64]:
+    """Actions (L, K, 5) of L rows clipped to -1..1; raises UserError for another shape or what is not finite."""
+    array = np.asarray(actions, np.float64)
+    if array.ndim != 3 or (array.shape[0], array.shape[2]) != (rows, ACTION_SIZE) or array.shape[1] < 1:
+        raise UserError(
+            f"actions have the shape {array.shape}; expected ({rows} live rows, K >= 1, {ACTION_SIZE}: dx, dy, dz, "
+            "dyaw, gripper)"
+        )
+    if not np.isfinite(array).all():
+        row, step, entry = np.argwhere(~np.isfinite(array))[0]
+        raise UserError(f"action {entry} of control step {step} in row {row} is {array[row, step, entry]}")
+    return np.clip(array, -1.0, 1.0)
+
+
+def _goal_axes(command: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(R, 3, 3) rotation of a grip that points down with the commanded yaw."""
+    axes = np.zeros((len(command), 3, 3))
+    axes[:, 0, 0] = np.cos(command[:, 3])
+    axes[:, 1, 0] = axes[:, 0, 1] = np.sin(command[:, 3])
+    axes[:, 1, 1] = -axes[:, 0, 0]
+    axes[:, 2, 2] = -1.0
+    return axes
+
+
+def _pose_error(
+    pose: NDArray[np.float64], command: NDArray[np.float64], goal: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """(R, 6) translation and rotation from pose to command in world axes; the rotation is axis times sine of angle."""
+    # The skew part of goal @ pose^T is the sum of the cross products of the columns.
+    turn = goal @ pose[:, :3, :3].transpose(0, 2, 1)
+    error = np.empty((len(command), 6))
+    error[:, :3] = command[:, :3] - pose[:, :3, 3]
+    error[:, 3] = 0.5 * (turn[:, 2, 1] - turn[:, 1, 2])
+    error[:, 4] = 0.5 * (turn[:, 0, 2] - turn[:, 2, 0])
+    error[:, 5] = 0.5 * (turn[:, 1, 0] - turn[:, 0, 1])
+    return error
+
+
+def _yaw(pose: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.arctan2(pose[:, 1, 0], pose[:, 0, 0])

@@ -1,0 +1,367 @@
+"""The tabletop tasks as Gymnasium environments.
+
+    env = TabletopEnv(task="pick_place", arm="ur5e", observation=("state", "rgb"))
+    observation, info = env.reset(seed=0, options={"layout": 3, "split": "held_out"})
+
+An action is dx, dy, dz, dyaw and gripper in -1..1 (`control.CartesianController`). Equal layouts and actions give equal
+bits, here and in `TabletopBatch`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from mmrl.errors import RunError, UserError
+from mmrl.fields import check_fields
+from robotics.scenes.arms import find_arm
+from robotics.scenes.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
+from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
+from robotics.scenes.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
+from robotics.scenes.variant import ActionDelay, ObservationDelay, SceneVariant
+from robotics.scenes.variations import restore_model
+from robotics.scenes.videos import VIDEO_SIZE, Caption, VideoRenderer, write_caption
+from robotics.sim.backends import require_backend
+from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.randomization import RandomizationConfig, read_randomization
+from robotics.sim.rendering import FrameRenderer, RenderSettings, check_cameras, update_poses
+
+if TYPE_CHECKING:
+    import mujoco
+    from numpy.typing import NDArray
+
+    from robotics.scenes.presentation import Outcome
+    from robotics.scenes.viewer import SceneViewer
+
+Watcher = Callable[["mujoco.MjData", Caption], object]
+ROW = (0,)
+CONTROL_HZ = 10
+LOOKS = ("film", "policy")
+POLICY_SIZE = (256, 256)
+SHOWN_PARTS = 5
+"""Parts of a control step after each of which watchers see the scene."""
+OBSERVATIONS = ("state", "proprio", "rgb", "depth", "segmentation")
+RENDERED = OBSERVATIONS[2:]
+MAX_ID = 2**24
+
+
+class SimulationDiverged(RunError):  # noqa: N818 - named for what happened
+    """A simulation diverged; its episode has no result."""
+
+
+class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
+    """One tabletop task with one arm.
+
+    Observations are a dictionary with the chosen kinds: `state` (22,) float32, see `SceneSensors.state`; `proprio`
+    (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32 metres;
+    `segmentation` (H, W, 2) int32 object id and type, -1 for the background; and `views` (V, H, W, 3) uint8 of further
+    cameras. `info` has success, instruction, layout, split and dense_reward, and randomization, the episode's draw,
+    where something is randomised. Noise and delays are in observations; the property `state`, videos, windows and
+    rewards are exact, and depth and segmentation have no noise.
+        task: key in `TASKS`.
+        arm: key in `ARMS`.
+        observation: kinds, see above.
+        image_size: (H, W) pixels of observed images.
+        camera: front or wrist.
+        views: further cameras, whose images are the entry `views`.
+        horizon: control steps until truncation; that of the task when None.
+        render_mode: rgb_array; human, a window that shows the episode in real time; or None.
+        split: of the layouts that `reset` draws unless its options name one.
+        reward: sparse, 1 with the step that solves the task, or dense in 0..1.
+        control: step sizes and workspace.
+        render_size: (H, W) pixels of `render()`; (480, 640) for the look film and (256, 256) for policy when None.
+        render_look: film, for people: lights and shadows, a camera of its own, a caption, and at the end a ring around
+            the goal, green after a success and red after a failure; or policy, the policy's camera as in `rgb`.
+            Observations do not depend on it.
+        randomization: what differs from episode to episode, a configuration or a dictionary of its fields.
+        views: further cameras, observed as `views`.
+
+    Raises:
+        UserError: an argument is unknown or out of range, or there is no renderer or no display for a window.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["human", "rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - as in the base
+
+    def __init__(
+        self,
+        task: str = "reach",
+        arm: str = "panda",
+        observation: Sequence[str] = ("state", "rgb"),
+        image_size: tuple[int, int] = (64, 64),
+        camera: str = "front",
+        horizon: int | None = None,
+        render_mode: str | None = None,
+        split: str = "train",
+        reward: str = "sparse",
+        control: ControlSettings | None = None,
+        render_size: tuple[int, int] | None = None,
+        render_look: str = "film",
+        randomization: RandomizationConfig | Mapping[str, Any] | None = None,
+        views: Sequence[str] = (),
+    ) -> None:
+        if horizon is not None and horizon < 1:
+            raise UserError(f"horizon is {horizon}; must be at least 1")
+        chosen = read_randomization(randomization)
+        self._scene = scene = TabletopScene(find_task(task), find_arm(arm), split, reward, chosen)
+        self.kinds = (observation,) if isinstance(observation, str) else tuple(observation)
+        if not self.kinds or any(kind not in OBSERVATIONS for kind in self.kinds):
+            raise UserError(f"observation is {self.kinds}; it takes at least one of {', '.join(OBSERVATIONS)}")
+        if render_look not in LOOKS:
+            raise UserError(f"render_look is {render_look!r}; there are {' and '.join(LOOKS)}")
+        if render_mode not in (None, *self.metadata["render_modes"]):
+            raise UserError(f"render_mode is {render_mode!r}; there are human, rgb_array and None")
+        if render_mode == "human":
+            from robotics.scenes.viewer import check_display
+
+            check_display()
+        check_cameras(scene.model, (camera, *views))
+        self.split, self.reward, self.render_mode = split, reward, render_mode
+        self._views, self._look = tuple(views), render_look
+        self.horizon = horizon or scene.task.horizon
+        self._draws = bool(views) or any(kind in RENDERED for kind in self.kinds)
+        self._backend = require_backend().name if render_mode == "rgb_array" or self._draws else ""
+
+        import mujoco
+
+        self._lib = mujoco
+        # Variants are written into a copy of the model; the scene's stays nominal.
+        self.model = copy.copy(scene.model) if chosen.active() else scene.model
+        self.data = mujoco.MjData(self.model)
+        self._variant: SceneVariant | None = None
+        self._delay = ActionDelay(0)
+        self._seen = ObservationDelay(self.model, self.data, 0)
+        self.controller = CartesianController(scene.arm, control)
+        seen, self._video_size = render_size or POLICY_SIZE, render_size or VIDEO_SIZE
+        self._settings = {
+            "observe": RenderSettings(image_size[1], image_size[0], camera),
+            "render": RenderSettings(seen[1], seen[0], camera),
+        }
+        for settings in self._settings.values():
+            check_fields(settings, "image")
+        self._renderers: dict[str, FrameRenderer] = {}
+        self._video: VideoRenderer | None = None
+        self._viewer: SceneViewer | None = None
+        self._watchers: list[Watcher] = []
+        self._layout, self._elapsed, self._over = -1, 0, True
+        self._outcome: Outcome = ""
+        self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
+        every: dict[str, spaces.Space[Any]] = {
+            "state": spaces.Box(-np.inf, np.inf, (STATE_SIZE,), np.float32),
+            "proprio": spaces.Box(-np.inf, np.inf, (PROPRIO_SIZE,), np.float32),
+            "rgb": spaces.Box(0, 255, (*image_size, 3), np.uint8),
+            "depth": spaces.Box(0.0, np.inf, image_size, np.float32),
+            "segmentation": spaces.Box(-1, MAX_ID, (*image_size, 2), np.int32),
+        }
+        parts = {kind: every[kind] for kind in self.kinds}
+        if views:
+            parts["views"] = spaces.Box(0, 255, (len(views), *image_size, 3), np.uint8)
+        self.observation_space = spaces.Dict(parts)
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Begin an episode.
+
+        Args:
+            seed: for drawing the layout.
+            options: layout, a number, drawn if missing; split, the environment's own if missing; draw, the number of
+                the randomisation's draw, 0 if missing, None for the nominal scene.
+
+        Raises:
+            UserError: an option is unknown or out of range.
+        """
+        super().reset(seed=seed)
+        chosen = dict(options or {})
+        layout, split, draw = chosen.pop("layout", None), chosen.pop("split", self.split), chosen.pop("draw", 0)
+        if chosen:
+            raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; there are layout, split, draw")
+        number = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)
+        start = layout_seed(split, number)
+        self._scene = self._scene.for_split(split)
+        self._layout, self._elapsed, self._over, self._outcome = number, 0, False, ""
+        self._vary(EpisodeSpec(self._scene.task.name, "", number, split, draw))
+        self._lib.mj_resetData(self.model, self.data)
+        self._scene.reset(self.model, self.data, np.random.default_rng(start))
+        self._lib.mj_forward(self.model, self.data)
+        self.controller.reset(1)
+        self._seen = ObservationDelay(self.model, self.data, self._variant.observation_delay if self._variant else 0)
+        success, dense = self._success_and_reward()
+        self._show()
+        return self._observe(), self._info(success, dense)
+
+    def step(self, action: NDArray[np.floating]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Move for one control step, a tenth of a second; terminated once the task is solved.
+
+        Args:
+            action: (5,) dx, dy, dz, dyaw, gripper; clipped to -1..1.
+
+        Raises:
+            UserError: the action has another shape or is not finite, or no episode runs.
+            SimulationDiverged: MuJoCo gave a warning; call reset to continue.
+        """
+        given = np.asarray(action)
+        if given.shape != (ACTION_SIZE,):
+            raise UserError(
+                f"an action has the shape {given.shape}; expected ({ACTION_SIZE},): dx, dy, dz, dyaw, gripper"
+            )
+        moves = check_actions(given[None, None], 1)
+        if self._over:
+            raise UserError("no episode runs; call reset first")
+        moves = self._delay(moves[0])[None]
+        self.data.ctrl[:] = self.controller.plan(ROW, moves).controls[0, 0]
+        self._run_physics()
+        self._elapsed += 1
+        self._check_diverged()
+        self._seen.add(self.data)
+        success, dense = self._success_and_reward()
+        truncated = not success and self._elapsed >= self.horizon
+        self._over = success or truncated
+        self._outcome = "success" if success else "failure" if truncated else ""
+        self._show()
+        reward = dense if self.reward == "dense" else float(success)
+        return self._observe(), reward, success, truncated, self._info(success, dense)
+
+    def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
+        """Render the scene as (H, W, 3) RGB; None without a render mode, or with a window."""
+        if self.render_mode != "rgb_array":
+            return None
+        if self._look == "policy":
+            return self.policy_image()
+        if self._video is None:
+            self._video = VideoRenderer(self._scene, self._video_size, self._backend)
+        return write_caption(self._video.rgb(self.data, outcome=self._outcome), self._caption())
+
+    def policy_image(self, camera: str | None = None) -> NDArray[np.uint8]:
+        """Render (H, W, 3) RGB as a policy sees it, in the size of `render()`; needs a render mode.
+
+        Args:
+            camera: a further camera; the policy's own when None. Raises UserError for an unknown one.
+        """
+        update_poses(self.model, self._seen.data)
+        return self._policy_image("render", camera)
+
+    def close(self) -> None:
+        """Free the renderers and close the window."""
+        while self._renderers:
+            self._renderers.popitem()[1].close()
+        for shown in (self._video, self._viewer):
+            if shown is not None:
+                shown.close()
+        self._video = self._viewer = None
+        self._watchers.clear()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Call a function with state and caption 50 times in a simulated second; it must not change the state."""
+        self._watchers.append(watcher)
+
+    @property
+    def window_closed(self) -> bool:
+        """Whether the user has closed the window of the render mode human."""
+        return self._viewer is not None and not self._viewer.is_open
+
+    @property
+    def scene(self) -> TabletopScene:
+        """The scene that is simulated."""
+        return self._scene
+
+    @property
+    def instruction(self) -> str:
+        """Language instruction of the task."""
+        return self._scene.task.instruction
+
+    @property
+    def state(self) -> NDArray[np.float32]:
+        """(22,) exact full state, whether observed or not."""
+        return self._scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
+
+    def _run_physics(self) -> None:
+        parts = SHOWN_PARTS if self._watchers else 1
+        for part in range(parts):
+            self._lib.mj_step(self.model, self.data, PHYSICS_STEPS // parts)
+            if part < parts - 1:
+                self._show((part + 1) / parts)
+
+    def _show(self, part: float = 0.0) -> None:
+        """Call the watchers, a part of a control step after the last one."""
+        if self.render_mode == "human" and self._viewer is None:
+            from robotics.scenes.viewer import SceneViewer
+
+            self._viewer = viewer = SceneViewer(self._scene)
+            self.watch(lambda data, caption: viewer.show(data, caption, wait_s=1.0 / CONTROL_HZ / SHOWN_PARTS))
+        for watcher in self._watchers:
+            watcher(self.data, self._caption(part))
+
+    def _caption(self, part: float = 0.0) -> Caption:
+        return Caption(self.instruction, (self._elapsed + part) / CONTROL_HZ, self._outcome)
+
+    def _success_and_reward(self) -> tuple[bool, float]:
+        reading = self._scene.sensors.read(self.data.sensordata[None])
+        task = self._scene.task
+        return bool(task.success(reading)[0]), float(task.dense_reward(reading)[0])
+
+    def _check_diverged(self) -> None:
+        warnings = self.data.warning.number
+        if warnings.any():
+            self._over = True
+            kinds = [self._lib.mjtWarning(int(index)).name for index in np.flatnonzero(warnings)]
+            raise SimulationDiverged(
+                f"the simulation of {self._scene.task.name} failed in control step {self._elapsed} of layout "
+                f"{self._layout} ({', '.join(kinds)}); reset to continue"
+            )
+
+    def _vary(self, episode: EpisodeSpec) -> None:
+        """Write the episode's variant into the model."""
+        if self.model is self._scene.model:
+            return
+        restore_model(self.model, self._scene.model)
+        self._variant = self._scene.variants.of(episode, self.model)
+        self._delay = ActionDelay(self._variant.action_delay if self._variant else 0)
+        for renderer in self._renderers.values():
+            renderer.refresh()
+            renderer.show(self.model)
+
+    def _info(self, success: bool, dense: float) -> dict[str, Any]:
+        info = {
+            "success": success,
+            "instruction": self.instruction,
+            "layout": self._layout,
+            "split": self._scene.split,
+            "dense_reward": dense,
+        }
+        return info if self._variant is None else info | {"randomization": dict(self._variant.drawn)}
+
+    def _observe(self) -> dict[str, Any]:
+        if self._draws:
+            update_poses(self.model, self._seen.data)
+        seen = {kind: self._observe_kind(kind) for kind in self.kinds}
+        if self._views:
+            seen["views"] = np.stack([self._policy_image("observe", view) for view in self._views])
+        return seen
+
+    def _observe_kind(self, kind: str) -> NDArray[Any]:
+        if kind in ("state", "proprio"):
+            return self._measured_state()[: STATE_SIZE if kind == "state" else PROPRIO_SIZE]
+        if kind == "rgb":
+            return self._policy_image("observe")
+        renderer = self._renderer("observe")
+        return (renderer.depth if kind == "depth" else renderer.segmentation)(self._seen.data)
+
+    def _measured_state(self) -> NDArray[np.float32]:
+        """(22,) state as observed, delayed and noisy where that is drawn."""
+        commands = self.controller.commands(ROW)
+        state: NDArray[np.float32] = self._scene.sensors.state(self._seen.sensordata[None], commands)[0]
+        return state if self._variant is None else self._variant.noisy_state(state, self._elapsed)
+
+    def _policy_image(self, purpose: str, camera: str | None = None) -> NDArray[np.uint8]:
+        image = self._renderer(purpose).rgb(self._seen.data, camera=camera).copy()
+        return image if self._variant is None else self._variant.noisy_image(image, self._elapsed, camera or "")
+
+    def _renderer(self, purpose: str) -> FrameRenderer:
+        if purpose not in self._renderers:
+            self._renderers[purpose] = FrameRenderer(self.model, self._settings[purpose], self._backend)
+        return self._renderers[purpose]

@@ -1,0 +1,81 @@
+"""Builder for configurations: clips of the scenes' tasks in the format of `robotics.flow3d.data`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mmrl.errors import UserError
+from mmrl.files import replaced
+from robotics.flow3d.clip import FlowClip, FlowEncoding
+from robotics.flow3d.data import FlowWriter
+from robotics.scenes.objects.demonstrations import DemonstrationConfig, demonstrations, instructed_clips
+from robotics.scenes.objects.scene import HAND, NOBODY, SceneConfig
+from robotics.scenes.objects.tasks import FLOW_TASKS
+
+LOGGER = logging.getLogger("mmrl")
+SEEN_ACTORS = (HAND, NOBODY, "free_gripper", "panda")
+"""Who is in view by default; other arms are held out."""
+
+
+def build_clips(
+    path: str,
+    *,
+    pictures: int = 1000,
+    held_out_pictures: int = 60,
+    tasks: Sequence[str] = (),
+    actors: Sequence[str] = SEEN_ACTORS,
+    shapes: Sequence[str] = (),
+    image_size: int = 128,
+    num_frames: int = 8,
+    grid: int = 4,
+    visibility: bool = False,
+    first_picture: int = 0,
+) -> Path:
+    """Draw first images of the tasks, and write them with their instructions and the true flow of each.
+
+    Args:
+        path: folder to write, which must not exist.
+        pictures: first images of the split train, with layouts of training data; the furniture takes turns.
+        held_out_pictures: those of the split held_out, with layouts that training data do not show.
+        tasks: keys of `FLOW_TASKS`; all when empty.
+        actors: who may be in view: arms, hand or nobody.
+        shapes: shapes of the objects; those of training data when empty.
+        image_size: side of the images in pixels.
+        num_frames: T, frames of a flow.
+        grid: N, query points a side.
+        visibility: execute the motions and draw all frames of the flow to see which points are hidden, with one
+            instruction an image. It takes several times as long; without it every point counts as visible, and each
+            image comes with all its instructions.
+        first_picture: seed of the first image of each split.
+    """
+    """
+    """
+    if Path(path).exists():
+        raise UserError(f"{path} exists already; name another folder or remove it")
+    config = DemonstrationConfig(tasks=tuple(tasks or FLOW_TASKS), actors=tuple(actors), shapes=tuple(shapes))
+    encoding, count = FlowEncoding(num_frames=num_frames, grid=grid), 0
+    with replaced(Path(path)) as draft:
+        with FlowWriter(draft, num_frames=num_frames, grid=grid, title="Flow of tasks at a table") as writer:
+            for split, number in (("train", pictures), ("held_out", held_out_pictures)):
+                scene = SceneConfig(layouts=split, width=image_size, height=image_size)
+                seeds = range(first_picture, first_picture + number)
+                for clip in _build(seeds, dataclasses.replace(config, scene=scene), encoding, visibility):
+                    writer.add(clip, split=split)
+                    count += 1
+        if not count:
+            raise UserError(f"pictures is {pictures} and held_out_pictures {held_out_pictures}: there are no clips")
+    LOGGER.info("%d clips of %d first pictures", count, pictures + held_out_pictures)
+    return Path(path)
+
+
+def _build(seeds: range, config: DemonstrationConfig, encoding: FlowEncoding, visibility: bool) -> Iterator[FlowClip]:
+    if not visibility:
+        yield from instructed_clips(seeds, config, encoding)
+        return
+    skipped: list[str] = []
+    yield from demonstrations(seeds, config, encoding, on_skip=lambda _, reason: skipped.append(reason))
+    if skipped:
+        LOGGER.info("%d of %d episodes gave no clip, such as: %s", len(skipped), len(seeds), skipped[0])

@@ -1,0 +1,190 @@
+"""Builder for configurations: the actions of the demonstrations in a folder of clips.
+
+The clips of a world model have no actions. Their demonstrations are repeated here from the numbers in their `meta`, and
+the gripper's trajectory is written with the same first image, points and instruction, so that behaviour cloning sees
+the same demonstrations, except those with nobody in view.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import RunError, UserError
+from mmrl.files import expanded, replaced
+from robotics.flow3d.clip import frame_indices
+from robotics.flow3d.data import FlowReader
+from robotics.flow3d.kinematics import ArmIk
+from robotics.scenes.objects.demonstrator import Demonstration, Demonstrator
+from robotics.scenes.objects.paths import action_of_angles, action_of_way, canonical_grip, way_state
+from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
+from robotics.scenes.objects.tasks import find_flow_task
+from robotics.sim.gym_adapter import resize
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.clip import FlowClip
+
+LOGGER = logging.getLogger("mmrl")
+ACTIONS = ("grips", "joints")
+APPROACH_POSES = 2
+"""Poses before the object moves: 8 cm behind the grip, and the grip."""
+BEHIND_FRAMES = 3
+"""Frames before the grip of the first of them."""
+FILE_MB = 1.0
+"""Small, because an episode of one row is searched among all rows of its file."""
+NEEDED = ("task", "shape", "actor", "layouts", "colours", "background", "seed")
+
+
+def build_way_demonstrations(
+    path: str,
+    *,
+    clips: str,
+    split: str = "train",
+    actors: Sequence[str] = (),
+    actions: str = "grips",
+    image_size: int = 64,
+    limit: int = 0,
+) -> Path:
+    """Write the gripper's trajectories in a folder of clips as a LeRobotDataset, one control step an episode.
+
+    Args:
+        path: folder to write.
+        clips: folder of `robotics.flow3d.data` with demonstrations of this simulator.
+        split: of its clips.
+        actors: whose; everybody's who has a gripper when empty.
+        actions: grips, poses of the gripper; or joints, the angles of the one arm in `actors`.
+        image_size: side of the images in pixels.
+        limit: use the first so many clips; 0 = all.
+    """
+    from robotics.data import EpisodeWriter, StorageSettings, robot_features
+
+    _check_actions(actions, actors)
+
+    reader = FlowReader(expanded(clips), split=split)
+    numbers = range(min(limit, len(reader)) if limit else len(reader))
+    ends: Counter[str] = Counter()
+    writer: EpisodeWriter | None = None
+    with replaced(Path(path)) as draft:
+        for clip, action, state in _rows((reader[number] for number in numbers), actors, actions, ends):
+            if writer is None:
+                features = robot_features(len(state), len(action), {"front": (image_size, image_size)}, video=False)
+                writer = EpisodeWriter(draft, 1, features, "two-finger gripper", StorageSettings(data_mb=FILE_MB))
+            image = resize(clip.observation.rgb, image_size)
+            writer.add_episode(
+                state[None], action[None], {"front": image[None]}, clip.observation.instruction, success=True
+            )
+        if writer is None:
+            raise UserError(f"{clips} has no demonstration with a gripper: {_listed(ends)}")
+        writer.finish()
+    LOGGER.info("%s: %s", path, _listed(ends))
+    return Path(path)
+
+
+def way_of(
+    T_world_grip: NDArray[np.float64], approach: int, num_frames: int, released: bool
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Poses (T + 4, 4, 4) of a way from those of all frames (L, 4, 4) of a demonstration, and (T + 4,) closed fingers.
+
+    They are two of the approach, the grip again with closed fingers, T of the motion after the approach, and the last
+    again, with open fingers if the object is released.
+    """
+    frames, closed = _frames_of_way(len(T_world_grip), approach, num_frames, released)
+    return canonical_along(T_world_grip[frames]), closed
+
+
+def _frames_of_way(length: int, approach: int, num_frames: int, released: bool) -> tuple[list[int], NDArray[np.bool_]]:
+    """Frames of a demonstration that make a way, and whether the fingers are closed there."""
+    motion = approach + frame_indices(length - approach, num_frames)[1:]
+    frames = [max(0, approach - BEHIND_FRAMES), approach, approach, *motion.tolist(), int(motion[-1])]
+    closed = np.arange(len(frames)) >= APPROACH_POSES
+    closed[-1] = not released
+    return frames, closed
+
+
+def canonical_along(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A way, turned as a whole by half a turn if its grip is not canonical, so that it stays continuous."""
+    grip = T_world_grip[APPROACH_POSES]
+    turn = np.linalg.inv(grip) @ canonical_grip(grip)
+    turned: NDArray[np.float64] = T_world_grip @ turn
+    return turned
+
+
+def _rows(
+    clips: Iterator[FlowClip], actors: Sequence[str], actions: str, ends: Counter[str]
+) -> Iterator[tuple[FlowClip, NDArray[np.float32], NDArray[np.float32]]]:
+    """Clip, action and state of each demonstration with a gripper; the others are counted."""
+    stage: dict[tuple[Any, ...], Demonstrator] = {}
+    arms: dict[str, ArmIk] = {}
+    try:
+        for clip in clips:
+            meta = clip.meta
+            if missing := [name for name in NEEDED if name not in meta]:
+                raise UserError(f"a clip of {clip.source or 'unknown source'} lacks {', '.join(missing)} in its meta")
+            if meta["actor"] == "nobody" or (actors and meta["actor"] not in actors):
+                ends[f"of {meta['actor']}, left out"] += 1
+                continue
+            demonstrator = _play(stage, clip)
+            try:
+                planned = demonstrator.plan()
+            except RunError:
+                ends[f"out of reach of {meta['actor']}"] += 1
+                continue
+            ends[f"of {meta['actor']}"] += 1
+            poses = _grips(demonstrator.scene, planned, arms)
+            released = demonstrator.scene.task.family != "pour"
+            frames, closed = _frames_of_way(len(poses), planned.approach, len(clip.flow), released)
+            if actions == "joints" and planned.joint_rad is not None:
+                action = action_of_angles(planned.joint_rad[frames], closed)
+            else:
+                action = action_of_way(canonical_along(poses[frames]), closed)
+            yield clip, action, way_state(poses[0], clip.points_world_m)
+    finally:
+        for demonstrator in stage.values():
+            demonstrator.scene.close()
+
+
+def _check_actions(actions: str, actors: Sequence[str]) -> None:
+    if actions not in ACTIONS:
+        raise UserError(f"actions is {actions!r}; expected {' or '.join(ACTIONS)}")
+    if actions == "joints" and (len(actors) != 1 or actors[0] not in FLOW_ARMS):
+        raise UserError(
+            f"actions is joints and actors is {list(actors)}; expected one arm, whose angles they are, of "
+            f"{', '.join(FLOW_ARMS)}"
+        )
+
+
+def _play(stage: dict[tuple[Any, ...], Demonstrator], clip: FlowClip) -> Demonstrator:
+    """A demonstrator in the episode of a clip."""
+    task, shape, actor, layouts, colours, background, seed = (clip.meta[name] for name in NEEDED)
+    key = find_flow_task(task).furniture.name, shape, actor, layouts, colours, background
+    if key not in stage:
+        size = dict(zip(("width", "height"), clip.observation.size_px, strict=True))
+        config = SceneConfig(
+            task, actor, shape, layouts=layouts, colours=colours, background=background, width=size["width"]
+        )
+        stage[key] = Demonstrator(FlowScene(config, height=size["height"]))
+    stage[key].scene.give(task)
+    stage[key].scene.reset(int(seed))
+    return stage[key]
+
+
+def _grips(scene: FlowScene, planned: Demonstration, arms: dict[str, ArmIk]) -> NDArray[np.float64]:
+    """(L, 4, 4) poses of the grip in each frame."""
+    if planned.T_world_hand is not None:
+        return planned.T_world_hand
+    if scene.arm is None or planned.joint_rad is None:
+        raise UserError(f"nobody acts in the demonstrations of {scene.config.actor}")
+    if scene.arm.name not in arms:
+        arms[scene.arm.name] = ArmIk(scene.arm)
+    return np.stack([arms[scene.arm.name].pose(row) for row in planned.joint_rad])
+
+
+def _listed(ends: Counter[str]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in sorted(ends.items())) or "no clips"

@@ -1,0 +1,282 @@
+"""The tasks at a table as a simulator of policies whose single action is a whole way of the gripper.
+
+    sim: {kind: "robotics.scenes.objects.path_sim:open_way_sim", tasks: [panda/pour, ur5e/pour], image_size: 64}
+
+A task is an arm and a task of `FLOW_TASKS`. An episode is one control step: the policy sees the first image, the pose
+of the grip and the object's query points, and the arm follows the poses of its answer as far as it can reach. Criteria,
+physics and layouts are those of plans of flow.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import RunError, UserError
+from robotics.flow3d.clip import FlowEncoding, grid_in_mask
+from robotics.flow3d.geometry import apply_pose, depth_at, lift
+from robotics.flow3d.kinematics import ArmIk
+from robotics.flow3d.object_motion import interpolate_poses
+from robotics.scenes.objects.path_demos import ACTIONS, APPROACH_POSES
+from robotics.scenes.objects.paths import HALF_TURN, NUMBERS, POSE_NUMBERS, angles_of_action, way_of_action, way_state
+from robotics.scenes.objects.scene import FLOW_ARMS, SceneConfig
+from robotics.scenes.objects.tabletop import FlowTabletop
+from robotics.scenes.objects.tasks import FLOW_TASKS, find_flow_task
+from robotics.scenes.tasks import LAYOUTS, SPLITS
+from robotics.sim.episodes import ChunkResult, EpisodeSpec
+from robotics.sim.gym_adapter import resize
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from robotics.flow3d.clip import Observation
+    from robotics.sim.opening import SimConfig
+
+RENDER_PX = 128
+"""Side of the images before they are made smaller, as in clips."""
+OPTIONS = ("arms", "num_frames", "grid", "actions", "shapes", "colours", "background")
+
+
+def open_way_sim(config: SimConfig) -> WaySim:
+    """The simulator of a configuration; its `options` are arms and those of `WaySim` from num_frames on."""
+    if unknown := sorted(set(config.options) - set(OPTIONS)):
+        raise UserError(f"sim.options has {', '.join(unknown)}; allowed: {', '.join(OPTIONS)}")
+    if config.randomization.active():
+        raise UserError(
+            "sim.randomization is for tabletop and gymnasium; ways draw shapes and colours by their options"
+        )
+    options = dict(config.options)
+    arms = options.pop("arms", None)
+    if arms and config.tasks:
+        raise UserError("sim.options.arms has no effect with sim.tasks; leave one of them out")
+    tasks = config.tasks or [f"{arm}/{task}" for arm in arms or FLOW_ARMS for task in FLOW_TASKS]
+    return WaySim(tasks, image_size=config.image_size or 64, **options)
+
+
+class WaySim:
+    """Runs one way an episode; implements `robotics.sim.episodes.RobotSim`.
+
+    Args:
+        tasks: arm/task, such as ur5e/place_red.
+        image_size: side of the policy's images in pixels.
+        num_frames: T, frames of a flow; a way has T + 4 poses.
+        grid: N, query points a side.
+        actions: grips, poses of the gripper; or joints, angles of arms with equally many.
+        shapes: shapes of the objects, drawn for each layout; those of training data when empty.
+        colours: split of colours, train or held_out.
+        background: split of table tops and floors.
+    """
+
+    horizon = 1
+    capacity: int | None = None
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        *,
+        image_size: int = 64,
+        num_frames: int = 8,
+        grid: int = 4,
+        actions: str = "grips",
+        shapes: Sequence[str] = (),
+        colours: str = "train",
+        background: str = "train",
+    ) -> None:
+        form = FlowEncoding(num_frames=num_frames, grid=grid)
+        self._tasks = {name: _split_name(name) for name in tasks}
+        self.image_size: tuple[int, int] | None = (image_size, image_size)
+        self._joints = _joints_of(actions, [arm for arm, _ in self._tasks.values()])
+        self.action_size = (self._joints + 1 if self._joints else NUMBERS) * (form.num_frames + APPROACH_POSES + 2)
+        self.state_size = POSE_NUMBERS + 3 * form.grid**2
+        self.live: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.counts: dict[str, int] = {"diverged": 0, "dropped": 0}
+        self._grid, self._shapes, self._looks = form.grid, tuple(shapes), (colours, background)
+        self._scenes: dict[tuple[str, ...], FlowTabletop] = {}
+        self._arms: dict[str, ArmIk] = {}
+        self._episodes: list[EpisodeSpec] = []
+        for arm, task in self._tasks.values():
+            self._config(arm, task, 0, "train")
+
+    def tasks(self) -> Mapping[str, str]:
+        """Names of the tasks with their instructions."""
+        return {name: find_flow_task(task).instruction for name, (_, task) in self._tasks.items()}
+
+    def layouts(self) -> Mapping[str, int | None]:
+        """Names of the splits with their numbers of layouts."""
+        return dict.fromkeys(SPLITS, LAYOUTS)
+
+    def reset(self, episodes: Sequence[EpisodeSpec]) -> ChunkResult:
+        """Begin episodes; see `RobotSim.reset`. A row whose object is hidden could not start."""
+        self._episodes, self.live = list(episodes), np.arange(len(episodes))
+        output = ChunkResult.empty(self.live, 0, self.state_size, self.image_size)
+        reasons = {}
+        for row, episode in enumerate(episodes):
+            reason = self._look(self._stage(episode), row, output, begins=True)
+            if reason:
+                output.failed[row], reasons[row] = True, reason
+        self.live = self.live[~output.failed]
+        self.counts["dropped"] += len(reasons)
+        return ChunkResult(**{**vars(output), "reasons": reasons})
+
+    def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
+        """Follow the first way of each chunk to the end of the episode; see `RobotSim.step_chunk`."""
+        ways = np.asarray(actions, np.float64)
+        if ways.ndim != 3 or (len(ways), ways.shape[2]) != (len(self.live), self.action_size) or not ways.shape[1]:
+            raise UserError(f"actions are {ways.shape}; expected ({len(self.live)} live rows, K, {self.action_size})")
+        output = ChunkResult.empty(self.live, ways.shape[1], self.state_size, self.image_size)
+        reasons, frames = {}, {}
+        for index, row in enumerate(self.live.tolist()):
+            scene = self._stage(self._episodes[row])
+            try:
+                self._follow(scene, np.clip(ways[index, 0], -1.0, 1.0))
+            except RunError as error:
+                output.failed[index], output.rewards[index], reasons[row] = True, np.nan, str(error)
+                self.counts["diverged"] += 1
+                continue
+            ended = scene.success()
+            output.steps[index], output.success[index] = 1, ended.success
+            output.rewards[index, 0] = float(ended.success)
+            reasons |= {} if ended.success else {row: f"not {', '.join(ended.failed)}"}
+            self._look(scene, index, output, begins=False)
+            if row in record and output.observation.images is not None:
+                frames[row] = output.observation.images[index][None].copy()
+        output.truncated[:], self.live = ~output.failed, self.live[:0]
+        return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
+
+    def describe(self) -> Mapping[str, Any]:
+        """Everything that a measured number depends on."""
+        import mujoco
+
+        return {
+            "simulator": "flow3d ways",
+            "tasks": dict.fromkeys(self._tasks, 1),
+            "grid": self._grid,
+            "actions": "joints" if self._joints else "grips",
+            "image_size": self.image_size,
+            "shapes": list(self._shapes),
+            "looks": list(self._looks),
+            "mujoco": mujoco.__version__,
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+        }
+
+    def close(self) -> None:
+        """Free the renderers."""
+        while self._scenes:
+            self._scenes.popitem()[1].close()
+
+    def _config(self, arm: str, task: str, layout: int, split: str) -> SceneConfig:
+        found = find_flow_task(task)
+        shapes = self._shapes or found.shape_names(held_out=False)
+        shape = shapes[layout % len(shapes)]  # as in the episodes of closed loops
+        if shape not in found.shapes:
+            raise UserError(f"{task} has no shape {shape!r}; it has {', '.join(found.shapes)}")
+        colours, background = self._looks
+        return SceneConfig(
+            task, arm, shape, layouts=split, colours=colours, background=background, width=RENDER_PX, height=RENDER_PX
+        )
+
+    def _stage(self, episode: EpisodeSpec) -> FlowTabletop:
+        """The scene of an episode at its start; equal models are built once."""
+        if episode.task not in self._tasks:
+            raise UserError(f"there is no task {episode.task!r}; there are {', '.join(self._tasks)}")
+        arm, task = self._tasks[episode.task]
+        config = self._config(arm, task, episode.layout, episode.split)
+        key = arm, find_flow_task(task).furniture.name, config.shape, episode.split
+        if key not in self._scenes:
+            self._scenes[key] = FlowTabletop(config)
+        scene = self._scenes[key]
+        scene.give(task)
+        scene.reset(episode.layout)
+        return scene
+
+    def _look(self, scene: FlowTabletop, row: int, output: ChunkResult, *, begins: bool) -> str:
+        """Write a row's observation; returns why it cannot begin, if so."""
+        observation, seen = scene.observe(), output.observation
+        if seen.images is not None:
+            seen.images[row] = resize(observation.rgb, seen.images.shape[1])
+        points = _points_world_m(observation, self._grid)
+        if points is None:
+            return "the object is hidden in the first picture" if begins else ""
+        seen.state[row] = way_state(self._ik(scene).pose(scene.joint_rad()), points)
+        return ""
+
+    def _ik(self, scene: FlowTabletop) -> ArmIk:
+        if scene.arm.name not in self._arms:
+            self._arms[scene.arm.name] = ArmIk(scene.arm)
+        return self._arms[scene.arm.name]
+
+    def _follow(self, scene: FlowTabletop, action: NDArray[np.float64]) -> None:
+        """Go from pose to pose as far as each can be reached, and close or open the fingers as the way says."""
+        ik = self._ik(scene)
+        if self._joints:
+            targets, closed = angles_of_action(action, self._joints)
+            targets = np.clip(targets, ik.low_rad, ik.high_rad)
+        else:
+            targets, closed = way_of_action(action)
+            targets = _farther_half(ik, scene.joint_rad(), targets)
+        is_closed = False
+        for target, close in zip(targets, closed, strict=True):
+            scene.move(target[None] if self._joints else _path_to(ik, scene.joint_rad(), target))
+            if close and not is_closed:
+                scene.close_gripper()
+            elif is_closed and not close:
+                scene.open_gripper()
+            is_closed = bool(close)
+
+
+def _path_to(ik: ArmIk, here: NDArray[np.float64], pose: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(M, J) angles on the straight line to a pose, as far as it can be reached."""
+    dense, _ = interpolate_poses(np.stack([ik.pose(here), pose]))
+    return ik.follow(dense, here).joint_rad
+
+
+def _farther_half(ik: ArmIk, joint_rad: NDArray[np.float64], poses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The poses, or all of them turned by half a turn about the fingers, whichever the arm can follow farther.
+
+    A wrist that begins near a limit cannot tilt what it holds. Of two equally good halves the shorter path wins.
+    """
+    turned = poses @ HALF_TURN
+    paths = []
+    for half in (poses, turned):
+        dense, _ = interpolate_poses(np.concatenate([ik.pose(joint_rad)[None], half]))
+        paths.append(ik.follow(dense, joint_rad))
+    first, second = ((int(path.reached.sum()), -path.length_rad) for path in paths)
+    return turned if second > first else poses
+
+
+def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] | None:
+    """(N * N, 3) query points on the object, as in `Predictor.query_points`; None where it is not seen."""
+    mask = observation.mask
+    known = None if mask is None else mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
+    if known is None or not known.any():
+        return None
+    uv = grid_in_mask(known, grid)
+    points = np.concatenate([uv, depth_at(observation.depth_m, uv)[..., None]], -1)
+    return apply_pose(observation.T_world_cam, lift(points, observation.K).reshape(-1, 3))
+
+
+def _joints_of(actions: str, arms: Sequence[str]) -> int:
+    """J of a way of angles, 0 for a way of grips; raises UserError where the arms differ in J."""
+    if actions not in ACTIONS:
+        raise UserError(f"sim.options.actions is {actions!r}; expected {' or '.join(ACTIONS)}")
+    found = {arm: len(FLOW_ARMS[arm].joints) for arm in arms}
+    if actions == "joints" and len(set(found.values())) > 1:
+        counts = ", ".join(f"{arm} {count}" for arm, count in found.items())
+        raise UserError(
+            f"sim.options.actions is joints, and the arms differ in joints: {counts}; name one in sim.options.arms"
+        )
+    return next(iter(found.values())) if actions == "joints" else 0
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    arm, _, task = name.partition("/")
+    if arm not in FLOW_ARMS or task not in FLOW_TASKS:
+        raise UserError(
+            f"task is {name!r}; expected arm/task with an arm of {', '.join(FLOW_ARMS)} and a task of "
+            f"{', '.join(FLOW_TASKS)}"
+        )
+    return arm, task

@@ -1,0 +1,208 @@
+"""Episodes to look at: in a window, as a video, or as a strip of images (`mmrl sim play`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
+from robotics.scenes.arms import ARMS
+from robotics.scenes.control import ACTION_SIZE
+from robotics.scenes.envs import CONTROL_HZ, SHOWN_PARTS, TabletopEnv
+from robotics.scenes.experts import Expert
+from robotics.scenes.tasks import SPLITS, find_task
+from robotics.scenes.videos import Caption, ImageStrip, VideoRenderer, video_size, write_caption, write_strips
+
+if TYPE_CHECKING:
+    import mujoco
+    from numpy.typing import NDArray
+
+    from mmrl.hub.video import VideoRecorder
+
+Say = Callable[[str], object]
+VIDEO_HZ = 25
+"""Frames in a second of a video; the environment shows twice as many."""
+HOLD_S = 1.0
+"""How long the end of an episode is shown."""
+
+
+@dataclass
+class PlaySettings:
+    """Choice of the episodes, and how they are shown."""
+
+    arm: str = choice("", ["", *ARMS])
+    """panda or ur5e; empty = that of the policy's run, else panda."""
+    split: str = choice("held_out", SPLITS)
+    """train or held_out."""
+    layout: int | None = bounded(None, at_least=0)
+    """Number of the first episode's initial state, from which the others count up; None = drawn with the seed."""
+    horizon: int = bounded(0, at_least=0)
+    """Control steps after which an episode ends; 0 = the task's own."""
+    height: int = bounded(480, at_least=48)
+    """Pixels of the video, which is 4:3."""
+    temperature: float = bounded(0.0, at_least=0)
+    """Spread of a policy's sampled actions; 0 = the most likely ones."""
+    step: int | None = None
+    """Take the run's checkpoint of this step; None = the best one, else the newest."""
+
+
+class Actor(Protocol):
+    """Chooses the actions of one episode after the other."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `TabletopEnv`: arm, observation, camera, image_size."""
+
+    def reset(self, episode: int) -> None:
+        """Begin an episode, whose number seeds random draws."""
+
+    def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[np.floating]:
+        """Choose an action (5,)."""
+
+
+class ExpertActor:
+    """A task's scripted expert."""
+
+    def __init__(self, task: str, seed: int) -> None:
+        self._expert = Expert(task)
+        self.options: dict[str, Any] = {"observation": "state"}
+
+    def reset(self, episode: int) -> None:
+        """Nothing to reset."""
+
+    def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[np.float32]:
+        """Choose an action (5,)."""
+        return self._expert.act(env.state)
+
+
+class RandomActor:
+    """Uniform actions, each for half a second."""
+
+    HELD = 5
+
+    def __init__(self, task: str, seed: int) -> None:
+        self._seed, self._steps = seed, 0
+        self.options: dict[str, Any] = {"observation": "state"}
+
+    def reset(self, episode: int) -> None:
+        """Begin an episode."""
+        self._rng, self._steps = np.random.default_rng([self._seed, episode]), 0
+
+    def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[np.float64]:
+        """Choose an action (5,)."""
+        if self._steps % self.HELD == 0:
+            self._action = self._rng.uniform(-1.0, 1.0, ACTION_SIZE)
+        self._steps += 1
+        return self._action
+
+
+def play(
+    task: str,
+    actor: Actor,
+    settings: PlaySettings,
+    say: Say,
+    *,
+    episodes: int = 1,
+    seed: int = 0,
+    video: Path | None = None,
+    strip: Path | None = None,
+) -> int:
+    """Show episodes in a window in real time, or write them to files where any is named."""
+    find_task(task)
+    if episodes < 1:
+        raise UserError(f"--episodes is {episodes}; must be at least 1")
+    for path, ending in ((video, ".mp4"), (strip, ".png")):
+        if path is not None and path.suffix != ending:
+            raise UserError(f"{path} does not end with {ending}")
+    options = {"arm": "panda", **actor.options} | ({"arm": settings.arm} if settings.arm else {})
+    shown = video is None and strip is None
+    with ExitStack() as stack:
+        env = TabletopEnv(
+            task,
+            horizon=settings.horizon or None,
+            split=settings.split,
+            render_mode="human" if shown else None,
+            **options,
+        )
+        stack.callback(env.close)
+        strips = [ImageStrip() for _ in range(episodes if strip else 0)]
+        recorder = None if shown else stack.enter_context(_Recorder(env, settings.height, video))
+        solved = played = 0
+        for number in range(episodes):
+            if recorder is not None:
+                recorder.strip = strips[number] if strip else None
+            info = _run(env, actor, number, seed, settings)
+            if env.window_closed:
+                break
+            played += 1
+            solved += info["success"]
+            ending = "solved" if info["success"] else "not solved"
+            layout, seconds = f"layout {info['layout']} of {info['split']}", info["steps"] / CONTROL_HZ
+            say(f"episode {number + 1}, {layout}: {ending} in {seconds:.1f} s")
+            time.sleep(HOLD_S if shown else 0.0)
+    say(f"{task}: {solved} of {played} solved")
+    if strip:
+        write_strips(strip, strips)
+    for path in filter(None, (video, strip)):
+        say(f"written: {path}")
+    return solved
+
+
+def _run(env: TabletopEnv, actor: Actor, number: int, seed: int, settings: PlaySettings) -> dict[str, Any]:
+    """Run an episode; returns the last info, with the number of control steps as `steps`."""
+    layout = {} if settings.layout is None else {"layout": settings.layout + number}
+    observation, info = env.reset(seed=seed if number == 0 else None, options=layout)
+    actor.reset(number)
+    steps, ended = 0, False
+    while not (ended or env.window_closed):
+        observation, _, terminated, truncated, info = env.step(actor.act(env, observation))
+        steps, ended = steps + 1, terminated or truncated
+    return {**info, "steps": steps}
+
+
+class _Recorder:
+    """Draws what the environment shows, for a video, a strip or both."""
+
+    def __init__(self, env: TabletopEnv, height: int, video: Path | None) -> None:
+        self._env, self._size, self._video = env, video_size(height), video
+        self._shown = 0
+        self.strip: ImageStrip | None = None
+        """Takes the images of the present episode."""
+
+    def __enter__(self) -> _Recorder:
+        from mmrl.hub.video import VideoRecorder
+
+        with ExitStack() as stack:
+            self._renderer = stack.enter_context(VideoRenderer(self._env.scene, self._size))
+            self._recorder: VideoRecorder | None = None
+            if self._video is not None:
+                self._recorder = stack.enter_context(VideoRecorder(self._video, VIDEO_HZ))
+            self._env.watch(self._see)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _see(self, data: mujoco.MjData, caption: Caption) -> None:
+        self._shown = 0 if caption.seconds == 0 else self._shown + 1
+        in_video = self._recorder is not None and (self._shown % 2 == 0 or bool(caption.outcome))
+        in_strip = self.strip is not None and self._shown % SHOWN_PARTS == 0
+        if not (in_video or in_strip):
+            return
+        frame = self._renderer.rgb(data, outcome=caption.outcome)
+        if self._recorder is not None and in_video:
+            for _ in range(round(HOLD_S * VIDEO_HZ) if caption.outcome else 1):
+                self._recorder.add(write_caption(frame, caption))
+        if self.strip is not None and in_strip:
+            self.strip.add(frame, caption)
+
+
+ACTORS: dict[str, Callable[[str, int], Actor]] = {"expert": ExpertActor, "random": RandomActor}

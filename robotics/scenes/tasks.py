@@ -1,0 +1,282 @@
+"""The tabletop tasks: instructions, initial layouts, success and progress.
+
+A layout is a number within a split; every pair of number and split has its own generator. Pieces stand on a
+checkerboard: those of train layouts on squares of one colour, those of held_out layouts on the other, so that training
+shows no held-out layout, nor even one piece where a held-out layout has one.
+
+Success and progress are functions of one transition, without memory. Where passing by would count, success asks for a
+piece at rest and an open gripper.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.scenes.looks import add_blank_textures
+from robotics.scenes.tabletop import CUBE_HALF_M, Layout, Roles, SceneReading, SceneSensors, place_pieces, scene_spec
+from robotics.scenes.variant import SceneVariants
+from robotics.sim.randomization import RandomizationConfig
+
+if TYPE_CHECKING:
+    import mujoco
+    from numpy.typing import NDArray
+
+    from robotics.scenes.arms import ArmModel
+    from robotics.sim.scene_results import SceneSteps
+
+SPLITS = ("train", "held_out")
+REWARDS = ("sparse", "dense")
+SQUARE_M = 0.06
+"""Side of a square of the checkerboard."""
+LAYOUTS = 2**31
+"""Layouts in a split: 0..LAYOUTS - 1."""
+MAX_DRAWS = 20000
+"""Draws before a layout counts as impossible; the fullest table takes 400 on average."""
+
+
+@dataclass(frozen=True)
+class Area:
+    """Where a piece may be placed."""
+
+    x_m: tuple[float, float]  # nearest and farthest
+    y_m: tuple[float, float]  # rightmost and leftmost, seen from the base
+    yaw_rad: float = 0.0  # largest turn to either side
+
+
+@dataclass(frozen=True)
+class TabletopTask:
+    """One task: what sets it up and scores it."""
+
+    name: str
+    instruction: str
+    roles: Roles
+    areas: dict[str, Area]  # where each piece starts; also the pieces of the scene, in order
+    apart_m: tuple[float, float]  # least and greatest distance between two pieces
+    success: Callable[[SceneReading], NDArray[np.bool_]]
+    progress: Callable[[SceneReading], NDArray[np.float64]]  # 0..1
+    horizon: int  # control steps
+
+    def dense_reward(self, reading: SceneReading) -> NDArray[np.float64]:
+        """Hand-written reward of readings with any leading shape: 1 at success, else at most 0.95."""
+        return np.where(self.success(reading), 1.0, 0.95 * np.clip(self.progress(reading), 0.0, 1.0))
+
+
+class TabletopScene:
+    """A task at a table with an arm: the model, initial states and scores for `ImageRollout`."""
+
+    def __init__(
+        self,
+        task: TabletopTask,
+        arm: ArmModel,
+        split: str = "train",
+        reward: str = "sparse",
+        randomization: RandomizationConfig | None = None,
+    ) -> None:
+        _check_choice("split", split, SPLITS)
+        _check_choice("reward", reward, REWARDS)
+        self.task, self.arm, self.split, self.reward = task, arm, split, reward
+        config = randomization or RandomizationConfig()
+        spec = scene_spec(arm, tuple(task.areas), task.roles)
+        if "textures" in config.active():
+            add_blank_textures(spec)
+        self.model = spec.compile()
+        self.variants = SceneVariants(self.model, arm, tuple(task.areas), config)
+        self.sensors = SceneSensors(self.model)
+        self._joints = [int(self.model.joint(name).qposadr[0]) for name in (*arm.joints, *arm.fingers)]
+        self._home = np.array([*arm.home_rad, arm.opening_m, arm.opening_m])
+        self._controls = [int(self.model.actuator(name).id) for name in (*arm.joints, arm.gripper)]
+        # Targets pass through a filter whose state must start at them, or the arm would move from zero angles.
+        self._filtered = np.flatnonzero(self.model.actuator_actadr >= 0)
+
+    def for_split(self, split: str) -> TabletopScene:
+        """The same scene, model shared, with layouts of a split."""
+        _check_choice("split", split, SPLITS)
+        other = copy.copy(self)
+        other.split = split
+        return self if split == self.split else other
+
+    def reset(self, model: mujoco.MjModel, data: mujoco.MjData, rng: np.random.Generator) -> None:
+        """Put arm and pieces at the start of an episode."""
+        data.qpos[self._joints] = self._home
+        data.ctrl[self._controls] = self._home[:-1]
+        data.act[:] = data.ctrl[self._filtered]
+        place_pieces(model, data, draw_layout(self.task.areas, self.task.apart_m, self.split, rng))
+
+    def score(self, steps: SceneSteps) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Reward and success of each control step."""
+        reading = self.sensors.read(steps.sensordata)
+        done = self.task.success(reading)
+        return (self.task.dense_reward(reading) if self.reward == "dense" else done.astype(np.float64)), done
+
+
+def find_task(name: str) -> TabletopTask:
+    """Row of `TASKS` with a name; raises UserError where there is none."""
+    if name not in TASKS:
+        raise UserError(f"task is {name!r}; there are {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def layout_seed(split: str, layout: int) -> int:
+    """Seed of a layout; none of one split is one of the other."""
+    _check_choice("split", split, SPLITS)
+    if not 0 <= layout < LAYOUTS:
+        raise UserError(f"layout is {layout}; must be 0 to {LAYOUTS - 1}")
+    return 2 * layout + SPLITS.index(split)
+
+
+def draw_layout(
+    areas: Mapping[str, Area], apart_m: tuple[float, float], split: str, rng: np.random.Generator
+) -> Layout:
+    """Draw where the pieces stand: within their areas, apart from each other, on squares of the split's colour."""
+    near, far = apart_m
+    for _ in range(MAX_DRAWS):
+        poses = {name: _draw_pose(area, rng) for name, area in areas.items()}
+        if not all(_on_square(x, y, split) for x, y, _ in poses.values()):
+            continue
+        points = np.array([pose[:2] for pose in poses.values()])
+        gaps = [np.hypot(*(one - other)) for index, one in enumerate(points) for other in points[:index]]
+        if all(near <= gap <= far for gap in gaps):
+            return poses
+    raise RuntimeError(f"no layout of {', '.join(areas)} was found in {MAX_DRAWS} draws")
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(f"{name} is {value!r}; there are {' and '.join(known)}")
+
+
+def _draw_pose(area: Area, rng: np.random.Generator) -> tuple[float, float, float]:
+    x, y, yaw = rng.uniform(*area.x_m), rng.uniform(*area.y_m), rng.uniform(-1.0, 1.0) * area.yaw_rad
+    return float(x), float(y), float(yaw)
+
+
+def _on_square(x: float, y: float, split: str) -> bool:
+    return int(np.floor(x / SQUARE_M) + np.floor(y / SQUARE_M)) % 2 == SPLITS.index(split)
+
+
+def _gap(one: NDArray[np.float64], other: NDArray[np.float64], axes: int = 3) -> NDArray[np.float64]:
+    """Distance along the first axes; spelled out, so that its bits do not depend on how many rows there are."""
+    return np.sqrt(sum((one[..., axis] - other[..., axis]) ** 2 for axis in range(axes)))
+
+
+def _nearness(distance: NDArray[np.float64], scale_m: float) -> NDArray[np.float64]:
+    return 1.0 / (1.0 + distance / scale_m)
+
+
+def _touched(found: SceneReading) -> NDArray[np.bool_]:
+    return _gap(found.grip, found.first) < TOUCH_M
+
+
+def _touch_progress(found: SceneReading) -> NDArray[np.float64]:
+    return _nearness(np.maximum(_gap(found.grip, found.first) - TOUCH_M, 0.0), 0.1)
+
+
+def _pushed(found: SceneReading) -> NDArray[np.bool_]:
+    lies = np.abs(found.first[..., 2] - CUBE_HALF_M) < 0.01
+    return (_gap(found.first, found.goal, 2) < ZONE_M) & (found.first_speed < REST_M_S) & lies
+
+
+def _push_progress(found: SceneReading) -> NDArray[np.float64]:
+    there = _nearness(np.maximum(_gap(found.first, found.goal, 2) - ZONE_M, 0.0), 0.08)
+    return 0.2 * _nearness(_gap(found.grip, found.first), 0.1) + 0.8 * there
+
+
+def _let_go(found: SceneReading) -> NDArray[np.bool_]:
+    return (found.opening > RELEASED_M) & (found.first_speed < REST_M_S)
+
+
+def _placed(found: SceneReading) -> NDArray[np.bool_]:
+    level = np.abs(found.first[..., 2] - found.goal[..., 2] - CUBE_HALF_M) < 0.01
+    return (_gap(found.first, found.goal, 2) < PLATE_M) & level & _let_go(found)
+
+
+def _place_progress(found: SceneReading) -> NDArray[np.float64]:
+    return _carry_progress(found, found.goal + np.array([0.0, 0.0, CUBE_HALF_M]))
+
+
+def _stacked(found: SceneReading) -> NDArray[np.bool_]:
+    level = np.abs(found.first[..., 2] - found.second[..., 2] - 2 * CUBE_HALF_M) < 0.01
+    return (_gap(found.first, found.second, 2) < STACK_M) & level & _let_go(found)
+
+
+def _stack_progress(found: SceneReading) -> NDArray[np.float64]:
+    return _carry_progress(found, found.second + np.array([0.0, 0.0, 2 * CUBE_HALF_M]))
+
+
+def _carry_progress(found: SceneReading, target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Progress of a carried cube: approach, hold (fingers on it), then closeness to the target, held or not."""
+    near = _nearness(_gap(found.grip, found.first), 0.1)
+    held = (_gap(found.grip, found.first) < 0.03) & (found.opening < 2 * CUBE_HALF_M + 0.005)
+    return 0.2 * near + 0.2 * held + 0.6 * _nearness(_gap(found.first, target), 0.1) ** 2
+
+
+def _opened(found: SceneReading) -> NDArray[np.bool_]:
+    return found.drawer > DRAWER_M
+
+
+def _open_progress(found: SceneReading) -> NDArray[np.float64]:
+    return 0.3 * _nearness(_gap(found.grip, found.first), 0.1) + 0.7 * np.clip(found.drawer / DRAWER_M, 0.0, 1.0)
+
+
+TOUCH_M = 0.035
+ZONE_M = 0.04
+PLATE_M = 0.045
+STACK_M = 0.02
+REST_M_S = 0.03
+RELEASED_M = 0.056
+"""Opening at which a cube is no longer held."""
+DRAWER_M = 0.1
+
+WHOLE = Area((0.38, 0.62), (-0.2, 0.2))
+CUBE_AREA = Area(WHOLE.x_m, WHOLE.y_m, yaw_rad=0.3)
+REACH_AREAS = {"red_cube": CUBE_AREA, "green_cube": CUBE_AREA}
+
+
+def _task(
+    name: str,
+    instruction: str,
+    roles: Roles,
+    areas: dict[str, Area],
+    apart_m: tuple[float, float],
+    criteria: tuple[Callable[[SceneReading], NDArray[np.bool_]], Callable[[SceneReading], NDArray[np.float64]]],
+    horizon: int = 60,
+) -> TabletopTask:
+    return TabletopTask(name, instruction, roles, areas, apart_m, *criteria, horizon)
+
+
+TOUCH, OPEN = (_touched, _touch_progress), (_opened, _open_progress)
+PLACED, STACKED = (_placed, _place_progress), (_stacked, _stack_progress)
+PLATE_AREAS = {"red_cube": CUBE_AREA, "yellow_plate": WHOLE}
+DRAWER_AREAS = {"drawer": Area((0.56, 0.64), (-0.11, 0.11), yaw_rad=0.2)}
+# One fixed motion opens the drawer above in four of ten layouts, and in at best two of ten here.
+WIDE_AREAS = {"drawer": Area((0.54, 0.66), (-0.2, 0.2), yaw_rad=0.6)}
+PUSH_ROLES, PUSH_AREAS = Roles("red_cube", goal="blue_zone"), {"red_cube": CUBE_AREA, "blue_zone": WHOLE}
+PLACE_ROLES, STACK_ROLES = Roles("red_cube", goal="yellow_plate"), Roles("red_cube", second="green_cube")
+GREEN_ROLES = Roles("green_cube", second="red_cube")
+
+TASKS: dict[str, TabletopTask] = {
+    task.name: task
+    for task in (
+        _task("reach", "touch the red cube", STACK_ROLES, REACH_AREAS, (0.12, 1.0), TOUCH),
+        _task("reach_green", "touch the green cube", GREEN_ROLES, REACH_AREAS, (0.12, 1.0), TOUCH),
+        _task(
+            "push",
+            "push the red cube into the blue zone",
+            PUSH_ROLES,
+            PUSH_AREAS,
+            (0.12, 0.22),
+            (_pushed, _push_progress),
+            100,
+        ),
+        _task("pick_place", "put the red cube on the yellow plate", PLACE_ROLES, PLATE_AREAS, (0.14, 1.0), PLACED, 80),
+        _task("stack", "stack the red cube on the green cube", STACK_ROLES, REACH_AREAS, (0.14, 1.0), STACKED, 80),
+        _task("drawer", "open the drawer", Roles("drawer"), DRAWER_AREAS, (0.0, 1.0), OPEN),
+        _task("drawer_wide", "open the drawer", Roles("drawer"), WIDE_AREAS, (0.0, 1.0), OPEN),
+    )
+}

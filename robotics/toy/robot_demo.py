@@ -1,0 +1,70 @@
+"""The robot demonstration: scripted demonstrations, cloning to about half success, PPO, videos and a report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.report.page import write_report
+from mmrl.training.stages import finish_run, last_model, read_result
+
+CONFIGS = Path("configs/robotics")
+SPLIT = "held_out"
+TASKS = ("reach", "push")
+
+
+def run(output_dir: Path) -> list[str]:
+    """Clone demonstrations, improve with PPO, and report both; stages that are already finished are kept.
+
+    Args:
+        output_dir: folder for demonstrations and the two runs.
+
+    Returns:
+        Lines to print: held-out success before and after, and where report and videos lie.
+
+    Raises:
+        UserError: not called from the root of a checkout, or no renderer.
+        RunError: a stage failed.
+    """
+    if not CONFIGS.is_dir():
+        raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
+    started = time.perf_counter()
+    all_cores = "trainer.threads=0"  # the demo has the machine for itself
+    demonstrations = f"demonstrations.path={output_dir}/demonstrations"
+    clone = finish_run(CONFIGS / "demo_robot_clone.yaml", output_dir / "clone", [demonstrations, all_cores])
+    start = f"model.path={last_model(clone)}"
+    ppo = finish_run(CONFIGS / "demo_robot_ppo.yaml", output_dir / "ppo", [start, all_cores])
+    report = write_report(ppo, chain=[clone])
+    videos = sorted((ppo / "videos").glob("*.mp4"))
+    minutes = (time.perf_counter() - started) / 60
+    return [
+        *_table(ppo),
+        f"time of this call: {minutes:.1f} minutes",
+        f"videos: {ppo / 'videos'} ({len(videos)} files)",
+        f"report: {report}",
+    ]
+
+
+def _table(ppo: Path) -> list[str]:
+    result = read_result(ppo)
+    lines = [f"success on {int(result['first_evaluation'][SPLIT]['n'])} held-out initial states (95 % interval)"]
+    for name, when in (("after cloning", "first_evaluation"), ("after PPO", "last_evaluation")):
+        row = result[when][SPLIT]
+        lines += [f"  {name:<14} {task:<6} {_cells(row, task)}" for task in ("all", *TASKS) if _has(row, task)]
+    return lines
+
+
+def _has(row: dict[str, Any], task: str) -> bool:
+    return task == "all" or f"success/greedy/{task}" in row
+
+
+def _cells(row: dict[str, Any], task: str) -> str:
+    shown = []
+    for protocol in ("greedy", "sampled"):
+        name = f"success/{protocol}" + ("" if task == "all" else f"/{task}")
+        if name in row:
+            value, low, high = (100 * row[f"{name}{end}"] for end in ("", "/low", "/high"))
+            shown.append(f"{protocol} {value:5.1f} % ({low:4.1f} to {high:4.1f})")
+    return "   ".join(shown)

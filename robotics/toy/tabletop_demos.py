@@ -1,0 +1,181 @@
+"""Build function for configurations: demonstrations of the tabletop tasks by their scripted experts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.randomization import read_randomization
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.scenes.batch import TabletopBatch
+
+LOGGER = logging.getLogger("mmrl")
+FPS = 10
+DRAWS_PATH = "meta/randomization.jsonl"
+
+
+def build_demonstrations(
+    path: str,
+    *,
+    tasks: Sequence[str] = ("reach",),
+    episodes: int = 50,
+    noise: float = 0.0,
+    noise_share: float = 1.0,
+    arm: str = "panda",
+    image_size: int = 64,
+    camera: str = "front",
+    state: str = "proprio",
+    first_layout: int = 0,
+    keep_failures: bool = False,
+    seed: int = 0,
+    randomization: Mapping[str, Any] | None = None,
+    views: Sequence[str] = (),
+) -> Path:
+    """Run the experts on the tasks and write their observations and actions as a LeRobotDataset.
+
+    Args:
+        path: folder to write.
+        tasks: keys of `robotics.sim.TASKS`.
+        episodes: demonstrations of each task, from the layouts of the train split.
+        noise: standard deviation of noise on the executed actions, so that the data shows how to recover.
+        noise_share: share of the control steps that have noise, drawn at random. Noise in every step makes the actions
+            after the first of a chunk unpredictable, since they answer to noise that the policy cannot have seen; rare
+            and large noise leaves most chunks as the expert meant them.
+        arm: panda or ur5e.
+        image_size: side of the images in pixels; 0 = none.
+        camera: camera of the images.
+        state: proprio, the robot's own state, or full, with the poses of all pieces.
+        first_layout: number of the first layout.
+        keep_failures: also write episodes without success, marked as such; not those whose simulation failed.
+        seed: of the noise.
+        randomization: fields of `RandomizationConfig`; each layout has its own draw. The experts see the exact
+            state, the demonstrations hold a policy's observations. The draw of each episode is a line of
+            `meta/randomization.jsonl`.
+        views: further cameras of the dataset.
+    """
+    from robotics.data import EpisodeWriter, robot_features
+    from robotics.scenes.batch import BatchSettings, TabletopBatch
+
+    if not 0 <= noise_share <= 1:
+        raise UserError(f"noise_share is {noise_share}; must be 0 to 1")
+    size = (image_size, image_size) if image_size else None
+    drawn = read_randomization(randomization)
+    settings = BatchSettings(image_size=size, camera=camera, state=state, randomization=drawn, views=tuple(views))
+    cameras = {name: size for name in (camera, *views) if size}
+    ends: Counter[str] = Counter()
+    partial = _empty_folder(Path(path))
+    with TabletopBatch(list(tasks), arm, settings) as sim:
+        features = robot_features(sim.state_size, sim.action_size, cameras)
+        with EpisodeWriter(partial, FPS, features, arm) as writer:
+            for start in range(0, episodes, BATCH):
+                layouts = range(first_layout + start, first_layout + min(start + BATCH, episodes))
+                specs = [EpisodeSpec(task, sim.tasks()[task], layout) for layout in layouts for task in tasks]
+                for spec, seen in zip(specs, run_experts(sim, specs, noise, seed + start, noise_share), strict=True):
+                    ends[seen.ending] += 1
+                    if seen.success or (keep_failures and not seen.failed):
+                        images = dict(zip(cameras, _by_camera(seen), strict=True))
+                        states, actions = np.stack(seen.states), np.stack(seen.actions)
+                        number = writer.add_episode(states, actions, images, spec.instruction, seen.success)
+                        if seen.drawn:
+                            _note_draws(partial, {"episode_index": number, "layout": spec.layout, "drawn": seen.drawn})
+    failures = ", ".join(f"{count} {ending}" for ending, count in ends.items() if ending != "success")
+    LOGGER.info("%d of %d demonstrations succeeded%s", ends["success"], ends.total(), failures and f"; {failures}")
+    if not ends["success"]:
+        raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")
+    partial.rename(path)
+    return Path(path)
+
+
+def _by_camera(seen: Demonstration) -> list[NDArray[np.uint8]]:
+    """(T, H, W, 3) of the camera and of each further one; none without images."""
+    if not seen.images:
+        return []
+    return [np.stack(seen.images), *(np.stack(images) for images in zip(*seen.views, strict=True))]
+
+
+def _note_draws(folder: Path, line: Mapping[str, Any]) -> None:
+    with (folder / DRAWS_PATH).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _empty_folder(path: Path) -> Path:
+    """Folder for demonstrations until all are written, so that the next run does not take a part for the whole."""
+    if path.exists():
+        raise UserError(f"{path} exists already; name another folder or remove it")
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    return partial
+
+
+class Demonstration:
+    """Observations and actions of one episode of an expert."""
+
+    def __init__(self) -> None:
+        self.states: list[NDArray[np.float32]] = []
+        self.images: list[NDArray[np.uint8]] = []
+        self.views: list[NDArray[np.uint8]] = []
+        self.actions: list[NDArray[np.float32]] = []
+        self.success = self.failed = False
+        self.drawn: Mapping[str, Any] = {}
+
+    @property
+    def ending(self) -> str:
+        """success, horizon, or failed where the simulation failed."""
+        return "failed" if self.failed else "success" if self.success else "horizon"
+
+
+def run_experts(
+    sim: TabletopBatch,
+    episodes: Sequence[EpisodeSpec],
+    noise: float = 0.0,
+    seed: int = 0,
+    noise_share: float = 1.0,
+) -> list[Demonstration]:
+    """Run episodes with the experts of their tasks, a control step at a time."""
+    from robotics.scenes.experts import Expert
+
+    experts = {task: Expert(task) for task in {episode.task for episode in episodes}}
+    rng = np.random.default_rng(seed)
+    found = [Demonstration() for _ in episodes]
+    started = sim.reset(episodes)
+    observation = started.observation
+    for row, drawn in started.drawn.items():
+        found[row].drawn = drawn
+    while len(sim.live):
+        rows, states = sim.live.copy(), sim.full_state()
+        actions = np.stack(
+            [experts[episodes[row].task].act(state) for row, state in zip(rows.tolist(), states, strict=True)]
+        )
+        seen = observation.of(rows)
+        for place, row in enumerate(rows.tolist()):
+            found[row].states.append(seen.state[place])
+            found[row].actions.append(actions[place])
+            if seen.images is not None:
+                found[row].images.append(seen.images[place])
+            if seen.views is not None:
+                found[row].views.append(seen.views[place])
+        moved = actions.copy()
+        shift = noise * rng.standard_normal((len(rows), actions.shape[1] - 1)).astype(np.float32)
+        moved[:, :-1] += shift if noise_share == 1 else shift * (rng.random((len(rows), 1)) < noise_share)
+        result = sim.step_chunk(np.clip(moved, -1, 1)[:, None])
+        observation = result.observation
+        for place, row in enumerate(result.rows.tolist()):
+            found[row].success |= bool(result.success[place])
+            found[row].failed |= bool(result.failed[place])
+    return found
+
+
+BATCH = 32
+"""Layouts that run at the same time."""

@@ -1,1 +1,0 @@
-"""Vision-language-action policies and their training; `robotics` exports what users import."""

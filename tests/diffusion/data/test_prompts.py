@@ -1,0 +1,103 @@
+"""Prompt files of all kinds, with what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from diffusion.data.prompts import PromptConfig, columns_of, load_prompts
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+
+
+def long_word(prompt):
+    return "the end" if len(prompt) > 20 else None
+
+
+def test_text_files_have_a_prompt_a_line(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffa café\r\n\n  a dog  \n".encode() + b"x" * 30 + b"\n")
+    found = load_prompts(PromptConfig(path=str(path)), long_word)
+    assert [(task.id, task.prompt, task.columns) for task in found.tasks] == [
+        ("prompts.txt line 1", "a café", {}),
+        ("prompts.txt line 3", "a dog", {}),
+    ]
+    assert found.skipped == {"empty": 1, "too_long": 1}
+
+
+def test_json_lines_keep_their_columns(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"caption": "one", "metadata": {"tag": "x"}}, {"caption": 5}, {"label": 1}, {"caption": "two", "label": 2}]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n{broken\n")
+    found = load_prompts(PromptConfig(path=str(path), prompt_key="caption"))
+    assert [task.prompt for task in found.tasks] == ["one", "two"]
+    assert sum(found.skipped.values()) == 3
+    assert found.skipped["empty"] == 1
+    columns = columns_of(found.tasks)
+    assert columns["metadata"] == [{"tag": "x"}, None]
+    assert columns["label"] == [None, 2]
+
+
+def test_error_mode_stops_at_the_first_bad_row(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("good\n\nalso good\n")
+    with pytest.raises(UserError, match=r"prompts\.txt line 2: the prompt is empty.*on_bad_row=skip"):
+        load_prompts(PromptConfig(path=str(path), on_bad_row="error"))
+
+
+def test_limit_counts_good_prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\none\ntwo\nthree\n")
+    found = load_prompts(PromptConfig(path=str(path), max_tasks=2))
+    assert [task.prompt for task in found.tasks] == ["one", "two"]
+    assert found.skipped == {"empty": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\xfa"])
+def test_files_without_a_usable_prompt_are_errors(content, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"prompts\.txt (has no usable prompt|cannot be read)"):
+        load_prompts(PromptConfig(path=str(path)))
+
+
+def test_missing_files_and_paths_are_errors(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.txt cannot be read"):
+        load_prompts(PromptConfig(path=str(tmp_path / "absent.txt")))
+    with pytest.raises(UserError, match=r"data\.path is not set"):
+        load_prompts(PromptConfig())
+
+
+def test_build_functions_write_what_is_missing(tmp_path):
+    path = tmp_path / "deep" / "digits.jsonl"
+    config = PromptConfig(path=str(path), build="diffusion.toy.digits:build_prompts")
+    assert len(load_prompts(config).tasks) == 10
+    path.write_text('{"prompt": "mine"}\n')
+    assert [task.prompt for task in load_prompts(config).tasks] == ["mine"]  # an existing file is left alone
+
+
+@pytest.mark.parametrize(("key", "value"), [("on_bad_row", "ignore"), ("max_tasks", 0)])
+def test_options_out_of_range_are_refused(key, value):
+    with pytest.raises(ValueError, match=rf"data\.{key} is"):
+        check_config(PromptConfig(path="x.txt", **{key: value}), "data")
+
+
+def test_columns_of_no_rows_are_none():
+    assert columns_of([]) == {}
+
+
+def test_long_prompts_and_half_characters_are_left_out_before_they_are_tokenised(tmp_path):
+    def count(prompt):
+        assert len(prompt) <= 10_000
+        return None
+
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "x" * 600_000}, {"prompt": "half \ud800"}, {"prompt": "good"}, {"prompt": ["x" * 100_000]}]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    found = load_prompts(PromptConfig(path=str(path)), count)
+    assert [task.prompt for task in found.tasks] == ["good"]
+    assert found.skipped == {"too_long": 1, "unreadable": 1, "empty": 1}
+    with pytest.raises(UserError, match="line 1: the prompt has 600000 characters") as refused:
+        load_prompts(PromptConfig(path=str(path), on_bad_row="error"), count)
+    assert len(str(refused.value)) < 300

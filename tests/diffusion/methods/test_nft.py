@@ -1,0 +1,81 @@
+"""DiffusionNFT: the two-sided loss, its old policy and the reward probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.methods.nft import ADVANTAGE_MODES
+from diffusion.sampling.sampler import row_noise
+from tests.diffusion.methods.test_awm import velocities
+from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.1])
+def test_loss_is_that_of_numpy(beta, tmp_path):
+    config = run_config("diffusion_nft", tmp_path)
+    config.nft.beta = beta
+    config.objective.kl = {"coef": 0.3}
+    recipe = build(config)
+    rollouts = collected(recipe)
+    base, _ = velocities(recipe, rollouts)
+    disturb(recipe.policy, 0.2, seed=1)
+    recipe.old.copy_()
+    old, _ = velocities(recipe, rollouts)
+    disturb(recipe.policy, 0.2, seed=2)
+    new, _ = velocities(recipe, rollouts)
+    found, _ = gradients(recipe, rollouts)
+    payload = rollouts.payload
+    noise = row_noise(payload.noise_seed, 3, tuple(payload.latents.shape[1:])).double().numpy()
+    sigma, clean = payload.sigma.double().numpy()[..., None, None, None], payload.latents.double().numpy()[:, None]
+    noisy = (1 - sigma) * clean + sigma * noise
+    r = (rollouts.advantage.double().numpy() / 5).clip(-1, 1) / 2 + 0.5
+    sides = []
+    for mixed in (beta * new + (1 - beta) * old, (1 + beta) * old - beta * new):
+        miss = noisy - sigma * mixed - clean
+        sides.append((miss**2).mean((2, 3, 4)) / np.abs(miss).mean((2, 3, 4)).clip(1e-5))
+    policy = (5 / beta * (r * sides[0] + (1 - r) * sides[1])).mean()
+    expected = policy + 0.3 * ((new - base) ** 2).mean()
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_images_are_drawn_with_the_old_policy_which_then_follows(tmp_path):
+    config = run_config("diffusion_nft", tmp_path)
+    trainer = make_trainer(config, tmp_path)
+    recipe = trainer.recipe
+    start = collected(recipe).payload.latents
+    disturb(trainer.policy, 0.3)
+    assert torch.equal(collected(recipe).payload.latents, start)
+    trainer.train_step()
+    old = torch.cat([value.flatten() for value in recipe.old.state_dict().values()])
+    assert torch.equal(old, trained(trainer.policy))  # the schedule starts with a copy
+    assert not torch.equal(collected(recipe).payload.latents, start)
+    recipe.close()
+
+
+def test_advantage_modes():
+    advantage = torch.tensor([[-2.0, 0.0, 0.5]])
+    found = {name: mode(advantage).tolist()[0] for name, mode in ADVANTAGE_MODES.items()}
+    assert found == {
+        "all": [-2.0, 0.0, 0.5],
+        "positive_only": [0.0, 0.0, 0.5],
+        "negative_only": [-2.0, 0.0, 0.0],
+        "one_only": [0.0, 0.0, 1.0],
+        "binary": [-1.0, 0.0, 1.0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("beta", 0.0, "must be positive"),
+        ("old_schedule", 3, "allowed: 0, 1, 2"),
+        ("advantage_mode", "x", "allowed: all"),
+    ],
+)
+def test_settings_out_of_range_are_refused(key, value, message, tmp_path):
+    config = run_config("diffusion_nft", tmp_path)
+    setattr(config.nft, key, value)
+    with pytest.raises(ValueError, match=message):
+        config.validate()

@@ -1,0 +1,172 @@
+"""Flow matching on captioned images, and that the recipes raise what they are rewarded for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.config import GivenEvaluationConfig
+from diffusion.data.images import ImageDataConfig, write_images
+from diffusion.data.prompts import PromptConfig
+from diffusion.methods.pretrain import PretrainConfig
+from diffusion.models.pipelines import encode_images
+from diffusion.models.policy import LoraSettings, ModelConfig
+from diffusion.sampling.sampler import SamplerConfig, row_noise, text_of
+from diffusion.toy import digits
+from mmrl.core.loss import metric_values
+from mmrl.errors import UserError
+from mmrl.rewards import RewardConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.processes import make_accelerator, make_generator
+from mmrl.training.recipe import NoUsableTasksError
+from mmrl.training.settings import BaseTrainerConfig
+from mmrl.training.terms import Step
+from mmrl.training.update import count_denominators
+from tests.diffusion.runs import build, make_trainer, run_config, trained
+
+
+@pytest.fixture(scope="module")
+def digit_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("digits") / "model"
+    return digits.build_pipeline(str(folder), layers=1, heads=2, text_width=32, pooled_width=16)
+
+
+def pretraining(folder, model, **trainer):
+    config = PretrainConfig(
+        recipe="flow_pretrain",
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(model), lora=LoraSettings(enabled=False), max_sequence_length=1),
+        images=ImageDataConfig(path=str(folder / "images.npz"), build="diffusion.toy.digits:build_images"),
+        eval_data={"digits": PromptConfig(path=str(folder / "p.jsonl"), build="diffusion.toy.digits:build_prompts")},
+        evaluation=GivenEvaluationConfig(
+            samples=1,
+            max_tasks=2,
+            sampler=SamplerConfig(guidance=1.0, eval_steps=4),
+            rewards=[RewardConfig(name="class_prob")],
+            heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],
+        ),
+        trainer=BaseTrainerConfig(**({"steps": 2, "tasks_per_step": 32} | trainer)),
+        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+    )
+    config.validate()
+    return config
+
+
+def test_guidance_is_for_evaluation_only(tmp_path, digit_model):
+    config = pretraining(tmp_path, digit_model)
+    sampler = config.evaluation.sampler = PretrainConfig().evaluation.sampler
+    assert sampler.eval_guidance > sampler.guidance
+    config.validate()
+    sampler.guidance = 3.0
+    with pytest.raises(ValueError, match="learned without guidance"):
+        config.validate()
+
+
+def test_pretraining_on_digits_lowers_the_loss(tmp_path, digit_model):
+    trainer = make_trainer(pretraining(tmp_path, digit_model, learning_rate=3e-3), tmp_path)
+    losses = []
+    for _ in range(60):
+        rollouts, _ = trainer.collect()
+        losses.append(trainer.updater.update(rollouts, trainer.step)["loss/total"])
+    trainer.recipe.close()
+    assert np.mean(losses[-10:]) < 0.75 * np.mean(losses[:5])
+
+
+def test_loss_is_the_matching_error_of_numpy(tmp_path, digit_model):
+    config = pretraining(tmp_path, digit_model, tasks_per_step=6)
+    config.timesteps.count = 2
+    recipe = build(config)
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:6], make_generator(0, "rollout"), Step())
+    output = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step())
+    payload = rollouts.payload
+    clean = encode_images(recipe.policy.pipeline, payload.images).double().numpy()[:, None]
+    noise = row_noise(payload.noise_seed, 2, (1, 8, 8)).double().numpy()
+    sigma = payload.sigma.double().numpy()[..., None, None, None]
+    noisy = torch.from_numpy((1 - sigma) * clean + sigma * noise).float().flatten(0, 1)
+    text = text_of(recipe.policy, payload.tasks, rollouts.group.repeat_interleave(2))
+    with torch.no_grad():
+        v = recipe.policy(noisy, payload.sigma.flatten(), *text.expanded()).double().numpy()
+    expected = ((v.reshape(noise.shape) - (noise - clean)) ** 2).mean()
+    assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert metric_values(output.metrics)["loss/total"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_captions_are_left_out_at_the_configured_rate(tmp_path, digit_model):
+    config = pretraining(tmp_path, digit_model)
+    for share, allowed in ((0.0, range(1)), (0.3, range(85, 156)), (1.0, range(400, 401))):
+        config.drop_caption = share
+        recipe = build(config)
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:400], make_generator(0, "rollout"), Step())
+        assert sum(task.prompt == "" for task in rollouts.payload.tasks) in allowed
+        assert len(set(rollouts.payload.sigma.flatten().tolist())) > 350  # every image has a time of its own
+
+
+def test_resumed_pretraining_ends_with_the_same_bits(tmp_path, digit_model):
+    final = []
+    for name, first in (("whole", 4), ("parts", 2)):
+        config = pretraining(tmp_path / name, digit_model, steps=first, tasks_per_step=4)
+        config.evaluation.at_start = config.evaluation.at_end = False
+        trainer = make_trainer(config, tmp_path / name)
+        trainer.run()
+        if first == 2:
+            config.trainer.steps = 4
+            trainer = make_trainer(config, tmp_path / name)
+            trainer.resume()
+            trainer.run()
+        final.append(trained(trainer.policy))
+    assert torch.equal(*final)
+
+
+def test_images_of_several_sizes_cannot_share_a_step(tmp_path, digit_model):
+    recipe = build(pretraining(tmp_path, digit_model))
+    other = write_images(tmp_path / "other.npz", np.zeros((1, 16, 8, 3), np.uint8), ["the digit one"])
+    from diffusion.data.images import load_images
+
+    tasks = [recipe.train_tasks[0], *load_images(ImageDataConfig(path=str(other)))]
+    with pytest.raises(NoUsableTasksError, match="differ in size"):
+        recipe.rollout(recipe.policy, tasks, make_generator(0), Step())
+
+
+def test_options_that_do_not_fit_are_refused(tmp_path, digit_model):
+    config = pretraining(tmp_path, digit_model)
+    config.drop_caption = 1.5
+    with pytest.raises(ValueError, match=r"drop_caption is 1\.5"):
+        config.validate()
+    config.drop_caption, config.images.path = 0.1, str(tmp_path / "gone.npz")
+    config.images.build = None
+    with pytest.raises(UserError, match="no such file"):
+        build(config)
+
+
+def learnt(name, folder, steps):
+    """Reward on held-out seeds before and after training on the tiny random pipeline."""
+    config = run_config(
+        name, folder, learning_rate=2e-2, samples_per_task=16, tasks_per_step=3, steps=steps, minibatches_per_step=1
+    )
+    config.sampler.guidance, config.objective.kl = 1.0, {"coef": 0.0}
+    config.evaluation.samples, config.sampler.eval_steps = 16, 4
+    if name == "awm":
+        config.awm.ema_coef = 0.1
+    trainer = make_trainer(config, folder)
+    scores = []
+    for _ in range(2):
+        found = trainer.recipe.evaluate(trainer.policy, "held_out", make_accelerator(), Step()).metrics
+        scores.append(found["score/caption_colour"])
+        while trainer.step < steps and len(scores) == 1:
+            trainer.train_step()
+    trainer.recipe.close()
+    return scores
+
+
+@pytest.mark.parametrize("name", ["awm", "flow_grpo"])
+def test_training_raises_the_reward(name, tmp_path):
+    before, after = learnt(name, tmp_path, steps=14)
+    assert after > before + 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awm", "flow_grpo"])
+def test_long_training_raises_the_reward_further(name, tmp_path):
+    before, after = learnt(name, tmp_path, steps=100)
+    assert after > before + 0.025

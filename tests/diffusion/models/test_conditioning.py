@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from diffusion.models.conditioning import PromptEmbeddings, TextEncoders
+from mmrl.errors import UserError
+from tests.diffusion.builders import CAPTIONS, SIZES, T5_TOKENS, RowCounter, load_sd3
+
+ONE, TWO, THREE = "a red circle", "a blue square", "three green triangles"
+LONG = " ".join([ONE] * 8)
+
+
+def embeddings(pipeline, **options):
+    return PromptEmbeddings(pipeline, max_sequence_length=T5_TOKENS, **options)
+
+
+def fresh(pipeline, prompt):
+    """What the pipeline itself returns for one prompt: tokens (1, L, D), pooled (1, P)."""
+    with torch.no_grad():
+        if type(pipeline).__name__ == "FluxPipeline":
+            tokens, pooled, _ = pipeline.encode_prompt(prompt, max_sequence_length=T5_TOKENS)
+            return tokens, pooled
+        tokens, _, pooled, _ = pipeline.encode_prompt(prompt, None, None, max_sequence_length=T5_TOKENS)
+        return tokens, pooled
+
+
+def encoder_modules(pipeline):
+    return list(TextEncoders(pipeline).modules().values())
+
+
+def test_rows_are_those_of_the_pipeline_bit_for_bit(pipeline):
+    rows = embeddings(pipeline).rows([ONE, TWO, ONE], samples=2)
+    tokens, pooled = rows.expanded()
+    assert len(rows) == 6
+    for number, prompt in enumerate([ONE, ONE, TWO, TWO, ONE, ONE]):
+        expected_tokens, expected_pooled = fresh(pipeline, prompt)
+        assert torch.equal(tokens[number : number + 1], expected_tokens)
+        assert torch.equal(pooled[number : number + 1], expected_pooled)
+    assert not torch.equal(tokens[0], tokens[2])
+
+
+def test_an_embedding_does_not_depend_on_the_prompts_beside_it(pipeline):
+    alone = embeddings(pipeline).rows([TWO])
+    together = embeddings(pipeline).rows([*CAPTIONS, TWO])
+    assert torch.equal(together.tokens[together.index[-1]], alone.tokens[0])
+
+
+def test_encoders_see_each_distinct_prompt_once(pipeline):
+    cache = embeddings(pipeline)
+    modules = encoder_modules(pipeline)
+    with RowCounter(modules) as counter:
+        for _ in range(3):
+            cache.rows([ONE, TWO, ONE], samples=24)
+            cache.negative(rows=24)
+    assert counter.rows == 3 * len(modules)
+    assert cache.encoded == 3
+
+
+def test_negative_rows_are_the_pipelines_own(sd3):
+    with torch.no_grad():
+        _, negative, _, pooled = sd3.encode_prompt(
+            ONE, None, None, negative_prompt="blurred", max_sequence_length=T5_TOKENS
+        )
+    rows = embeddings(sd3).negative("blurred", rows=3)
+    assert torch.equal(rows.expanded()[0], negative.expand(3, -1, -1))
+    assert torch.equal(rows.expanded()[1], pooled.expand(3, -1))
+
+
+def test_rows_of_one_prompt_are_views(sd3):
+    cache = embeddings(sd3)
+    first, second = cache.rows([ONE], samples=24), cache.rows([ONE], samples=8)
+    tokens, pooled = first.expanded()
+    assert tokens.shape[0] == pooled.shape[0] == 24
+    assert tokens.stride(0) == pooled.stride(0) == 0
+    assert tokens.data_ptr() == second.expanded()[0].data_ptr()
+    several = cache.rows([ONE, TWO])
+    assert several.expanded()[0].data_ptr() == several.tokens.data_ptr()
+
+
+def test_selected_and_joined_rows_keep_their_prompts(sd3):
+    cache = embeddings(sd3)
+    rows = cache.rows([ONE, TWO], samples=2)
+    picked = rows.select(torch.tensor([3, 0, 3]))
+    assert torch.equal(picked.expanded()[0], rows.expanded()[0][[3, 0, 3]])
+    assert picked.tokens.data_ptr() == rows.tokens.data_ptr()
+    joined = cache.negative(rows=2).followed_by(rows.select(slice(1, 3)))
+    expected = torch.cat([cache.negative(rows=2).expanded()[0], rows.expanded()[0][1:3]])
+    assert torch.equal(joined.expanded()[0], expected)
+
+
+def test_least_recently_used_leaves_first(sd3):
+    size = embeddings(sd3).rows([ONE]).tokens.nbytes + SIZES.pooled_width * 4
+    cache = embeddings(sd3, max_bytes=2 * size)
+    cache.rows([ONE, TWO])
+    cache.rows([ONE])
+    cache.rows([THREE])
+    cache.rows([ONE])
+    assert cache.encoded == 3
+    cache.rows([TWO])
+    assert cache.encoded == 4
+
+
+def test_a_budget_smaller_than_one_embedding_still_serves(sd3):
+    cache = embeddings(sd3, max_bytes=1)
+    rows = cache.rows([ONE, TWO])
+    assert torch.equal(rows.tokens[:1], fresh(sd3, ONE)[0])
+    assert torch.equal(rows.tokens[1:], fresh(sd3, TWO)[0])
+
+
+def test_freed_encoders_leave_memory_and_the_pipeline_still_draws(folder):
+    pipeline = load_sd3(folder)
+    cache = embeddings(pipeline)
+    options = {"num_inference_steps": 2, "output_type": "latent"}
+    expected = pipeline(
+        ONE, generator=torch.Generator().manual_seed(0), max_sequence_length=T5_TOKENS, **options
+    ).images
+    positive, negative = cache.rows([ONE]), cache.negative()
+    watched = [weakref.ref(module) for module in encoder_modules(pipeline)]
+    weights = {id(weight): weight.nbytes for encoder in encoder_modules(pipeline) for weight in encoder.parameters()}
+    freed = cache.free_encoders()
+    gc.collect()
+    assert freed >= sum(weights.values())
+    assert [reference() for reference in watched] == [None] * len(watched)
+    again = cache.rows([ONE])
+    assert torch.equal(again.tokens, positive.tokens)
+    drawn = pipeline(
+        prompt_embeds=again.tokens,
+        pooled_prompt_embeds=again.pooled,
+        negative_prompt_embeds=negative.tokens,
+        negative_pooled_prompt_embeds=negative.pooled,
+        generator=torch.Generator().manual_seed(0),
+        **options,
+    ).images
+    assert torch.equal(drawn, expected)
+    with pytest.raises(UserError, match="'a blue square' is not cached and the text encoders were freed"):
+        cache.rows([ONE, TWO])
+
+
+def test_encoders_stay_where_an_evicted_prompt_could_not_be_had_again(folder):
+    pipeline = load_sd3(folder)
+    cache = embeddings(pipeline, max_bytes=1)
+    cache.rows([ONE, TWO])
+    with pytest.raises(UserError, match=r"1 prompts left .* 'a red circle'; raise max_bytes"):
+        cache.free_encoders()
+    assert isinstance(pipeline.text_encoder, nn.Module)
+
+
+def test_encoders_that_could_change_are_refused(folder):
+    pipeline = load_sd3(folder)
+    cache = embeddings(pipeline)
+    cache.rows([ONE])
+    pipeline.text_encoder_2.text_projection.requires_grad_(True)
+    for action in (lambda: embeddings(pipeline), lambda: cache.rows([ONE]), cache.negative):
+        with pytest.raises(UserError, match=r"text_encoder_2 is trainable \(text_projection.weight\)"):
+            action()
+    pipeline.text_encoder_2.requires_grad_(False)
+    pipeline.text_encoder_3.train()
+    with pytest.raises(UserError, match="text_encoder_3 is in training mode"):
+        cache.rows([ONE])
+
+
+@pytest.mark.parametrize("prompt", ["", " \n", None])
+def test_empty_prompts_are_named_by_their_place(sd3, prompt):
+    with pytest.raises(UserError, match="prompt 2 of 3 is empty"):
+        embeddings(sd3).rows([ONE, prompt, TWO])
+    with pytest.raises(UserError, match="no prompts"):
+        embeddings(sd3).rows([])
+
+
+def test_over_long_prompts_are_refused_with_what_would_be_lost(pipeline):
+    with pytest.raises(UserError) as caught:
+        embeddings(pipeline).rows([LONG])
+    message = str(caught.value)
+    assert "tokenizer reads 16 of 26 tokens and drops 'circle a red circle a red circle a red circle'" in message
+    t5 = "tokenizer_3" if type(pipeline).__name__ == "StableDiffusion3Pipeline" else "tokenizer_2"
+    assert f"{t5} reads 12 of 25 tokens" in message
+
+
+def test_rows_carry_no_gradient(sd3):
+    rows = embeddings(sd3).rows([ONE])
+    assert not rows.tokens.requires_grad
+    assert not rows.tokens.is_inference()
+
+
+def test_importing_loads_neither_diffusers_nor_transformers():
+    program = (
+        "import sys, diffusion.models.conditioning, diffusion.matching.losses, diffusion.sampling.sampler; "
+        "import diffusion.toy.pipelines.tiny; "
+        "print([name for name in ('diffusers', 'transformers', 'torchvision', 'tokenizers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_unknown_pipelines_and_missing_encoders_are_named(folder):
+    with pytest.raises(UserError, match="there are: StableDiffusion3Pipeline, FluxPipeline"):
+        PromptEmbeddings(nn.Identity())
+    pipeline = load_sd3(folder)
+    with pytest.raises(UserError, match="max_sequence_length=0"):
+        PromptEmbeddings(pipeline, max_sequence_length=0)
+    pipeline.text_encoder_2 = None
+    with pytest.raises(UserError, match="has no text_encoder_2"):
+        PromptEmbeddings(pipeline)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.models.conditioning import PromptEmbeddings
+from diffusion.models.families import FluxTransformer, pack_latents, unpack_latents
+from diffusion.models.pipelines import load_pipeline
+from diffusion.sampling.sampler import GuidedVelocity, euler_ode
+from diffusion.toy.pipelines.tiny import TinyFluxSizes, build_tiny_flux
+from mmrl.errors import UserError
+from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, T5_TOKENS
+from tests.rounding import assert_equal_up_to_rounding
+
+STEPS = 3
+ONE, TWO = "a red circle", "a blue square"
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    return load_pipeline(build_tiny_flux(tmp_path_factory.mktemp("flux") / "model", corpus=CAPTIONS, sizes=FLUX_SIZES))
+
+
+@pytest.fixture(scope="module")
+def cache(flux):
+    return PromptEmbeddings(flux, max_sequence_length=T5_TOKENS)
+
+
+def noise(rows, height=8, width=8, seed=0):
+    shape = (rows, FLUX_SIZES.latent_channels, height, width)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn_by_pipeline(pipeline, start, **options):
+    """Latents (B, C, H, W) of the pipeline's own loop."""
+    factor = pipeline.vae_scale_factor
+    height, width = start.shape[-2:]
+    packed = pipeline(
+        latents=pipeline._pack_latents(start, *start.shape),
+        height=height * factor,
+        width=width * factor,
+        num_inference_steps=STEPS,
+        max_sequence_length=T5_TOKENS,
+        output_type="latent",
+        **options,
+    ).images
+    return pipeline._unpack_latents(packed, height * factor, width * factor, factor)
+
+
+def packed_by_hand(latents):
+    rows, channels, height, width = latents.shape
+    tokens = np.zeros((rows, height // 2 * (width // 2), 4 * channels), dtype=latents.dtype)
+    for y in range(height):
+        for x in range(width):
+            token = y // 2 * (width // 2) + x // 2
+            for channel in range(channels):
+                tokens[:, token, 4 * channel + 2 * (y % 2) + x % 2] = latents[:, channel, y, x]
+    return tokens
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 6), (2, 2), (6, 2)])
+def test_packing_puts_each_pixel_where_it_belongs_and_back(height, width):
+    latents = noise(2, height, width)
+    tokens = pack_latents(latents)
+    np.testing.assert_array_equal(tokens.numpy(), packed_by_hand(latents.numpy()))
+    assert torch.equal(unpack_latents(tokens, height, width), latents)
+
+
+def test_shapes_that_cannot_be_packed_are_named():
+    with pytest.raises(UserError, match="3 x 4"):
+        pack_latents(noise(1, 3, 4))
+    with pytest.raises(ValueError, match="4 x 6"):
+        unpack_latents(torch.zeros(1, 5, 16), 4, 6)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (4, 10)])
+def test_gives_the_pipelines_own_latents(flux, cache, size):
+    start = noise(3, *size)
+    expected = drawn_by_pipeline(flux, start.clone(), prompt=ONE, num_images_per_prompt=3, guidance_scale=2.5)
+    velocity = GuidedVelocity(FluxTransformer(flux.transformer, 2.5), cache.rows([ONE], samples=3))
+    with torch.no_grad():
+        latents = euler_ode(velocity, start, flux.scheduler.sigmas)
+    assert_equal_up_to_rounding(latents, expected, passes=len(flux.scheduler.sigmas))
+    assert (latents - start).abs().max() > 0.1
+
+
+def test_gives_the_pipelines_own_latents_with_a_negative_prompt(flux, cache):
+    start = noise(2)
+    expected = drawn_by_pipeline(
+        flux, start.clone(), prompt=[ONE, TWO], negative_prompt=["a square"] * 2, true_cfg_scale=3.0
+    )
+    text, negative = cache.rows([ONE, TWO]), cache.negative("a square")
+    velocity = GuidedVelocity(FluxTransformer(flux.transformer), text, negative, 3.0)
+    with torch.no_grad():
+        latents = euler_ode(velocity, start, flux.scheduler.sigmas)
+    # the pipeline encodes both prompts as one batch, so the text may differ in its last bit
+    assert_equal_up_to_rounding(latents, expected, passes=len(flux.scheduler.sigmas))
+
+
+def test_guidance_embedding_is_an_input_of_distilled_transformers_only(flux, cache, tmp_path):
+    sizes = TinyFluxSizes(layers=1, single_layers=1, guidance=False)
+    plain = load_pipeline(build_tiny_flux(tmp_path / "model", corpus=CAPTIONS, sizes=sizes))
+    rows = cache.rows([ONE]).expanded()
+    with torch.no_grad():
+        distilled, undistilled = (
+            [FluxTransformer(pipeline.transformer, scale)(noise(1), torch.tensor([0.5]), *rows) for scale in (1.0, 8.0)]
+            for pipeline in (flux, plain)
+        )
+    assert (distilled[0] - distilled[1]).abs().max() > 1e-3
+    assert torch.equal(undistilled[0], undistilled[1])
+    start = noise(1)
+    expected = drawn_by_pipeline(plain, start.clone(), prompt=ONE)
+    text = PromptEmbeddings(plain, max_sequence_length=T5_TOKENS).rows([ONE])
+    with torch.no_grad():
+        found = euler_ode(GuidedVelocity(FluxTransformer(plain.transformer), text), start, plain.scheduler.sigmas)
+    assert_equal_up_to_rounding(found, expected, passes=len(plain.scheduler.sigmas))
+
+
+def test_each_row_has_its_own_time_and_place(flux, cache):
+    model, latents, sigma = FluxTransformer(flux.transformer), noise(2, 4, 6), torch.tensor([0.2, 0.9])
+    with torch.no_grad():
+        both = model(latents, sigma, *cache.rows([ONE], samples=2).expanded())
+        alone = [model(latents[[row]], sigma[[row]], *cache.rows([ONE]).expanded()) for row in range(2)]
+        turned = model(latents.mT, sigma, *cache.rows([ONE], samples=2).expanded())
+    assert_equal_up_to_rounding(both, torch.cat(alone))
+    assert both.shape == latents.shape
+    assert (turned.mT - both).abs().max() > 1e-3

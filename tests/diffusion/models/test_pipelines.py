@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diffusion.models.pipelines import decode_latents, encode_images, image_tokens, latent_shape, load_pipeline
+from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_flux, build_tiny_sd3
+from mmrl.errors import UserError
+from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, SIZES, T5_TOKENS
+from tests.rounding import assert_equal_up_to_rounding
+
+FACTOR = 4
+
+
+@pytest.fixture(scope="module")
+def flux_folder(tmp_path_factory):
+    return build_tiny_flux(tmp_path_factory.mktemp("pipelines") / "flux", corpus=CAPTIONS, sizes=FLUX_SIZES)
+
+
+@pytest.fixture(params=["sd3", "flux"])
+def loaded(request, folder, flux_folder):
+    return load_pipeline(folder if request.param == "sd3" else flux_folder)
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    """A folder to damage."""
+    return shutil.copytree(folder, tmp_path / "copied")
+
+
+def edit(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def noise(rows, seed=0, size=8):
+    return torch.randn((rows, 4, size, size), generator=torch.Generator().manual_seed(seed))
+
+
+def pictures(rows, side=32):
+    return np.random.default_rng(0).integers(0, 256, (rows, side, side, 3), dtype=np.uint8)
+
+
+def test_everything_is_frozen_in_evaluation_mode_and_quiet(loaded, capfd):
+    modules = [part for part in loaded.components.values() if isinstance(part, torch.nn.Module)]
+    assert len(modules) in (4, 5)
+    for module in modules:
+        assert not module.training
+        assert not any(weight.requires_grad for weight in module.parameters())
+    loaded("a red circle", num_inference_steps=1, height=32, width=32, max_sequence_length=T5_TOKENS)
+    assert "it/s" not in capfd.readouterr().err
+
+
+def test_precision_is_that_of_all_parts(folder):
+    pipeline = load_pipeline(str(folder), dtype=torch.bfloat16)
+    assert {pipeline.transformer.dtype, pipeline.vae.dtype, pipeline.text_encoder_3.dtype} == {torch.bfloat16}
+
+
+def test_folder_without_t5_loads_without_being_told(tmp_path):
+    folder = build_tiny_sd3(tmp_path / "short", corpus=CAPTIONS, sizes=replace(SIZES, t5_layers=0))
+    pipeline = load_pipeline(folder)
+    assert pipeline.text_encoder_3 is None
+    assert pipeline.tokenizer_3 is None
+    tokens, _, _, _ = pipeline.encode_prompt("a red circle", None, None, max_sequence_length=T5_TOKENS)
+    assert tokens.shape[1] == SIZES.clip_tokens + T5_TOKENS
+
+
+def message(path):
+    with pytest.raises(UserError) as caught:
+        load_pipeline(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_other_pipelines_are_named_with_the_supported_ones(copied):
+    edit(copied / "model_index.json", _class_name="StableDiffusionPipeline")
+    said = message(copied)
+    assert "StableDiffusionPipeline" in said
+    assert "StableDiffusion3Pipeline, FluxPipeline" in said
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder_2", "scheduler", "tokenizer_3"])
+def test_missing_folder_of_a_part_is_named(copied, part):
+    shutil.rmtree(copied / part)
+    assert f"lacks the folder {part}" in message(copied)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "scheduler"])
+def test_pipelines_without_a_part_that_is_always_needed(copied, part):
+    edit(copied / "model_index.json", **{part: [None, None]})
+    assert f"has no {part}" in message(copied)
+
+
+def test_other_schedulers_are_refused(copied):
+    edit(copied / "scheduler/scheduler_config.json", invert_sigmas=True)
+    assert "invert_sigmas" in message(copied)
+    edit(copied / "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
+    assert "DDIMScheduler" in message(copied)
+
+
+def test_damaged_and_incomplete_files_are_refused_in_one_line(copied):
+    file = copied / "transformer/diffusion_pytorch_model.safetensors"
+    state = load_file(file)
+    name = "transformer_blocks.0.attn.to_q.weight"
+    save_file({key: value for key, value in state.items() if key != name}, file, metadata={"format": "pt"})
+    assert name in message(copied)
+    file.write_bytes(file.read_bytes()[:1000])
+    assert "cannot be loaded" in message(copied)
+    (copied / "model_index.json").write_text("{")
+    assert "not valid JSON" in message(copied)
+    (copied / "model_index.json").write_text("[]")
+    assert "holds a list" in message(copied)
+
+
+def test_missing_folder_and_folder_of_something_else(tmp_path):
+    assert "there is no pipeline folder" in message(tmp_path / "nothing")
+    assert "there is no pipeline folder" in message("no-such-thing")
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds config.json" in message(tmp_path)
+
+
+def test_hub_id_that_cannot_be_fetched(monkeypatch):
+    from diffusers import DiffusionPipeline
+
+    def refuse(name):
+        raise OSError(f"{name} is not there\nmore about it")
+
+    monkeypatch.setattr(DiffusionPipeline, "load_config", refuse)
+    assert message("some-owner/some-model").endswith("OSError: some-owner/some-model is not there")
+
+
+def test_decoding_gives_the_pipelines_own_pixels(loaded):
+    options = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": T5_TOKENS}
+    images, latents = (
+        loaded("a red circle", generator=torch.Generator().manual_seed(0), output_type=kind, **options).images
+        for kind in ("np", "latent")
+    )
+    if latents.ndim == 3:
+        latents = loaded._unpack_latents(latents, 32, 32, FACTOR)
+    decoded = decode_latents(loaded, latents)
+    np.testing.assert_array_equal(decoded.pixels, (images * 255).round().astype("uint8"))
+    assert decoded.finite.tolist() == [True]
+    assert decoded.pixels.std() > 1
+
+
+def normalised(folder, tmp_path, scale, shift):
+    """The pipeline with an autoencoder that says it needs scale and shift."""
+    changed = shutil.copytree(folder, tmp_path / "scaled")
+    edit(changed / "vae/config.json", scaling_factor=scale, shift_factor=shift)
+    return load_pipeline(changed)
+
+
+def test_scale_and_shift_of_the_autoencoder(folder, tmp_path, loaded):
+    scaled = normalised(folder, tmp_path, 1.5, 0.06)
+    plain = load_pipeline(folder)
+    latents = noise(2)
+    np.testing.assert_array_equal(
+        decode_latents(scaled, (latents - 0.06) * 1.5).pixels, decode_latents(plain, latents).pixels
+    )
+    encoded = encode_images(plain, pictures(2))
+    torch.testing.assert_close(encode_images(scaled, pictures(2)), (encoded - 0.06) * 1.5)
+
+
+def test_latents_that_are_no_numbers_are_reported(loaded):
+    latents = noise(4)
+    whole = decode_latents(loaded, latents)
+    latents[1, 0, 3, 3] = float("nan")
+    latents[3, 2, 0, 0] = float("inf")
+    decoded = decode_latents(loaded, latents)
+    assert decoded.finite.tolist() == [True, False, True, False]
+    assert not decoded.pixels[[1, 3]].any()
+    np.testing.assert_array_equal(decoded.pixels[[0, 2]], whole.pixels[[0, 2]])
+
+
+def test_smaller_batches_change_nothing(loaded):
+    latents, images = noise(5), pictures(5)
+    at_once, in_parts = (decode_latents(loaded, latents, batch=batch).pixels.astype(int) for batch in (8, 2))
+    assert abs(at_once - in_parts).max() <= 1  # the last bit before rounding may differ
+    one, two = (encode_images(loaded, images, torch.Generator().manual_seed(3), batch=batch) for batch in (8, 2))
+    assert_equal_up_to_rounding(one, two)
+
+
+def test_encoding_takes_the_mode_or_draws_from_the_gaussian(loaded):
+    images = pictures(2)
+    scaled = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        gaussian = loaded.vae.encode(scaled).latent_dist
+    mode = encode_images(loaded, images)
+    assert_equal_up_to_rounding(mode, gaussian.mode())
+    sample = encode_images(loaded, images, torch.Generator().manual_seed(3))
+    assert_equal_up_to_rounding(sample, gaussian.sample(torch.Generator().manual_seed(3)))
+    assert (sample - mode).abs().max() > 0.01
+
+
+def test_wrong_shapes_and_types_are_named(sd3):
+    with pytest.raises(ValueError, match=r"must be \(B, 4, H, W\)"):
+        decode_latents(sd3, torch.zeros(1, 16, 8, 8))
+    for images in (np.zeros((1, 32, 32, 3)), np.zeros((1, 30, 32, 3), np.uint8), np.zeros((32, 32, 3), np.uint8)):
+        with pytest.raises(ValueError, match="must be uint8"):
+            encode_images(sd3, images)
+
+
+def test_latent_shape_and_tokens(loaded):
+    assert latent_shape(loaded) == (4, 8, 8)
+    assert latent_shape(loaded, 16, 24) == (4, 4, 6)
+    assert latent_shape(loaded, width=16) == (4, 8, 4)
+    assert image_tokens(loaded, (4, 4, 6)) == 6
+    for height in (0, 20, -8):
+        with pytest.raises(UserError, match=f"height={height} must be a positive multiple of 8"):
+            latent_shape(loaded, height)
+
+
+def test_stable_diffusion_has_a_largest_size_and_flux_has_none(folder, flux_folder):
+    with pytest.raises(UserError, match="width=40 is more than the transformer has positions for: 32"):
+        latent_shape(load_pipeline(folder), width=40)
+    assert latent_shape(load_pipeline(flux_folder), width=40) == (4, 8, 10)
+
+
+def test_default_size_is_that_of_the_transformer(tmp_path):
+    sizes = TinySd3Sizes(layers=1, latent_size=4, latent_channels=8, vae_widths=(4, 8), t5_layers=0)
+    pipeline = load_pipeline(build_tiny_sd3(tmp_path / "model", corpus=CAPTIONS, sizes=sizes))
+    assert latent_shape(pipeline) == (8, 4, 4)
+    assert image_tokens(pipeline, latent_shape(pipeline)) == 4

@@ -1,0 +1,62 @@
+"""The diffusion demonstration with everything in it made small: the chain of its stages, not what they reach."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from diffusion.toy import demo
+from mmrl.errors import UserError
+from mmrl.training import stages
+
+ROOT = Path(__file__).parents[2]
+COMMON = [
+    *("evaluation.max_tasks=3", "evaluation.samples=2"),
+    *("evaluation.every=1", "trainer.steps=2", "tracking.quiet=true", "tracking.strict=true"),
+]
+SMALL = {
+    "demo_pretrain.yaml": ["evaluation.sampler.eval_steps=2"],
+    "demo_awm.yaml": [
+        *("sampler.eval_steps=2", "sampler.steps=4", "trainer.tasks_per_step=2", "trainer.samples_per_task=2"),
+        "trainer.minibatches_per_step=1",
+    ],
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The demonstration's configurations with overrides that shrink them."""
+    monkeypatch.chdir(ROOT)
+
+    def finish(config, run_dir, overrides=()):
+        return stages.finish_run(config, run_dir, [*COMMON, *SMALL[config.name], *overrides])
+
+    monkeypatch.setattr(demo, "finish_run", finish)
+
+
+def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small, monkeypatch):
+    lines = demo.run(tmp_path / "demo")
+    assert lines[0] == "mean reward of images of 3 prompts (95 % interval), from the same seeds"
+    for line, name in zip(lines[1:4], ("untrained", "before AWM", "after AWM"), strict=True):
+        assert re.fullmatch(rf"  {name} +optimised 0\.\d+ \(.*\)   held out 0\.\d+ \(.*\)", line)
+    number = r"[+-][\d.e-]+ \[.*\]"
+    assert re.fullmatch(
+        rf"change by AWM, in pairs over the prompts: class_prob {number}, class_prob_judge {number}", lines[4]
+    )
+    grid = Path(lines[6].removeprefix("images before and after: "))
+    with Image.open(grid) as image:
+        assert min(image.size) > 200
+    report = Path(lines[7].removeprefix("report: ")).read_text(encoding="utf-8")
+    assert "Held-out scores" in report
+    assert "class_prob_judge" in report
+    monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
+    assert demo.run(tmp_path / "demo")[:5] == lines[:5]
+
+
+def test_demo_needs_the_root_of_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="run the demo from the root of a checkout"):
+        demo.run(tmp_path / "demo")

@@ -1,0 +1,514 @@
+import base64
+import io
+import json
+import math
+import xml.etree.ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from mmrl.report.charts import moving_average, panel_chart
+from mmrl.report.page import write_report
+from mmrl.report.tables import derived_numbers, stage_shares
+from mmrl.runs.samples import SampleRecord, write_samples
+from mmrl.runs.tracking import Tracker
+from tests.report.pages import Page, log_evaluation
+
+HOSTILE = '</div><script>alert("1")</script> & <answer>5</answer>'
+PROMPT = "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def scene(left, right):
+    image = Image.new("RGB", (84, 56), (90, 120, 150))
+    draw = ImageDraw.Draw(image)
+    for x, digit in ((22, left), (58, right)):
+        draw.text((x, 20), str(digit), fill=(250, 240, 200))
+    return image
+
+
+def question(index):
+    text = "<|vision_start|>" + "<|image_pad|>" * 12 + f"<|vision_end|>What is {index} + {index + 1}?"
+    return PROMPT.format(text)
+
+
+def records(skill, samples, rng):
+    found = []
+    for task in range(8):
+        right = rng.random(samples) < skill
+        for good in right:
+            value = 2 * task + 1 if good else int(rng.integers(20))
+            found.append(
+                SampleRecord(
+                    id=f"add-{task}",
+                    prompt=question(task),
+                    response=f"<think>{task} plus {task + 1}</think><answer>{value}</answer>",
+                    answer=str(2 * task + 1),
+                    images=[scene(task, task + 1)],
+                    reward=float(good) + 0.1,
+                    terms={"format": 1.0, "number": float(good)},
+                    advantage=None if samples == 1 else float(good - right.mean()),
+                    finish="eos",
+                    correct=bool(good),
+                )
+            )
+    return found
+
+
+def step_metrics(step, steps, rng):
+    progress = step / steps
+    return {
+        "reward/mean": 0.3 + 0.5 * progress + 0.05 * rng.normal(),
+        "reward/std": 0.4,
+        "reward/format": 0.9 + 0.1 * progress,
+        "reward/number": 0.25 + 0.5 * progress + 0.05 * rng.normal(),
+        "reward/errors": float(step == 3),
+        "reward/zero_variance_groups": 0.25,
+        "response/length_mean": 24 + 4 * progress + rng.normal(),
+        "response/length_max": 48.0,
+        "response/finished_fraction": 0.97,
+        "loss/total": -0.02 * progress + 0.01 * rng.normal(),
+        "loss/policy": 0.01 * rng.normal(),
+        "loss/kl": 0.002 * progress,
+        "policy/kl_ref": 0.05 * progress,
+        "policy/kl_old": 0.001,
+        "policy/entropy": 1.2 - 0.7 * progress,
+        "policy/ratio_mean": 1.0,
+        "policy/ratio_max": 1.3,
+        "policy/clip_fraction_low": 0.01,
+        "policy/clip_fraction_high": 0.02,
+        "papo/kl_masked": 0.3 + progress,
+        "optim/lr": 1e-4,
+        "optim/grad_norm": 1 + abs(rng.normal()),
+        "optim/skipped": 0.0,
+        "time/rollout": 1.5,
+        "time/score": 0.1,
+        "time/update": 0.9,
+        "time/step": 2.6,
+        "tokens/per_second": 900 + 30 * rng.normal(),
+        "tokens/total": 2000.0 * step,
+        "samples/total": 64.0 * step,
+    }
+
+
+def make_run(folder, steps=40, start=0.35, end=0.72):
+    rng = np.random.default_rng(0)
+    tracker = Tracker(folder, strict=True)
+    for step in range(steps + 1):
+        if step:
+            tracker.log(step, step_metrics(step, steps, rng))
+        if step % (steps // 4) == 0:
+            skill = start + (end - start) * step / steps
+            tag = "before" if step == 0 else "after" if step == steps else "during"
+            log_evaluation(tracker, step, tag, skill)
+            write_samples(folder, step, "eval", records(skill, 1, rng))
+    write_samples(folder, steps, "train", records(0.5, 4, rng))
+    tracker.close()
+    result = {
+        "status": "done",
+        "recipe": "papo",
+        "objective": "grpo",
+        "objective_formula": "A = (r - mean) / (std + 1e-06); ratio < 1.2",
+        "steps": steps,
+        "optimiser_steps": 2 * steps,
+        "samples": 64 * steps,
+        "tokens": 2000 * steps,
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "config.yaml").write_text("recipe: papo\ntrainer:\n  steps: 40\n  note: <b>bold</b>\n")
+    return folder
+
+
+def make_sft(folder):
+    tracker = Tracker(folder, strict=True)
+    for step in range(1, 21):
+        tracker.log(step, {"loss/nll": 3 / step, "loss/total": 3 / step, "time/step": 0.5, "optim/lr": 1e-3})
+    for step, tag, value in ((0, "before", 0.01), (20, "after", 0.34)):
+        log_evaluation(tracker, step, tag, value)
+        write_samples(folder, step, "eval", records(value, 1, np.random.default_rng(1)))
+    tracker.close()
+    (folder / "result.json").write_text(json.dumps({"status": "done", "recipe": "sft", "steps": 20}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "papo")
+
+
+@pytest.fixture(scope="module")
+def page(run_dir):
+    return Page(write_report(run_dir).read_text(encoding="utf-8"))
+
+
+def test_page_is_whole_and_needs_nothing_from_outside(run_dir, page):
+    assert page.open == []
+    text = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert all(source.startswith("data:image/") for source in page.sources())
+    assert "url(" not in text
+    assert "@import" not in text
+    assert not list(run_dir.glob("*.partial"))
+
+
+def test_every_embedded_image_opens(page):
+    kinds = {"png": 0, "svg+xml": 0}
+    for source in page.sources():
+        kind, _, data = source.removeprefix("data:image/").partition(";base64,")
+        kinds[kind] += 1
+        content = base64.b64decode(data, validate=True)
+        if kind == "png":
+            assert Image.open(io.BytesIO(content)).size == (84, 56)
+        else:
+            assert xml.etree.ElementTree.fromstring(content).tag.endswith("svg")
+    assert kinds["png"] == 6 + 8  # six tasks of rollouts, eight questions before and after
+    assert kinds["svg+xml"] >= 11
+
+
+def test_headline_shows_both_ends_with_intervals_and_change(page):
+    assert "before training 0 400 35.0 % [30.0, 40.0]" in page.text
+    assert "after training 40 400 72.0 % [67.0, 77.0] +37.0 [+29.9, +44.1]" in page.text
+    assert "greedy change sampled change" in page.text
+
+
+def test_sections_are_there(page):
+    shown = " ".join(page.words)
+    for section in ("Numbers of the run", "Curves", "Before and after", "Sample rollouts", "Configuration"):
+        assert section in shown
+    for chart in ("Accuracy on test", "Reward terms", "Entropy", "Loss terms", "Gradient norm", "Seconds by stage"):
+        assert chart in shown
+    assert "papo · grpo" in shown
+    assert "A = (r - mean) / (std + 1e-06); ratio < 1.2" in shown
+    assert "note: <b>bold</b>" in shown
+
+
+def test_rollouts_are_grouped_and_carry_rewards_and_advantages(page):
+    text = page.text
+    assert "The first 6 of the 8 tasks kept from step 40, not selected." in text
+    assert "completion reward format number advantage finish" in text
+    assert "What is 0 + 1?" in text
+    assert "<|image_pad|>×12" in text
+    assert "<think>0 plus 1</think>" in text
+
+
+def test_before_and_after_stand_beside_each_other(page):
+    text = page.text
+    assert "before training (step 0)" in text
+    assert "after training (step 40)" in text
+    assert "✓ correct" in text
+    assert "✗ wrong" in text
+
+
+def test_a_chain_starts_the_headline_with_the_first_run(tmp_path):
+    sft, run = make_sft(tmp_path / "sft"), make_run(tmp_path / "papo")
+    text = Page(write_report(run, chain=[sft]).read_text(encoding="utf-8")).text
+    rows = ["before sft 0 400 1.0 %", "after sft 20 400 34.0 %", "before papo 0 400 35.0 %", "after papo 40"]
+    places = [text.index(row) for row in rows]
+    assert places == sorted(places)
+    columns = ["before sft (step 0)", "before papo (step 0)", "after papo (step 40)"]
+    assert all(column in text for column in columns)
+    assert write_report(run, before=sft) == run / "report.html"
+    again = Page((run / "report.html").read_text(encoding="utf-8")).text
+    assert "before sft 0 400 1.0 %" in again
+
+
+def test_supervised_run_has_a_report_without_rewards(tmp_path):
+    text = Page(write_report(make_sft(tmp_path / "sft")).read_text(encoding="utf-8")).text
+    assert "Loss terms" in text
+    assert "Before and after" in text
+    assert "Reward" not in text
+    assert "Sample rollouts" not in text
+
+
+def test_empty_folder_gets_a_report_that_says_so(tmp_path):
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "has not finished" in page.text
+    assert "no step in metrics.jsonl" in page.text
+    assert page.open == []
+
+
+def test_a_folder_of_evaluations_shows_the_newest_of_each_split(tmp_path):
+    rows = [
+        {"step": 0, "tag": "evaluate", "split": split, "n": 50, "accuracy/first": value}
+        for split, value in (("web", 0.25), ("mobile", 0.75), ("web", 0.5))
+    ]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = SampleRecord("a", "find it", "[1, 2]", outputs=[scene(1, 2)], correct=False)
+    write_samples(tmp_path, 0, "eval", [shown])
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "Nothing was trained here" in text
+    assert "has not finished" not in text
+    assert "evaluated 0 50 50.0 %" in text
+    assert "evaluated 0 50 75.0 %" in text
+    assert "25.0 %" not in text
+    assert "evaluated (step 0)" in text
+    assert "The same held-out tasks in pictures" in text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", ""])
+def test_damaged_result_is_no_obstacle(tmp_path, content):
+    (tmp_path / "result.json").write_text(content)
+    assert "has not finished" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_values_of_another_type_in_a_result_are_left_out(tmp_path):
+    result = {"status": ["done"], "recipe": 3, "steps": "many", "optimiser_steps": {}, "samples": [1], "tokens": 7}
+    result["optimiser_steps_without_gradient"] = "some"
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "tokens 7" in text
+    assert "optimiser steps" not in text
+
+
+def test_a_metric_without_a_name_has_no_legend(tmp_path):
+    for step in (1, 2):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "": 0.5 * step}) + "\n")
+    assert "2 steps logged" in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+
+
+def test_all_text_of_the_run_is_escaped(tmp_path):
+    record = SampleRecord(
+        id=HOSTILE,
+        prompt=HOSTILE,
+        response=HOSTILE + "\x00\x1b \ud800",
+        answer=HOSTILE,
+        images=[scene(1, 2)],
+        reward=1.0,
+        terms={"<i>": 1.0},
+        finish="<u>",
+    )
+    for step, split in ((0, "eval"), (5, "eval"), (5, "train")):
+        folder = tmp_path / "samples" / f"step-{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        row = {**vars(record), "images": []}
+        (folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    tracker = Tracker(tmp_path)
+    tracker.log(1, {"reward/mean": 0.1, "reward/<img src=x>": 0.5})
+    tracker.evaluation(0, "before", "<s>split</s>", {"n": 3, "accuracy/<q>": 0.5})
+    result = {"status": HOSTILE, "recipe": HOSTILE, "objective": "x", "objective_formula": HOSTILE}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    (tmp_path / "config.yaml").write_text(f"a: {HOSTILE}\n")
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert page.open == []
+    assert not {"script", "answer", "i", "u", "s", "b", "q"} & set(page.tags)
+    assert all(source.startswith("data:") for source in page.sources())
+    assert page.text.count(HOSTILE) >= 8
+    assert "\x00" not in page.text
+
+
+def test_gaps_and_missing_intervals_are_drawn(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step in range(1, 8):
+        tracker.log(step, {"reward/mean": math.nan if step == 4 else 0.1 * step, "optim/grad_norm": math.inf})
+    for step in (0, 7):
+        tracker.evaluation(step, "during", "test", {"accuracy/greedy": 0.5 + step / 100})
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "57.0 %" in text
+    assert "+7.0" in text
+    assert "nan" not in text.lower()
+    assert "Gradient norm" not in text
+
+
+def test_later_evaluations_of_a_finished_run_do_not_move_its_headline(tmp_path):
+    tracker = Tracker(tmp_path)
+    tracker.evaluation(0, "before", "test", {"accuracy/greedy": 0.2})
+    tracker.evaluation(9, "after", "test", {"accuracy/greedy": 0.6})
+    tracker.evaluation(9, "evaluate", "test", {"accuracy/greedy": 0.9})
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "60.0 %" in text
+    assert "90.0 %" not in text
+
+
+def test_derived_numbers_by_hand():
+    metrics = [
+        {
+            "step": step,
+            "reward/mean": reward,
+            "reward/errors": 2.0,
+            "reward/zero_variance_groups": 0.5,
+            "time/step": 4.0,
+            "time/rollout": 3.0,
+            "time/update": 0.5,
+            "tokens/total": 100.0 * step,
+            "samples/total": 16.0 * step,
+            "data/skipped": 1.0 * step,
+        }
+        for step, reward in enumerate([0.1, 0.5, math.nan, 0.3], start=1)
+    ]
+    rows = {name: (value, remark) for name, value, remark in derived_numbers(metrics, {})}
+    assert rows["reward at the start"][0] == "0.1"
+    assert rows["reward at the end"] == ("0.3", "last step, +0.2 against the start")
+    assert rows["best reward"] == ("0.5", "step 2")
+    assert rows["groups with equal rewards"][0] == "50.0 %"
+    assert rows["samples"][0] == "64"
+    assert rows["time of all steps"] == ("16.0 s", "4 s a step")
+    assert rows["tokens per second"][0] == "25"
+    assert rows["time by stage"] == ("rollout 75.0 %", "update 12.5 %, other 12.5 %")
+    assert rows["samples no reward could score"][0] == "8"
+    assert rows["rows skipped"][0] == "4"
+    assert "optimiser steps skipped" not in rows
+    assert sum(stage_shares(metrics).values()) == pytest.approx(1)
+    result = {"steps": 4, "optimiser_steps": 1200, "optimiser_steps_without_gradient": 3}
+    rows = {name: (value, remark) for name, value, remark in derived_numbers(metrics, result)}
+    assert rows["steps"] == ("4", "1,200 optimiser steps, 3 more left out, where no group had a gradient")
+
+
+def test_moving_average_skips_gaps():
+    assert moving_average([1.0, 2.0, 3.0, 4.0], 3) == pytest.approx([1.5, 2.0, 3.0, 3.5])
+    gap = moving_average([1.0, math.nan, 3.0, math.nan, math.nan, math.nan], 3)
+    assert gap[:4] == pytest.approx([1.0, 2.0, 3.0, 3.0])
+    assert math.isnan(gap[5])
+    assert moving_average([math.nan, 2.0], 1)[1] == 2.0
+
+
+@pytest.fixture
+def no_charts(monkeypatch):
+    for name in ("line_chart", "panel_chart"):
+        monkeypatch.setattr(f"mmrl.report.curves.{name}", lambda *args, **options: b"<svg/>")
+
+
+def log_images(tracker, step, score, judge, diversity, cost=True, split="held_out"):
+    metrics = {"n": 54.0, "diversity/latent": diversity, "distance/base": 4e-7 * step, "unscored": 0.0}
+    for name, value in (("score/graded", score), ("heldout/strict", judge)):
+        metrics |= {name: value, f"{name}/low": value - 0.03, f"{name}/high": value + 0.03}
+    if cost:
+        metrics |= {"cost/samples": 96.0 * step, "cost/seconds": 0.5 * step}
+        metrics |= {"cost/forward_rows": 10.0 * step, "cost/train_rows": 6.0 * step}
+    tracker.evaluation(step, "during", split, metrics)
+
+
+def image_run(folder, *points, cost=True, reward=True):
+    tracker = Tracker(folder, strict=True)
+    for step, point in enumerate(points):
+        if step and reward:
+            tracker.log(step, {"reward/mean": 0.1, "cost/forward_rows": 10.0, "cost/train_rows": 6.0})
+        log_images(tracker, step, *point, cost=cost)
+        drawn = [Image.new("RGB", (32, 32), (step, prompt, 9)) for prompt in range(2)]
+        kept = [
+            SampleRecord(id=f"p{prompt}", prompt=f"{prompt} squares", response="", outputs=[image], reward=0.5)
+            for prompt, image in enumerate(drawn)
+        ]
+        write_samples(folder, step, "eval", kept)
+        write_samples(folder, step, "train", kept)
+    tracker.close()
+    return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_scores_judges_and_diversity_stand_before_and_after_with_changes(tmp_path):
+    page = image_run(tmp_path, (0.376, 0.167, 1.02), (0.4, 0.15, 1.0), (0.446, 0.116, 0.9))
+    assert page.open == []
+    assert "held_out before training step 0, 54 tasks after training step 2, 54 tasks change" in page.text
+    optimised = "optimised graded 0.376 [0.346, 0.406] 0.446 [0.416, 0.476] +0.070 [+0.028, +0.112]"
+    judged = "not optimised, held out strict 0.167 [0.137, 0.197] 0.116 [0.086, 0.146] -0.051 [-0.093, -0.009]"
+    moved = "what else moved diversity/latent 1.020 0.900 -0.120 distance/base 0.000 8.0e-07 +8.0e-07"
+    assert f"{optimised} {judged} {moved}" in page.text
+    assert "Held-out accuracy" not in page.text
+    tones = [attributes["class"] for tag, attributes in page.attributes if tag == "span" and "class" in attributes]
+    assert [tone for tone in tones if tone in ("good", "bad")] == ["good", "bad"]
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (
+            (0.446, 0.116, 0.9),
+            "graded rose from 0.376 to 0.446, while the held-out reward strict fell from 0.167 to 0.116.",
+        ),
+        ((0.446, 0.167, 0.51), "graded rose from 0.376 to 0.446, while diversity fell by 50 %."),
+        ((0.38, 0.1, 0.51), "while the held-out reward strict fell from 0.167 to 0.100 and diversity fell by 50 %."),
+        ((0.446, 0.16, 0.75), None),  # within the judge's interval, and 26 % less diversity
+        ((0.37, 0.1, 0.4), None),  # everything fell: not what the reward rewards
+    ],
+)
+@pytest.mark.usefixtures("no_charts")
+def test_a_score_that_rises_at_the_cost_of_judges_or_diversity_is_pointed_at(tmp_path, after, words):
+    text = image_run(tmp_path, (0.376, 0.167, 1.02), after).text
+    assert ("Possible reward hacking on held_out" in text) == (words is not None)
+    assert words is None or words in text
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_supervised_runs_are_not_suspected_of_reward_hacking(tmp_path):
+    page = image_run(tmp_path, (0.0, 1.6, 1.5), (0.2, 1.1, 0.9), reward=False)
+    assert "Held-out scores" in page.text
+    assert "hacking on" not in page.text
+
+
+def test_an_evaluation_without_measurements_is_no_obstacle(tmp_path):
+    nan = math.nan
+    text = image_run(tmp_path, (0.3, nan, nan), (nan, 0.2, 1.0)).text
+    assert "hacking on" not in text
+    assert "nan" not in text.lower()
+
+
+def test_scores_are_drawn_over_images_seconds_and_model_evaluations(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("mmrl.report.curves.panel_chart", lambda *args: drawn.append(args) or panel_chart(*args))
+    page = image_run(tmp_path, (0.3, 0.2, 1.0), (0.4, 0.1, 0.9), (0.5, 0.1, 0.8))
+    axes = {axis: next(iter(series.values()))[0] for series, axis in drawn}
+    assert axes == {
+        "images": [0, 96, 192],
+        "seconds": [0, 0.5, 1],
+        "model evaluations": [0, 10 + 3 * 6, 2 * (10 + 3 * 6)],
+        "step": [0, 1, 2],
+    }
+    assert drawn[0][0]["strict (not optimised)"][1:] == ((0.2, 0.1, 0.1), (0.17, 0.07, 0.07), (0.23, 0.13, 0.13))
+    assert list(drawn[3][0]) == ["diversity/latent", "distance/base"]
+    assert "rows without gradient + 3 × rows with gradient" in page.text
+    assert not [title for title in page.sources() if not title.startswith("data:image/")]
+    headings = [attributes["alt"] for tag, attributes in page.attributes if tag == "img" and "alt" in attributes]
+    assert "Scores and held-out rewards on held_out by seconds" in headings
+    assert "cost over steps" not in headings
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_scores_without_costs_are_drawn_over_steps(tmp_path):
+    page = image_run(tmp_path, (0.3, 0.2, 1.0), (0.4, 0.1, 0.9), cost=False)
+    headings = [attributes["alt"] for tag, attributes in page.attributes if tag == "img" and "alt" in attributes]
+    assert headings[:2] == [
+        "Scores and held-out rewards on held_out over steps",
+        "Diversity and distance on held_out over steps",
+    ]
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_images_of_a_run_are_shown_sharp_and_once(tmp_path):
+    page = image_run(tmp_path, (0.3, 0.2, 1.0), (0.4, 0.1, 0.9))
+    shown = [attributes for tag, attributes in page.attributes if tag == "img" and "png" in attributes["src"]]
+    assert len(shown) == 2 * 2 + 2  # two prompts before and after, and the two rollouts of the last step
+    assert {(image["class"], image["width"], image["height"]) for image in shown} == {("pixelated", "96", "96")}
+    assert "image-rendering: pixelated" in " ".join(page.words)
+    assert "prompt before training (step 0) after training (step 1) 0 squares reward 0.5 reward 0.5" in page.text
+    assert "Before and after, the same questions" not in page.text
+    assert "completion" not in page.text
+    assert "the prompt as the model saw it" not in page.text
+
+
+def test_panels_have_an_axis_each_and_share_the_horizontal_one():
+    unlike = {
+        "share": ([0, 1], [0.1, 0.2], [0.0, 0.1], [0.2, 0.3]),
+        "bytes": ([0, 1], [900, 800], *[[math.nan] * 2] * 2),
+    }
+    svg = panel_chart(unlike, "images").decode()
+    assert svg.count('<g id="axes_') == 2
+    assert svg.count("<!-- images -->") == 1
+    for label in unlike:
+        assert f"<!-- {label} -->" in svg
+
+
+def test_videos_of_the_first_and_last_evaluation_are_embedded(tmp_path):
+    from mmrl.report.gallery import LARGEST_BYTES, videos_of
+
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for step in (0, 10, 20):
+        (folder / f"step-{step:06d}-held_out-success-reach-3.mp4").write_bytes(b"film")
+    (folder / "step-000020-held_out-failure-reach-4.mp4").write_bytes(b"x" * (LARGEST_BYTES + 1))
+    (folder / "notes.mp4").write_bytes(b"")
+    videos = videos_of(tmp_path)
+    assert [video["title"][:11] for video in videos] == ["step 000000", "step 000020", "step 000020"]
+    assert videos[0]["source"] == "data:video/mp4;base64,ZmlsbQ=="
+    assert videos[1]["source"] is None
+    assert videos_of(tmp_path / "nothing") == []

@@ -1,0 +1,93 @@
+import pytest
+
+from mmrl.report.gallery import readable_answer
+from mmrl.report.page import write_report
+from mmrl.runs.samples import Outcome, write_outcomes
+from mmrl.runs.statistics import difference_interval, paired_difference, wilson_interval
+from mmrl.runs.tracking import Tracker
+from tests.report.pages import Page, log_evaluation
+
+
+def log_outcomes(folder, step, right, hints):
+    scores = [Outcome(f"q{n}", {"accuracy/greedy": x, "terms/reads/greedy": 1.0}) for n, x in enumerate(right)]
+    for outcome, hint in zip(scores, hints, strict=True):
+        outcome.parts = {"hint": hint}
+    write_outcomes(folder, step, "test", scores)
+    low, high = wilson_interval(sum(right), len(right))
+    value = sum(right) / len(right)
+    metrics = {"n": len(right), "accuracy/greedy": value, "accuracy/greedy/low": low, "accuracy/greedy/high": high}
+    Tracker(folder).evaluation(step, "during", "test", metrics | {"accuracy/greedy/hint=wrong": 0.5})
+
+
+def test_changes_are_those_of_the_same_questions_and_rows_by_column(tmp_path):
+    hints = ["wrong"] * 20 + ["none"] * 20
+    log_outcomes(tmp_path, 0, [0.0] * 16 + [1.0] * 4 + [1.0] * 20, hints)
+    log_outcomes(tmp_path, 9, [0.0] * 4 + [1.0] * 16 + [1.0] * 20, hints)
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    mean, low, high, *_ = paired_difference([1.0] * 12 + [0.0] * 28, [0.0] * 40)
+    paired = f"+{100 * mean:.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+    assert f"after training 9 40 90.0 % [76.9, 96.0] {paired}" in text
+    assert "greedy change" in text  # the parts are no protocols of their own
+    assert "hint=wrong change" not in text
+    assert "test, greedy tasks before training step 0 after training step 9 change all 40 60.0 % [44.6, 73.7]" in text
+    assert "by hint none 20 100.0 % [83.9, 100.0] 100.0 % [83.9, 100.0] +0.0 [+0.0, +0.0] wrong 20 20.0 %" in text
+    assert "+60.0 [+36.5, +83.5]" in text
+    assert "other scores reads 40 100.0 %" in text
+
+
+def test_a_mean_of_shares_is_named_and_its_interval_stays_between_0_and_100(tmp_path):
+    for step, low in ((0, 0.25), (9, 0.875)):
+        values = [low] + [1.0] * 5
+        write_outcomes(
+            tmp_path,
+            step,
+            "test",
+            [Outcome(f"q{n}", {"accuracy/agent": 1.0, "recall/agent": x}) for n, x in enumerate(values)],
+        )
+        metrics = {"n": 6, "accuracy/agent": 1.0, "accuracy/agent/low": 0.6, "accuracy/agent/high": 1.0}
+        Tracker(tmp_path).evaluation(step, "during", "test", metrics)
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "other scores recall 6 87.5 % [55.4, 100.0] 97.9 % [92.6, 100.0]" in text
+
+
+def test_other_questions_have_no_paired_change(tmp_path):
+    log_outcomes(tmp_path, 0, [0.0] * 10 + [1.0] * 10, ["wrong"] * 20)
+    log_outcomes(tmp_path, 9, [1.0] * 30, ["wrong"] * 30)
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    change, low, high = difference_interval((1.0, *wilson_interval(30, 30)), (0.5, *wilson_interval(10, 20)))
+    assert f"{100 * change:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" in text
+
+
+def test_the_start_of_a_run_that_repeats_the_end_of_the_one_before_is_left_out(tmp_path):
+    sft, run = tmp_path / "sft", tmp_path / "papo"
+    for folder, points in ((sft, ((0, 0.1), (20, 0.4))), (run, ((0, 0.4), (30, 0.6)))):
+        tracker = Tracker(folder)
+        for step, value in points:
+            log_evaluation(tracker, step, "during", value)
+    text = Page(write_report(run, chain=[sft]).read_text(encoding="utf-8")).text
+    assert "after sft 20 400 40.0 %" in text
+    assert "before papo" not in text
+    assert "after papo 30 400 60.0 % [55.0, 65.0] +20.0" in text
+
+
+def test_a_run_that_changed_nothing_still_shows_its_end(tmp_path):
+    sft, run = tmp_path / "sft", tmp_path / "papo"
+    for folder, points in ((sft, ((0, 0.1), (20, 0.4))), (run, ((0, 0.4), (30, 0.4)))):
+        tracker = Tracker(folder)
+        for step, value in points:
+            log_evaluation(tracker, step, "during", value)
+    text = Page(write_report(run, chain=[sft]).read_text(encoding="utf-8")).text
+    assert "after papo 30 400 40.0 % [35.0, 45.0] +0.0" in text
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        ("two\nlines, two  words", "two\nlines, two  words"),
+        ("\n\n\n \t7\n", "\\n×3␣\\t7\\n"),
+        ("7\n\n\n\n8\xa0    9", "7\\n×48\\xa0␣×49"),
+        (" " * 40, "␣×40"),
+    ],
+)
+def test_whitespace_that_would_show_as_emptiness_is_written_out(answer, shown):
+    assert readable_answer(answer) == shown

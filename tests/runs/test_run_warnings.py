@@ -1,0 +1,104 @@
+"""What a run says once: constant rewards, equal groups, an SRPO reward that agrees with nothing."""
+
+import math
+
+import pytest
+import torch
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.runs.run_log import PATIENCE, RunWarnings, read_warnings
+
+
+def batch(rewards, group_size=2, **terms):
+    rows = len(rewards)
+    return Rollouts(
+        group=torch.arange(rows) // group_size,
+        mask=torch.ones(rows, 3),
+        logp_old=torch.zeros(rows, 3),
+        reward=torch.tensor(rewards),
+        reward_terms={name: torch.tensor(values) for name, values in terms.items()},
+    )
+
+
+def run(folder, batches, metrics=({},), warnings=None, first=1):
+    warnings = warnings or RunWarnings(folder)
+    rows = []
+    for number, rollouts in enumerate(batches):
+        warnings.watch([rollouts])
+        rows.append(warnings.step(first + number, metrics[number % len(metrics)]))
+    return warnings, rows
+
+
+def test_equal_groups_are_said_once_with_a_count(tmp_path, caplog):
+    steps = [batch([0.0, 0.0, 1.0, 1.0]), batch([1.0, 1.0, 0.0, 0.0])] * PATIENCE
+    _, rows = run(tmp_path, steps)
+    assert rows[PATIENCE - 2] == {}
+    assert rows[PATIENCE - 1] == {"warnings/equal_groups": PATIENCE}
+    assert rows[-1] == {"warnings/equal_groups": 2 * PATIENCE}
+    (message,) = read_warnings(tmp_path)
+    assert f"for {PATIENCE} steps the samples of every task have had equal rewards" in message
+    assert [record.getMessage() for record in caplog.records] == [f"step {PATIENCE}: {message}"]
+
+
+def test_a_step_that_differs_starts_the_count_again(tmp_path):
+    equal, differs = batch([0.0, 0.0, 1.0, 1.0]), batch([0.0, 1.0, 1.0, 1.0])
+    _, rows = run(tmp_path, [*[equal] * (PATIENCE - 1), differs, *[equal] * (PATIENCE - 1)])
+    assert not any(rows)
+    assert read_warnings(tmp_path) == []
+
+
+def test_a_constant_reward_is_named_with_its_value(tmp_path):
+    values = [0.0, 1.0, 1.0, 0.0]
+    _, rows = run(tmp_path, [batch(values, exact=values, format=[0.5, 0.5, math.nan, 0.5])] * PATIENCE)
+    assert rows[-1] == {"warnings/constant_format": PATIENCE}
+    (message,) = read_warnings(tmp_path)
+    assert f"reward 'format' was 0.5 for all {3 * PATIENCE} samples of {PATIENCE} steps" in message
+
+
+def test_a_constant_total_is_said_in_place_of_equal_groups(tmp_path):
+    run(tmp_path, [batch([0.0] * 4)] * PATIENCE)
+    (message,) = read_warnings(tmp_path)
+    assert "the total reward was 0 for all" in message
+
+
+def test_single_samples_are_no_equal_groups(tmp_path):
+    run(tmp_path, [batch([0.0, 1.0, 2.0, 3.0], group_size=1)] * PATIENCE)
+    assert read_warnings(tmp_path) == []
+
+
+@pytest.mark.parametrize(("values", "said"), [((0.3, -0.3, 0.1), True), ((0.5, 0.4, math.nan), False)])
+def test_little_agreement_of_srpo(values, said, tmp_path):
+    metrics = [{"srpo/agreement": value} for value in values]
+    run(tmp_path, [batch([0.0, 1.0, 0.5, 1.0])] * (2 * PATIENCE), metrics)
+    assert [("srpo/agreement was" in message) for message in read_warnings(tmp_path)] == [True] * said
+
+
+@pytest.mark.parametrize(("shares", "said"), [((1.0,), True), ((1.0, 1.0, 0.9), False), ((math.nan,), False)])
+def test_successes_that_never_cluster(shares, said, tmp_path):
+    metrics = [{"srpo/noise_fraction": share} for share in shares]
+    _, rows = run(tmp_path, [batch([0.0, 1.0, 0.5, 1.0])] * (2 * PATIENCE), metrics)
+    assert [("srpo/noise_fraction is 1" in message) for message in read_warnings(tmp_path)] == [True] * said
+    assert rows[-1] == ({"warnings/all_noise": 2 * PATIENCE} if said else {})
+
+
+def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
+    steps = [batch([1.0] * 4)] * (PATIENCE + 3)
+    _, whole = run(tmp_path / "whole", steps)
+    cut = PATIENCE - 2
+    warnings, rows = run(tmp_path / "cut", steps[:cut])
+    state = warnings.state_dict()
+    run(tmp_path / "cut", steps[cut:], warnings=warnings, first=cut + 1)  # went on before it was killed
+    resumed = RunWarnings(tmp_path / "cut")
+    resumed.load_state_dict(state)
+    resumed.truncate_after(cut)
+    _, rest = run(tmp_path / "cut", steps[cut:], warnings=resumed, first=cut + 1)
+    assert [*rows, *rest] == whole
+    assert read_warnings(tmp_path / "cut") == read_warnings(tmp_path / "whole")
+
+
+def test_a_term_that_is_only_logged_may_be_constant(tmp_path):
+    values = [0.0, 1.0, 1.0, 0.0]
+    batches = [batch(values, exact=values, lines=[0.0] * 4)] * PATIENCE
+    assert run(tmp_path / "a", batches)[1][-1] == {"warnings/constant_lines": PATIENCE}
+    quiet = RunWarnings(tmp_path / "b", only_logged=["lines"])
+    assert run(tmp_path / "b", batches, warnings=quiet)[1][-1] == {}

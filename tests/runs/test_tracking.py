@@ -1,0 +1,270 @@
+import io
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import mmrl
+from mmrl.errors import UserError
+from mmrl.runs.jsonlines import JsonLines, read_jsonl
+from mmrl.runs.sinks import ConsoleSink, TensorBoardSink, tensorboard_installed
+from mmrl.runs.tracking import (
+    Tracker,
+    TrackingConfig,
+    build_tracker,
+    describe_metric,
+    metric_definitions,
+    read_evaluations,
+    read_metrics,
+)
+
+STEP = {
+    "reward/mean": 0.5,
+    "loss/total": -0.01,
+    "tokens/per_second": 812.0,
+    "time/step": 2.0,
+    "time/rollout": 1.5,
+}
+
+
+def lines(path):
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_record_is_on_disk_when_log_returns(tmp_path):
+    tracker = Tracker(tmp_path, strict=True)
+    tracker.log(1, STEP)
+    record = json.loads(lines(tmp_path / "metrics.jsonl")[0])
+    assert record["step"] == 1
+    assert record["reward/mean"] == 0.5
+    assert record["time"] > 1.6e9
+
+
+def test_numbers_that_are_not_finite_become_null_and_are_read_as_nan(tmp_path):
+    Tracker(tmp_path).log(1, {"reward/mean": math.nan, "loss/total": math.inf, "reward/std": 0.0})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert '"reward/mean": null' in text
+    assert "Infinity" not in text
+    record = read_metrics(tmp_path)[0]
+    assert math.isnan(record["reward/mean"])
+    assert math.isnan(record["loss/total"])
+    assert record["reward/std"] == 0.0
+
+
+def test_evaluations_carry_step_tag_and_split(tmp_path):
+    tracker = Tracker(tmp_path, strict=True)
+    tracker.evaluation(0, "before", "test", {"n": 4, "accuracy/greedy": 0.25, "accuracy/greedy/low": 0.05})
+    tracker.evaluation(0, "before", "train", {"n": 4, "accuracy/greedy": 0.5})
+    tracker.evaluation(8, "after", "test", {"n": 4, "accuracy/greedy": 0.75})
+    assert [r["step"] for r in read_evaluations(tmp_path, split="test")] == [0, 8]
+    assert [r["split"] for r in read_evaluations(tmp_path, tag="before")] == ["test", "train"]
+
+
+def test_resume_leaves_no_duplicate_steps(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step in range(1, 8):
+        tracker.log(step, {"reward/mean": step / 10})
+    tracker.evaluation(5, "during", "test", {"n": 1})
+    tracker.evaluation(7, "during", "test", {"n": 1})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "rewa')  # the writer was killed here
+    resumed = Tracker(tmp_path)
+    resumed.truncate_after(5)
+    resumed.log(6, {"reward/mean": 0.66})
+    assert [json.loads(line)["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert read_metrics(tmp_path)[-1]["reward/mean"] == 0.66
+    assert [r["step"] for r in read_evaluations(tmp_path)] == [5]
+
+
+def test_appending_after_a_torn_line_starts_a_line_of_its_own(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "x"', encoding="utf-8")
+    JsonLines(path).append({"step": 3})
+    assert [json.loads(line) for line in lines(path)] == [{"step": 1}, {"step": 3}]
+
+
+def test_a_line_torn_inside_a_character_is_skipped(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"text": "\xe2\x82')
+    assert read_jsonl(path) == [{"step": 1}]
+    assert read_jsonl(tmp_path / "missing.jsonl") == []
+
+
+def test_the_later_record_of_a_step_wins(tmp_path):
+    tracker = Tracker(tmp_path)
+    for value in (0.1, 0.2):
+        tracker.log(3, {"reward/mean": value})
+        tracker.evaluation(3, "during", "test", {"n": value})
+    assert [r["reward/mean"] for r in read_metrics(tmp_path)] == [0.2]
+    assert [r["n"] for r in read_evaluations(tmp_path)] == [0.2]
+
+
+def test_strict_tracker_refuses_an_undefined_metric(tmp_path):
+    tracker = Tracker(tmp_path, strict=True)
+    with pytest.raises(ValueError, match=r"loss/polcy.*did you mean loss/policy"):
+        tracker.log(1, {"loss/polcy": 1.0})
+    with pytest.raises(ValueError, match="accuracy"):
+        tracker.evaluation(1, "during", "test", {"accuracy": 1.0})
+    assert not (tmp_path / "metrics.jsonl").exists()
+    Tracker(tmp_path, strict=True, definitions={"grip/force_n": "Newtons."}).log(1, {"grip/force_n": 2.0})
+
+
+def test_patterns_match_one_name_part():
+    assert describe_metric("reward/format") == metric_definitions()["reward/<term>"]
+    assert describe_metric("accuracy/sampled/low") == metric_definitions()["accuracy/<protocol>/low"]
+    assert describe_metric("accuracy/greedy/count") == metric_definitions()["accuracy/<protocol>/<part>"]
+    assert describe_metric("reward/a/b") is None
+    assert describe_metric("xreward/format") is None
+
+
+def test_every_metric_has_one_sentence():
+    for name, sentence in metric_definitions().items():
+        assert re.fullmatch(r"[A-Z0-9k].*\.", sentence), name
+        assert ". " not in sentence, name
+        assert not sentence.startswith("The same"), name  # it stands alone under a chart
+
+
+def test_every_metric_that_the_code_names_is_defined():
+    named = (name for name in metric_definitions() if "/" in name and not name.startswith("data"))
+    families = sorted({name.split("/")[0] for name in named})
+    literal = re.compile(rf'"((?:{"|".join(families)})/[a-z_0-9/]+)"')
+    root = Path(mmrl.__file__).parent
+    named = {name for path in root.rglob("*.py") for name in literal.findall(path.read_text(encoding="utf-8"))}
+    assert "loss/total" in named
+    assert not sorted(name for name in named if describe_metric(name.rstrip("/")) is None)
+
+
+def test_console_shows_plain_lines_without_a_terminal():
+    stream = io.StringIO()
+    console = ConsoleSink(120, stream=stream)
+    console.log(7, {**STEP, "policy/kl_ref": 0.00123, "policy/entropy": 1.5})
+    accuracy = {"n": 400, "accuracy/greedy": 0.5, "accuracy/greedy/low": 0.45, "accuracy/greedy/high": 0.55}
+    console.evaluation(7, "during", "test[a]", accuracy)
+    console.close()
+    header, line, evaluation = stream.getvalue().splitlines()
+    assert header.split() == ["step", "reward", "loss", "KL", "entropy", "tok/s", "seconds"]
+    assert line.split() == [
+        *["7/120", "0.5000", "-0.0100", "1.23e-03", "1.500", "812", "2.00"],
+        "(rollout",
+        "1.50)",
+    ]
+    assert evaluation == "evaluation at step 7 (during, test[a] of 400 tasks): greedy 50.0 % [45.0, 55.0]"
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_console_line_of_an_image_evaluation_keeps_intervals_for_what_is_optimised():
+    stream = io.StringIO()
+    metrics = {"n": 54, "score/graded": 0.376, "score/graded/low": 0.35, "score/graded/high": 0.4}
+    for name, value in (("strict", 0.1674), ("vendor.aesthetic", 5.25)):
+        metrics |= {f"heldout/{name}": value, f"heldout/{name}/low": value - 0.1, f"heldout/{name}/high": value + 0.1}
+    metrics |= {"diversity/latent": 1.024, "distance/base": 0.5, "cost/samples": 96.0}
+    ConsoleSink(9, stream=stream).evaluation(3, "during", "held_out", metrics)
+    assert stream.getvalue() == (
+        "evaluation at step 3 (during, held_out of 54 tasks): graded 0.376 [0.350, 0.400]; "
+        "held out: strict 0.167, vendor.aesthetic 5.250; diversity 1.02\n"
+    )
+
+
+def test_console_columns_stay_aligned_when_values_are_missing():
+    stream = io.StringIO()
+    console = ConsoleSink(10, stream=stream)
+    console.log(1, {"time/step": 1.0})
+    console.log(2, {**STEP, "policy/kl_old": 1e-5, "policy/entropy": 0.2})
+    header, *rows = stream.getvalue().splitlines()
+    assert {len(row.split("(")[0].rstrip()[:48]) for row in rows} == {48}
+    assert header.index("tok/s") + len("tok/s") == rows[1].index("812") + len("812")
+
+
+def test_console_shows_every_nth_step_the_first_and_the_last():
+    stream = io.StringIO()
+    console = ConsoleSink(25, every=10, stream=stream)
+    for step in range(1, 26):
+        console.log(step, {})
+    shown = [line.split()[0] for line in stream.getvalue().splitlines()[1:]]
+    assert shown == ["1/25", "10/25", "20/25", "25/25"]
+
+
+def test_quiet_console_shows_nothing():
+    stream = io.StringIO()
+    console = ConsoleSink(2, quiet=True, stream=stream)
+    console.log(1, STEP)
+    console.evaluation(1, "during", "test", {})
+    console.close()
+    assert stream.getvalue() == ""
+
+
+def test_terminal_gets_a_bar_with_the_time_left(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    console = ConsoleSink(4, stream=stream)
+    console.truncate_after(1)
+    console.log(2, STEP)
+    console.close()
+    assert "2/4" in stream.getvalue()
+    assert "left" in stream.getvalue()
+    assert "0.5000" in stream.getvalue()
+
+
+@pytest.mark.skipif(not tensorboard_installed(), reason="tensorboard is optional")
+def test_tensorboard_gets_every_scalar_once_after_a_resume(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    counter = event_file_writer.AtomicCounter(9)  # of this second's files number 10 would come before 9
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
+    sink = TensorBoardSink(tmp_path)
+    for step in (1, 2, 3):
+        sink.log(step, {"reward/mean": step / 10})
+    sink.truncate_after(1)
+    sink.log(2, {"reward/mean": 0.9})
+    sink.evaluation(2, "during", "test", {"accuracy/greedy": 0.75})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, round(e.value, 6)) for e in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.9)]
+    assert events.Scalars("test/accuracy/greedy")[0].value == 0.75
+
+
+def test_tensorboard_asked_for_but_missing_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmrl.runs.sinks.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install tensorboard"):
+        build_tracker(TrackingConfig(tensorboard=True), tmp_path, total_steps=3)
+    build_tracker(TrackingConfig(quiet=True), tmp_path, total_steps=3).log(1, STEP)
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_service_is_used_only_when_configured(tmp_path, monkeypatch, package):
+    calls = []
+    fake = SimpleNamespace(
+        init=lambda **options: calls.append(("init", options)),
+        log=lambda values, step: calls.append(("log", values, step)),
+        finish=lambda: calls.append(("finish",)),
+    )
+    monkeypatch.setitem(sys.modules, package, fake)
+    config = TrackingConfig(quiet=True, tensorboard=False, **{package: "digits"})
+    tracker = build_tracker(config, tmp_path / "papo", total_steps=2, run_config={"seed": 4})
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.evaluation(1, "during", "test", {"accuracy/greedy": 0.25})
+    tracker.close()
+    assert calls == [
+        ("init", {"project": "digits", "name": "papo", "config": {"seed": 4}}),
+        ("log", {"reward/mean": 0.5}, 1),
+        ("log", {"test/accuracy/greedy": 0.25}, 1),
+        ("finish",),
+    ]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_configured_service_that_is_missing_is_named(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"pip install {package}"):
+        build_tracker(TrackingConfig(tensorboard=False, **{package: "digits"}), tmp_path, total_steps=2)
