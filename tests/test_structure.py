@@ -163,7 +163,6 @@ def test_no_file_of_more_than_500_lines(library):
     assert long_files(library) == []
 
 
-@AFTER_THE_MOVES
 def test_no_class_inherits_in_more_than_three_steps(library):
     assert deep_classes(library) == []
 
