@@ -3,7 +3,7 @@
     from robotics import RobotGrpoConfig, TabletopBatch, train_robot
 
 The rooms are `robotics.sim` (MuJoCo scenes, Gymnasium environments, workers, rendering), `robotics.data` (the format
-LeRobotDataset v3), `robotics.vla` (policies, cloning, GRPO, SRPO), `robotics.serving` (a policy behind a websocket) and
+LeRobotDataset v3), `robotics.methods` (cloning, GRPO, PPO, SRPO), `robotics.serving` (a policy behind a websocket) and
 `robotics.flow3d` (3D flow of objects: its world model, planner and rewards). Importing the package loads none of them,
 only what is taken from it.
 """

@@ -1,1 +1,1 @@
-"""benchmarks/agents."""
+"""Benchmarks of agents."""

@@ -1,1 +1,1 @@
-"""benchmarks/diffusion."""
+"""Benchmarks of diffusion models."""

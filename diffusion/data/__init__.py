@@ -1,1 +1,1 @@
-"""diffusion/data."""
+"""Prompts, captioned images and pairs of images."""

@@ -1,1 +1,1 @@
-"""diffusion/matching."""
+"""Losses that match velocities or states, and the forward process."""

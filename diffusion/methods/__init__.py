@@ -1,1 +1,1 @@
-"""diffusion/methods."""
+"""Recipes of papers on diffusion and flow models, one file a method."""

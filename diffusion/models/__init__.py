@@ -1,1 +1,1 @@
-"""diffusion/models."""
+"""Policies around pipelines: families, conditioning, loading and averages of weights."""

@@ -1,1 +1,1 @@
-"""diffusion/sampling."""
+"""Solvers, transition kernels and trajectories."""

@@ -1,1 +1,1 @@
-"""diffusion/toy."""
+"""Shapes, digits, tiny pipelines and the demo."""

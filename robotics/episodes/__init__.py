@@ -1,1 +1,1 @@
-"""robotics/episodes."""
+"""Episodes of robot policies: tasks, collecting, demonstrations and evaluation."""

@@ -1,1 +1,1 @@
-"""robotics/methods."""
+"""Recipes of papers on robot policies, one file a method."""

@@ -1,1 +1,1 @@
-"""robotics/policies."""
+"""Robot policies, one file or folder each."""

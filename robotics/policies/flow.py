@@ -29,7 +29,13 @@ from diffusion.matching.losses import mix
 from diffusion.sampling.steps import FlowSdeStep, OdeStep
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
-from robotics.policies.base.policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
+from robotics.policies.base.policy import (
+    ActionChoice,
+    ActionPolicy,
+    PolicyInputs,
+    check_demonstrations,
+    check_temperature,
+)
 
 REDUCTIONS = ("sum", "mean")
 PARAMETERISATIONS = ("velocity", "x0")
@@ -61,7 +67,7 @@ class FlowPolicyConfig:
     """Sizes of the observation encoder."""
 
 
-class FlowActionPolicy(EncodedPolicy):
+class FlowActionPolicy(EncodedPolicy, ActionPolicy):
     """Image, instruction and state to a chunk of actions by denoising."""
 
     kind = "flow"

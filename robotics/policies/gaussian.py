@@ -39,7 +39,13 @@ from torch import Tensor, nn
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
-from robotics.policies.base.policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
+from robotics.policies.base.policy import (
+    ActionChoice,
+    ActionPolicy,
+    PolicyInputs,
+    check_demonstrations,
+    check_temperature,
+)
 
 STD_PER = ("action", "state")
 CLONING = ("likelihood", "error")
@@ -78,7 +84,7 @@ class GaussianPolicyConfig:
             raise ConfigError(f"std is {self.std:g}; must be {limits}")
 
 
-class GaussianActionPolicy(EncodedPolicy):
+class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
     """Image, instruction and state to a Gaussian over a chunk of K * D actions; a decision is a control step.
 
     config = GaussianPolicyConfig(action_size=5, chunk=4, encoder=EncoderConfig(state_size=10))

@@ -1,1 +1,1 @@
-"""robotics/scenes."""
+"""Table scenes: arms, tasks, looks, experts and their environments."""

@@ -1,1 +1,1 @@
-"""robotics/toy."""
+"""Demos and the data that they make."""

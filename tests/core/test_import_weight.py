@@ -21,7 +21,7 @@ def test_the_core_imports_torch_and_nothing_heavier():
         "sorted(n for n in sys.modules if n.startswith('mmrl.') and not n.startswith('mmrl.core')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] True ['mmrl.errors', 'mmrl.fields', 'mmrl.fields']"
+    assert done.stdout.strip() == "[] True ['mmrl.errors', 'mmrl.fields']"
 
 
 def test_every_public_name_exists_once():

@@ -86,4 +86,4 @@ def _robotics(config: Any, folder: Path) -> None:
     config.evaluation = dataclasses.replace(config.evaluation, videos=1)
 
 
-ROOMS = {"mmrl.vlm": _vlm, "mmrl.gui": _vlm, "mmrl.agents": _agents, "diffusion": _diffusion, "robotics.vla": _robotics}
+ROOMS = {"mmrl.vlm": _vlm, "mmrl.gui": _vlm, "mmrl.agents": _agents, "diffusion": _diffusion, "robotics": _robotics}

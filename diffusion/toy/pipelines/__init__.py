@@ -1,1 +1,1 @@
-"""diffusion/toy/pipelines."""
+"""Tiny pipelines and their text encoders."""

@@ -1,1 +1,1 @@
-"""mmrl/agents/environments."""
+"""Environments and their actions, tasks and experts, here or in worker processes."""

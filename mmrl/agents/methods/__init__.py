@@ -1,1 +1,1 @@
-"""mmrl/agents/methods."""
+"""Recipes of papers on agents, one file a method."""

@@ -1,1 +1,1 @@
-"""mmrl/agents/rollout."""
+"""Episodes of an agent: the runner, its turns, and how they become rollouts."""

@@ -1,1 +1,1 @@
-"""mmrl/agents/toy."""
+"""Grid worlds and their tiny models."""

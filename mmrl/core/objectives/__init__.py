@@ -1,1 +1,1 @@
-"""mmrl/core/objectives."""
+"""Objectives composed of blocks: policy gradients and preferences."""

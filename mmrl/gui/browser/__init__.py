@@ -1,1 +1,1 @@
-"""mmrl/gui/browser."""
+"""Agents in a browser: Chromium, pages, actions and web environments."""

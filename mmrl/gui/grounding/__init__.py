@@ -1,1 +1,1 @@
-"""mmrl/gui/grounding."""
+"""Screen grounding: coordinates, answers, rewards and AEPO."""

@@ -1,1 +1,1 @@
-"""mmrl/gui/toy."""
+"""Generated pages and tasks, icons and the demo."""

@@ -1,1 +1,1 @@
-"""mmrl/vlm/data."""
+"""Questions, prompts and chat turns, and the images and videos that belong to them."""

@@ -1,1 +1,1 @@
-"""mmrl/vlm/methods."""
+"""Recipes of papers on a vision-language model, one file a method."""

@@ -1,1 +1,1 @@
-"""mmrl/vlm/model."""
+"""Model folders: configuration, layout of positions, vision features and storage."""

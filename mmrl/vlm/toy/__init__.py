@@ -1,1 +1,1 @@
-"""mmrl/vlm/toy."""
+"""Digit questions, clips, tiny models and the demos; nothing of the library imports it."""

@@ -1,1 +1,1 @@
-"""robotics/flow3d/methods."""
+"""Training of the world model: recipes, evaluation and clips."""

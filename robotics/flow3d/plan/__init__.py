@@ -1,1 +1,1 @@
-"""robotics/flow3d/plan."""
+"""From a predicted flow to motions of an arm: verdicts, grasps, planning and execution."""

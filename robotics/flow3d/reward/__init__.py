@@ -1,1 +1,1 @@
-"""robotics/flow3d/reward."""
+"""Progress along a predicted flow as a reward of any policy."""

@@ -1,1 +1,1 @@
-"""robotics/policies/base."""
+"""What all robot policies share: the policy interface, encoders, action tokens, statistics."""

@@ -21,7 +21,7 @@ from torch.nn import functional
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.files import write_atomically
-from robotics.policies.base.policy import ActionPolicy, PolicyInputs
+from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.base.saved import (
     make_config,
     read_config,
@@ -335,8 +335,8 @@ def expected_places(maps: Tensor) -> Tensor:
 VOCABULARY_FILE = "vocabulary.json"
 
 
-class EncodedPolicy(ActionPolicy):
-    """A policy with an `ObservationEncoder`, made as `cls(config, vocabulary, seed)`.
+class EncodedPolicy(nn.Module):
+    """Mixin of an `ActionPolicy` with an `ObservationEncoder`, made as `cls(config, vocabulary, seed)`.
 
     The seed is that of the weights; the global generator is not used. A number out of range raises UserError.
     """
@@ -348,6 +348,7 @@ class EncodedPolicy(ActionPolicy):
     config: Any
     vocabulary: Vocabulary
     encoder: ObservationEncoder
+    statistics: ActionStatistics | None
 
     @classmethod
     def build(cls, config: Any, instructions: Iterable[str], seed: int = 0) -> Self:

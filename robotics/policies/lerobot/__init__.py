@@ -1,1 +1,1 @@
-"""robotics/policies/lerobot."""
+"""Policies of lerobot, served from a Python of their own."""

@@ -1,4 +1,4 @@
-"""The process of a LeRobot policy, seen from policies of this package; `lerobot_service` runs in it."""
+"""The process of a LeRobot policy, seen from policies of this package; `service` runs in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 LOGGER = logging.getLogger("mmrl")
-SERVICE = Path(__file__).resolve().with_name("lerobot_service.py")
+SERVICE = Path(__file__).resolve().with_name("service.py")
 MAX_REPLY_BYTES = 4 << 30
 """Gradients of an action expert come in one message; that of pi0 has 1.2 GB."""
 

@@ -1,1 +1,1 @@
-"""robotics/policies/openvla."""
+"""OpenVLA and OpenVLA-OFT policies."""
