@@ -30,7 +30,7 @@ from robotics.policies.base.saved import (
     write_config,
     write_weights,
 )
-from robotics.policies.base.statistics import STATE_LIMIT, StateStatistics
+from robotics.policies.base.statistics import STATE_LIMIT, ActionStatistics, StateStatistics
 
 
 def octave_code(positions: Tensor, octaves: int = 4) -> Tensor:
