@@ -78,8 +78,6 @@ class AgentParts:
     """How its actions are read out of what it writes."""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """How long episodes last."""
-    evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
-    """Evaluation on held-out tasks."""
 
 
 @dataclass
@@ -92,6 +90,8 @@ class AgentConfig(AgentParts, RunConfig):
     """Sampling of a turn; its temperature is also that of scoring."""
     reward: AgentRewardConfig = field(default_factory=AgentRewardConfig)
     """What an episode is worth."""
+    evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
+    """Evaluation on held-out tasks."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
 

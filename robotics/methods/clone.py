@@ -29,6 +29,7 @@ from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations
 from robotics.methods.recipe import RobotDomain, RobotParts
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs
 from robotics.sim.episodes import RobotSim, views_of
+from robotics.episodes.evaluation import RobotEvaluationConfig
 
 
 def _trainer() -> BaseTrainerConfig:
@@ -55,13 +56,15 @@ class CloneConfig(RobotParts, BaseRunConfig):
 
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     """The demonstrations."""
+    evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
+    """Evaluation over fixed initial states."""
     trainer: BaseTrainerConfig = field(default_factory=_trainer)
     """Batch sizes, optimiser and guards."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        self.check_parts(self.held_out())
+        self.check_parts(self.evaluation, self.held_out())
         if self.demonstrations.unscaled and self.acting.scale == "none":
             raise ValueError(
                 "demonstrations.unscaled has no effect with acting.scale=none; set acting.scale=bounds_q99"

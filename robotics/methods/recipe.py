@@ -71,15 +71,13 @@ class RobotParts:
     """Initial states of evaluation by name; the first split is the headline."""
     acting: ActingSettings = field(default_factory=ActingSettings)
     """How actions are sampled and executed."""
-    evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
-    """Evaluation over fixed initial states."""
 
-    def check_parts(self, sets: Mapping[str, EpisodeSetConfig]) -> None:
+    def check_parts(self, evaluation: RobotEvaluationConfig, sets: Mapping[str, EpisodeSetConfig]) -> None:
         """Check that the parts fit together, given all sets of initial states; raises ValueError."""
         idle = [name for name, data in sets.items() if data.randomized]
         if idle and self.sim.kind in DRAWING and not self.sim.randomization.active():
             raise ValueError(f"{idle[0]}.randomized is true, but sim.randomization draws nothing; set a range there")
-        if self.acting.ensemble and not self.evaluation.greedy:
+        if self.acting.ensemble and not evaluation.greedy:
             raise ValueError(
                 f"acting.ensemble is {self.acting.ensemble}, which is for greedy evaluation, but evaluation.greedy is "
                 "false; change one of them"
@@ -104,6 +102,8 @@ class RobotConfig(RobotParts, RunConfig):
     logp_level: str = rare(choice("token", LEVELS))
     """token: every action token (or control or denoising step) is a decision; chunk: a chunk is one, with the sum of
     their log-probabilities."""
+    evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
+    """Evaluation over fixed initial states."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
     """What is optimised."""
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="sampler"))
@@ -115,7 +115,7 @@ class RobotConfig(RobotParts, RunConfig):
         objective = make_objective(self.objective)
         size = self.trainer.samples_per_task if self.compares_samples else None
         check_objective(objective, self.scored_outputs, size)
-        self.check_parts({"data": self.data} | self.held_out())
+        self.check_parts(self.evaluation, {"data": self.data} | self.held_out())
 
 
 class RobotDomain:
