@@ -201,8 +201,8 @@ def _add_sensors(spec: Any, arm: ArmModel, roles: Roles) -> None:
     kinds, site, joint = mujoco.mjtSensor, mujoco.mjtObj.mjOBJ_SITE, mujoco.mjtObj.mjOBJ_JOINT
     wanted = [("grip_pos", kinds.mjSENS_FRAMEPOS, site, arm.grip_site)]
     wanted += [("grip_axis", kinds.mjSENS_FRAMEXAXIS, site, arm.grip_site)]
-    for name, finger in zip(("left_finger", "right_finger"), arm.fingers, strict=True):
-        wanted += [(name, kinds.mjSENS_JOINTPOS, joint, finger)]
+    for label, finger in zip(("left_finger", "right_finger"), arm.fingers, strict=True):
+        wanted += [(label, kinds.mjSENS_JOINTPOS, joint, finger)]
     for role, name in (("first", roles.first), ("second", roles.second), ("goal", roles.goal)):
         if name is None:
             continue
@@ -214,8 +214,8 @@ def _add_sensors(spec: Any, arm: ArmModel, roles: Roles) -> None:
             wanted += [("first_velocity", kinds.mjSENS_FRAMELINVEL, site, handle)]
         if PIECES[name].kind == "drawer":
             wanted += [("drawer", kinds.mjSENS_JOINTPOS, joint, "drawer")]
-    for name, kind, objtype, target in wanted:
-        spec.add_sensor(name=name, type=kind, objtype=objtype, objname=target)
+    for label, kind, objtype, target in wanted:
+        spec.add_sensor(name=label, type=kind, objtype=objtype, objname=target)
 
 
 def _heading(axis: NDArray[np.float64]) -> NDArray[np.float64]:

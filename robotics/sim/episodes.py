@@ -118,9 +118,9 @@ class ChunkResult:
             past_images=_black(shape, count, past),
             past_views=_black(shape, count, past, views),
         )
-        flags = {name: np.zeros(count, bool) for name in ("success", "terminated", "truncated", "failed")}
+        success, terminated, truncated, failed = (np.zeros(count, bool) for _ in range(4))
         rewards, steps = np.zeros((count, length)), np.zeros(count, np.int64)
-        return cls(rows=rows, rewards=rewards, steps=steps, observation=observation, **flags)
+        return cls(rows, rewards, steps, success, terminated, truncated, failed, observation)
 
 
 class RobotSim(Protocol):

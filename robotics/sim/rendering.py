@@ -354,8 +354,13 @@ def _close_at_exit(renderer: FrameRenderer) -> None:
     # weakref.finalize would run after mujoco has ended the display, and OSMesa's own clean-up after PyOpenGL is gone;
     # a handler registered now, with a context open, runs before both.
     if not OPEN_RENDERERS:
-        atexit.register(lambda: [one.close() for one in list(OPEN_RENDERERS)])
+        atexit.register(_close_all)
     OPEN_RENDERERS.add(renderer)
+
+
+def _close_all() -> None:
+    for renderer in list(OPEN_RENDERERS):
+        renderer.close()
 
 
 def _free_context(gl: Any, mjr: Any, owner: int) -> None:

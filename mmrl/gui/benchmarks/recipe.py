@@ -333,7 +333,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         """Text, reason of its end and number of tokens of each greedy answer."""
         if not prompts:
             return []
-        drawn = sample(self.policy, prompts, 1, self.sampler, torch.Generator(), greedy=True)
+        drawn = sample(self.policy, prompts, 1, self.sampler)
         texts = [self.preset.prefix + text for text in drawn.texts]
         return list(zip(texts, drawn.finish, drawn.mask.sum(1).int().tolist(), strict=True))
 

@@ -75,8 +75,7 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if render_mode not in (None, "rgb_array"):
             raise UserError(f"render_mode is {render_mode!r}; there are rgb_array and None")
         self.render_mode, self.horizon = render_mode, horizon
-        size = {"width": image_size, "height": image_size}
-        self.scene = FlowTabletop(SceneConfig(task, arm, shape, layouts=split, colours=looks, background=looks, **size))
+        self.scene = FlowTabletop(SceneConfig(task, arm, shape, split, looks, looks, image_size, image_size))
         joints = len(self.scene.arm.joints)
         self._layout, self._elapsed, self._over = -1, 0, True
         self.action_space = spaces.Box(-1.0, 1.0, (joints + 1,), np.float32)

@@ -67,7 +67,6 @@ class FlowTask:
     instruction: str
     """Language instruction, lower case."""
     furniture: Furniture
-    furniture: Furniture
     moved: str
     """Body to move."""
     errors: Callable[[SceneState], dict[str, float]]
@@ -159,19 +158,19 @@ CABINET = Furniture("cabinet", CABINET_AREAS, add_cabinet, "cabinet", ("red_draw
 
 
 def _place(colour: str) -> FlowTask:
-    errors, keys = (partial(rule, goal=f"{colour}_pad") for rule in (placed, _place_keys))
+    errors, keys = partial(placed, goal=f"{colour}_pad"), partial(_place_keys, goal=f"{colour}_pad")
     return FlowTask(f"place_{colour}", "place", f"place the mug on the {colour} pad", PADS, "object", errors, keys)
 
 
 def _insert(colour: str) -> FlowTask:
-    errors, keys = (partial(rule, goal=f"{colour}_holder") for rule in (inserted, _insert_keys))
+    errors, keys = partial(inserted, goal=f"{colour}_holder"), partial(_insert_keys, goal=f"{colour}_holder")
     instruction = f"put the peg into the {colour} holder"
     return FlowTask(f"insert_{colour}", "insert", instruction, HOLDERS, "object", errors, keys)
 
 
 def _open(colour: str) -> FlowTask:
     drawer = f"{colour}_drawer"
-    errors, keys = (partial(rule, drawer=drawer) for rule in (opened, _open_keys))
+    errors, keys = partial(opened, drawer=drawer), partial(_open_keys, drawer=drawer)
     return FlowTask(f"open_{colour}", "drawer", f"open the {colour} drawer", CABINET, drawer, errors, keys)
 
 
