@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DEPTH_DTYPES = {"mm": np.dtype(np.uint16), "m": np.dtype(np.float32)}
 """Type of the values by a feature's `depth_unit`."""
 MOST = 4095
-ENCODER, PIXELS = "libx265", "gray12le"
+ENCODER, DEPTH_PIXELS = "libx265", "gray12le"
 GOP = 2
 
 
@@ -108,17 +108,17 @@ def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes:
     with replaced(path) as draft, av.open(str(draft), "w", format="mp4", options={"movflags": "faststart"}) as output:
         try:
             stream: Any = output.add_stream(ENCODER, rate=rate, options=options)
-            stream.height, stream.width, stream.pix_fmt = *depth_m.shape[1:], PIXELS
+            stream.height, stream.width, stream.pix_fmt = *depth_m.shape[1:], DEPTH_PIXELS
             stream.codec_context.thread_count = 1  # the bytes would depend on the number of threads
             for index, coded in enumerate(codes.encode(depth_m)):
-                frame = av.VideoFrame.from_ndarray(coded, format=PIXELS)
+                frame = av.VideoFrame.from_ndarray(coded, format=DEPTH_PIXELS)
                 frame.pts, frame.time_base = index, 1 / rate
                 output.mux(stream.encode(frame))
             output.mux(stream.encode())
         except (ValueError, av.error.FFmpegError) as error:
             height, width = depth_m.shape[1:]
             raise UserError(
-                f"depth of {width}x{height} cannot be encoded: this PyAV lacks {ENCODER} with {PIXELS}, or it takes no "
+                f"depth of {width}x{height} cannot be encoded: this PyAV lacks {ENCODER} with {DEPTH_PIXELS}, or it takes no "
                 "images this small; store it as images, robot_features(..., video=False)"
             ) from error
     return path
