@@ -84,8 +84,9 @@ class ImageMeasure(Measure[DiffusionTask]):
         seeds = torch.cat([self._seeds(trial.index) for trial in batch])
         sampler = self.sampler
         guidance = sampler.guidance if sampler.eval_guidance is None else sampler.eval_guidance
-        options = {"steps": sampler.eval_steps, "guidance": guidance, "solver": "euler"}
-        latents = sample_latents(self.policy, text, seeds, sampler, **options)
+        latents = sample_latents(
+            self.policy, text, seeds, sampler, steps=sampler.eval_steps, guidance=guidance, solver="euler"
+        )
         images, finite = decode_latents(self.policy.pipeline, latents, batch=sampler.batch_rows)
         scored = self.score([task for task in tasks for _ in range(count)], images, finite.tolist())
         usable = latents.nan_to_num(0.0, 0.0, 0.0)

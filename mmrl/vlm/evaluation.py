@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -25,9 +25,6 @@ from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.data.video import load_videos
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig, Samples, sample
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 def score_texts(
@@ -198,7 +195,7 @@ class AnswerMeasure(Measure[VlmTask]):
     """Value of each question of the split in the columns that it is broken down by."""
     broken_down: Sequence[str] = ()
     """Reward terms beside the accuracies that are broken down by these columns too."""
-    picture: Callable[[VlmTask, str, bool], Image] | None = None
+    picture: Callable[[VlmTask, str, bool], Image.Image] | None = None
     """Draws a question's answer, given whether it is right, for the report; None where answers are words alone."""
 
     @property

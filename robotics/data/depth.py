@@ -118,7 +118,7 @@ def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes:
         except (ValueError, av.error.FFmpegError) as error:
             height, width = depth_m.shape[1:]
             raise UserError(
-                f"depth of {width}x{height} cannot be encoded: this PyAV lacks {ENCODER} with {DEPTH_PIXELS}, or it takes no "
-                "images this small; store it as images, robot_features(..., video=False)"
+                f"depth of {width}x{height} cannot be encoded: this PyAV lacks {ENCODER} with {DEPTH_PIXELS}, or takes "
+                "no images this small; store it as images, robot_features(..., video=False)"
             ) from error
     return path

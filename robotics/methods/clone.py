@@ -26,10 +26,10 @@ from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
 from mmrl.training.terms import Step
 from robotics.episodes.collect import action_scale
 from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
+from robotics.episodes.evaluation import RobotEvaluationConfig
 from robotics.methods.recipe import RobotDomain, RobotParts
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs
 from robotics.sim.episodes import RobotSim, views_of
-from robotics.episodes.evaluation import RobotEvaluationConfig
 
 
 def _trainer() -> BaseTrainerConfig:

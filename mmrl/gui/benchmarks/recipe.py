@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate import Accelerator
 
 from mmrl.errors import UserError
@@ -333,7 +332,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         """Text, reason of its end and number of tokens of each greedy answer."""
         if not prompts:
             return []
-        drawn = sample(self.policy, prompts, 1, self.sampler)
+        drawn = sample(self.policy, prompts, 1, self.sampler, None)
         texts = [self.preset.prefix + text for text in drawn.texts]
         return list(zip(texts, drawn.finish, drawn.mask.sum(1).int().tolist(), strict=True))
 
