@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.harness import Arm, BenchOptions, check, comparison, ratio, run_arms
 from benchmarks.measure import Stopwatch, repeat
 from mmrl.hub.video import write_mp4
-from robotics.data.clips import read_clip
+from robotics.data.images import read_clip
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -3,11 +3,10 @@
 Importing this package loads neither pyarrow, PyAV nor Pillow; that happens when a file is opened.
 """
 
-from robotics.data.episodes import EpisodeData, FrameSample, action_chunks
 from robotics.data.features import robot_features
-from robotics.data.reader import LeRobotReader
+from robotics.data.layout import StorageSettings
+from robotics.data.reader import EpisodeData, FrameSample, LeRobotReader, action_chunks
 from robotics.data.statistics import aggregate_statistics, image_statistics, vector_statistics
-from robotics.data.storage import StorageSettings
 from robotics.data.writer import EpisodeWriter
 
 __all__ = [

@@ -12,8 +12,7 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.files import is_file, replaced
-from robotics.data.clips import encode_png
-from robotics.data.depth import encode_tiff
+from robotics.data.images import encode_png, encode_tiff
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -22,14 +22,32 @@ import numpy as np
 
 from mmrl.errors import UserError, require_packages
 from mmrl.hub.video import copy_video, write_mp4
-from robotics.data.appending import aligned_rows, check_appendable, remove_joined, remove_leftovers, row_schema
-from robotics.data.clips import describe_video
-from robotics.data.columns import bookkeeping, by_feature, checked_columns, frame_tasks
-from robotics.data.depth import DepthCodes, depth_unit_of, metres_of, write_depth_mp4
-from robotics.data.features import ACTION, DTYPES, IMAGES, STATE, SUCCESS, complete_features, is_depth
-from robotics.data.layout import INFO_PATH, STATS_PATH, TASKS_PATH, numbered_files, write_json
+from robotics.data.features import (
+    ACTION,
+    DTYPES,
+    IMAGES,
+    STATE,
+    SUCCESS,
+    bookkeeping,
+    by_feature,
+    checked_columns,
+    complete_features,
+    frame_tasks,
+    is_depth,
+)
+from robotics.data.images import DepthCodes, depth_unit_of, describe_video, metres_of, write_depth_mp4
+from robotics.data.layout import (
+    INFO_PATH,
+    STATS_PATH,
+    TASKS_PATH,
+    StorageSettings,
+    kept_settings,
+    new_info,
+    numbered_files,
+    write_json,
+)
 from robotics.data.reader import LeRobotReader
-from robotics.data.series import FileSeries
+from robotics.data.series import FileSeries, aligned_rows, check_appendable, remove_joined, remove_leftovers, row_schema
 from robotics.data.statistics import (
     Statistics,
     aggregate_statistics,
@@ -37,7 +55,6 @@ from robotics.data.statistics import (
     image_statistics,
     vector_statistics,
 )
-from robotics.data.storage import StorageSettings, kept_settings, new_info
 from robotics.data.tables import column_array, episode_table, read_table, task_table, write_table
 
 if TYPE_CHECKING:

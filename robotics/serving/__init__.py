@@ -11,7 +11,7 @@ from mmrl.lazy import lazy_names
 _NAMES = {
     "robotics.serving.opening": ("ServedPolicy", "open_served_policy"),
     "robotics.serving.server": ("PolicyServer",),
-    "robotics.serving.settings": ("ServeConfig",),
+    "robotics.serving.observations": ("ServeConfig",),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

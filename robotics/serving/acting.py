@@ -12,9 +12,9 @@ from mmrl.training.processes import make_generator
 from robotics.policies.base.policy import PolicyInputs
 from robotics.scenes.control import ACTION_SIZE
 from robotics.scenes.tabletop import PROPRIO_SIZE, STATE_SIZE
+from robotics.serving.observations import ServeConfig
 from robotics.serving.opening import open_served_policy
 from robotics.serving.queue import choose_chunks
-from robotics.serving.settings import ServeConfig
 from robotics.sim.recent import RecentObservations
 
 if TYPE_CHECKING:

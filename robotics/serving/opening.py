@@ -24,8 +24,7 @@ from robotics.policies.base.policy import ActionPolicy, open_policy
 from robotics.policies.base.saved import is_saved_policy
 from robotics.policies.base.statistics import ActionStatistics
 from robotics.policies.loading import load_action_policy
-from robotics.serving.observations import ObservationFormat
-from robotics.serving.settings import ServeConfig
+from robotics.serving.observations import ObservationFormat, ServeConfig
 from robotics.sim.opening import open_sim
 
 ImageSize = tuple[int | None, int | None] | None

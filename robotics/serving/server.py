@@ -1,15 +1,4 @@
-"""The websocket server: metadata to each robot that connects, then an answer to each of its observations.
-
-The messages are those of openpi's server, so that `openpi_client.WebsocketClientPolicy` works with it: the first
-message to a robot is the metadata; each message from it is an observation, each answer a dictionary with `actions`
-(K, D) float32, `server_timing` and `policy_timing`; a text instead of an answer is an error. `GET /healthz` answers
-200.
-
-Differences: an error does not end the connection, the next message is answered; {"endpoint": "reset"} restarts the
-robot's random numbers.
-
-Source: openpi-client 0.1.2; Physical-Intelligence/openpi src/openpi/serving/websocket_policy_server.py.
-"""
+"""Latencies of answers, and reasons of refusals."""
 
 from __future__ import annotations
 
@@ -22,13 +11,15 @@ import os
 import signal
 import time
 import traceback
+from collections import Counter, deque
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mmrl.errors import RunError, RunStopped, UserError, require_packages
 from mmrl.training.processes import make_generator
-from robotics.serving.latencies import AnswerCounts
 from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError, describe_value, pack, unpack
 from robotics.serving.opening import ServedPolicy
 from robotics.serving.queue import Chunk, PolicyQueue, choose_chunks
@@ -36,6 +27,52 @@ from robotics.serving.queue import Chunk, PolicyQueue, choose_chunks
 if TYPE_CHECKING:
     from websockets.asyncio.server import Server, ServerConnection
     from websockets.http11 import Request, Response
+
+
+KEPT = 10_000
+"""Latest latencies from which quantiles are taken."""
+MOST_REASONS = 50
+
+
+class AnswerCounts:
+    """Counts answers and refusals, and keeps the latest latencies."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+        self.rows = 0
+        self.rows = 0  # sum of the batch sizes
+        self.refused: Counter[str] = Counter()  # by reason
+        self._infer_ms: deque[float] = deque(maxlen=KEPT)
+        self._total_ms: deque[float] = deque(maxlen=KEPT)
+
+    def add(self, infer_ms: float, total_ms: float, batch_size: int) -> None:
+        """Count an answer."""
+        self.answers += 1
+        self.rows += batch_size
+        self._infer_ms.append(infer_ms)
+        self._total_ms.append(total_ms)
+
+    def refuse(self, reason: str) -> bool:
+        """Count a refusal; returns whether to log it: the first of each kind, with a limit on kinds."""
+        kind = reason if reason in self.refused or len(self.refused) < MOST_REASONS else "further reasons"
+        self.refused[kind] += 1
+        return self.refused[kind] == 1
+
+    def summary(self) -> str:
+        """One line, such as `12 answers, 1 refused; policy median 4.1, 95 % 5.0, largest 6.2 ms; with waiting ...`."""
+        text = f"{self.answers} answers"
+        if self.refused:
+            text += f", {self.refused.total()} refused"
+        if not self.answers:
+            return text
+        batch = f"; {self.rows / self.answers:.1f} observations a call" if self.rows > self.answers else ""
+        return f"{text}; policy {_quantiles(self._infer_ms)}; in all {_quantiles(self._total_ms)}{batch}"
+
+
+def _quantiles(values: deque[float]) -> str:
+    middle, high, largest = np.quantile(values, [0.5, 0.95, 1.0])
+    return f"median {middle:.1f}, 95 % {high:.1f}, largest {largest:.1f} ms"
+
 
 LOGGER = logging.getLogger("mmrl")
 HOST, PORT = "127.0.0.1", 8000

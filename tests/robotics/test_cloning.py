@@ -17,7 +17,7 @@ from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, Tracking
 from mmrl.training.terms import Step
 from mmrl.training.update import count_denominators
 from robotics.data import LeRobotReader
-from robotics.data.episodes import LazyImages
+from robotics.data.reader import LazyImages
 from robotics.episodes.collect import ActingSettings, replay_episode, run_episodes
 from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
 from robotics.episodes.tasks import EpisodeSetConfig

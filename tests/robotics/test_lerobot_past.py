@@ -27,9 +27,9 @@ from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.lerobot import server as lerobot_server
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
 from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
+from robotics.serving.observations import ServeConfig
 from robotics.serving.opening import ServedPolicy
 from robotics.serving.queue import choose_chunks
-from robotics.serving.settings import ServeConfig
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
 from tests.robotics import fake_lerobot, lerobot_rows

@@ -18,8 +18,8 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.data import EpisodeWriter, LeRobotReader, robot_features
-from robotics.data.depth import DepthCodes
 from robotics.data.features import BOOKKEPT, IMAGES, camera_name
+from robotics.data.images import DepthCodes
 from tests.robotics import lerobot_peer as peer
 
 pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")

@@ -19,8 +19,8 @@ from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action
 from robotics.policies.openvla.folder import ActionHead, OpenVlaConfig, StateProjector, read_part, write_part
 from robotics.policies.openvla.regression import OpenVlaRegressionPolicy
 from robotics.policies.openvla.tokens import OpenVlaPolicy
+from robotics.serving.observations import ServeConfig
 from robotics.serving.opening import open_served_policy
-from robotics.serving.settings import ServeConfig
 from tests.robotics import openvla_peer, openvla_regression_peer, tiny_timm
 from tests.robotics.line_sim import LineSim
 

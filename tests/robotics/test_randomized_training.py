@@ -13,7 +13,7 @@ from mmrl.training.run import train
 from mmrl.training.terms import Step
 from robotics.data import LeRobotReader
 from robotics.methods.grpo import RobotGrpoRecipe
-from robotics.sim.draw_sheet import draw_sheet
+from robotics.toy.draw_sheet import draw_sheet
 from robotics.toy.tabletop_demos import build_demonstrations
 from tests.robotics.test_randomization import PARTS
 from tests.robotics.test_robot_configs import CONFIGS

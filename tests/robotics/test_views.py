@@ -395,8 +395,7 @@ def test_cloning_gives_the_policy_both_cameras(filmed, tmp_path):
 def test_a_served_policy_reads_the_images_of_further_cameras():
     pytest.importorskip("msgpack", reason="needs pip install 'mmrl-suite[serve]'")
     from robotics.serving.messages import BadMessageError
-    from robotics.serving.observations import ObservationFormat
-    from robotics.serving.settings import ServeConfig
+    from robotics.serving.observations import ObservationFormat, ServeConfig
 
     read = ObservationFormat((None, None), None, ServeConfig(prompt="go"), views=1)
     image, wrist = np.zeros((8, 6, 3), np.uint8), np.full((8, 6, 3), 7, np.uint8)

@@ -28,9 +28,8 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.hub.images import ImageError, decode_image
-from robotics.data.clips import encode_png
-from robotics.data.layout import write_json
-from robotics.data.metadata import named_errors
+from robotics.data.images import encode_png
+from robotics.data.layout import named_errors, write_json
 from robotics.data.tables import data_schema
 from robotics.flow3d.clip import FlowClip, FlowEncoding, Observation
 from robotics.flow3d.geometry import DepthArray, lift

@@ -15,7 +15,7 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.files import expanded
-from robotics.data.metadata import named_errors
+from robotics.data.layout import named_errors
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.data.format import DatasetInfo, clip_of, rows_of
 from robotics.flow3d.data.writer import SHARD, numbered, read_group, read_tally, shard_errors

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.files import expanded, is_file, remove_drafts, replaced, write_atomically
-from robotics.data.metadata import named_errors
+from robotics.data.layout import named_errors
 from robotics.flow3d.data.format import INFO, DatasetInfo, Tally, batch_of, clip_schema, dataset_card, row_of, rows_of
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file
 from mmrl.hub.video_reading import frame_to_array
-from robotics.data.depth import DepthCodes
-from robotics.data.episodes import EpisodeData
 from robotics.data.features import camera_name, is_depth
-from robotics.data.metadata import named_errors
-from robotics.data.reader import LeRobotReader
+from robotics.data.images import DepthCodes
+from robotics.data.layout import named_errors
+from robotics.data.reader import EpisodeData, LeRobotReader
 from robotics.flow3d.geometry import DepthArray, ImageArray
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 

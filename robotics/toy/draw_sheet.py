@@ -1,6 +1,6 @@
 """A sheet of images: one initial state as the policy sees it, nominal and under several draws of a randomisation.
 
-Run it as `python -m robotics.sim.draw_sheet CONFIG draws.png --task push --layout 3`.
+Run it as `python -m robotics.toy.draw_sheet CONFIG draws.png --task push --layout 3`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from mmrl.config import load_run
 
-    parser = argparse.ArgumentParser("python -m robotics.sim.draw_sheet", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m robotics.toy.draw_sheet", description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path, help="YAML file of a run with sim.randomization")
     parser.add_argument("output", type=Path, help="PNG to write")
     parser.add_argument("overrides", nargs="*", help="dotted assignments such as sim.camera=wrist")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.files import replaced
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image
 from mmrl.hub.video_reading import frame_to_array
 
@@ -141,3 +145,100 @@ def _timed_frames(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
 
 PIXELS: dict[str, tuple[tuple[int, ...], type]] = {"rgb24": ((3,), np.uint8), "gray12le": ((), np.uint16)}
 """Channels and type of a pixel in each format."""
+
+
+DEPTH_DTYPES = {"mm": np.dtype(np.uint16), "m": np.dtype(np.float32)}
+"""Type of the values by a feature's `depth_unit`."""
+MOST = 4095
+ENCODER, DEPTH_PIXELS = "libx265", "gray12le"
+GOP = 2
+
+
+@dataclass(frozen=True)
+class DepthCodes:
+    """Conversion of metres to the 12-bit codes of a video, and back."""
+
+    depth_min: float = 0.01  # metres of code 0
+    depth_max: float = 10.0  # metres of code 4095
+    shift: float = 3.5  # metres added before the logarithm; the larger, the more even the steps
+    use_log: bool = True  # else uniform in metres
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any] | None) -> Self:
+        """From a feature's info; lerobot's defaults where it has none."""
+        given = {name: (info or {}).get(f"video.{name}") for name in cls.__dataclass_fields__}
+        codes = cls(**{name: value for name, value in given.items() if value is not None})
+        numbers = (codes.depth_min, codes.depth_max, codes.shift)
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
+            raise UserError(f"the depth video has {codes}; its bounds and shift must be numbers of metres")
+        if not codes.depth_min < codes.depth_max or (codes.use_log and codes.depth_min + codes.shift <= 0):
+            raise UserError(f"the depth video has {codes}; needs depth_min < depth_max and depth_min + shift > 0")
+        return codes
+
+    def to_info(self) -> dict[str, Any]:
+        """Entries for a feature's info."""
+        return {f"video.{name}": getattr(self, name) for name in self.__dataclass_fields__}
+
+    def encode(self, depth_m: NDArray[np.float32]) -> NDArray[np.uint16]:
+        """12-bit codes of metres of any shape, clipped to the bounds."""
+        low, high = self._ends()
+        clipped = np.clip(depth_m.astype(np.float64), self.depth_min, self.depth_max)
+        spread = np.log(clipped + self.shift) if self.use_log else clipped
+        return np.rint((spread - low) / (high - low) * MOST).astype(np.uint16)
+
+    def decode(self, codes: NDArray[np.uint16]) -> NDArray[np.float32]:
+        """Metres of codes of any shape."""
+        low, high = self._ends()
+        spread = low + codes.astype(np.float64) * ((high - low) / MOST)
+        depth_m = np.exp(spread) - self.shift if self.use_log else spread
+        return np.clip(depth_m, self.depth_min, self.depth_max).astype(np.float32)
+
+    def _ends(self) -> tuple[float, float]:
+        if not self.use_log:
+            return self.depth_min, self.depth_max
+        return math.log(self.depth_min + self.shift), math.log(self.depth_max + self.shift)
+
+
+def depth_unit_of(values: NDArray[Any]) -> str | None:
+    """Unit of depth by its type: "mm" for uint16, "m" for float32; None for other types."""
+    return next((unit for unit, dtype in DEPTH_DTYPES.items() if values.dtype == dtype), None)
+
+
+def metres_of(values: NDArray[Any], unit: str | None = None) -> NDArray[np.float32]:
+    """Metres of stored depth of any shape: by the feature's unit "mm" or "m", or by the type where it is None."""
+    metres = unit == "m" if unit else np.issubdtype(values.dtype, np.floating)
+    return values.astype(np.float32) if metres else (values * 0.001).astype(np.float32)
+
+
+def encode_tiff(depth: NDArray[Any]) -> bytes:
+    """TIFF without loss of depth (H, W): uint16 millimetres or float32 metres."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(depth)).save(buffer, format="TIFF", compression="raw")
+    return buffer.getvalue()
+
+
+def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes: DepthCodes) -> Path:
+    """Write depth (T, H, W) in metres as a video of codes, atomically."""
+    import av
+
+    options = {"g": str(GOP), "bf": "0", "x265-params": "lossless=1:log-level=none"}
+    rate = Fraction(fps).limit_denominator(1001)
+    with replaced(path) as draft, av.open(str(draft), "w", format="mp4", options={"movflags": "faststart"}) as output:
+        try:
+            stream: Any = output.add_stream(ENCODER, rate=rate, options=options)
+            stream.height, stream.width, stream.pix_fmt = *depth_m.shape[1:], DEPTH_PIXELS
+            stream.codec_context.thread_count = 1  # the bytes would depend on the number of threads
+            for index, coded in enumerate(codes.encode(depth_m)):
+                frame = av.VideoFrame.from_ndarray(coded, format=DEPTH_PIXELS)
+                frame.pts, frame.time_base = index, 1 / rate
+                output.mux(stream.encode(frame))
+            output.mux(stream.encode())
+        except (ValueError, av.error.FFmpegError) as error:
+            height, width = depth_m.shape[1:]
+            raise UserError(
+                f"depth of {width}x{height} cannot be encoded: this PyAV lacks {ENCODER} with {DEPTH_PIXELS}, or takes "
+                "no images this small; store it as images, robot_features(..., video=False)"
+            ) from error
+    return path
