@@ -8,7 +8,8 @@ import numpy as np
 
 from benchmarks.harness import check
 from benchmarks.measure import Stopwatch, repeat
-from robotics.sim import FrameRenderer, ImageRollout, ReachCube, RenderSettings, fast_visuals, load_arm_cubes
+from robotics.scenes import ReachCube, load_arm_cubes
+from robotics.sim import FrameRenderer, ImageRollout, RenderSettings, fast_visuals
 
 if TYPE_CHECKING:
     import mujoco

@@ -1,1 +1,27 @@
-"""Table scenes: arms, tasks, looks, experts and their environments."""
+"""The scene kit: arms, tasks and experts at a table, and the environments made of them.
+
+    from robotics.scenes import TabletopEnv
+    env = TabletopEnv("push", arm="ur5e")
+
+`TabletopEnv` runs one scene as a Gymnasium environment, `TabletopVectorEnv` many, `TabletopBatch` many for training.
+Objects and their 3D flow are in `robotics.scenes.objects`. Importing this package does not import mujoco; that happens
+when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from mmrl.lazy import lazy_names
+
+_NAMES = {
+    "robotics.scenes.arm_cubes": ("ReachCube", "load_arm_cubes"),
+    "robotics.scenes.arms": ("ARMS",),
+    "robotics.scenes.batch": ("BatchSettings", "TabletopBatch"),
+    "robotics.scenes.control": ("CartesianController", "ControlSettings"),
+    "robotics.scenes.envs": ("SimulationDiverged", "TabletopEnv"),
+    "robotics.scenes.expert_check": ("check_experts", "replay_experts"),
+    "robotics.scenes.experts": ("EXPERTS", "Expert"),
+    "robotics.scenes.tasks": ("TASKS",),
+    "robotics.scenes.vector_env": ("TabletopVectorEnv",),
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -307,7 +307,7 @@ def test_a_window_keeps_to_real_time_and_shows_the_end(draw_s, least, monkeypatc
 
 WATCHED = """
 import numpy as np
-from robotics.sim import Expert, TabletopEnv
+from robotics.scenes import Expert, TabletopEnv
 
 watched = TabletopEnv("reach", observation="state", render_mode="human", horizon=6)
 plain = TabletopEnv("reach", observation="state", horizon=6)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.sim import FrameRenderer, RenderSettings, fast_visuals, load_arm_cubes, update_poses
+from robotics.scenes import load_arm_cubes
+from robotics.sim import FrameRenderer, RenderSettings, fast_visuals, update_poses
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 pytestmark = pytest.mark.usefixtures("backend")
