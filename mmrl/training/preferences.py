@@ -14,8 +14,6 @@ from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.core.pairs import CHOSEN
 from mmrl.fields import by_kind, rare
 
-PRESET = "the preset's"
-
 
 @dataclass
 class PreferenceConfig:

@@ -17,10 +17,9 @@ from mmrl.runs.folder import remove_partial, set_aside
 from mmrl.runs.run_log import RunLog
 from mmrl.runs.statistics import HEADLINES
 from mmrl.training.processes import all_ranks, capture_global_rng, merge_lists, restore_global_rng
-from mmrl.training.recipe import Recipe
+from mmrl.training.recipe import Recipe, Stateful
 from mmrl.training.reference import Reference
 from mmrl.training.settings import BaseRunConfig
-from mmrl.training.tasks import TaskStream
 from mmrl.training.update import Updater
 
 LOGGER = logging.getLogger("mmrl")
@@ -40,7 +39,7 @@ class RunSaver:
         *,
         reference: Reference,
         updater: Updater,
-        tasks: TaskStream[Any],
+        tasks: Stateful,
         log: RunLog,
     ) -> None:
         self.recipe = recipe
