@@ -22,7 +22,7 @@ from mmrl.runs.run_log import metric_label
 from mmrl.runs.samples import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, unscored, with_interval
 from mmrl.training.processes import make_generator, merge_lists, stream_seed
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Reference
 from mmrl.training.scoring import describe_failure, failure_of
 from mmrl.training.settings import EvaluationConfig
 

@@ -37,10 +37,8 @@ from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import make_objective
 from mmrl.training.processes import global_advantages
-from mmrl.training.recipe import Recipe, Stateful, Tally
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Recipe, Reference, Stateful, Step, Tally
 from mmrl.training.scoring import RewardErrors, with_rewards
-from mmrl.training.terms import Step
 
 LOGGER = logging.getLogger("mmrl")
 

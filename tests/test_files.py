@@ -84,11 +84,10 @@ INSIDE_A_DRAFT = {
     "mmrl/files.py",
     "mmrl/runs/export.py",
     "mmrl/runs/checkpoint.py",
-    "mmrl/vlm/model/storage.py",
+    "mmrl/vlm/model/network.py",
     "mmrl/workers/run_code.py",
     "mmrl/workers/engine.py",
     "benchmarks/vlm/workload.py",
-    "mmrl/vlm/model/network.py",
     "mmrl/vlm/data/media_rows.py",
     "benchmarks/diffusion/arms.py",
 }

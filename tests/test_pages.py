@@ -20,8 +20,7 @@ from mmrl.cli import COMMANDS, _parse
 from mmrl.config import load_run
 from mmrl.recipes import EVALUATIONS, RECIPES
 from mmrl.runs.tracking import describe_metric, metric_definitions
-from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.preferences import PreferenceConfig, make_preference
+from mmrl.training.objectives import ObjectiveConfig, PreferenceConfig, make_objective, make_preference
 from tests import example_runs
 from tests.pages import PAGES, ROOT, read_page
 

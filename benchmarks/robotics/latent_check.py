@@ -26,7 +26,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.training.processes import make_generator
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from robotics.episodes.payload import EpisodePayload
 from robotics.episodes.tasks import episode_id
 from robotics.methods.agreement import advantage_correlation, rank_agreement

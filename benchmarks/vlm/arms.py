@@ -28,10 +28,8 @@ from mmrl.rewards import RewardConfig
 from mmrl.runs.stopwatch import Stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_accelerator
-from mmrl.training.recipe import shared_prefix
-from mmrl.training.reference import make_reference
+from mmrl.training.recipe import Step, make_reference, shared_prefix
 from mmrl.training.settings import TrainerConfig
-from mmrl.training.terms import Step
 from mmrl.training.trainer import Trainer
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.config import VlmConfig

@@ -19,8 +19,7 @@ from benchmarks.vlm.workload import shape_of
 from mmrl.core.logprobs import linear_logprobs
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.recipe import shared_prefix
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step, shared_prefix
 from mmrl.training.update import count_denominators
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.engine.rows import PackedRows, pack_prompts, pack_responses

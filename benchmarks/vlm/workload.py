@@ -11,8 +11,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.vlm.data.prompt import PromptLayout, encode_prompt
-from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.data.video import read_video_cell
+from mmrl.vlm.data.task import VlmTask, read_video_cell
 
 ATTENTION_GAIN = 3.0
 """Factor on query and key weights: the late tokens of a 288-token prompt then attend to 130-150 tokens (exponential of

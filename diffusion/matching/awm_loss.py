@@ -27,8 +27,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.reference import Reference
-from mmrl.training.terms import LossTerm, Step, TermLoss
+from mmrl.training.recipe import LossTerm, Reference, Step, TermLoss
 
 
 @dataclass

@@ -29,7 +29,7 @@ from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Reference
 
 SHARING = ("batch", "group", "image")
 

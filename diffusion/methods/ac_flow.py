@@ -72,8 +72,8 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig, check_group_size, make_objective
 from mmrl.training.processes import make_generator
+from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
-from mmrl.training.terms import Step
 
 
 @dataclass

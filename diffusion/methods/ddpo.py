@@ -20,7 +20,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import merge_lists
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 
 
 class PromptHistory:

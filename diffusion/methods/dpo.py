@@ -42,11 +42,9 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.runs.samples import SampleRecord
-from mmrl.training.preferences import PreferenceConfig, check_pair_batches, make_preference, pair_marks
-from mmrl.training.recipe import NoUsableTasksError, SupervisedRecipe
-from mmrl.training.reference import Reference
+from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
+from mmrl.training.recipe import NoUsableTasksError, Reference, Step, SupervisedRecipe
 from mmrl.training.settings import BaseTrainerConfig, ReferenceConfig
-from mmrl.training.terms import Step
 
 ERRORS = ("velocity", "noise")
 

@@ -46,7 +46,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import global_advantages, make_generator
-from mmrl.training.terms import LossTerm, Passes, Step, TermLoss
+from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 
 
 def _objective() -> ObjectiveConfig:

@@ -36,8 +36,8 @@ from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
-from mmrl.training.terms import Step
 
 
 @dataclass

@@ -40,8 +40,8 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import merge_lists
+from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
-from mmrl.training.terms import Step
 
 
 @dataclass

@@ -30,10 +30,8 @@ from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
-from mmrl.training.recipe import NoUsableTasksError, SupervisedRecipe
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import NoUsableTasksError, Reference, Step, SupervisedRecipe
 from mmrl.training.settings import BaseTrainerConfig
-from mmrl.training.terms import Step
 
 
 def pretraining_trainer() -> BaseTrainerConfig:

@@ -34,7 +34,7 @@ from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Reference
 
 
 @dataclass

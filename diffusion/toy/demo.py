@@ -11,7 +11,7 @@ from mmrl.report.folder import read_run
 from mmrl.report.gallery import save_image_grid
 from mmrl.report.page import write_report
 from mmrl.report.tables import score_tables
-from mmrl.training.stages import finish_run, last_model, read_result
+from mmrl.training.run import finish_run, last_model, read_result
 
 CONFIGS = Path("configs/diffusion")
 SPLIT = "digits"

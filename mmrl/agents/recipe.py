@@ -38,11 +38,9 @@ from mmrl.rewards.loading import source_digest
 from mmrl.runs.samples import SampleRecord
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.processes import stream_seed, sum_over_processes
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Tally
+from mmrl.training.processes import SimCounts, stream_seed, sum_over_processes
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Step, Tally
 from mmrl.training.settings import RunConfig
-from mmrl.training.sim_counts import SimCounts
-from mmrl.training.terms import Step
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precision

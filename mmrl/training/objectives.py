@@ -1,4 +1,4 @@
-"""A row of the catalogue of objectives, what a run changes in it, and whether a recipe can use it."""
+"""Objectives as a run configures them: a row of the catalogue and what differs from it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mmrl.core.blocks import ADVANTAGES, BLOCKS
-from mmrl.core.catalogue import get
-from mmrl.core.objectives.objective import Objective
+from mmrl.core.blocks.preference import PREFERENCE_BLOCKS
+from mmrl.core.catalogue import get, get_preference
+from mmrl.core.loss import Denominators, mean_metric
+from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
+from mmrl.core.objectives.pairwise import PreferenceObjective
+from mmrl.core.pairs import CHOSEN
+from mmrl.core.rollouts import Rollouts
 from mmrl.fields import by_kind, rare
 
 PRESET = "the preset's"
+
+
+OBJECTIVE = get("sft")
 
 
 @dataclass
@@ -90,6 +101,58 @@ def check_group_size(samples_per_task: int, objective: Objective, scores: Collec
             f"samples of a group, so every advantage would be 0; use 2 or more, or an estimator that works "
             f"with one sample: {', '.join(alone)}"
         )
+
+
+@dataclass
+class PreferenceConfig:
+    """A row of the catalogue's preference objectives and what differs from it.
+
+    Each part changes numbers of the row's block, or names another block by `kind`:
+    `objective: {preset: dpo, loss: {beta: 0.3}, likelihood: {kind: nll, coef: 0.1}}`.
+    """
+
+    preset: str = "dpo"
+    """Name in `mmrl list objectives`, one of those for pairs."""
+    loss: dict[str, Any] = rare(by_kind(lambda: PREFERENCE_BLOCKS["loss"], named=True, default_from=PRESET))
+    """Loss of a pair: sigmoid, robust, hinge, ipo, sppo, sppo_hard, refuel, or none (supervised)."""
+    score: dict[str, Any] = rare(by_kind(lambda: PREFERENCE_BLOCKS["score"], named=True, default_from=PRESET))
+    """What an answer is compared by: sum or mean of its log-probabilities, or decision (noisy versions of images)."""
+    likelihood: dict[str, Any] = by_kind(lambda: PREFERENCE_BLOCKS["likelihood"], named=True, default_from=PRESET)
+    """Likelihood of the preferred answers as a further term: nll or none, with coef and average."""
+
+
+def make_preference(config: PreferenceConfig) -> PreferenceObjective:
+    """Combine a catalogue row with what a configuration changes."""
+    changes = {key: dict(getattr(config, key)) for key in PREFERENCE_BLOCKS if getattr(config, key)}
+    try:
+        objective = get_preference(config.preset).override(changes)
+    except ValueError as error:
+        raise ValueError(f"objective: {error}") from error
+    objective.validate()
+    return objective
+
+
+def check_pair_batches(micro_batch: int) -> None:
+    """Refuse micro-batches that no pair fits into; raises ValueError."""
+    if micro_batch == 1:
+        raise ValueError("trainer.micro_batch is 1; the two sides of a pair are compared, use at least 2, or 0 for all")
+
+
+def pair_marks(pairs: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """`extras` of `Rollouts` whose rows are the preferred and the rejected side of each pair in turn.
+
+    Returns:
+        The mark of each row (2 N,), 1 on preferred sides.
+    """
+    return {CHOSEN: torch.tensor([1.0, 0.0], device=device).repeat(pairs)}
+
+
+def likelihood_loss(scores: PolicyOutputs, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    """Mean negative log-likelihood of the decisions; with advantage 1 the plain policy gradient is its gradient."""
+    given = minibatch.replace(logp_old=scores.logp.detach(), advantage=minibatch.mask)
+    output = OBJECTIVE.loss(scores, given, denominators)
+    nll = mean_metric(-scores.logp, minibatch.loss_mask)
+    return LossOutput(output.loss, {"loss/total": output.metrics["loss/total"], "loss/nll": nll})
 
 
 SCORES = {

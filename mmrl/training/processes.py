@@ -1,4 +1,4 @@
-"""What a machine says it can do and cannot."""
+"""Processes of a run: the accelerator, sums over ranks, random streams, and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,36 +25,33 @@ from torch import Tensor, nn
 
 from mmrl.core.loss import Denominators
 from mmrl.core.rollouts import Rollouts
+from mmrl.workers.engine import FailureLog
 
 LOGGER = logging.getLogger("mmrl")
+
+
 LIMIT = "ONEDNN_MAX_CPU_ISA"
+
+
 PROBE = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
 
 
-@functools.cache
-def avoid_refused_instructions() -> None:
-    """Keep bfloat16 arithmetic on the CPU from ending the process.
-
-    Some virtual machines announce AMX instructions and then refuse them. Whether this is one of them is tried in a
-    process of its own, before the first product here; if so, oneDNN is set up to do without. A limit that the user has
-    set stays, and machines without AMX or with a GPU are left alone.
-    """
-    if LIMIT in os.environ or torch.cuda.is_available() or not _announces_amx():
-        return
-    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=False)
-    if probe.returncode == -signal.SIGILL:
-        os.environ[LIMIT] = "AVX512_CORE_BF16"
-        LOGGER.warning("this machine announces AMX instructions but refuses them; %s=%s", LIMIT, os.environ[LIMIT])
+GROWTH = 1.25
 
 
-def _announces_amx() -> bool:
-    file = Path("/proc/cpuinfo")
-    return file.is_file() and "amx_bf16" in file.read_text(encoding="utf-8", errors="replace")
+SLACK = 64 << 20
+"""Bytes. A process is trimmed where it holds more than GROWTH times what the last trim left, and SLACK."""
+
+
+PRIMITIVES = 256
+"""Kernels that oneDNN keeps: more than a step of a large model needs, and a quarter of its default."""
+
+
+BUCKET_ELEMENTS = 2**24
+"""Gradient entries in one message between processes."""
 
 
 ItemT = TypeVar("ItemT")
-BUCKET_ELEMENTS = 2**24
-"""Gradient entries in one message between processes."""
 
 
 def make_accelerator(mixed_precision: str = "none") -> Accelerator:
@@ -79,6 +76,27 @@ def leave(code: int = 0) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+@functools.cache
+def avoid_refused_instructions() -> None:
+    """Keep bfloat16 arithmetic on the CPU from ending the process.
+
+    Some virtual machines announce AMX instructions and then refuse them. Whether this is one of them is tried in a
+    process of its own, before the first product here; if so, oneDNN is set up to do without. A limit that the user has
+    set stays, and machines without AMX or with a GPU are left alone.
+    """
+    if LIMIT in os.environ or torch.cuda.is_available() or not _announces_amx():
+        return
+    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=False)
+    if probe.returncode == -signal.SIGILL:
+        os.environ[LIMIT] = "AVX512_CORE_BF16"
+        LOGGER.warning("this machine announces AMX instructions but refuses them; %s=%s", LIMIT, os.environ[LIMIT])
+
+
+def _announces_amx() -> bool:
+    file = Path("/proc/cpuinfo")
+    return file.is_file() and "amx_bf16" in file.read_text(encoding="utf-8", errors="replace")
 
 
 def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:
@@ -129,6 +147,19 @@ def average_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerat
             gradient.copy_(mean.view_as(gradient))
 
 
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type, about `BUCKET_ELEMENTS` at a time: few messages, and little memory for the copy."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        full = sum(other.numel() for other in bucket) + tensor.numel() > BUCKET_ELEMENTS
+        if bucket and (full or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
 def global_denominators(local: Denominators, accelerator: Accelerator) -> Denominators:
     """Sum this optimiser step's counts over all processes; the row length is common to them."""
     if accelerator.num_processes == 1:
@@ -154,19 +185,6 @@ def global_advantages(
     return rollouts.replace(
         advantage=_cut(mine.advantage, length, accelerator), returns=_cut(mine.returns, length, accelerator)
     )
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one type, about `BUCKET_ELEMENTS` at a time: few messages, and little memory for the copy."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        full = sum(other.numel() for other in bucket) + tensor.numel() > BUCKET_ELEMENTS
-        if bucket and (full or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 def _cut(values: Any, length: int, accelerator: Accelerator) -> Any:
@@ -221,13 +239,6 @@ def _as_uint32(keys: Tensor) -> np.ndarray:
     return keys.numpy().astype(np.uint32)
 
 
-GROWTH = 1.25
-SLACK = 64 << 20
-"""Bytes. A process is trimmed where it holds more than GROWTH times what the last trim left, and SLACK."""
-PRIMITIVES = 256
-"""Kernels that oneDNN keeps: more than a step of a large model needs, and a quarter of its default."""
-
-
 class HeapTrimmer:
     """Gives free pages of the heap back to the system whenever the process has grown; elsewhere than glibc, nothing."""
 
@@ -269,3 +280,56 @@ def _malloc_trim() -> Callable[[int], int] | None:
     if function is not None:
         function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_int
     return function  # type: ignore[no-any-return]
+
+
+class Counted(Protocol):
+    """Environments that count what goes wrong."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Failures since they were made, by kind."""
+        ...
+
+
+@runtime_checkable
+class InProcesses(Protocol):
+    """Environments that live in processes of their own."""
+
+    failures: FailureLog
+    """What went wrong, with tracebacks."""
+
+    def memory_mb(self) -> float:
+        """Memory in 10^6 bytes of the process that holds most now, with what it started."""
+        ...
+
+
+class SimCounts:
+    """Counts that survive an interruption; environments themselves count from their start."""
+
+    def __init__(self, sim: Counted, run_dir: Path) -> None:
+        self._sim = sim
+        self._before: dict[str, int] = {}
+        self._latest: dict[str, int] = {}
+        if isinstance(sim, InProcesses):
+            sim.failures.folder = run_dir / "failures"
+
+    def metrics(self) -> dict[str, float]:
+        """Totals over all processes, and the memory of this one's largest worker; every process calls it."""
+        self._latest = self._totals(sum_over_processes(self._sim.counts))
+        found = {f"sim/{name}": float(count) for name, count in self._latest.items()}
+        if isinstance(self._sim, InProcesses):
+            found["memory/worker_mb"] = self._sim.memory_mb()
+        return found
+
+    def state_dict(self) -> dict[str, int]:
+        """Counts for a checkpoint."""
+        # Those of an evaluation since the step are known without asking the others in a single process only.
+        return self._totals(self._sim.counts) if PartialState().num_processes == 1 else dict(self._latest)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from the counts of a checkpoint."""
+        self._before = {name: int(count) for name, count in state.items()}
+        self._latest = dict(self._before)
+
+    def _totals(self, counts: Mapping[str, float]) -> dict[str, int]:
+        return {name: self._before.get(name, 0) + int(count) for name, count in counts.items()}

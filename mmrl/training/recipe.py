@@ -1,19 +1,21 @@
-"""Passes of a policy over rollouts: in chunks, and with prefixes that the chunks share."""
+"""The stages of a method, the terms that it adds to the loss, and its passes over rollouts."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.loss import Denominators
+from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
@@ -21,79 +23,25 @@ from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.samples import SampleRecord
 from mmrl.training.evaluation import Evaluation
 from mmrl.training.processes import global_advantages
-from mmrl.training.reference import Reference
-from mmrl.training.settings import BaseRunConfig, TrainerConfig
-from mmrl.training.terms import LossTerm, Scorer, Step, with_terms
-
-KEEPS_OLD = "keeps_logp_old"
-"""Extra (B,), 1 for rows whose old log-probabilities stay as they are in `logp_old`, such as replayed ones."""
-
-
-class PrefixScope(Protocol):
-    """Work that the chunks of a batch share, such as the forward pass of a prompt that several of them need."""
-
-    def backward(self) -> None:
-        """Backpropagate through the shared work; called once, after the backward pass of the last chunk."""
-        ...
-
-
-class _NoPrefix:
-    def backward(self) -> None:
-        """Nothing is shared."""
-
-
-def shared_prefix(policy: nn.Module, chunks: Sequence[Rollouts]) -> AbstractContextManager[PrefixScope]:
-    """Share a policy's `prefixes`, if it has them, between the chunks that are scored inside the context.
-
-    Chunks come in the order of `Rollouts.micro_batches`: parts of one group follow one another. With gradient, each
-    chunk's loss is differentiated before the next one is scored.
-    """
-    prefixes: Any = getattr(getattr(policy, "module", policy), "prefixes", None)
-    if prefixes is None or len(chunks) <= 1:
-        return nullcontext(_NoPrefix())
-    return prefixes.open()  # type: ignore[no-any-return]
-
-
-def score_in_chunks(
-    scorer: Scorer, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], micro_batch: int
-) -> PolicyOutputs:
-    """Outputs (B, T) of a policy without gradient, so many rows at a time (0 = all)."""
-    chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
-    with torch.no_grad(), shared_prefix(policy, chunks):
-        parts = [scorer(policy, chunk, outputs) for chunk in chunks]
-
-    def joined(name: str) -> Tensor:
-        values = (getattr(part, name) for part in parts)
-        return torch.cat([nn.functional.pad(x, (0, rollouts.num_decisions - x.shape[1])) for x in values])
-
-    return PolicyOutputs(
-        logp=joined("logp"),
-        entropy=joined("entropy") if "entropy" in outputs else None,
-        values=joined("values") if "values" in outputs else None,
-    )
-
-
-def scores_before_update(trainer: TrainerConfig, objective: Objective, provided: frozenset[str] = frozenset()) -> bool:
-    """Whether the policy scores rollouts before an update, for a critic or old log-probabilities not yet provided."""
-    recomputed = trainer.old_logp != "sampler" and (not trainer.single_update or objective.kl_in_reward)
-    return (objective.needs_values and "values" not in provided) or (recomputed and "logp_old" not in provided)
-
-
-def old_in_update(trainer: TrainerConfig, minibatch: Rollouts, logp: Tensor) -> Rollouts:
-    """Take the update's own log-probabilities (B, T) as old ones, where a step takes a single optimiser step.
-
-    Gradient: none flows into `logp_old`.
-    """
-    if trainer.old_logp == "sampler" or not trainer.single_update:
-        return minibatch
-    old = logp.detach()
-    if KEEPS_OLD in minibatch.extras:
-        old = torch.where(minibatch.extras[KEEPS_OLD][:, None] > 0, minibatch.logp_old, old)
-    return minibatch.replace(logp_old=old)
-
+from mmrl.training.settings import BaseRunConfig, ReferenceConfig, TrainerConfig
 
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
+
+
 TaskT = TypeVar("TaskT")
+
+
+ScoresT = TypeVar("ScoresT")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Position in a run; the trainer owns it and hands it to every stage."""
+
+    number: int = 0
+    """Steps completed before this one, 0 in the first."""
+    total: int = 1
+    """Steps of the whole run."""
 
 
 class NoUsableTasksError(RunError):
@@ -182,15 +130,9 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     @abstractmethod
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Evaluate a policy on the decisions of some rollouts.
+        """Score the decisions of rollouts under a policy or its reference; outputs (B, T), with gradient if enabled.
 
-        Args:
-            policy: The policy, wrapped or not, or its reference.
-            rollouts: Rows of this recipe's rollouts.
-            outputs: Names of the outputs that are read: "logp", "entropy", "values", "kl_ref" or a term's own.
-
-        Returns:
-            The outputs (B, T), with gradient where it is enabled.
+        `outputs` names those that are read: "logp", "entropy", "values", "kl_ref" or a term's own.
         """
 
     @abstractmethod
@@ -202,16 +144,9 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
-        """Loss of one micro-batch: that of the objective, and the terms.
+        """Scalar loss of a micro-batch: the objective's, and the terms.
 
-        Args:
-            policy: The policy in its data-parallel wrapper.
-            minibatch: Rows with advantages.
-            denominators: Counts over the whole optimiser step and all processes, so that micro-batches add up.
-            step: Position in the run.
-
-        Returns:
-            The scalar loss and its metrics.
+        `denominators` count the whole optimiser step on all processes, so that the losses of micro-batches add up.
         """
         scores = self.scores(policy, minibatch, self.loss_outputs)
         minibatch = old_in_update(self.config.trainer, minibatch, scores.logp)
@@ -277,15 +212,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Free worker processes."""
 
 
-def collect_metrics(recipe: Recipe[Any, Any], rollouts: Rollouts, step: Step) -> dict[str, float]:
-    """Metrics of a completed step from domain, stages and terms; every process calls it."""
-    found = recipe.step_metrics(rollouts) | recipe.noted
-    recipe.noted.clear()
-    for term in recipe.terms:
-        found |= term.metrics(rollouts, step)
-    return found
-
-
 class SupervisedRecipe(Recipe[PolicyT, TaskT]):
     """A batch and a loss: learning from given answers, demonstrations, images or pairs.
 
@@ -323,3 +249,244 @@ class SupervisedRecipe(Recipe[PolicyT, TaskT]):
     def describe(self) -> str:
         """Formula of the loss."""
         return self.own_loss if self.objective is None else str(self.objective.describe())
+
+
+def collect_metrics(recipe: Recipe[Any, Any], rollouts: Rollouts, step: Step) -> dict[str, float]:
+    """Metrics of a completed step from domain, stages and terms; every process calls it."""
+    found = recipe.step_metrics(rollouts) | recipe.noted
+    recipe.noted.clear()
+    for term in recipe.terms:
+        found |= term.metrics(rollouts, step)
+    return found
+
+
+Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]
+"""Scores the decisions of rollouts under a policy, given the names of the outputs that are wanted."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes without gradient before an update, `trainer.micro_batch` rows at a time."""
+
+    policy: nn.Module
+    """The policy that the update starts from."""
+    run: Callable[[nn.Module, Rollouts, frozenset[str], Scorer | None], PolicyOutputs]
+    """`Recipe.scores_in_chunks`."""
+
+    def scores(self, rollouts: Rollouts, outputs: frozenset[str], scorer: Scorer | None = None) -> PolicyOutputs:
+        """Outputs (B, T) of the policy, scored by the recipe unless another scorer is given."""
+        return self.run(self.policy, rollouts, outputs, scorer)
+
+
+@dataclass(frozen=True)
+class TermLoss:
+    """Value of a loss term on a micro-batch."""
+
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    """Weighted scalars by metric name, such as "loss/perception", divided by counts of the whole optimiser step."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Further metrics; the scalars are logged under their own names."""
+
+
+class LossTerm(ABC):
+    """A term that a method adds to the loss of its objective, with everything that belongs to it.
+
+    The trainer calls `prepare` once a step and the term itself for every micro-batch; `counts` are summed over all
+    processes and handed back in `Denominators.others`.
+    """
+
+    name: ClassVar[str]
+    """Key of the term's state in checkpoints."""
+    outputs: frozenset[str] = frozenset()
+    """Policy outputs that the term reads beside the objective's: "entropy", "values", ..."""
+    gradient: Literal["always", "never", "with_signal"] = "always"
+    """When the term trains the policy: always; never (it only measures); or with_signal, only in minibatches with an
+    advantage other than 0. Others then take no step, because AdamW would scale tiny gradients up to whole steps."""
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """Constants of the update ("logp_old", "values", "logp_ref") that need no pass of the trainer in this step."""
+        return frozenset()
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Add the term's constants of the update, after old and reference log-probabilities."""
+        return rollouts
+
+    def counts(self, minibatch: Rollouts) -> Mapping[str, float]:
+        """Counts of an optimiser step that the term divides by, by name."""
+        return {}
+
+    @abstractmethod
+    def __call__(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
+    ) -> TermLoss:
+        """The term on a micro-batch, given the policy's outputs on it."""
+
+    def formula(self) -> str:
+        """Lines below the objective's formula in the report."""
+        return ""
+
+    def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
+        """Metrics of a completed step; every process calls it."""
+        return {}
+
+    def on_step_end(self, step: Step) -> None:  # noqa: B027
+        """Move averages after a step."""
+
+    def state_dict(self) -> Any:
+        """State that a resumed run needs."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: B027
+        """Restore `state_dict`."""
+
+
+def with_terms(output: LossOutput, found: Sequence[TermLoss]) -> LossOutput:
+    """Add loss terms to the loss of an objective."""
+    terms = {name: term for each in found for name, term in each.terms.items()}
+    metrics = {name: metric for each in found for name, metric in each.metrics.items()}
+    if not terms:
+        return LossOutput(output.loss, output.metrics | metrics)
+    total = output.loss + torch.stack(list(terms.values())).sum()
+    summed = {name: Metric.summed(term.detach()) for name, term in {**terms, "loss/total": total}.items()}
+    return LossOutput(total, output.metrics | summed | metrics)
+
+
+KEEPS_OLD = "keeps_logp_old"
+"""Extra (B,), 1 for rows whose old log-probabilities stay as they are in `logp_old`, such as replayed ones."""
+
+
+def score_in_chunks(
+    scorer: Scorer, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], micro_batch: int
+) -> PolicyOutputs:
+    """Outputs (B, T) of a policy without gradient, so many rows at a time (0 = all)."""
+    chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
+    with torch.no_grad(), shared_prefix(policy, chunks):
+        parts = [scorer(policy, chunk, outputs) for chunk in chunks]
+
+    def joined(name: str) -> Tensor:
+        values = (getattr(part, name) for part in parts)
+        return torch.cat([nn.functional.pad(x, (0, rollouts.num_decisions - x.shape[1])) for x in values])
+
+    return PolicyOutputs(
+        logp=joined("logp"),
+        entropy=joined("entropy") if "entropy" in outputs else None,
+        values=joined("values") if "values" in outputs else None,
+    )
+
+
+def scores_before_update(trainer: TrainerConfig, objective: Objective, provided: frozenset[str] = frozenset()) -> bool:
+    """Whether the policy scores rollouts before an update, for a critic or old log-probabilities not yet provided."""
+    recomputed = trainer.old_logp != "sampler" and (not trainer.single_update or objective.kl_in_reward)
+    return (objective.needs_values and "values" not in provided) or (recomputed and "logp_old" not in provided)
+
+
+def old_in_update(trainer: TrainerConfig, minibatch: Rollouts, logp: Tensor) -> Rollouts:
+    """Take the update's own log-probabilities (B, T) as old ones, where a step takes a single optimiser step.
+
+    Gradient: none flows into `logp_old`.
+    """
+    if trainer.old_logp == "sampler" or not trainer.single_update:
+        return minibatch
+    old = logp.detach()
+    if KEEPS_OLD in minibatch.extras:
+        old = torch.where(minibatch.extras[KEEPS_OLD][:, None] > 0, minibatch.logp_old, old)
+    return minibatch.replace(logp_old=old)
+
+
+class PrefixScope(Protocol):
+    """Work that the chunks of a batch share, such as the forward pass of a prompt that several of them need."""
+
+    def backward(self) -> None:
+        """Backpropagate through the shared work; called once, after the backward pass of the last chunk."""
+        ...
+
+
+class _NoPrefix:
+    def backward(self) -> None:
+        """Nothing is shared."""
+
+
+def shared_prefix(policy: nn.Module, chunks: Sequence[Rollouts]) -> AbstractContextManager[PrefixScope]:
+    """Share a policy's `prefixes` between the chunks that are scored inside the context.
+
+    Chunks come in the order of `Rollouts.micro_batches`: parts of one group follow one another. With gradient, each
+    chunk's loss is differentiated before the next one is scored.
+    """
+    prefixes: Any = getattr(getattr(policy, "module", policy), "prefixes", None)
+    if prefixes is None or len(chunks) <= 1:
+        return nullcontext(_NoPrefix())
+    return prefixes.open()  # type: ignore[no-any-return]
+
+
+class Reference:
+    """Scores rollouts with the policy that the KL term pulls towards."""
+
+    def __init__(self, kind: str, policy: nn.Module, decay: float = 0.0) -> None:
+        self.kind = kind
+        self.decay = decay
+        self._policy = policy
+        self._copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
+
+    def score(self, scorer: Callable[[nn.Module], ScoresT]) -> ScoresT:
+        """Evaluate `scorer` on the reference, without gradient."""
+        with torch.no_grad():
+            if self._copy is not None:
+                return scorer(self._copy)
+            if self.kind == "adapter":
+                with self._policy.disable_adapter():  # type: ignore[operator]
+                    return scorer(self._policy)
+        raise RuntimeError("this run has no reference policy; set reference.kind")
+
+    def update(self) -> None:
+        """Move an ema reference towards the policy; call once per optimiser step."""
+        if self.kind != "ema" or self._copy is None:
+            return
+        with torch.no_grad():
+            for mean, value in zip(self._copy.parameters(), self._policy.parameters(), strict=True):
+                if value.requires_grad:
+                    mean.lerp_(value.to(mean.dtype), 1.0 - self.decay)
+
+    def to(self, device: torch.device | str) -> Reference:
+        """Move the copy, if there is one; returns itself."""
+        if self._copy is not None:
+            self._copy.to(device)
+        return self
+
+    @property
+    def needs_saving(self) -> bool:
+        """Whether a checkpoint has to hold weights of its own for the reference."""
+        return self._copy is not None
+
+    def save(self, folder: Path) -> None:
+        """Write the reference's weights into `folder`."""
+        if self._copy is not None:
+            self._copy.save_pretrained(folder)  # type: ignore[operator]
+
+    def load(self, folder: Path) -> None:
+        """Read weights written by `save`."""
+        if self._copy is not None:
+            self._copy.load_weights(folder)  # type: ignore[operator]
+
+
+def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool, start: Reference | None = None) -> Reference:
+    """Build the reference policy of a run."""
+    has_adapter = bool(getattr(policy, "has_adapter", False))
+    kind = config.kind
+    if kind == "auto":
+        kind = ("adapter" if has_adapter else "frozen") if needed else "none"
+    if needed and kind == "none":
+        raise UserError("the objective has a KL term but reference.kind is none; use auto, frozen, adapter or ema")
+    if kind == "adapter" and not has_adapter:
+        raise UserError("reference.kind is adapter but the model has no LoRA adapter; set model.lora.enabled=true")
+    if needed and start is not None and start.kind == kind:
+        return start.to(next(policy.parameters()).device)
+    return Reference(kind if needed else "none", policy, config.ema_decay)
+
+
+def _frozen_copy(policy: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(policy)
+    own = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    shared = [name for name, parameter in copied.named_parameters() if parameter is own.get(name)]
+    if shared:
+        raise RuntimeError(f"a copy of the policy shares weights that are trained: {', '.join(shared[:4])}")
+    return copied.eval().requires_grad_(False)

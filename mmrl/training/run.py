@@ -1,4 +1,4 @@
-"""A run from its configuration to its report: folders, seeds, processes, and clear ends."""
+"""Runs from configuration to report: train one, evaluate one, or finish several that build on each other."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmrl.config import load_run
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
 from mmrl.runs.export import chosen_checkpoint
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from mmrl.training.evaluation import Evaluation
     from mmrl.training.recipe import Recipe
 
+
 LOGGER = logging.getLogger("mmrl")
+
+
 WRITE_REPORT = "mmrl.report.page:write_report"
 """Named, not imported: the report reads runs and lies above training."""
 
@@ -74,33 +78,10 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
     return run_dir
 
 
-def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, resume: bool, **options: Any) -> None:
-    """Run the loop in a folder that is this run's own; `options` are those of `Trainer.resume`."""
-    from mmrl.training.stopping import StopSignals
-    from mmrl.training.trainer import Trainer
-
-    main, run_dir = accelerator.is_main_process, Path(config.output_dir)
-    with ExitStack() as stack:
-        stop = stack.enter_context(StopSignals())
-        tracker = _tracker(run_dir, config) if main else None
-        if tracker is not None:
-            stack.callback(tracker.close)
-        trainer = Trainer(recipe, config, run_dir, accelerator, tracker, stop)
-        if resume:
-            trainer.resume(**options)
-        if main:  # only now: a resume that is refused leaves the configuration as it was
-            _save_config(run_dir, config)
-        accelerator.wait_for_everyone()
-        trainer.run()
-        if main:
-            load_target(WRITE_REPORT)(run_dir)
-        accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
-
-
 def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, float]:
     """Measure a model on the configuration's held-out splits."""
     from mmrl.runs.checkpoint import Checkpoints
-    from mmrl.training.terms import Step
+    from mmrl.training.recipe import Step
 
     if run_dir is not None:
         _start_from_checkpoint(config, chosen_checkpoint(run_dir) / "model")
@@ -130,6 +111,54 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
     finally:
         recipe.close()
+
+
+def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:
+    """Train a configuration, continue it where it was interrupted, or leave it where it is done."""
+    entry, options = load_run(config, [*overrides, f"output_dir={run_dir}"])
+    if read_result(run_dir).get("status") == "done":
+        return run_dir
+    return train(entry, options, resume=has_begun(run_dir))
+
+
+def read_result(run_dir: Path) -> dict[str, Any]:
+    """Content of a run's result.json; empty where there is none."""
+    path = run_dir / "result.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}; delete it and resume the run to have it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__}; delete it and resume the run to have it again")
+    return found
+
+
+def last_model(run_dir: Path) -> Path:
+    """Folder of the model in a run's newest checkpoint."""
+    return max(run_dir.glob("checkpoints/step-*")) / "model"
+
+
+def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, resume: bool, **options: Any) -> None:
+    """Run the loop in a folder that is this run's own; `options` are those of `Trainer.resume`."""
+    from mmrl.training.stopping import StopSignals
+    from mmrl.training.trainer import Trainer
+
+    main, run_dir = accelerator.is_main_process, Path(config.output_dir)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignals())
+        tracker = _tracker(run_dir, config) if main else None
+        if tracker is not None:
+            stack.callback(tracker.close)
+        trainer = Trainer(recipe, config, run_dir, accelerator, tracker, stop)
+        if resume:
+            trainer.resume(**options)
+        if main:  # only now: a resume that is refused leaves the configuration as it was
+            _save_config(run_dir, config)
+        accelerator.wait_for_everyone()
+        trainer.run()
+        if main:
+            load_target(WRITE_REPORT)(run_dir)
+        accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
 
 
 def _start_from_checkpoint(config: Any, folder: Path) -> None:

@@ -17,8 +17,7 @@ from mmrl.runs.folder import remove_partial, set_aside
 from mmrl.runs.run_log import RunLog
 from mmrl.runs.statistics import HEADLINES
 from mmrl.training.processes import all_ranks, capture_global_rng, merge_lists, restore_global_rng
-from mmrl.training.recipe import Recipe, Stateful
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Recipe, Reference, Stateful
 from mmrl.training.settings import BaseRunConfig
 from mmrl.training.update import Updater
 

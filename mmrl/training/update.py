@@ -1,4 +1,4 @@
-"""The constants of an update: old log-probabilities, values and reference log-probabilities."""
+"""An update of the policy: its constants (old and reference log-probabilities), and its optimiser steps."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ from mmrl.training.processes import (
     make_generator,
     merge_lists,
 )
-from mmrl.training.recipe import Recipe, scores_before_update, shared_prefix
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Passes, Recipe, Reference, Step, scores_before_update, shared_prefix
 from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfig
-from mmrl.training.terms import Passes, Step
 
 BOOTSTRAP = "bootstrap_mask"
 """Extra (B, T), 1 at the decision whose value bootstraps an episode that a time limit ended."""

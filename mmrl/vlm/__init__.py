@@ -23,10 +23,8 @@ _NAMES = {
     "mmrl.vlm.data.task": (
         "TaskError",
         "VideoClip",
-        "VlmTask",
-    ),
-    "mmrl.vlm.data.video": (
         "VideoOptions",
+        "VlmTask",
         "load_videos",
     ),
     "mmrl.vlm.engine.policy": (

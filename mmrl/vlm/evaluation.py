@@ -9,10 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image, ImageDraw
 
-from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.hub.video_sampling import Frames, frame_times
-from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
+from mmrl.rewards import RewardConfig, RewardResult
 from mmrl.rewards.loading import load_function
 from mmrl.runs.run_log import metric_label
 from mmrl.runs.samples import Outcome, SampleRecord
@@ -21,57 +20,9 @@ from mmrl.training.processes import make_generator, stream_seed
 from mmrl.training.scoring import RewardErrors, describe_failure, failure_of
 from mmrl.training.settings import EvaluationConfig
 from mmrl.vlm.data.prompt import Prompt, token_lists
-from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.data.video import load_videos
+from mmrl.vlm.data.task import VlmTask, load_videos
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig, Samples, sample
-
-
-def score_texts(
-    rewards: RewardSum,
-    state: TrainerState,
-    tasks: Sequence[VlmTask],
-    prompts: Sequence[str],
-    texts: Sequence[str],
-    tokens: Sequence[list[int]],
-) -> RewardResult:
-    """Score responses with all rewards."""
-    turns = [_conversation(*row) for row in zip(tasks, prompts, texts, strict=True)]
-    columns = columns_of(tasks, tokens)
-    return rewards.score([prompt for prompt, _ in turns], [reply for _, reply in turns], columns, state)
-
-
-def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[str, list[Any]]:
-    """Columns of the rows as lists, one entry a row, for reward functions."""
-    names = sorted({name for task in tasks for name in task.columns})
-    columns = {name: [task.columns.get(name) for task in tasks] for name in names}
-    return columns | {"completion_ids": list(tokens), "completion_lengths": [len(row) for row in tokens]}
-
-
-def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
-    """A question and a response as reward functions get them, as in TRL."""
-    response = task.answer_start + response
-    if not task.conversational:
-        return prompt, response
-    turns = task.messages
-    if not task.images and not task.videos:
-        turns = [{**turn, "content": "".join(item["text"] for item in turn["content"])} for turn in turns]
-    return turns, [{"role": "assistant", "content": response}]
-
-
-def check_columns(rewards: RewardSum, data: Mapping[str, Sequence[VlmTask]]) -> None:
-    """Make sure that the rewards find their columns in the questions of every data set that they will score."""
-    for key, tasks in data.items():
-        try:
-            rewards.check_columns([*columns_of(tasks, [])])
-        except UserError as error:
-            raise UserError(f"{key}: {error}") from error
-
-
-def splits_by_key(splits: Mapping[str, Sequence[VlmTask]]) -> dict[str, Sequence[VlmTask]]:
-    """Held-out questions by the key of the configuration that names them."""
-    return {f"eval_data.{name}": tasks for name, tasks in splits.items()}
-
 
 COLUMNS, ROWS = 4, 4
 """Frames of a strip, and strips of a video; of more frames some are shown, spread evenly."""

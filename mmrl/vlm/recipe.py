@@ -27,14 +27,13 @@ from mmrl.runs.samples import SampleRecord
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks, parts_of_tasks
 from mmrl.training.objectives import make_objective
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Tally, scores_before_update
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Step, Tally, scores_before_update
 from mmrl.training.sampler import Sampler
 from mmrl.training.scoring import RewardErrors, with_rewards
-from mmrl.training.terms import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
-from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts, splits_by_key
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.prefix import KeepPrefill
 from mmrl.vlm.engine.sampler import PolicySampler, SamplerConfig, Samples
@@ -42,9 +41,6 @@ from mmrl.vlm.evaluation import (
     AnswerMeasure,
     AnswerScoring,
     FurtherMeasures,
-    check_columns,
-    score_texts,
-    splits_by_key,
     task_images,
 )
 
@@ -126,7 +122,7 @@ class VlmDomain:
         tokens: Sequence[list[int]],
         step: Step,
     ) -> RewardResult:
-        """Score responses with all rewards; see `mmrl.vlm.evaluation.score_texts`."""
+        """Score responses with all rewards; see `mmrl.vlm.data.task.score_texts`."""
         epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)
         state = TrainerState(step.number, step.total, epoch)
         return score_texts(self.rewards, state, tasks, prompts, texts, tokens)

@@ -21,9 +21,8 @@ from mmrl.core.payload import Payload, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.runs.samples import SampleRecord
-from mmrl.training.recipe import SupervisedRecipe
+from mmrl.training.recipe import Step, SupervisedRecipe
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
-from mmrl.training.terms import Step
 from robotics.episodes.collect import action_scale
 from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
 from robotics.episodes.evaluation import RobotEvaluationConfig

@@ -28,8 +28,7 @@ from mmrl.fields import choice
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import sum_over_processes
-from mmrl.training.recipe import Tally
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step, Tally
 from robotics.episodes.payload import EpisodePayload
 from robotics.flow3d.reward.following import FlowFollowing, FlowRewardConfig
 from robotics.methods.agreement import rank_agreement

@@ -27,8 +27,8 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.training.settings import TrainerConfig
-from mmrl.training.terms import LossTerm, Passes, Step, TermLoss
 from robotics.episodes.payload import EpisodePayload
 from robotics.methods.recipe import SCORES, RobotConfig, RobotRecipe
 from robotics.policies.base.policy import ActionChoice, ActionPolicy

@@ -33,12 +33,10 @@ from mmrl.runs.run_log import metric_label
 from mmrl.runs.samples import SampleRecord
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.processes import sum_over_processes
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Tally
+from mmrl.training.processes import SimCounts, sum_over_processes
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Step, Tally
 from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
-from mmrl.training.sim_counts import SimCounts
-from mmrl.training.terms import Step
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
 from robotics.episodes.evaluation import PROTOCOLS, EpisodeMeasure, ReplayVideos, RobotEvaluationConfig
 from robotics.episodes.payload import EpisodePayload

@@ -47,8 +47,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import global_advantages, merge_lists, stream_seed, sum_over_processes
-from mmrl.training.recipe import Tally
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step, Tally
 from robotics.episodes.payload import EpisodePayload
 from robotics.episodes.tasks import episode_id
 from robotics.methods.agreement import advantage_correlation, rank_agreement

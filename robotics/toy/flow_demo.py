@@ -9,8 +9,7 @@ from typing import Any
 
 from mmrl.config import load_run
 from mmrl.errors import UserError
-from mmrl.training.run import evaluate
-from mmrl.training.stages import finish_run, read_result
+from mmrl.training.run import evaluate, finish_run, read_result
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
 
 CONFIGS = Path("configs/robotics")

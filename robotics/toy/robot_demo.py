@@ -8,7 +8,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.report.page import write_report
-from mmrl.training.stages import finish_run, last_model, read_result
+from mmrl.training.run import finish_run, last_model, read_result
 
 CONFIGS = Path("configs/robotics")
 SPLIT = "held_out"

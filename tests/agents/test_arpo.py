@@ -26,11 +26,9 @@ from mmrl.agents.rollout.storage import restore_episode, size_of, store_episode
 from mmrl.core import Rollouts, get
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
-from mmrl.training.recipe import collect_metrics, old_in_update
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Reference, Step, collect_metrics, old_in_update
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.terms import Step
 from mmrl.training.update import update_constants
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import ModelConfig

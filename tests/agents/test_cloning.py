@@ -19,10 +19,9 @@ from mmrl.agents.rollout.episodes import AgentPayload, EpisodeConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
-from mmrl.training.recipe import NoUsableTasksError, collect_metrics
+from mmrl.training.recipe import NoUsableTasksError, Step, collect_metrics
 from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig
-from mmrl.training.terms import Step
 from mmrl.vlm.engine.sampler import AnswerSampling
 from mmrl.vlm.model.config import ModelConfig
 from tests.agents.test_recipe import CORRIDOR

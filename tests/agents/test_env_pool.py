@@ -16,7 +16,7 @@ from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import ConfigError, RunError, UserError
 from mmrl.fields import check_config
 from mmrl.runs.tracking import describe_metric
-from mmrl.training.sim_counts import SimCounts
+from mmrl.training.processes import SimCounts
 
 FAKES = Path(__file__).with_name("fake_envs.py")
 

@@ -21,10 +21,9 @@ from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import NoUsableTasksError, collect_metrics
+from mmrl.training.recipe import NoUsableTasksError, Step, collect_metrics
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.terms import Step
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding

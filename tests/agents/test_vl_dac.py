@@ -21,10 +21,9 @@ from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Reference, Step
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.terms import Step
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.engine.policy import load_policy

@@ -9,7 +9,7 @@ import torch
 
 from mmrl.core import PREFERENCES
 from mmrl.core.blocks.preference import DecisionScore
-from mmrl.training.preferences import PreferenceConfig
+from mmrl.training.objectives import PreferenceConfig
 from tests.contracts.domains import domain_of, run, weights
 
 CASES = [(recipe, row) for recipe in ("preference", "diffusion_dpo") for row in PREFERENCES]

@@ -21,9 +21,8 @@ from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import make_accelerator, make_generator
-from mmrl.training.reference import make_reference
+from mmrl.training.recipe import Step, make_reference
 from mmrl.training.settings import CheckpointConfig
-from mmrl.training.terms import Step
 from mmrl.training.trainer import Trainer
 from mmrl.training.update import count_denominators, update_constants
 

@@ -11,8 +11,8 @@ import torch
 from diffusion.evaluation import latent_diversity
 from mmrl.recipes import RECIPES
 from mmrl.training.processes import make_accelerator
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
-from mmrl.training.terms import Step
 from tests.diffusion.runs import build, disturb, make_trainer, read_lines, run_config
 
 

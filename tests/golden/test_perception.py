@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get
-from mmrl.training.terms import LossTerm, Step
+from mmrl.training.recipe import LossTerm, Step
 from mmrl.vlm.methods.papo import CorrectLikelihood, PapoSettings, Perception, gamma_at
 from tests.golden.numbers import assert_agrees, inputs_of, load
 

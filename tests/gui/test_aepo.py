@@ -18,8 +18,8 @@ from mmrl.gui.grounding.rewards import PARTS
 from mmrl.gui.grounding.sft import GroundingSftConfig, GroundingSftRecipe
 from mmrl.gui.toy.icons import build_icons
 from mmrl.runs.samples import read_samples
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
-from mmrl.training.terms import Step
 from mmrl.vlm.data.prompt import VlmPayload
 from tests.fitting import fitting, group_size
 from tests.gui.screens import run_config, small_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.training import stages
+from mmrl.training import run as stages
 from robotics.toy import robot_demo as demo
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ import torch
 
 from mmrl.cli import main
 from mmrl.errors import UserError
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from robotics.episodes.collect import ActingSettings, run_episodes
 from robotics.episodes.demonstrations import Moment
 from robotics.methods.clone import CloneRecipe

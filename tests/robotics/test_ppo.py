@@ -9,9 +9,8 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Reference, Step
 from mmrl.training.run import train
-from mmrl.training.terms import Step
 from mmrl.training.update import FACTOR, count_denominators, make_optimizer, update_constants
 from robotics.episodes.payload import EpisodePayload
 from robotics.methods.ppo import (

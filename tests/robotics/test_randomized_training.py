@@ -9,8 +9,8 @@ import torch
 
 from mmrl.config import load_run
 from mmrl.errors import UserError
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
-from mmrl.training.terms import Step
 from robotics.data import LeRobotReader
 from robotics.methods.grpo import RobotGrpoRecipe
 from robotics.toy.draw_sheet import draw_sheet

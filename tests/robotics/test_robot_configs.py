@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.config import load_run
-from mmrl.training.run import train
-from mmrl.training.stages import last_model
+from mmrl.training.run import last_model, train
 from robotics.policies.base.policy import open_policy
 from robotics.policies.gaussian import GaussianActionPolicy
 from tests.robotics.tiny_runs import TWO_STEPS, save_tiny_policy

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from mmrl.training.update import count_denominators
 from robotics.episodes.collect import ActingSettings, run_episodes
 from robotics.episodes.payload import EpisodePayload

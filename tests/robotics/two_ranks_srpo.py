@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from mmrl.training.processes import leave, make_accelerator
-from mmrl.training.recipe import collect_metrics
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step, collect_metrics
 from mmrl.training.trainer import Trainer
 from robotics.methods.latents import LatentConfig
 from robotics.methods.progress import ProgressSettings

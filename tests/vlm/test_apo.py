@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mmrl.training.processes import make_accelerator
-from mmrl.training.reference import make_reference
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step, make_reference
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.methods.apo import DADS_SHAPES, ApoConfig, ApoRecipe, difficulty, kl_weights, length_multipliers
 from tests.vlm.runs import run_config

@@ -11,7 +11,7 @@ import pytest
 
 from mmrl.hub.video_reading import decode_frames, read_index
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
-from mmrl.vlm.data.video import VideoOptions, load_videos
+from mmrl.vlm.data.task import VideoOptions, load_videos
 from mmrl.vlm.toy import clips
 from mmrl.vlm.toy.clips import Shot, clip_frames, first_frames, write_clip
 from mmrl.vlm.toy.digit_clips import FPS, QUESTIONS, SHOT_FRAMES, build_questions

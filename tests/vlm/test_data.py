@@ -7,8 +7,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.vlm.data.dataset import DataConfig, TaskError, VlmTask, load_tasks
-from mmrl.vlm.data.task import TASK_ERRORS
-from mmrl.vlm.data.video import VideoOptions
+from mmrl.vlm.data.task import TASK_ERRORS, VideoOptions
 
 
 def png(colour="red", size=(8, 6), mode="RGB"):

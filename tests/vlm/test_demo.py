@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.training import stages
+from mmrl.training import run as stages
 from mmrl.vlm.toy import demo
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.model.config import LoraSettings, ModelConfig
-from mmrl.vlm.model.storage import VALUE_HEAD_FILE
+from mmrl.vlm.model.network import VALUE_HEAD_FILE
 from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import CORPUS, draw, make_task, ragged_tasks

@@ -10,8 +10,7 @@ from PIL import Image
 
 from mmrl.fields import check_fields
 from mmrl.training.processes import make_accelerator
-from mmrl.training.reference import make_reference
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step, make_reference
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.methods.papo import (
     PapoConfig,

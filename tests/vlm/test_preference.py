@@ -11,10 +11,8 @@ from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.runs.samples import read_samples
 from mmrl.training.processes import make_generator
-from mmrl.training.recipe import shared_prefix
-from mmrl.training.reference import make_reference
+from mmrl.training.recipe import Step, make_reference, shared_prefix
 from mmrl.training.run import evaluate, train
-from mmrl.training.terms import Step
 from mmrl.training.update import count_denominators, needs_reference, update_constants
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.methods.preference import PreferenceRecipe

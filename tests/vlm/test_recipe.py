@@ -11,8 +11,8 @@ from mmrl.hub.compat import ensure_torchvision
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.recipe import Step
 from mmrl.training.run import evaluate, train
-from mmrl.training.terms import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.methods.apo import ApoConfig

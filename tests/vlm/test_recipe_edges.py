@@ -13,8 +13,7 @@ from mmrl.errors import RunError
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import make_accelerator
-from mmrl.training.reference import make_reference
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step, make_reference
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.engine.policy import load_policy

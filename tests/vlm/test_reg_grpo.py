@@ -13,14 +13,12 @@ from mmrl.fields import check_config
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig, RewardResult
 from mmrl.training.processes import make_accelerator
-from mmrl.training.recipe import collect_metrics
+from mmrl.training.recipe import Step, collect_metrics
 from mmrl.training.run import train
-from mmrl.training.terms import Step
 from mmrl.training.trainer import Trainer
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.data.video import load_videos
+from mmrl.vlm.data.task import VlmTask, load_videos
 from mmrl.vlm.methods.augmentation import (
     AugmentationSettings,
     AugmentedTask,

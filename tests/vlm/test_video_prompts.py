@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from mmrl.hub.video_sampling import frame_times
-from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask
-from mmrl.vlm.data.video import VIDEO_ERRORS, load_videos
+from mmrl.vlm.data.task import VIDEO_ERRORS, TaskError, VideoClip, VlmTask, load_videos
 from mmrl.vlm.model.processor import load_processor
 from tests.hub.numbered_clips import even_times, write_clip
 from tests.vlm.builders import noise_image, video_task

@@ -44,8 +44,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_generator, sum_over_processes
-from mmrl.training.recipe import KEEPS_OLD
-from mmrl.training.terms import LossTerm, Passes, Step, TermLoss
+from mmrl.training.recipe import KEEPS_OLD, LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.policy import VlmPolicy
 

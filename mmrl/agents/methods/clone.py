@@ -35,11 +35,10 @@ from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded
-from mmrl.training.likelihood import likelihood_loss
+from mmrl.training.objectives import likelihood_loss
 from mmrl.training.processes import stream_seed
-from mmrl.training.recipe import NoUsableTasksError, SupervisedRecipe
+from mmrl.training.recipe import NoUsableTasksError, Step, SupervisedRecipe
 from mmrl.training.settings import BaseRunConfig
-from mmrl.training.terms import Step
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import AnswerSampling
 from mmrl.vlm.model.config import check_critic, check_update_precision

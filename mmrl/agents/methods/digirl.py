@@ -70,8 +70,8 @@ from mmrl.hub.building import build_if_missing
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_generator, stream_seed
+from mmrl.training.recipe import LossTerm, Step, TermLoss
 from mmrl.training.settings import RunConfig
-from mmrl.training.terms import LossTerm, Step, TermLoss
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.model.config import check_update_precision
 

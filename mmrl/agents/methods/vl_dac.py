@@ -45,8 +45,8 @@ from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.recipe import LossTerm, Step, TermLoss
 from mmrl.training.settings import TrainerConfig
-from mmrl.training.terms import LossTerm, Step, TermLoss
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import CriticSettings, LoraSettings, ModelConfig
 

@@ -35,8 +35,8 @@ from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.jsonlines import ResumableRows, short_digest
 from mmrl.runs.samples import Outcome, SampleRecord
 from mmrl.training.evaluation import Evaluation, Measure, Row, Trial, evaluate_tasks
+from mmrl.training.recipe import Step
 from mmrl.training.settings import PRECISIONS
-from mmrl.training.terms import Step
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig, sample

@@ -29,7 +29,7 @@ from mmrl.gui.grounding.rewards import point_rewards
 from mmrl.gui.grounding.tasks import FIRST_CORRECT, GroundingParts, Screens
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.recipe import VlmRecipe

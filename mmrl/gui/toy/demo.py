@@ -8,7 +8,7 @@ from pathlib import Path
 from mmrl.errors import UserError
 from mmrl.report.console import part_lines
 from mmrl.report.page import write_report
-from mmrl.training.stages import finish_run, last_model
+from mmrl.training.run import finish_run, last_model
 
 CONFIGS = Path("configs/gui")
 

@@ -26,8 +26,7 @@ from mmrl.training.evaluation import Measure, Row, Trial, with_interval
 from mmrl.training.processes import make_generator, stream_seed
 from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task, question_text, without_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong, token_lists
-from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.data.video import load_videos
+from mmrl.vlm.data.task import VlmTask, load_videos
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
 from mmrl.vlm.evaluation import AnswerMeasure, task_images

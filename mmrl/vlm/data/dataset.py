@@ -26,8 +26,7 @@ from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import MAX_LINE_MB, Row, read_rows
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer
-from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.data.video import VideoOptions
+from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask
 
 log = logging.getLogger(__name__)
 

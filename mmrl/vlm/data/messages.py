@@ -10,8 +10,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, is_file
-from mmrl.vlm.data.task import ImageSource, TaskError, VideoClip, no_such_file
-from mmrl.vlm.data.video import read_video_cell
+from mmrl.vlm.data.task import ImageSource, TaskError, VideoClip, no_such_file, read_video_cell
 
 MARKS = re.compile(r"(<image>|<video>)")
 MEDIA = ("image", "video")

@@ -15,8 +15,7 @@ from torch import Tensor
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.errors import UserError
 from mmrl.hub.video_sampling import Frames
-from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.data.video import load_videos
+from mmrl.vlm.data.task import TaskError, VlmTask, load_videos
 
 
 @dataclass(eq=False)

@@ -1,20 +1,35 @@
-"""A question with its images and videos, and the errors that concern only that question."""
+"""Questions with images and videos, and the errors that concern a single question."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeAlias
 
 from PIL import Image
 
-from mmrl.files import is_file
+from mmrl.errors import UserError
+from mmrl.fields import bounded, rare
+from mmrl.files import expanded, is_file
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file, resize_image
+from mmrl.hub.video_reading import VideoError
+from mmrl.hub.video_sampling import FILE_OPTIONS, FRAME_LIST_OPTIONS, Frames, sample_file, sample_frames
+from mmrl.rewards import RewardResult, RewardSum, TrainerState
 
 LONGEST_NAME = 255
 """Characters that the usual file systems allow in a name."""
+
+
+SOURCE_KEYS = ("video", "path", "url", "frames")
+
+
+FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+
+
+MAY_BE_ZERO = ("video_start", "video_end")
 
 
 class TaskError(Exception):
@@ -119,6 +134,139 @@ def shortened(text: str, longest: int = 120) -> str:
     return f"{text[: longest // 2]}...{text[-longest // 4 :]} ({len(text)} characters)"
 
 
+def no_such_file(path: str, kind: str) -> str:
+    """Message for a missing image or video, or for base64 content where a path belongs."""
+    if len(Path(path).name) > LONGEST_NAME:
+        base64_start = f"data:{kind}/png;base64,"
+        return f"{shortened(path)} is too long for the path of a file; content in base64 begins with {base64_start}"
+    return f"there is no {kind} file {shortened(path)}"
+
+
+def score_texts(
+    rewards: RewardSum,
+    state: TrainerState,
+    tasks: Sequence[VlmTask],
+    prompts: Sequence[str],
+    texts: Sequence[str],
+    tokens: Sequence[list[int]],
+) -> RewardResult:
+    """Score responses with all rewards."""
+    turns = [_conversation(*row) for row in zip(tasks, prompts, texts, strict=True)]
+    columns = columns_of(tasks, tokens)
+    return rewards.score([prompt for prompt, _ in turns], [reply for _, reply in turns], columns, state)
+
+
+def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[str, list[Any]]:
+    """Columns of the rows as lists, one entry a row, for reward functions."""
+    names = sorted({name for task in tasks for name in task.columns})
+    columns = {name: [task.columns.get(name) for task in tasks] for name in names}
+    return columns | {"completion_ids": list(tokens), "completion_lengths": [len(row) for row in tokens]}
+
+
+def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
+    """A question and a response as reward functions get them, as in TRL."""
+    response = task.answer_start + response
+    if not task.conversational:
+        return prompt, response
+    turns = task.messages
+    if not task.images and not task.videos:
+        turns = [{**turn, "content": "".join(item["text"] for item in turn["content"])} for turn in turns]
+    return turns, [{"role": "assistant", "content": response}]
+
+
+def check_columns(rewards: RewardSum, data: Mapping[str, Sequence[VlmTask]]) -> None:
+    """Make sure that the rewards find their columns in the questions of every data set that they will score."""
+    for key, tasks in data.items():
+        try:
+            rewards.check_columns([*columns_of(tasks, [])])
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from error
+
+
+def splits_by_key(splits: Mapping[str, Sequence[VlmTask]]) -> dict[str, Sequence[VlmTask]]:
+    """Held-out questions by the key of the configuration that names them."""
+    return {f"eval_data.{name}": tasks for name, tasks in splits.items()}
+
+
+@dataclass
+class VideoOptions:
+    """Frames of a video file that the model is shown; a row's own options override these."""
+
+    fps: float | None = bounded(None, above=0, finite=True)
+    """Frames a second; empty: 2, as qwen-vl-utils."""
+    nframes: int | None = rare(bounded(None, at_least=2))
+    """Number of frames, rounded to an even one, in place of `fps`."""
+    min_frames: int | None = rare(bounded(None, at_least=2))
+    """Fewest frames that `fps` gives, if the video has as many; empty: 4."""
+    max_frames: int | None = bounded(None, at_least=2)
+    """Most frames that `fps` gives, and the longest list of frames; empty: 768."""
+    min_pixels: int | None = rare(bounded(None, at_least=1))
+    """Smallest frame in pixels, smaller ones are enlarged; empty: 128 tokens."""
+    max_pixels: int | None = bounded(None, at_least=1)
+    """Largest frame in pixels, larger ones are reduced; empty: 768 tokens, less where a video has many frames."""
+    total_pixels: int | None = rare(bounded(None, at_least=1))
+    """Pixels of all pairs of frames of a video; empty: 115,200 tokens."""
+
+    def validate(self) -> None:
+        """Check that the options fit together; raises ValueError."""
+        if self.fps is not None and self.nframes is not None:
+            raise ValueError(f"data.video.fps is {self.fps} and data.video.nframes {self.nframes}; set one of them")
+
+    def complete(self, clip: VideoClip) -> VideoClip:
+        """A clip with these options where it has none of its own."""
+        fits = FILE_OPTIONS if isinstance(clip.source, str) else FRAME_LIST_OPTIONS
+        set_here = () if not {"fps", "nframes"} & set(clip.options) else ("fps", "nframes")
+        usual = {
+            name: value
+            for name, value in vars(self).items()
+            if value is not None and name in fits and name not in set_here
+        }
+        return replace(clip, options={**usual, **clip.options})
+
+
+def read_video_cell(cell: Any, folder: Path, place: str) -> list[VideoClip]:
+    """List the videos of a row."""
+    if cell is None or cell == "":
+        return []
+    several = isinstance(cell, list | tuple) and not _are_frames(cell)
+    return [_clip(item, folder, place) for item in (cell if several else [cell])]
+
+
+def load_videos(task: VlmTask, patch_size: int) -> list[Frames]:
+    """Decode the frames of a task's videos that the model is shown.
+
+    Args:
+        task: question with videos.
+        patch_size: pixels on a side of one patch of the vision tower.
+
+    Returns:
+        Frames and their metadata, one pair a video.
+
+    Raises:
+        TaskError: a video cannot be used; the kind is one of `VIDEO_ERRORS` or of an image.
+        UserError: qwen-vl-utils is not installed.
+    """
+    return [task.shown_frames(_load(task, number, patch_size), number) for number in range(len(task.videos))]
+
+
+def _load(task: VlmTask, number: int, patch_size: int) -> Frames:
+    video = task.videos[number]
+    clip = video if isinstance(video, VideoClip) else VideoClip(video)
+    try:
+        if isinstance(clip.source, str):
+            path = clip.source.removeprefix("file://")
+            return sample_file(path, clip.options, patch_size, task.max_image_pixels)
+        frames = clip.source
+        images = (
+            open_image(frame, task.id, f"frame {place} of video {number + 1}", task.max_image_pixels)
+            for place, frame in enumerate(frames, start=1)
+        )
+        return sample_frames(images, len(frames), clip.options, patch_size)
+    except VideoError as error:
+        name = f" ({shortened(clip.source)})" if isinstance(clip.source, str) else ""
+        raise TaskError(error.kind, task.id, f"video {number + 1} of {len(task.videos)}{name}: {error}") from None
+
+
 def _resolve(source: Any, task_id: str, where: str, max_pixels: int) -> tuple[str, Image.Image | bytes]:
     """Follow a source to a PIL image or to the bytes of an image file, with a name for the errors."""
     if isinstance(source, Image.Image):
@@ -158,14 +306,6 @@ def _read_file(path: str, task_id: str, where: str, max_pixels: int) -> tuple[st
         raise TaskError("unreadable_image", task_id, f"{where}: cannot read {shortened(path)} ({error})") from None
 
 
-def no_such_file(path: str, kind: str) -> str:
-    """Message for a missing image or video, or for base64 content where a path belongs."""
-    if len(Path(path).name) > LONGEST_NAME:
-        base64_start = f"data:{kind}/png;base64,"
-        return f"{shortened(path)} is too long for the path of a file; content in base64 begins with {base64_start}"
-    return f"there is no {kind} file {shortened(path)}"
-
-
 def _to_rgb(image: Image.Image, task_id: str, label: str) -> Image.Image:
     """Convert to RGB: transparency onto white (as qwen-vl-utils does), 16-bit greys scaled, not clipped."""
     try:
@@ -186,6 +326,67 @@ def _to_rgb(image: Image.Image, task_id: str, label: str) -> Image.Image:
         raise TaskError("unreadable_image", task_id, f"{label} has mode {image.mode}: {error}") from None
 
 
+def _clip(value: Any, folder: Path, place: str) -> VideoClip:
+    options: dict[str, Any] = {}
+    if hasattr(value, "read") and not isinstance(value, Image.Image):
+        value = value.read()
+    if isinstance(value, Mapping):
+        given = {key: item for key, item in value.items() if item is not None}
+        key = next((key for key in SOURCE_KEYS if key in given), None)
+        if key is None:
+            raise _bad(place, f"a mapping with {', '.join(map(str, given)) or 'nothing'}")
+        value = given.pop(key)
+        options = {name: item for name, item in given.items() if name not in SOURCE_KEYS and name != "bytes"}
+    if isinstance(value, str | PurePath) and str(value):
+        return VideoClip(_located(str(value), folder), _checked(options, FILE_OPTIONS, place))
+    if isinstance(value, list | tuple) and _are_frames(value):
+        if "fps" in options:  # frames that are there already can only have a rate of their own
+            options["sample_fps"] = options.pop("fps")
+        frames = [_located(item, folder) if isinstance(item, str) else item for item in value]
+        return VideoClip(frames, _checked(options, FRAME_LIST_OPTIONS, place))
+    raise _bad(place, f"a {type(value).__name__}")
+
+
+def _bad(place: str, found: str) -> TaskError:
+    keys = ", ".join(SOURCE_KEYS)
+    message = f"a video is {found}; expected a path, a list of images or a mapping with one of these under {keys}"
+    return TaskError("bad_video", place, message)
+
+
+def _are_frames(items: Sequence[Any]) -> bool:
+    """Whether a list is one of images; only the first one is read from a table."""
+    if items and hasattr(items[0], "read"):
+        items = [items[0].read()]
+    return bool(items) and all(_is_frame(item) for item in items)
+
+
+def _is_frame(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.startswith("data:image") or value.lower().endswith(FRAME_SUFFIXES)
+    if isinstance(value, Mapping):
+        path = value.get("path")
+        return _is_frame(path) if isinstance(path, str) else value.get("bytes") is not None
+    return isinstance(value, Image.Image | bytes)
+
+
+def _located(path: str, folder: Path) -> str:
+    if path.startswith(("data:", "http://", "https://")):
+        return path
+    return str(folder / expanded(path.removeprefix("file://")))
+
+
+def _checked(options: dict[str, Any], known: tuple[str, ...], place: str) -> dict[str, Any]:
+    for name, value in options.items():
+        if name not in known:
+            raise TaskError("bad_video", place, f"a video has the option {name!r}; there are: {', '.join(known)}")
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+            raise TaskError("bad_video", place, f"a video has {name}={value!r}; it must be a positive number")
+    if {"fps", "nframes"} <= set(options):
+        raise TaskError("bad_video", place, "a video has both fps and nframes; give one of them")
+    return options
+
+
 TASK_ERRORS: dict[str, str] = {
     "invalid_json": "A line is not a JSON object, too long or holds half of a surrogate pair.",
     "missing_prompt": "The row has no question.",
@@ -199,3 +400,12 @@ TASK_ERRORS: dict[str, str] = {
     "missing_video": "A video file does not exist.",
     "bad_video": "A video is neither a path nor a list of frames nor a mapping of these with options for its frames.",
 }
+
+
+VIDEO_ERRORS = {
+    "empty_video": "A video has zero bytes, no video track or no frame.",
+    "unreadable_video": "A video cannot be decoded, or its frames differ in size.",
+    "truncated_video": "A video is shorter than its index or header states.",
+    "unusable_video": "The frames that are asked for cannot be chosen from a video, or a list of frames is too long.",
+}
+"""Errors found where a video is decoded, further to `TASK_ERRORS`."""

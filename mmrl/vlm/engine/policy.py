@@ -45,16 +45,20 @@ from mmrl.vlm.engine.rows import (
     tabulate,
 )
 from mmrl.vlm.model.config import FrozenModelConfig, ModelConfig
-from mmrl.vlm.model.network import add_adapter, build_model_if_missing, load_network, make_value_head, resolve_model
-from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor
-from mmrl.vlm.model.storage import (
+from mmrl.vlm.model.network import (
     VALUE_HEAD_FILE,
+    add_adapter,
+    build_model_if_missing,
     load_model_weights,
+    load_network,
     load_value_head,
+    make_value_head,
     merged_state,
+    resolve_model,
     save_model,
     save_value_head,
 )
+from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor
 from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, multiply_patches, weights_state
 
 OUTPUTS = frozenset({"logp", "entropy", "values"})

@@ -29,7 +29,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.rewards.loading import load_function
 from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.recipe import VlmRecipe
 

@@ -19,11 +19,10 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.hub.video_sampling import Frames
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.terms import LossTerm, Passes, Step, TermLoss
+from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
-from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.data.video import load_videos
+from mmrl.vlm.data.task import VlmTask, load_videos
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.recipe import VlmRecipe
 

@@ -21,10 +21,9 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.runs.samples import SampleRecord
 from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
-from mmrl.training.preferences import PreferenceConfig, check_pair_batches, make_preference, pair_marks
-from mmrl.training.recipe import NoUsableTasksError, SupervisedRecipe
+from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, SupervisedRecipe, TermLoss
 from mmrl.training.settings import ReferenceConfig
-from mmrl.training.terms import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask

@@ -34,7 +34,7 @@ from mmrl.errors import UserError
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import merge_lists
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask

@@ -13,10 +13,9 @@ from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import rare
-from mmrl.training.likelihood import likelihood_loss
-from mmrl.training.recipe import SupervisedRecipe
+from mmrl.training.objectives import likelihood_loss
+from mmrl.training.recipe import Step, SupervisedRecipe
 from mmrl.training.settings import BaseRunConfig
-from mmrl.training.terms import Step
 from mmrl.vlm.config import VlmParts, check_scoring
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload

@@ -9,7 +9,7 @@ from mmrl.errors import UserError
 from mmrl.report.console import part_lines
 from mmrl.report.page import write_report
 from mmrl.runs.jsonlines import read_jsonl
-from mmrl.training.stages import finish_run, last_model
+from mmrl.training.run import finish_run, last_model
 from mmrl.vlm.toy.blind import fit_blind
 
 CONFIGS = Path("configs/vlm")

@@ -13,7 +13,7 @@ from mmrl.report.page import write_report
 from mmrl.runs.jsonlines import read_jsonl
 from mmrl.runs.statistics import wilson_interval
 from mmrl.runs.tracking import read_evaluations
-from mmrl.training.stages import finish_run, last_model
+from mmrl.training.run import finish_run, last_model
 from mmrl.vlm.toy.blind import fit_blind
 
 CONFIGS = Path("configs/vlm")

@@ -14,10 +14,9 @@ from mmrl.errors import UserError
 from mmrl.hub.video_reading import VideoError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.vlm.data.prompt import Prompt, token_lists
-from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.data.task import TaskError, VlmTask, columns_of, score_texts
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import Samples, sample
-from mmrl.vlm.evaluation import columns_of, score_texts
 from mmrl.vlm.tspo.config import AnswererConfig
 from mmrl.vlm.tspo.policy import VideoFeatures
 from mmrl.vlm.tspo.tasks import NeedleTask

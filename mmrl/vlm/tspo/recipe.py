@@ -39,9 +39,8 @@ from mmrl.runs.samples import SampleRecord
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.processes import stream_seed
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Tally
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, Tally
 from mmrl.training.scoring import RewardErrors, failure_of
-from mmrl.training.terms import Step
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.engine.policy import load_policy

@@ -24,7 +24,7 @@ from mmrl.fields import bounded, check_fields, choice, parts_of
 from mmrl.files import expanded
 from mmrl.runs.export import chosen_checkpoint
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, StillPoints, TrueFlow, list_episodes
 from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
 from robotics.flow3d.closed_loop.runner import EpisodeRunner, Source

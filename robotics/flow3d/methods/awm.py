@@ -39,10 +39,9 @@ from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import make_generator
-from mmrl.training.recipe import Recipe
+from mmrl.training.recipe import Recipe, Step
 from mmrl.training.scoring import RewardErrors, with_rewards
 from mmrl.training.settings import RunConfig, TrainerConfig
-from mmrl.training.terms import Step
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.drawing import draw_flow
 from robotics.flow3d.methods.clips import ClipSetConfig, clips_digest, instructions_of, load_clips

@@ -11,7 +11,7 @@ import torch
 from diffusion.sampling.sampler import row_noise, text_of
 from diffusion.sampling.schedule import sigma_grid
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from mmrl.training.update import count_denominators
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 from tests.rounding import assert_same_gradient

@@ -18,10 +18,8 @@ from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.samples import read_samples
 from mmrl.training.processes import make_generator
-from mmrl.training.recipe import NoUsableTasksError
-from mmrl.training.reference import make_reference
+from mmrl.training.recipe import NoUsableTasksError, Step, make_reference
 from mmrl.training.run import train
-from mmrl.training.terms import Step
 from mmrl.training.update import count_denominators, needs_reference, update_constants
 from tests.diffusion.pairs import dpo_config, write_scenes
 from tests.diffusion.runs import disturb, gradients, make_trainer, tiny_model, trained

@@ -10,7 +10,7 @@ from diffusion.sampling.sampler import text_of
 from mmrl.core.blocks import Gae, SeparateCritic
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import make_accelerator
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from mmrl.training.update import update_constants
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 from tests.diffusion.sampling.test_trajectories import move

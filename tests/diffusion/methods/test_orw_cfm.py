@@ -11,7 +11,7 @@ import torch
 from diffusion.methods.critic import Critic, CriticConfig, CriticTrainer
 from diffusion.methods.orw_cfm import WEIGHTS
 from mmrl.training.processes import make_accelerator
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from tests.diffusion.methods.test_awm import velocities
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 

@@ -19,9 +19,8 @@ from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import make_accelerator, make_generator
-from mmrl.training.recipe import NoUsableTasksError
+from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.settings import BaseTrainerConfig
-from mmrl.training.terms import Step
 from mmrl.training.update import count_denominators
 from tests.diffusion.runs import build, make_trainer, run_config, trained
 

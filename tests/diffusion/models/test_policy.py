@@ -13,7 +13,7 @@ from diffusion.sampling.sampler import GuidedVelocity, euler_ode
 from diffusion.toy.pipelines.tiny import build_tiny_flux
 from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Reference
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, T5_TOKENS
 from tests.rounding import assert_equal_up_to_rounding
 

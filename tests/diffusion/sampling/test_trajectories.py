@@ -16,7 +16,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_accelerator
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from tests.diffusion.runs import (
     TRAJECTORY_RECIPES,
     build,

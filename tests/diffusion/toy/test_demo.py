@@ -10,7 +10,7 @@ from PIL import Image
 
 from diffusion.toy import demo
 from mmrl.errors import UserError
-from mmrl.training import stages
+from mmrl.training import run as stages
 
 ROOT = Path(__file__).parents[2]
 COMMON = [

@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.config import load_run
 from mmrl.errors import UserError
-from mmrl.training import stages
+from mmrl.training import run as stages
 from robotics.toy import flow_demo as demo
 
 ROOT = Path(__file__).parents[3]

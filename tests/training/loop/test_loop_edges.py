@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from mmrl.errors import RunError
 from mmrl.training import update
 from mmrl.training.evaluation import Evaluation
+from mmrl.training.recipe import Step
 from mmrl.training.settings import CheckpointConfig, EvaluationConfig, ReferenceConfig
-from mmrl.training.terms import Step
 from tests.training.conftest import weights
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 from mmrl.training.update import update_constants
 from tests.training.toy import ToyRecipe
 

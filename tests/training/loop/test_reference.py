@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.training.reference import Reference, make_reference
+from mmrl.training.recipe import Reference, make_reference
 from mmrl.training.settings import CheckpointConfig, ReferenceConfig
 from tests.training.conftest import weights
 from tests.training.toy import WORDS, ToyPolicy, ToyRecipe

@@ -13,9 +13,9 @@ import torch
 
 from mmrl.core.loss import Denominators
 from mmrl.errors import RunError, UserError
+from mmrl.training.recipe import Step
 from mmrl.training.settings import CheckpointConfig, ReferenceConfig, TrainerConfig
-from mmrl.training.tasks import TaskStream
-from mmrl.training.terms import Step
+from mmrl.training.trainer import TaskStream
 from mmrl.training.update import count_denominators, learning_rate_factor, update_constants
 from tests.training.conftest import weights
 

@@ -10,8 +10,7 @@ from mmrl.core.blocks import FullEntropy, Gae, SampledEntropy, ValueLoss
 from mmrl.core.catalogue import get
 from mmrl.errors import UserError
 from mmrl.training.processes import _buckets
-from mmrl.training.recipe import Recipe
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Recipe, Step
 from mmrl.training.update import groups_with_gradient, update_constants
 from tests.training.conftest import weights
 from tests.training.loop.sharing import SharingRecipe

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from mmrl.training.processes import leave, make_accelerator, shard
+from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
-from mmrl.training.terms import Step
 from mmrl.training.trainer import Trainer
 from mmrl.training.update import update_constants
 from tests.training.loop.sharing import SharingRecipe

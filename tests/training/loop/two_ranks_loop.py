@@ -16,8 +16,8 @@ from torch import nn
 
 from mmrl.core.loss import token_mean
 from mmrl.training.processes import leave, make_accelerator
+from mmrl.training.recipe import LossTerm, TermLoss
 from mmrl.training.settings import TrainerConfig
-from mmrl.training.terms import LossTerm, TermLoss
 from mmrl.training.trainer import Trainer
 from tests.training.toy import LENGTH, ToyConfig, ToyPolicy, ToyRecipe
 

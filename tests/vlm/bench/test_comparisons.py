@@ -19,7 +19,7 @@ from benchmarks.vlm.comparisons import NAMES, compare
 from benchmarks.vlm.setup import QUICK_SHAPE
 from benchmarks.vlm.workload import build_model, questions_file, shape_of
 from mmrl.errors import UserError
-from mmrl.training.terms import Step
+from mmrl.training.recipe import Step
 
 SHAPE = QUICK_SHAPE[1]
 HAS_TRL = find_spec("trl") is not None

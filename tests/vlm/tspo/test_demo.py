@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.runs.samples import read_samples
-from mmrl.training import stages
+from mmrl.training import run as stages
 from mmrl.vlm.toy import video_demo as demo
 
 ROOT = Path(__file__).parents[3]

@@ -14,9 +14,8 @@ from mmrl.errors import RunError
 from mmrl.hub.video_reading import VideoError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
-from mmrl.training.recipe import NoUsableTasksError
+from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.run import train
-from mmrl.training.terms import Step
 from mmrl.training.update import count_denominators
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.toy.needles import build_model

@@ -15,8 +15,8 @@ from mmrl.errors import ConfigError, UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.export import export_run
 from mmrl.runs.samples import read_samples
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
-from mmrl.training.terms import Step
 from mmrl.vlm.tspo.answerers import OracleAnswerer
 from mmrl.vlm.tspo.config import PickConfig, objective_of
 from mmrl.vlm.tspo.measure import INSIDE, OUTSIDE, needle_recall, pick_strip

@@ -13,11 +13,9 @@ from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import make_accelerator, make_generator
-from mmrl.training.recipe import collect_metrics
-from mmrl.training.reference import Reference
+from mmrl.training.recipe import Reference, Step, collect_metrics
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.terms import Step
 from mmrl.training.trainer import Trainer
 from mmrl.training.update import count_denominators, update_constants
 from robotics.flow3d.methods.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig

@@ -11,9 +11,9 @@ from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import make_accelerator, make_generator
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
-from mmrl.training.terms import Step
 from mmrl.training.trainer import Trainer
 from mmrl.training.update import count_denominators
 from robotics.flow3d.methods.clips import ClipSetConfig, depth_range_m
