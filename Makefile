@@ -23,7 +23,7 @@ help:
 	@echo "make lint            ruff (rules and formatting) and mypy"
 	@echo "make format          let ruff fix and format"
 	@echo "make site            documentation and API reference as HTML in build/site; fails on a broken link"
-	@echo "make docs            rewrite the tables of README.md and docs/ that are generated from the code"
+	@echo "make docs            rewrite what is generated from the code: tables of README.md and docs/, picture of the architecture"
 	@echo "make clean           remove $(VENV), caches and build output; runs/ and data/ stay"
 
 setup:
@@ -69,7 +69,8 @@ format: setup
 	@$(BIN)/ruff format .
 
 docs: setup
-	@$(BIN)/python -m mmrl.docs
+	@$(BIN)/python scripts/docs.py
+	@$(BIN)/python scripts/architecture.py
 
 site: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -169,7 +169,7 @@ def list_entries(args: argparse.Namespace) -> int:
 
 
 def _print_tables(kind: str) -> None:
-    from mmrl.docs import markdown
+    from mmrl.listings import markdown
 
     for name in LISTED[kind]:
         say(markdown(name))

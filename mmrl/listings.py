@@ -1,12 +1,12 @@
-"""What `mmrl list` and the tables of the documentation show of the code: name, sentence and source of each entry."""
+"""Lists of recipes, objectives and rewards for `mmrl list` and the documentation: name, sentence and source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    pass
+ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 
 
 class Row(NamedTuple):
@@ -15,6 +15,22 @@ class Row(NamedTuple):
     name: str
     summary: str
     source: str
+
+
+def markdown(name: str) -> str:
+    """Write a list as a Markdown table."""
+    return markdown_table(COLUMNS[name], [(f"`{row.name}`", row.summary, row.source) for row in LISTINGS[name]()])
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Write a Markdown table; `arXiv 2507.06448` becomes a link and a bar stays inside its cell."""
+    head, *body = [f"| {line} |\n" for line in (" | ".join(columns), *(" | ".join(map(_cell, row)) for row in rows))]
+    return "".join((head, f"|{'---|' * len(columns)}\n", *body))
+
+
+def _cell(text: str) -> str:
+    linked = ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
+    return linked.replace("|", "\\|")
 
 
 def _recipes() -> list[Row]:
@@ -53,4 +69,11 @@ LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "preferences": _preferences,
     "rewards": _rewards,
     "image_rewards": _image_rewards,
+}
+COLUMNS = {
+    "recipes": ("recipe", "what it does", "source"),
+    "objectives": ("objective", "parts", "source"),
+    "preferences": ("preference objective", "parts", "source"),
+    "rewards": ("reward", "what earns it", "source"),
+    "image_rewards": ("reward", "what earns it", "source"),
 }

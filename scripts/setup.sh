@@ -112,6 +112,28 @@ install_browser() {
     "or set MMRL_CHROMIUM to a browser's program"
 }
 
+missing_sandbox() {
+  command -v bwrap >/dev/null || echo bubblewrap
+  case "$(ldconfig -p 2>/dev/null)" in *libseccomp.so.2*) ;; *) echo libseccomp2 ;; esac
+}
+
+# Never fatal: only rewards with `sandbox: strict` (code that a model wrote) need it, and they are refused without it.
+install_sandbox() {
+  local missing package
+  [ "$(uname -s)" = Linux ] || return 0
+  PATH="$PATH:/usr/sbin:/sbin"
+  missing="$(missing_sandbox | tr '\n' ' ')"
+  [ -n "$missing" ] || return 0
+  if is_apt_root; then
+    say "installing the sandbox: $missing"
+    timeout 120 apt-get -qq -o Acquire::http::Timeout=15 update >/dev/null 2>&1 || true
+    for package in $missing; do apt_install "$package" || true; done
+    missing="$(missing_sandbox | tr '\n' ' ')"
+    [ -n "$missing" ] || return 0
+  fi
+  say "no strict sandbox (only code that a model wrote needs it): sudo apt-get install -y $missing"
+}
+
 make_environment() {
   local python
   # Only an environment copied from another checkout, or one whose Python is gone or too old, is made anew:
@@ -176,6 +198,7 @@ if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(stamp_text)" ]; then exit 0; fi
 say "first call on this machine or something changed; this takes some minutes"
 install_libraries
 install_browser
+install_sandbox
 make_environment
 rm -f "$STAMP"
 install_torch

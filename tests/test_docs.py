@@ -1,19 +1,32 @@
-"""The tables of README.md and docs/ that are generated from the code."""
+"""What is generated from the code: the tables of README.md and docs/, and the picture of the architecture."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 
 from mmrl.cli import main
 from mmrl.core.catalogue import CATALOGUE
-from mmrl.docs import PROJECT, markdown, refreshed, stale_files
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
+
+PROJECT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(PROJECT / "scripts"))
+
+import architecture  # noqa: E402
+
+from docs import refreshed, stale_files, table  # noqa: E402
 
 
 def test_the_tables_of_the_documents_are_current():
     stale = [str(path.relative_to(PROJECT)) for path, _ in stale_files(PROJECT)]
     assert stale == [], "run `make docs`"
+
+
+def test_the_picture_of_the_architecture_is_current():
+    assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.draw(), "run `make docs`"
 
 
 def test_what_stands_between_the_marks_is_replaced_and_nothing_else():
@@ -40,17 +53,17 @@ def test_marks_that_cannot_be_filled_are_refused():
 
 
 def test_tables_have_a_row_for_each_entry():
-    recipes = markdown("recipes").splitlines()
+    recipes = table("recipes").splitlines()
     assert [line.split("`")[1] for line in recipes[2:]] == list(RECIPES)
     (papo,) = [line for line in recipes if line.startswith("| `papo` |")]
     assert "[arXiv 2507.06448](https://arxiv.org/abs/2507.06448)" in papo
     assert "`digits_papo.yaml`" in papo
     assert "`digits_papo_d.yaml`" in papo  # through `extends:`
-    assert [line.split("`")[1] for line in markdown("objectives").splitlines()[2:]] == list(CATALOGUE)
+    assert [line.split("`")[1] for line in table("objectives").splitlines()[2:]] == list(CATALOGUE)
 
 
 def test_options_with_a_bar_stay_in_their_cell():
-    (row,) = [line for line in markdown("options papo model.min_pixels").splitlines() if line.startswith("| `model")]
+    (row,) = [line for line in table("options papo model.min_pixels").splitlines() if line.startswith("| `model")]
     assert row.replace("\\|", "").count("|") == 5
     assert "at least 1" in row
 
@@ -58,4 +71,4 @@ def test_options_with_a_bar_stay_in_their_cell():
 def test_the_list_command_prints_the_tables(capsys):
     assert main(["list", "rewards", "--markdown"]) == 0
     out = capsys.readouterr().out
-    assert out == markdown("rewards") + "\n" + markdown("image_rewards") + "\n"
+    assert out == table("rewards") + "\n" + table("image_rewards") + "\n"

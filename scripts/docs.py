@@ -1,4 +1,4 @@
-"""The generated tables of README.md and docs/: `python -m mmrl.docs` rewrites them, `--check` only says what is stale.
+"""Generated tables of README.md and docs/: `python scripts/docs.py` rewrites them, `--check` only lists stale files.
 
 A table stands between two marks, which name what is in it:
 
@@ -16,24 +16,24 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from mmrl.core.blocks import BLOCKS
 from mmrl.core.blocks.preference import PREFERENCE_BLOCKS
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
-from mmrl.listings import LISTINGS
+from mmrl.listings import COLUMNS, LISTINGS, markdown, markdown_table
 from mmrl.options import Option, options_of, select_options
 from mmrl.recipes import find_recipe
 
 PROJECT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(?P<head><!-- generated: (?P<name>[^>]*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
-ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the generated tables of the project, or list the files whose tables are stale."""
-    parser = argparse.ArgumentParser(prog="python -m mmrl.docs", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python scripts/docs.py", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a table is stale")
     args = parser.parse_args(argv)
     stale = list(stale_files(PROJECT))
@@ -58,10 +58,10 @@ def refreshed(text: str, where: str = "document") -> str:
     opened, closed = text.count("<!-- generated:"), len(MARKED.findall(text))
     if opened != closed:
         raise UserError(f"{where}: {opened} marks `<!-- generated: NAME -->`, but {closed} have an `<!-- end -->`")
-    return MARKED.sub(lambda found: f"{found['head']}{markdown(found['name'])}{found['end']}", text)
+    return MARKED.sub(lambda found: f"{found['head']}{table(found['name'])}{found['end']}", text)
 
 
-def markdown(name: str) -> str:
+def table(name: str) -> str:
     """Write the table of a name: recipes, objectives, rewards, blocks PART, options RECIPE [PREFIX] and so on."""
     kind, *arguments = name.split()
     if kind not in TABLES:
@@ -77,7 +77,7 @@ def _recipes() -> str:
         (f"`{row.name}`", row.summary, row.source, ", ".join(f"`{name}`" for name in files[row.name]))
         for row in LISTINGS["recipes"]()
     ]
-    return _table(("recipe", "what it does", "source", "configurations"), rows)
+    return markdown_table((*COLUMNS["recipes"], "configurations"), rows)
 
 
 def _configurations(folder: Path) -> dict[str, list[str]]:
@@ -97,10 +97,6 @@ def _recipe_of(path: Path) -> str | None:
     return _recipe_of(path.parent / keys["extends"]) if "extends" in keys else None
 
 
-def _listing(kind: str, columns: tuple[str, str, str]) -> Callable[[], str]:
-    return lambda: _table(columns, [(f"`{row.name}`", row.summary, row.source) for row in LISTINGS[kind]()])
-
-
 def _blocks(part: str) -> str:
     """The kinds of block that a part of an objective takes, each with its options and the first line about it."""
     rows = []
@@ -108,14 +104,14 @@ def _blocks(part: str) -> str:
         options = ", ".join(f"`{item.name}` {str(item.default).lower()}" for item in fields(block))
         about = re.sub(r"; see [^.]*(?:\.\w[^.]*)*\.$", ".", (block.__doc__ or "").strip().splitlines()[0])
         rows.append((f"`{kind}`", options, about))
-    return _table((f"`{part}`", "options and defaults", "what it is"), rows)
+    return markdown_table((f"`{part}`", "options and defaults", "what it is"), rows)
 
 
 def _options(recipe: str, prefix: str = "") -> str:
     options = options_of(find_recipe(recipe, where="options").load_defaults())
     chosen = select_options(options, prefix) if prefix else options
     rows = [_option_row(option) for option in chosen if not option.part]
-    return _table(("option", "default", "allowed", "what it does"), rows)
+    return markdown_table(("option", "default", "allowed", "what it does"), rows)
 
 
 def _option_row(option: Option) -> tuple[str, str, str, str]:
@@ -148,22 +144,9 @@ def _first_table(page: str) -> str:
     return re.sub(r"\]\(#", f"]({page}#", found[0])
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head, *body = [f"| {line} |\n" for line in (" | ".join(columns), *(" | ".join(map(_cell, row)) for row in rows))]
-    return "".join((head, f"|{'---|' * len(columns)}\n", *body))
-
-
-def _cell(text: str) -> str:
-    linked = ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
-    return linked.replace("|", "\\|")
-
-
 TABLES: dict[str, Callable[..., str]] = {
     "recipes": _recipes,
-    "objectives": _listing("objectives", ("objective", "parts", "source")),
-    "preferences": _listing("preferences", ("preference objective", "parts", "source")),
-    "rewards": _listing("rewards", ("reward", "what earns it", "source")),
-    "image_rewards": _listing("image_rewards", ("reward", "what earns it", "source")),
+    **{name: partial(markdown, name) for name in ("objectives", "preferences", "rewards", "image_rewards")},
     "blocks": _blocks,
     "options": _options,
     "results": _results,
