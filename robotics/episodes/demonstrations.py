@@ -1,4 +1,4 @@
-"""Demonstrations, cut into moments: an observation and the actions that followed."""
+"""Demonstrations, cut into transitions: an observation and the actions that followed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DemonstrationConfig:
             )
 
 
-class Moment(NamedTuple):
+class Transition(NamedTuple):
     """One control step of a demonstration."""
 
     episode: int
@@ -98,14 +98,14 @@ class Demonstrations:
     """(T, H, W, 3) of each further camera of each episode; empty without any."""
 
     @property
-    def num_moments(self) -> int:
+    def num_transitions(self) -> int:
         """Number of control steps of all episodes."""
         return sum(map(len, self.actions))
 
     @property
-    def moments(self) -> list[Moment]:
+    def transitions(self) -> list[Transition]:
         """Every control step of every episode."""
-        return [Moment(number, step) for number, actions in enumerate(self.actions) for step in range(len(actions))]
+        return [Transition(number, step) for number, actions in enumerate(self.actions) for step in range(len(actions))]
 
     def digest(self) -> str:
         """Digest of all states, actions and instructions, and of the first images of some episodes."""
@@ -140,38 +140,40 @@ class Demonstrations:
         """Distribution of the states."""
         return StateStatistics.from_arrays(np.concatenate(self.states))
 
-    def observations(self, moments: Sequence[Moment], past: int = 0) -> PolicyInputs:
-        """Observations at some moments."""
-        present = self._present(moments)
+    def observations(self, transitions: Sequence[Transition], past: int = 0) -> PolicyInputs:
+        """Observations at some transitions."""
+        present = self._present(transitions)
         if not past:
             return present
         steps = range(past, 0, -1)
-        before = self._present([Moment(now.episode, max(0, now.step - back)) for now in moments for back in steps])
+        before = self._present(
+            [Transition(now.episode, max(0, now.step - back)) for now in transitions for back in steps]
+        )
         parts = {f"past_{name}": getattr(before, name) for name in ("images", "state", "views")}
         parts = {name: part.unflatten(0, (-1, past)) for name, part in parts.items() if part is not None}
         return dataclasses.replace(present, **parts)
 
-    def _present(self, moments: Sequence[Moment]) -> PolicyInputs:
+    def _present(self, transitions: Sequence[Transition]) -> PolicyInputs:
         images = None
         if self.images is not None:
-            images = torch.from_numpy(np.stack([self.images[moment.episode][moment.step] for moment in moments]))
+            images = torch.from_numpy(np.stack([self.images[now.episode][now.step] for now in transitions]))
         views = None
         if self.views:
-            seen = [[images[moment.step] for images in self.views[moment.episode]] for moment in moments]
+            seen = [[images[now.step] for images in self.views[now.episode]] for now in transitions]
             views = torch.from_numpy(np.stack(seen))
-        states = np.stack([self.states[moment.episode][moment.step] for moment in moments])
+        states = np.stack([self.states[now.episode][now.step] for now in transitions])
         changing = self.changing_instructions
         instructions = tuple(
             changing[now.episode][now.step] if now.episode in changing else self.instructions[now.episode]
-            for now in moments
+            for now in transitions
         )
         return PolicyInputs(images, torch.from_numpy(states), instructions, views)
 
-    def chunks(self, moments: Sequence[Moment], length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Actions (B, K, A) from each moment on, the last one repeated past the end, and a mask (B, K), 1 before it."""
+    def chunks(self, transitions: Sequence[Transition], length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The next K actions (B, K, A), the last one repeated past the end, and a mask (B, K), 0 past the end."""
         actions, mask = [], []
-        for moment in moments:
-            done = self.actions[moment.episode][moment.step : moment.step + length]
+        for now in transitions:
+            done = self.actions[now.episode][now.step : now.step + length]
             missing = length - len(done)
             actions.append(np.concatenate([done, np.repeat(done[-1:], missing, 0)]))
             mask.append(np.concatenate([np.ones(len(done), np.float32), np.zeros(missing, np.float32)]))

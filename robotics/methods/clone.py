@@ -1,9 +1,10 @@
 """Behaviour cloning: the warm start of a policy from demonstrations, in the loop of reinforcement learning.
 
-A row is one moment of a demonstration: an observation and the chunk of K actions that followed; control steps after the
-end of the episode are masked. The loss is the policy's own (cross-entropy of action tokens, density of a Gaussian head,
-flow matching of a flow head), averaged over the control steps. With `acting.scale: bounds_q99` the policy learns
-actions normalised by the quantiles of the demonstrations. The simulator only evaluates held-out initial states.
+A row is one transition of a demonstration: an observation and the chunk of K actions that followed; control steps
+after the end of the episode are masked. The loss is the policy's own (cross-entropy of action tokens, density of a
+Gaussian head, flow matching of a flow head), averaged over the control steps. With `acting.scale: bounds_q99` the
+policy learns actions normalised by the quantiles of the demonstrations. The simulator only evaluates held-out initial
+states.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def _trainer() -> BaseTrainerConfig:
 
 
 @dataclass
-class MomentPayload(Payload):
-    """B moments of demonstrations."""
+class TransitionPayload(Payload):
+    """B transitions of demonstrations."""
 
     inputs: PolicyInputs = per_row()
     """What the robot observed."""
@@ -104,8 +105,8 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
             )
 
     def load_train_tasks(self) -> Sequence[Any]:
-        """Every moment of the demonstrations."""
-        return self.demonstrations.moments
+        """Every transition of the demonstrations."""
+        return self.demonstrations.transitions
 
     def data_digest(self) -> str:
         """Digest of the demonstrations: all states, actions and instructions, and some of the images."""
@@ -119,7 +120,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         actions = done if self.scale is None else self.scale.normalise(done)
         rows = len(tasks)
         seeds = torch.randint(2**62, (rows,), generator=generator)
-        payload = MomentPayload(observed, actions, mask, seeds).to(device)
+        payload = TransitionPayload(observed, actions, mask, seeds).to(device)
         zeros = torch.zeros_like(payload.mask)
         return Rollouts(
             group=torch.arange(rows, device=device),
@@ -136,7 +137,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """The policy's cloning loss, averaged over the control steps of the optimiser step."""
-        payload = MomentPayload.of(minibatch)
+        payload = TransitionPayload.of(minibatch)
         generator = torch.Generator().manual_seed(int(payload.noise_seed[0]))
         loss, metrics = policy("bc_loss", payload.inputs, payload.actions, payload.mask, generator)
         count = float(minibatch.loss_mask.sum())
@@ -147,16 +148,16 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
 
     def describe(self) -> str:
         """Name of the loss."""
-        return f"behaviour cloning of {self.demonstrations.num_moments} moments"
+        return f"behaviour cloning of {self.demonstrations.num_transitions} transitions"
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """No samples are kept of demonstrations."""
         return []
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Number of moments and of skipped demonstrations."""
+        """Number of transitions and of skipped demonstrations."""
         return {
-            "data/moments": float(self.demonstrations.num_moments),
+            "data/moments": float(self.demonstrations.num_transitions),
             "data/skipped": float(self.demonstrations.skipped),
         }
 

@@ -1,4 +1,4 @@
-"""Behaviour cloning on the line: moments, their loss, the loop, and actions in other units than the simulator's."""
+"""Behaviour cloning on the line: transitions, their loss, the loop, and actions in other units than the simulator's."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def clone(tmp_path, demos, **changes):
     return config
 
 
-def collected(recipe, moments=None, seed=0):
-    chosen = recipe.train_tasks if moments is None else moments
+def collected(recipe, transitions=None, seed=0):
+    chosen = recipe.train_tasks if transitions is None else transitions
     return recipe.rollout(recipe.policy, chosen, torch.Generator().manual_seed(seed), Step())
 
 
@@ -86,7 +86,7 @@ def weights_after(run_dir, step):
     return (run_dir / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors").read_bytes()
 
 
-# ---- moments and their loss ----
+# ---- transitions and their loss ----
 
 
 def test_every_control_step_is_a_moment_with_what_followed(tmp_path, demos):
@@ -241,11 +241,11 @@ def test_decoded_pictures_are_mapped_from_the_cache(tmp_path, filmed, monkeypatc
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     assert [path.name for path in files] == [f"episode-{number:06d}.npy" for number in range(3)]
     assert all(isinstance(images, np.memmap) for images in first.images)
-    moments = first.moments[::3]
-    assert torch.equal(first.observations(moments).images, kept.observations(moments).images)
+    transitions = first.transitions[::3]
+    assert torch.equal(first.observations(transitions).images, kept.observations(transitions).images)
     with monkeypatch.context() as patch:
         patch.setattr(LazyImages, "__getitem__", None)  # what is there is not decoded again
-        assert torch.equal(load().observations(moments).images, kept.observations(moments).images)
+        assert torch.equal(load().observations(transitions).images, kept.observations(transitions).images)
     about = filmed / "meta" / "info.json"
     before = about.read_text()
     about.write_text(before.replace('"fps": 10', '"fps": 20'))
@@ -390,8 +390,8 @@ def test_targets_are_normalised_by_the_datas_quantiles(tmp_path, stretched):
     everything = np.concatenate([episode.action for episode in LeRobotReader(stretched)])
     low, high = np.quantile(everything.astype(np.float64), [0.01, 0.99], axis=0)
     rollouts = collected(recipe)
-    for row, moment in enumerate(recipe.train_tasks):
-        raw = recipe.demonstrations.chunks([moment], K)[0][0]
+    for row, transition in enumerate(recipe.train_tasks):
+        raw = recipe.demonstrations.chunks([transition], K)[0][0]
         expected = np.clip(2 * (raw - low) / (high - low + 1e-8) - 1, -1, 1)
         np.testing.assert_allclose(rollouts.payload.actions[row], expected, atol=1e-5)
     back = recipe.policy.statistics.unnormalise(rollouts.payload.actions)

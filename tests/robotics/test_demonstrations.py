@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.data import EpisodeWriter, LeRobotReader, robot_features
-from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, Moment, load_demonstrations
+from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, Transition, load_demonstrations
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.experts import Expert
 from robotics.sim.episodes import EpisodeSpec
@@ -115,8 +115,8 @@ def test_demonstrations_load_for_cloning(tmp_path):
     assert len(found.actions) == 2
     assert found.images is None
     assert len(set(found.instructions)) == 2
-    assert found.observations(found.moments[:3]).images is None
-    assert found.num_moments == len(found.moments)
+    assert found.observations(found.transitions[:3]).images is None
+    assert found.num_transitions == len(found.transitions)
     assert found.statistics().size == 5
     assert found.state_statistics().size == 10
 
@@ -187,8 +187,15 @@ def test_what_does_not_exist_is_named(tmp_path, option, message):
 def test_chunks_repeat_the_last_action_and_say_so():
     actions = [np.arange(4, dtype=np.float32)[:, None], np.float32([[9], [8]])]
     found = Demonstrations([np.zeros((4, 1)), np.zeros((2, 1))], actions, None, ["a", "b"])
-    assert found.moments == [Moment(0, 0), Moment(0, 1), Moment(0, 2), Moment(0, 3), Moment(1, 0), Moment(1, 1)]
-    chunks, mask = found.chunks([Moment(0, 0), Moment(0, 2), Moment(1, 1)], 3)
+    assert found.transitions == [
+        Transition(0, 0),
+        Transition(0, 1),
+        Transition(0, 2),
+        Transition(0, 3),
+        Transition(1, 0),
+        Transition(1, 1),
+    ]
+    chunks, mask = found.chunks([Transition(0, 0), Transition(0, 2), Transition(1, 1)], 3)
     assert chunks[..., 0].tolist() == [[0, 1, 2], [2, 3, 3], [8, 8, 8]]
     assert mask.tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0]]
 
@@ -199,7 +206,7 @@ def test_an_instruction_may_change_within_an_episode(tmp_path):
         writer.add_episode(np.zeros((2, 1)), np.zeros((2, 1)), None, "push", True)
     found = load_demonstrations(DemonstrationConfig(path=str(tmp_path), camera=""))
     assert found.instructions == ["open", "push"]
-    seen = found.observations(found.moments).instructions
+    seen = found.observations(found.transitions).instructions
     assert seen == ("open", "open", "close", "push", "push")
     before = found.digest()
     found.changing_instructions[0][1] = "close"

@@ -21,7 +21,7 @@ from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.training.recipe import Step
 from robotics.episodes.collect import ActingSettings, run_episodes
-from robotics.episodes.demonstrations import Moment
+from robotics.episodes.demonstrations import Transition
 from robotics.methods.clone import CloneRecipe
 from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.lerobot import server as lerobot_server
@@ -191,18 +191,18 @@ def test_demonstrations_tell_what_was_before_within_the_episode(tmp_path):
     config = clone(tmp_path, path, demonstrations={"camera": "front"}, model=ActionPolicyConfig(chunk=2))
     recipe = CloneRecipe(config)
     demos = recipe.demonstrations
-    moments = [Moment(0, 0), Moment(1, 1), Moment(1, 4)]
-    found = demos.observations(moments, 3)
+    transitions = [Transition(0, 0), Transition(1, 1), Transition(1, 4)]
+    found = demos.observations(transitions, 3)
     steps = [(0, [0, 0, 0]), (1, [0, 0, 0]), (1, [1, 2, 3])]
     for row, (episode, places) in enumerate(steps):
         assert np.array_equal(found.past_state[row], demos.states[episode][places])
         assert np.array_equal(found.past_images[row], demos.images[episode][places])
     assert found.past_views is None
-    plain = demos.observations(moments)
+    plain = demos.observations(transitions)
     assert torch.equal(plain.images, found.images) and plain.past_state is None  # noqa: PT018
-    assert recipe.rollout(recipe.policy, moments, seeded(), Step()).payload.inputs.past_state is None
+    assert recipe.rollout(recipe.policy, transitions, seeded(), Step()).payload.inputs.past_state is None
     recipe.policy.past = 3
-    inputs = recipe.rollout(recipe.policy, moments, seeded(), Step()).payload.inputs
+    inputs = recipe.rollout(recipe.policy, transitions, seeded(), Step()).payload.inputs
     assert torch.equal(inputs.past_images, found.past_images)
     recipe.close()
 

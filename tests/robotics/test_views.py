@@ -344,12 +344,12 @@ def test_demonstrations_hold_each_camera_by_its_name(filmed):
     images = LeRobotReader(filmed).episode(0).images
     assert set(images) == {"front", "wrist"}
     found = load_demonstrations(DemonstrationConfig(str(filmed), views=["wrist"]))
-    batch = found.observations(found.moments[:3])
+    batch = found.observations(found.transitions[:3])
     np.testing.assert_array_equal(batch.images, images["front"][:3])
     np.testing.assert_array_equal(batch.views[:, 0], images["wrist"][:3])
     assert batch.views.float().std() > 1
     plain = load_demonstrations(DemonstrationConfig(str(filmed)))
-    assert plain.observations(plain.moments[:1]).views is None
+    assert plain.observations(plain.transitions[:1]).views is None
     assert plain.digest() != found.digest()
     with pytest.raises(UserError, match=r"demonstrations.views has 'top', but .* has front, wrist"):
         load_demonstrations(DemonstrationConfig(str(filmed), views=["top"]))
