@@ -1,6 +1,6 @@
 """The Gaussian action head: its density against torch's, its standard deviation, its cloning losses, and its updates.
 
-What every policy keeps is in test_policies.
+What every policy keeps is in policies/test_every_policy.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from robotics.policies.base.policy import open_policy
 from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig, score_gaussian
 from robotics.policies.loading import ActionPolicyConfig
 from tests.robotics.line_demos import ENCODER
-from tests.robotics.test_policies import TEXTS, B, D, K, demonstrations, draw, make_gaussian, make_inputs
+from tests.robotics.policies.builders import TEXTS, B, D, K, demonstrations, draw, make_gaussian, make_inputs
 from tests.robotics.test_ppo import ppo
 from tests.robotics.test_robot_recipes import srpo, trainer
 

@@ -26,7 +26,7 @@ from robotics.methods.ppo import (
 )
 from robotics.policies.base.policy import open_policy
 from robotics.sim.episodes import EpisodeSpec
-from tests.robotics.test_policies import make_small
+from tests.robotics.policies.builders import make_small
 from tests.robotics.test_robot_recipes import grpo, trainer
 
 
