@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks.harness import Arm, BenchOptions, comparison, ratio, run_arms
 from benchmarks.robotics.light_steps import LIGHT, compare_light_steps
-from benchmarks.robotics.long_run import long_run
 from benchmarks.robotics.reading import compare_reading
 from benchmarks.robotics.throughput import compare_throughput
 from benchmarks.robotics.warp_steps import compare_warp
@@ -180,7 +179,6 @@ COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     "throughput-128": partial(compare_throughput, size_px=128),
     **{f"light-{env}": partial(_light, env=env) for env in LIGHT},
     **{name: partial(_reading, size_px=size) for name, size in READING.items()},
-    "long-run": lambda options, backend: long_run(options),
     "warp": lambda options, backend: compare_warp(options),
 }
 EXTRAS = ("warp",)

@@ -25,6 +25,17 @@ STATE, ACTION, SUCCESS = "observation.state", "action", "next.success"
 IMAGE_PREFIX = "observation.images."
 MOST_AXES = 5
 """Of a numeric feature, which lerobot stores as Array2D to Array5D."""
+IMAGES = ("video", "image")
+FLOATS, INTEGERS = ("float16", "float32", "float64"), ("int8", "int16", "int32", "int64")
+DTYPES = (*FLOATS, *INTEGERS, "uint8", "uint16", "uint32", "uint64", "bool")
+INTEGER = {"dtype": "int64", "shape": [1], "names": None}
+COLUMNS: dict[str, dict[str, Any]] = {
+    SUCCESS: {"dtype": "bool", "shape": [1], "names": None},
+    "timestamp": {"dtype": "float32", "shape": [1], "names": None},
+    **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), INTEGER),
+}
+BOOKKEPT = tuple(key for key in COLUMNS if key != SUCCESS)
+"""Columns that every dataset has, whoever wrote it."""
 
 
 def robot_features(
@@ -106,42 +117,6 @@ def image_size(feature: Mapping[str, Any]) -> tuple[int, int]:
     return (shape[1], shape[2]) if channel_first else (shape[0], shape[1])
 
 
-def _vector(entries: int | Sequence[str]) -> dict[str, Any]:
-    names = None if isinstance(entries, int) else list(entries)
-    return {"dtype": "float32", "shape": [entries if isinstance(entries, int) else len(entries)], "names": names}
-
-
-def _camera(shape: list[int], video: bool) -> dict[str, Any]:
-    described = {"dtype": "video" if video else "image", "shape": shape, "names": ["height", "width", "channels"]}
-    return described | ({"info": {"is_depth_map": True}} if shape[2] == 1 else {})
-
-
-def _wanted_shape(feature: Mapping[str, Any], depth: bool) -> str:
-    """Expected shape where a feature cannot be stored; empty where it can."""
-    shape = feature["shape"]
-    positive = min(shape, default=0) >= 1
-    if feature["dtype"] in IMAGES:
-        channels = 1 if depth else 3
-        fits = positive and len(shape) == 3 and channels in (shape[0], shape[2])
-        return "" if fits else f"[H, W, {channels}]" + ("" if depth else ", or [H, W, 1] with is_depth_map in its info")
-    if feature["dtype"] == "string":
-        return "" if shape == [1] else "[1]"
-    return "" if positive and len(shape) <= MOST_AXES else f"1 to {MOST_AXES} sizes of at least 1"
-
-
-IMAGES = ("video", "image")
-FLOATS, INTEGERS = ("float16", "float32", "float64"), ("int8", "int16", "int32", "int64")
-DTYPES = (*FLOATS, *INTEGERS, "uint8", "uint16", "uint32", "uint64", "bool")
-INTEGER = {"dtype": "int64", "shape": [1], "names": None}
-COLUMNS: dict[str, dict[str, Any]] = {
-    SUCCESS: {"dtype": "bool", "shape": [1], "names": None},
-    "timestamp": {"dtype": "float32", "shape": [1], "names": None},
-    **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), INTEGER),
-}
-BOOKKEPT = tuple(key for key in COLUMNS if key != SUCCESS)
-"""Columns that every dataset has, whoever wrote it."""
-
-
 def by_feature(features: Mapping[str, Any], images: Mapping[str, Any]) -> dict[str, Any]:
     """Images by feature instead of by camera; raises ValueError for an unknown camera."""
     cameras = {camera_name(key): key for key, feature in features.items() if feature["dtype"] in IMAGES}
@@ -186,6 +161,29 @@ def bookkeeping(
         "index": frames + first,
         "task_index": np.asarray(task_index),
     }
+
+
+def _vector(entries: int | Sequence[str]) -> dict[str, Any]:
+    names = None if isinstance(entries, int) else list(entries)
+    return {"dtype": "float32", "shape": [entries if isinstance(entries, int) else len(entries)], "names": names}
+
+
+def _camera(shape: list[int], video: bool) -> dict[str, Any]:
+    described = {"dtype": "video" if video else "image", "shape": shape, "names": ["height", "width", "channels"]}
+    return described | ({"info": {"is_depth_map": True}} if shape[2] == 1 else {})
+
+
+def _wanted_shape(feature: Mapping[str, Any], depth: bool) -> str:
+    """Expected shape where a feature cannot be stored; empty where it can."""
+    shape = feature["shape"]
+    positive = min(shape, default=0) >= 1
+    if feature["dtype"] in IMAGES:
+        channels = 1 if depth else 3
+        fits = positive and len(shape) == 3 and channels in (shape[0], shape[2])
+        return "" if fits else f"[H, W, {channels}]" + ("" if depth else ", or [H, W, 1] with is_depth_map in its info")
+    if feature["dtype"] == "string":
+        return "" if shape == [1] else "[1]"
+    return "" if positive and len(shape) <= MOST_AXES else f"1 to {MOST_AXES} sizes of at least 1"
 
 
 def _checked(key: str, values: NDArray, feature: Mapping[str, Any], length: int) -> NDArray:

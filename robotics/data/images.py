@@ -20,6 +20,12 @@ from mmrl.hub.video_reading import frame_to_array
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+DEPTH_DTYPES = {"mm": np.dtype(np.uint16), "m": np.dtype(np.float32)}
+"""Type of the values by a feature's `depth_unit`."""
+MOST = 4095
+ENCODER, DEPTH_PIXELS = "libx265", "gray12le"
+GOP = 2
+
 
 def read_clip(
     path: Path, start_s: float, length: int, fps: float, size: Sequence[int], pixels: str = "rgb24"
@@ -145,13 +151,6 @@ def _timed_frames(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
 
 PIXELS: dict[str, tuple[tuple[int, ...], type]] = {"rgb24": ((3,), np.uint8), "gray12le": ((), np.uint16)}
 """Channels and type of a pixel in each format."""
-
-
-DEPTH_DTYPES = {"mm": np.dtype(np.uint16), "m": np.dtype(np.float32)}
-"""Type of the values by a feature's `depth_unit`."""
-MOST = 4095
-ENCODER, DEPTH_PIXELS = "libx265", "gray12le"
-GOP = 2
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.par
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 
+LONGEST_VECTOR = 1_000_000
+"""Entries of a feature in a frame."""
+
 
 def numbered_files(folder: Path, suffix: str) -> list[Path]:
     """Files `chunk-XXX/file-YYY` of a folder."""
@@ -78,10 +81,6 @@ def read_json(path: Path) -> Any:
 def write_json(content: Any, path: Path) -> None:
     """Write a JSON file atomically."""
     write_atomically(path, json.dumps(content, indent=4, ensure_ascii=False))
-
-
-LONGEST_VECTOR = 1_000_000
-"""Entries of a feature in a frame."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Results of `LeRobotReader`: episodes, and frames with the actions around them."""
+"""Reading of LeRobotDataset v3.0: whole episodes, and frames with the actions around them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ from robotics.data.tables import column_array, read_schema, read_table, task_tex
 if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
+
+TIME_TOLERANCE_S = 1e-4
 
 
 @dataclass(frozen=True)
@@ -111,31 +113,6 @@ def action_chunks(actions: NDArray, offsets: Sequence[int]) -> tuple[NDArray, ND
     index = np.arange(len(actions))[:, None] + np.asarray(offsets, np.int64)
     inside = np.clip(index, 0, len(actions) - 1)
     return actions[inside], inside == index
-
-
-class LazyImages(Mapping[str, "NDArray[Any]"]):
-    """Images by camera, decoded on access."""
-
-    def __init__(self, decoders: Mapping[str, Callable[[], NDArray[Any]]]) -> None:
-        self._decoders = decoders
-
-    def __getitem__(self, camera: str) -> NDArray[Any]:
-        if camera not in self._decoders:
-            raise KeyError(f"no camera {camera!r}; there are: {', '.join(self._decoders) or 'none'}")
-        with named_errors(f"the images of camera {camera!r} of an episode"):
-            return self._decoders[camera]()
-
-    def __contains__(self, camera: object) -> bool:
-        return camera in self._decoders
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._decoders)
-
-    def __len__(self) -> int:
-        return len(self._decoders)
-
-
-TIME_TOLERANCE_S = 1e-4
 
 
 class LeRobotReader:
@@ -387,6 +364,28 @@ class LeRobotReader:
     def _path(self, pattern: str, prefix: str, row: Mapping[str, Any], **names: str) -> Path:
         chunk, file = row[f"{prefix}/chunk_index"], row[f"{prefix}/file_index"]
         return dataset_file(self.folder, pattern, chunk_index=chunk, file_index=file, **names)
+
+
+class LazyImages(Mapping[str, "NDArray[Any]"]):
+    """Images by camera, decoded on access."""
+
+    def __init__(self, decoders: Mapping[str, Callable[[], NDArray[Any]]]) -> None:
+        self._decoders = decoders
+
+    def __getitem__(self, camera: str) -> NDArray[Any]:
+        if camera not in self._decoders:
+            raise KeyError(f"no camera {camera!r}; there are: {', '.join(self._decoders) or 'none'}")
+        with named_errors(f"the images of camera {camera!r} of an episode"):
+            return self._decoders[camera]()
+
+    def __contains__(self, camera: object) -> bool:
+        return camera in self._decoders
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._decoders)
+
+    def __len__(self) -> int:
+        return len(self._decoders)
 
 
 def _is_image(feature: Mapping[str, Any]) -> bool:

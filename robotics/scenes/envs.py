@@ -63,6 +63,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     cameras. `info` has success, instruction, layout, split and dense_reward, and randomization, the episode's draw,
     where something is randomised. Noise and delays are in observations; the property `state`, videos, windows and
     rewards are exact, and depth and segmentation have no noise.
+
+    Args:
         task: key in `TASKS`.
         arm: key in `ARMS`.
         observation: kinds, see above.
@@ -79,7 +81,6 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             the goal, green after a success and red after a failure; or policy, the policy's camera as in `rgb`.
             Observations do not depend on it.
         randomization: what differs from episode to episode, a configuration or a dictionary of its fields.
-        views: further cameras, observed as `views`.
 
     Raises:
         UserError: an argument is unknown or out of range, or there is no renderer or no display for a window.

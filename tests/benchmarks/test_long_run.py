@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -15,10 +14,8 @@ from benchmarks.long_run import growth
 from mmrl.errors import RunError, UserError
 
 ROOMS = {
-    "sim": "benchmarks.robotics.comparisons",
     "gui": "benchmarks.gui.comparisons",
 }
-needs_mujoco = pytest.mark.skipif(find_spec("mujoco") is None, reason="needs pip install 'mmrl-suite[sim]'")
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +51,7 @@ def test_too_few_steps_have_no_slope():
     assert all(math.isnan(value) for value in growth([1.0, 2.0, 3.0, 4.0]))
 
 
-@pytest.mark.parametrize("room", [pytest.param(room, marks=needs_mujoco if room == "sim" else ()) for room in ROOMS])
+@pytest.mark.parametrize("room", list(ROOMS))
 def test_quick_runs_are_measured_in_every_room(room, tmp_path):
     module = importlib.import_module(ROOMS[room])
     (found,) = module.compare(BenchOptions(quick=True, only=["long-run"], folder=tmp_path)).values()

@@ -51,8 +51,6 @@ def build_clips(
             image comes with all its instructions.
         first_picture: seed of the first image of each split.
     """
-    """
-    """
     if Path(path).exists():
         raise UserError(f"{path} exists already; name another folder or remove it")
     config = DemonstrationConfig(tasks=tuple(tasks or FLOW_TASKS), actors=tuple(actors), shapes=tuple(shapes))
