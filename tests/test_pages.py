@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -94,8 +94,11 @@ def test_shell_lines_name_what_exists(page, line):
             assert not word.endswith(".yaml") or word.startswith("my_") or (ROOT / word).is_file(), word
     if words[0] == "python":
         assert words[1] == "-m"
-        module = importlib.import_module(words[2])
-        options = set(re.findall(r"add_argument\(\"(--[\w-]+)", Path(str(module.__file__)).read_text()))
+        found = importlib.util.find_spec(words[2])
+        assert found is not None
+        if found.submodule_search_locations:  # a package runs its __main__
+            found = importlib.util.find_spec(f"{words[2]}.__main__")
+        options = set(re.findall(r"add(?:_argument)?\(\"(--[\w-]+)", Path(str(found.origin)).read_text()))
         assert {word for word in words[3:] if word.startswith("-")} <= options
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
