@@ -61,11 +61,9 @@ _NAMES = {
         "TextRows",
     ),
     "diffusion.models.ema": ("EMAWeights",),
-    "diffusion.models.families": (
+    "diffusion.models.pipelines": (
         "FluxTransformer",
         "Sd3Transformer",
-    ),
-    "diffusion.models.pipelines": (
         "decode_latents",
         "encode_images",
         "load_pipeline",

@@ -20,18 +20,18 @@ from accelerate import Accelerator
 from torch import nn
 
 from diffusion.config import DiffusionConfig, GivenEvaluationConfig
-from diffusion.data.prompts import DiffusionTask, LoadedPrompts, PromptConfig, columns_of, load_prompts
+from diffusion.data.prompts import DiffusionTask, LoadedPrompts, PromptConfig, load_prompts
 from diffusion.evaluation import ImageMeasure, training_cost
 from diffusion.models.ema import EvalAverage
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
-from diffusion.rewards.scoring import load_rewards, score_images
+from diffusion.rewards.table import load_rewards
 from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.core.objectives.decoupled import decoupled_advantages
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.rewards import RewardResult
+from mmrl.rewards import RewardResult, RewardSum
 from mmrl.runs.samples import SampleRecord
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
@@ -314,3 +314,38 @@ class DiffusionRecipe(DiffusionDomain, Recipe[DiffusionPolicy, Any]):
             return None
         assert self.reference is not None
         return self.reference
+
+
+def score_images(
+    rewards: RewardSum, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]
+) -> RewardResult:
+    """Score images uint8 (B, height, width, 3) with all rewards, optimised and held out.
+
+    Rows that are not `finite` have no image and fail every term.
+    """
+    rows = [row for row, good in enumerate(finite) if good]
+    kept = [tasks[row] for row in rows]
+    # the columns of all tasks: a reward's column does not go missing because no row with an image has it
+    columns = {name: [task.columns.get(name) for task in kept] for name in columns_of(tasks)}
+    found = rewards.score([task.prompt for task in kept], [images[row] for row in rows], columns)
+    return _with_missing(found, rows, len(finite))
+
+
+def _with_missing(found: RewardResult, rows: Sequence[int], total: int) -> RewardResult:
+    """Results of some rows as results of all: NaN, and counted, where there was no image."""
+    place = {row: number for number, row in enumerate(rows)}
+
+    def fill(values: Sequence[float]) -> list[float]:
+        return [values[place[row]] if row in place else float("nan") for row in range(total)]
+
+    missing = total - len(rows)
+    errors = found.errors | ({"latents/overflow": missing} if missing else {})
+    examples = found.examples | ({"latents/overflow": "the latents are not finite"} if missing else {})
+    terms = {name: fill(values) for name, values in found.terms.items()}
+    return RewardResult(fill(found.total), terms, errors, examples, found.traces)
+
+
+def columns_of(tasks: Sequence[DiffusionTask]) -> dict[str, list[Any]]:
+    """Columns of rows as lists for the rewards, from the task of each row; None where a task lacks a column."""
+    names = sorted({name for task in tasks for name in task.columns})
+    return {name: [task.columns.get(name) for task in tasks] for name in names}

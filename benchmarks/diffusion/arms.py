@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.measure import Stopwatch, repeat
 from diffusion.matching.losses import stack_timesteps
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.families import Sd3Transformer
+from diffusion.models.pipelines import Sd3Transformer
 from diffusion.sampling.sampler import GuidedVelocity, euler_ode
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 

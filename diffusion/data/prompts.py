@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,9 +148,3 @@ def _leave_out(message: str, kind: str, config: PromptConfig, loaded: LoadedProm
     if not loaded.skipped[kind]:
         LOGGER.warning("%s; such rows are skipped and counted", message)
     loaded.skipped[kind] += 1
-
-
-def columns_of(tasks: Sequence[DiffusionTask]) -> dict[str, list[Any]]:
-    """Columns of rows as lists for the rewards, from the task of each row; None where a task lacks a column."""
-    names = sorted({name for task in tasks for name in task.columns})
-    return {name: [task.columns.get(name) for task in tasks] for name in names}

@@ -118,7 +118,8 @@ def select_pairs(
 def score_pairs(pairs: Sequence[ImagePair], reward: str) -> list[ImagePair]:
     """Score both images of each pair."""
     from diffusion.data.prompts import DiffusionTask
-    from diffusion.rewards.scoring import load_rewards, score_images
+    from diffusion.recipe import score_images
+    from diffusion.rewards.table import load_rewards
     from mmrl.rewards import RewardConfig
 
     rewards = load_rewards([RewardConfig(name=reward)], [])

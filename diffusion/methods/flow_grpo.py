@@ -12,7 +12,7 @@ default); the code at its head divides by the variance without the step length (
 (`objective.filter.kind: drop`). Defaults are those of config/grpo.py for GenEval, except the sizes of an
 epoch (48 prompts of 24 images there).
 
-Methods that are this code with other constants are rows of `diffusion/methods/flow_grpo.py`.
+`flow_grpo_fast` and `dance_grpo` are this code with other constants; `GrpoGuardRecipe` changes the ratio.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffusion.models.families import family_of
+from diffusion.models.pipelines import family_of
 from mmrl.errors import UserError
 
 SHOWN_CHARACTERS = 60

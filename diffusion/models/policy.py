@@ -17,8 +17,7 @@ from omegaconf import MISSING
 from torch import Tensor, nn
 
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.families import family_of
-from diffusion.models.pipelines import image_tokens, latent_shape, load_pipeline, quiet_diffusers
+from diffusion.models.pipelines import family_of, image_tokens, latent_shape, load_pipeline, quiet_diffusers
 from diffusion.models.saved import (
     ADAPTER,
     BASE_FILE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.rewards import RewardConfig, RewardSum
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,18 @@ def load_image_rewards(
         if name not in IMAGE_REWARDS:
             raise UserError(f"there is no image reward {name!r}{_hint(name, list(IMAGE_REWARDS))}")
     return {name: _bound(IMAGE_REWARDS[name], options.get(name, {})) for name in names}
+
+
+def load_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[RewardConfig]) -> RewardSum:
+    """Load all terms as one sum in which the held-out rewards have no weight."""
+    terms = [*rewards, *(dataclasses.replace(reward, weight=0.0) for reward in heldout_rewards)]
+    functions: dict[str, Any] = {}
+    for term in terms:
+        name = term.function or term.name
+        if ":" not in name:
+            load_image_rewards([name], {name: term.options})  # wrong options and missing weights show before the run
+            functions |= load_image_rewards([name])
+    return RewardSum(terms, functions=functions)
 
 
 def _bound(reward: ImageReward, options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffusion.data.prompts import DiffusionTask
 from diffusion.models.conditioning import TextRows
-from diffusion.models.families import VelocityModel
+from diffusion.models.pipelines import VelocityModel
 from diffusion.sampling.schedule import (
     RANDOM_SOLVERS,
     SOLVERS,

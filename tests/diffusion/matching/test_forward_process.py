@@ -5,7 +5,7 @@ import torch
 
 from diffusion.matching.losses import stack_timesteps
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.families import Sd3Transformer
+from diffusion.models.pipelines import Sd3Transformer
 from diffusion.sampling.sampler import GuidedVelocity
 from mmrl.errors import UserError
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3

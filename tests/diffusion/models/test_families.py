@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.families import FluxTransformer, pack_latents, unpack_latents
-from diffusion.models.pipelines import load_pipeline
+from diffusion.models.pipelines import FluxTransformer, load_pipeline, pack_latents, unpack_latents
 from diffusion.sampling.sampler import GuidedVelocity, euler_ode
 from diffusion.toy.pipelines.tiny import TinyFluxSizes, build_tiny_flux
 from mmrl.errors import UserError

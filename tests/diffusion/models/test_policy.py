@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffusion.models.families import FluxTransformer, Sd3Transformer
-from diffusion.models.pipelines import load_pipeline
+from diffusion.models.pipelines import FluxTransformer, Sd3Transformer, load_pipeline
 from diffusion.models.policy import ATTENTION_PROJECTIONS, DiffusionPolicy, LoraSettings, ModelConfig, load_policy
 from diffusion.sampling.sampler import GuidedVelocity, euler_ode
 from diffusion.toy.pipelines.tiny import build_tiny_flux

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.families import Sd3Transformer
+from diffusion.models.pipelines import Sd3Transformer
 from diffusion.sampling.sampler import GuidedVelocity, euler_ode
 from mmrl.errors import UserError
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3
