@@ -11,19 +11,19 @@ WORKERS ?= 2
 help:
 	@echo "make setup           create $(VENV) and install everything the targets below need"
 	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 5 minutes"
-	@echo "make demo-diffusion  a tiny flow model learns to draw digits, then AWM, with a picture; about 2 minutes"
+	@echo "make demo-diffusion  a tiny flow model learns to draw digits, then AWM, with images; about 2 minutes"
 	@echo "make demo-robot      a robot arm learns from demonstrations, then with PPO, with videos; about 9 minutes"
-	@echo "make demo-gui        a model learns to find things on screens: supervised, then AEPO, with a film; about 10 minutes"
-	@echo "make demo-flow       a world model of 3D flow moves objects with an arm it never saw, with films; about 10 minutes"
-	@echo "make demo-video      an agent learns which frames of long clips a model must see, with picture strips; about 7 minutes"
+	@echo "make demo-gui        a model learns to find things on screens: supervised, then AEPO, with a video; about 10 minutes"
+	@echo "make demo-flow       a world model of 3D flow moves objects with an arm it never saw, with videos; about 10 minutes"
+	@echo "make demo-video      an agent learns which frames of long clips a model must see, with image strips; about 7 minutes"
 	@echo "make bench           time and memory of the vision-language updates against row-per-sample code, as JSON; about 30 minutes"
-	@echo "make test            lint, then the test suite; one package: ROOM=core, workers, rewards, vlm, diffusion, robotics, ..."
+	@echo "make test            lint, then the test suite; one package: PACKAGE=core, workers, rewards, vlm, diffusion, robotics, ..."
 	@echo "make test-slow       the tests that take minutes"
 	@echo "make test-faults     kills, damaged inputs, full disks and the like; at most 20 minutes; sizes: FAULTS='--kills 600'"
 	@echo "make lint            ruff (rules and formatting) and mypy"
 	@echo "make format          let ruff fix and format"
 	@echo "make site            documentation and API reference as HTML in build/site; fails on a broken link"
-	@echo "make docs            rewrite what is generated from the code: tables of README.md and docs/, picture of the architecture"
+	@echo "make docs            rewrite what is generated from the code: tables of README.md and docs/, drawing of the packages"
 	@echo "make clean           remove $(VENV), caches and build output; runs/ and data/ stay"
 
 setup:
@@ -51,7 +51,7 @@ bench: setup
 	@$(BIN)/python -m benchmarks vlm
 
 test: lint
-	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(if $(ROOM),tests/$(ROOM))
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(if $(PACKAGE),tests/$(PACKAGE))
 
 test-slow: setup
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow

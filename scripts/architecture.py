@@ -11,15 +11,13 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 PICTURE = PROJECT / "docs/architecture.svg"
-ROWS = (  # from the top: each row imports from those below it
-    ("robotics", "mmrl.gui"),
-    ("diffusion", "mmrl.agents"),
-    ("mmrl.vlm",),
-    ("mmrl.hub", "mmrl.compare", "mmrl.report"),
-    ("mmrl.training",),
-    ("mmrl.runs",),
-    ("mmrl.rewards",),
-    ("mmrl.workers", "mmrl.core"),
+ROWS = (  # from the top, in three columns: each row imports from those below it
+    (None, "mmrl.gui", None),
+    ("robotics", "mmrl.agents", None),
+    ("diffusion", "mmrl.vlm", "mmrl.compare"),
+    ("mmrl.hub", "mmrl.training", "mmrl.report"),
+    ("mmrl.rewards", None, "mmrl.runs"),
+    ("mmrl.workers", None, "mmrl.core"),
 )
 ABOUT = {
     "robotics": "policies, simulation, SRPO, 3D flow",
@@ -27,8 +25,8 @@ ABOUT = {
     "mmrl.gui": "screens, grounding, AEPO",
     "mmrl.agents": "several turns, ARPO",
     "mmrl.vlm": "PAPO, APO, TSPO",
-    "mmrl.hub": "folders, images, video, LoRA",
-    "mmrl.compare": "arms over seeds",
+    "mmrl.hub": "tables, images, video",
+    "mmrl.compare": "experiments, paired seeds",
     "mmrl.report": "report.html and figures",
     "mmrl.training": "recipe, trainer, update",
     "mmrl.runs": "checkpoints, metrics, resume",
@@ -36,17 +34,18 @@ ABOUT = {
     "mmrl.workers": "the pool of processes",
     "mmrl.core": "objectives on tensors",
 }
-WIDTH, BOX, HEIGHT, GAP = 760, 220, 42, 34
+WIDTH, BOX, HEIGHT, GAP = 760, 220, 42, 38
 
 
 def draw() -> str:
     """Return the picture as SVG text."""
     places = {
-        room: (WIDTH * (2 * column + 1) // (2 * len(rooms)), GAP + row * (HEIGHT + GAP))
-        for row, rooms in enumerate(ROWS)
-        for column, room in enumerate(rooms)
+        package: (WIDTH * (2 * column + 1) // (2 * len(packages)), GAP // 2 + row * (HEIGHT + GAP))
+        for row, packages in enumerate(ROWS)
+        for column, package in enumerate(packages)
+        if package
     }
-    height = GAP + len(ROWS) * (HEIGHT + GAP)
+    height = len(ROWS) * (HEIGHT + GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
         ' font-size="13">',
@@ -60,37 +59,37 @@ def draw() -> str:
         parts.append(
             f'<path d="M{x1} {y1 + HEIGHT} L{x2} {y2}" stroke="#5a7fa8" stroke-width="1.5" marker-end="url(#head)"/>'
         )
-    for room, (x, y) in places.items():
+    for package, (x, y) in places.items():
         parts.append(
             f'<rect x="{x - BOX // 2}" y="{y}" width="{BOX}" height="{HEIGHT}" rx="6" fill="#f2f6fb" stroke="#27405e"/>'
-            f'<text x="{x}" y="{y + 17}" text-anchor="middle" font-weight="bold">{room}</text>'
-            f'<text x="{x}" y="{y + 34}" text-anchor="middle" fill="#333">{ABOUT[room]}</text>'
+            f'<text x="{x}" y="{y + 17}" text-anchor="middle" font-weight="bold">{package}</text>'
+            f'<text x="{x}" y="{y + 34}" text-anchor="middle" fill="#333">{ABOUT[package]}</text>'
         )
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _imports(rooms: tuple[str, ...]) -> set[tuple[str, str]]:
+def _imports(packages: tuple[str, ...]) -> set[tuple[str, str]]:
     """Pairs of packages of which the first imports the second."""
     found = set()
     for path in sorted(path for top in ("mmrl", "diffusion", "robotics") for path in (PROJECT / top).rglob("*.py")):
-        user = _room(".".join(path.relative_to(PROJECT).with_suffix("").parts), rooms)
+        user = _package(".".join(path.relative_to(PROJECT).with_suffix("").parts), packages)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            used = _room(node.module, rooms) if isinstance(node, ast.ImportFrom) and node.module else None
+            used = _package(node.module, packages) if isinstance(node, ast.ImportFrom) and node.module else None
             if user and used and user != used:
                 found.add((user, used))
     return found
 
 
-def _room(module: str, rooms: tuple[str, ...]) -> str | None:
-    return next((room for room in rooms if module == room or module.startswith(f"{room}.")), None)
+def _package(module: str, packages: tuple[str, ...]) -> str | None:
+    return next((name for name in packages if module == name or module.startswith(f"{name}.")), None)
 
 
 def _direct(imports: set[tuple[str, str]]) -> set[tuple[str, str]]:
     """Leave out what a chain of other imports implies."""
     below: dict[str, set[str]] = {}
-    for room in [room for rooms in reversed(ROWS) for room in rooms]:
-        used = {b for a, b in imports if a == room}
-        below[room] = used.union(*(below.get(other, set()) for other in used))
+    for package in [package for packages in reversed(ROWS) for package in packages if package]:
+        used = {b for a, b in imports if a == package}
+        below[package] = used.union(*(below.get(other, set()) for other in used))
     return {(a, b) for a, b in imports if not any(b in below.get(c, set()) for x, c in imports if x == a and c != b)}
 
 
