@@ -302,7 +302,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="values that replace the file's")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="values that replace the file's")
 
 
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:

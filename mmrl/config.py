@@ -177,7 +177,7 @@ def _unknown_key(error: Any, structured: Any) -> str:
     kind = error.object_type
     known = [item.name for item in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean '{close[0]}'? " if close else ""
+    hint = f"did you mean '{f'{parent}.' if parent else ''}{close[0]}'? " if close else ""
     elsewhere = NAMES_ELSEWHERE.get(key)
     if elsewhere is not None and OmegaConf.select(structured, elsewhere[0]) is not None:
         hint = f"that is {elsewhere[0]} here{elsewhere[1]}; "
@@ -231,6 +231,7 @@ def _first_line(error: Exception) -> str:
 
 
 NAMES_ELSEWHERE: dict[str, tuple[str, str]] = {
+    "lr": ("trainer.learning_rate", ""),
     "gradient_accumulation_steps": ("trainer.micro_batch", ", the rows that fit into memory at once"),
     "per_device_train_batch_size": ("trainer.micro_batch", ", the rows that fit into memory at once"),
     "num_generations": ("trainer.samples_per_task", ""),

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmrl.config import NAMES_ELSEWHERE
 from mmrl.errors import UserError
 from mmrl.fields import Bounds, Kinds, bounds_of, is_rare, kinds_of
 
@@ -77,7 +78,8 @@ def select_options(options: Sequence[Option], prefix: str) -> list[Option]:
     if chosen:
         return chosen
     keys = [option.key for option in options]
-    same_name = [key for key in keys if key.rpartition(".")[2] == prefix.rpartition(".")[2]]
+    name = prefix.rpartition(".")[2]
+    same_name = [key for key in keys if key.rpartition(".")[2] == name or key == NAMES_ELSEWHERE.get(name, ("",))[0]]
     close = same_name or difflib.get_close_matches(prefix, keys, n=3, cutoff=0.5)
     parts = [key for key in keys if "." not in key]
     hint = f"did you mean {', '.join(close[:3])}? " if close else ""

@@ -116,7 +116,7 @@ def test_bad_usage_is_one_line_and_exit_2(arguments, message, capsys):
     ("override", "message"),
     [
         ("slop=2", "did you mean 'slope'?"),
-        ("trainer.step=3", "did you mean 'steps'?"),
+        ("trainer.step=3", "did you mean 'trainer.steps'?"),
         ("trainer.steps=many", "trainer.steps"),
         ("slope=[1]", "slope"),
         ("trainer.steps=-1", "trainer.steps"),

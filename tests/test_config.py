@@ -45,7 +45,11 @@ def test_saved_configuration_loads_again(write, tmp_path):
     ("text", "overrides", "message"),
     [
         (GOOD + "trainr: {}\n", [], "unknown key 'trainr'; did you mean 'trainer'"),
-        (GOOD, ["trainer.stps=3"], r"unknown key 'trainer.stps'; did you mean 'steps'.*known keys under 'trainer'"),
+        (
+            GOOD,
+            ["trainer.stps=3"],
+            r"unknown key 'trainer.stps'; did you mean 'trainer.steps'.*known keys under 'trainer'",
+        ),
         (GOOD.replace("name: exact", "nam: exact"), [], "unknown key 'nam'; did you mean 'name'"),
         (GOOD, ["trainer.steps=many"], r"'trainer.steps'.*many.*default: 100"),
         (GOOD, ["trainer.steps=0"], "trainer.steps is 0; must be at least 1"),

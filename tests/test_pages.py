@@ -27,7 +27,6 @@ from tests.pages import PAGES, ROOT, read_page
 PLACEHOLDERS = {
     "CONFIG": "configs/vlm/digits_papo.yaml",
     "RUN": "runs/x",
-    "ROOM": "vlm",
     "RECIPE": "papo",
     "CONFIG_OR_RUN": "runs/x",
     "EXPERIMENT": "configs/experiments/papo_vs_grpo.yaml",

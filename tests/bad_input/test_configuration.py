@@ -13,10 +13,10 @@ from tests.bad_input.conftest import without
 @pytest.mark.parametrize(
     ("override", "messages"),
     [
-        ("trainer.stepz=3", ["unknown key 'trainer.stepz'", "did you mean 'steps'", "learning_rate"]),
+        ("trainer.stepz=3", ["unknown key 'trainer.stepz'", "did you mean 'trainer.steps'", "learning_rate"]),
         ("trainr.steps=3", ["unknown key 'trainr'", "did you mean 'trainer'"]),
         ("rewards=[{nam: exact}]", ["unknown key 'nam'", "did you mean 'name'"]),
-        ("eval_data.heldout.pth=x", ["unknown key 'eval_data.heldout.pth'", "did you mean 'path'"]),
+        ("eval_data.heldout.pth=x", ["unknown key 'eval_data.heldout.pth'", "did you mean 'eval_data.heldout.path'"]),
         ("trainer.steps=many", ["'trainer.steps'", "'many'", "Integer", "default: 100"]),
         ("trainer.steps=2.5", ["'trainer.steps'", "2.5", "Integer"]),
         ("trainer.steps=null", ["'trainer.steps'", "int"]),
