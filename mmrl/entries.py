@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RecipeEntry:
-    """Where a recipe lives and what it is."""
+    """Name, description and location of a recipe."""
 
     name: str
     """Name used in `recipe:`."""

@@ -1,4 +1,4 @@
-"""What ends a command: a mistake in what was asked (exit 2), a run that failed (exit 1), a signal (exit 128 + n)."""
+"""Errors that end a command: a user's mistake (exit 2), a failed run (exit 1), a signal (exit 128 + n)."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec

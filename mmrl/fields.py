@@ -1,4 +1,4 @@
-"""What a value of a configuration must be beside its bounds: of its field's type, text and numbers that can be used."""
+"""Bounds, choices and kinds that fields of a configuration declare in their metadata, and the one check of them all."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ FUNCTION = "module:function"
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a field may be. None, where the field's type allows it, is always fine; a list is checked entry by entry."""
+    """Allowed values of a field. None, where the type allows it, always passes; a list is checked entry by entry."""
 
     at_least: float | None = None
     above: float | None = None
@@ -146,14 +146,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which options a dictionary field takes, where that depends on a kind; for lists of options only."""
+    """Options of a dictionary field, by kind; for lists of options only."""
 
     table: Callable[[], Mapping[str, type[Any]]]
     """Kind to the dataclass of its options."""
     named: bool = False
     """Whether the dictionary itself names the kind, under `kind`."""
     default_from: str = ""
-    """Where defaults come from, if not from the dataclass."""
+    """Origin of the defaults, if not the dataclass."""
     without: tuple[str, ...] = ()
     """Fields of the dataclasses that are set elsewhere."""
 

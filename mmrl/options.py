@@ -1,4 +1,4 @@
-"""What a configuration's dataclass says about its own options: key, sentence, type, default and bounds.
+"""Options of a configuration's dataclass: key, sentence, type, default and bounds.
 
 Sentences are the strings under the fields; they are read from the source, since Python does not keep them.
 """
@@ -39,7 +39,7 @@ class Option:
     default: Any
     """Its default; None where it is empty or must be given."""
     bounds: str
-    """What it may be; empty where the type says it all."""
+    """Bounds beyond the type; may be empty."""
     required: bool = False
     """Whether it must be given."""
     part: bool = False
@@ -47,7 +47,7 @@ class Option:
     kinds: tuple[str, ...] = ()
     """Kinds that have it; empty where it is always there."""
     default_from: str = ""
-    """Where the default comes from, if it is not fixed."""
+    """Origin of the default, if it is not fixed."""
     rare: bool = False
     """Whether few users ever set it."""
 

@@ -61,4 +61,4 @@ def package_tables(name: str) -> list[Any]:
 
 RECIPES: dict[str, RecipeEntry] = {entry.name: entry for table in package_tables("RECIPES") for entry in table}
 EVALUATIONS: dict[str, RecipeEntry] = {entry.name: entry for table in package_tables("EVALUATIONS") for entry in table}
-"""What `mmrl evaluate` runs and nothing trains."""
+"""Recipes that are only evaluated, never trained."""

@@ -1,4 +1,4 @@
-"""What an experiment reads of a run: its last value, and its metric over what it had spent at each evaluation."""
+"""Values that an experiment reads of a run: the last one, and the metric over the cost at each evaluation."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def read_curve(experiment: ExperimentConfig, plan: RunPlan) -> Curve | str:
 
 
 def target_of(experiment: ExperimentConfig, baseline: Curve) -> float | str:
-    """What the arms have to reach at the seed of this run of the baseline, or why it says nothing."""
+    """Target of the arms at the seed of this baseline run, or the reason why there is none."""
     assert experiment.work is not None
     if not isinstance(experiment.work.target, str):
         return float(experiment.work.target)
@@ -147,7 +147,7 @@ def _all_evaluations(plan: RunPlan) -> list[dict[str, Any]]:
 
 
 def _steps(plan: RunPlan) -> list[dict[str, Any]]:
-    """Steps of a run, in order, with the counters of its costs that they tell."""
+    """Steps of a run, in order, with the counters of their costs."""
     rows = read_metrics(plan.run_dir)
     seconds = accumulate(_number(row, "time/step") for row in rows)
     return [

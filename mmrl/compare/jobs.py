@@ -36,20 +36,20 @@ class Job:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a command ended."""
+    """End of a command."""
 
     job: Job
     """The command."""
     returncode: int
     """Exit status; negative for a signal."""
     seconds: float
-    """How long it ran."""
+    """Run time."""
     timed_out: bool
     """Whether it was stopped at the time limit."""
 
     @property
     def reason(self) -> str | None:
-        """Why it counts as failed, with the last line it wrote; None after success."""
+        """Reason of a failure, with the last line of output; None after success."""
         if self.timed_out:
             return f"stopped after {self.seconds:.0f} s, its time limit"
         if self.returncode == 0:

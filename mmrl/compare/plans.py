@@ -38,7 +38,7 @@ class RunPlan:
     """Whether its last or its first evaluation counts."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the run is made of: a changed file, parent file or override gives another fingerprint."""
+        """Inputs of the run: a changed file, parent file or override gives another fingerprint."""
         return {"config_sha256": _digest(self.config), "overrides": effective_overrides(self.overrides)}
 
 
@@ -92,7 +92,7 @@ def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
 
 
 def forget_digests() -> None:
-    """Read configuration files anew for the next fingerprints; one call sees one state of the files."""
+    """Reread configuration files for the next fingerprints; one call sees one state of the files."""
     _digest.cache_clear()
 
 
@@ -127,7 +127,7 @@ def is_finished(plan: RunPlan) -> bool:
 
 
 def failure_of(plan: RunPlan) -> str | None:
-    """Why the run failed when it was last tried with these settings; None where it did not."""
+    """Reason of the last failure with these settings; None where there was none."""
     marker = _read_json(plan, MARKER)
     if marker is None or not _same_run(plan, marker):
         return None

@@ -1,4 +1,4 @@
-"""What comparison.json says, as dataclasses.
+"""Content of comparison.json, as dataclasses, and its summary as text.
 
 A seed without a value is None; numbers of a mean, a difference or a ratio are None where no seed has one, and NaN where
 one seed alone gives no interval.
@@ -81,7 +81,7 @@ class SweepArm:
 
 @dataclass
 class SweepResult:
-    """What the sweep tried and chose."""
+    """Values tried and chosen by the sweep."""
 
     parameter: str
     seeds: list[int]
@@ -94,7 +94,7 @@ class SweepResult:
 
 @dataclass
 class Reach:
-    """What one arm spent until its curve had the target."""
+    """Cost of one arm until its curve reached the target."""
 
     needed: dict[int, float | None]
     """By seed; an upper bound where the first evaluation has the target already, None where it is never reached."""
@@ -139,7 +139,7 @@ class CostResult:
 
 @dataclass
 class WorkResult:
-    """What each arm spent until it reached the target."""
+    """Cost of each arm until it reached the target."""
 
     metric: str
     higher_is_better: bool
@@ -166,7 +166,7 @@ class EqualCostResult:
 
 @dataclass
 class CollapseArm:
-    """How much of its start value each run of an arm kept."""
+    """Share of its start value that each run of an arm kept."""
 
     kept: dict[int, float | None]
     collapsed: list[int]
@@ -238,7 +238,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def failure_text(failures: Sequence[Failure]) -> str:
-    """How many runs failed, and the first reason."""
+    """Number of failed runs, and the first reason."""
     if not failures:
         return "nothing has run yet"
     return f"{len(failures)} run(s) failed, the first is {failures[0].run}: {failures[0].reason}"

@@ -204,7 +204,7 @@ def _difference(
 
 
 def _work(experiment: ExperimentConfig, curves: Curves) -> WorkResult | None:
-    """What each arm spent until it reached the target, by cost, and the baseline's cost over the arm's."""
+    """Cost of each arm until it reached the target, and the baseline's cost over the arm's."""
     work = experiment.work
     if work is None:
         return None
@@ -351,7 +351,7 @@ def _failures(experiment: ExperimentConfig, folder: Path, plans: Plans) -> list[
 
 
 def _no_value(experiment: ExperimentConfig, plan: RunPlan) -> str | None:
-    """Why a finished run lacks the compared metric; None where it has it or is not finished."""
+    """Reason why a finished run lacks the compared metric; None where it has it or is not finished."""
     if not is_finished(plan) or last_value(experiment, plan, experiment.metric) is not None:
         return None
     if experiment.metric_over == "steps":
@@ -361,7 +361,7 @@ def _no_value(experiment: ExperimentConfig, plan: RunPlan) -> str | None:
 
 
 def _unreadable(experiment: ExperimentConfig, arm: str, plan: RunPlan) -> Iterator[str]:
-    """Why a finished run gives no curve, no target or no share of its start value."""
+    """Reasons why a finished run gives no curve, no target or no share of its start value."""
     if experiment.work is not None:
         curve = read_curve(experiment, plan)
         if not isinstance(curve, Curve):

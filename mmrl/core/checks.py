@@ -1,4 +1,4 @@
-"""Shape and dtype checks of `Rollouts` and of scores, with messages that say what to change."""
+"""Shape and dtype checks of `Rollouts` and of scores, with messages that name the change to make."""
 
 from __future__ import annotations
 

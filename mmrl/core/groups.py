@@ -85,7 +85,7 @@ def masked_whiten(x: Tensor, mask: Tensor, eps_to: str = "variance") -> Tensor:
 
 
 def whitening_factor(variance: Tensor, eps_to: str) -> Tensor:
-    """What centred values are multiplied by to have variance 1."""
+    """Factor that gives centred values variance 1."""
     if eps_to == "deviation":
         return 1.0 / (variance.sqrt() + WHITEN_EPS)
     return torch.rsqrt(variance + WHITEN_EPS)

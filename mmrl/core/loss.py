@@ -14,7 +14,7 @@ from mmrl.core.checks import check_decisions
 
 @dataclass(frozen=True)
 class Denominators:
-    """What the sums of one optimiser step are divided by, over all micro-batches and all ranks."""
+    """Denominators of one optimiser step, counted over all micro-batches and all ranks."""
 
     tokens: float
     """Trained decisions."""
@@ -135,7 +135,7 @@ class Metric:
     weight: float | Tensor = 1.0
     """Weight of the sum; unused by the kinds "sum" and "max"."""
     kind: str = "mean"
-    """How parts merge: "mean" (totals and weights add), "sum" (totals add) or "max"."""
+    """Reduction over parts: "mean" (totals and weights add), "sum" (totals add) or "max"."""
 
     @classmethod
     def summed(cls, total: float | Tensor) -> Metric:
@@ -196,7 +196,7 @@ def _join(first: Metric, second: Metric) -> Metric:
 
 @dataclass(frozen=True)
 class PolicyOutputs:
-    """What the policy says now about the decisions of some rollouts; carries the gradient."""
+    """Current policy outputs of the decisions of some rollouts; carries the gradient."""
 
     logp: Tensor
     """(B, T) nats, float32 or float64; anything may stand where the mask is 0."""

@@ -20,7 +20,7 @@ SCORE = "pair_score"
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a preference loss reads of M pairs; w is the preferred (winning) side, l the rejected (losing) one."""
+    """Inputs of a preference loss on M pairs; w is the preferred (winning) side, l the rejected (losing) one."""
 
     logp_w: Tensor
     """(M,) nats under the policy, summed or averaged over the side's decisions; carries the gradient."""

@@ -32,7 +32,7 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Layout:
-    """What the entries of a field belong to."""
+    """Axis of a field's entries."""
 
     kind: _Kind
     padding: float = 0.0

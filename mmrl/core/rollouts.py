@@ -122,7 +122,7 @@ class Rollouts:
         return self.replace(**move_fields(self, device))
 
     def select(self, rows: Tensor) -> Rollouts:
-        """Keep some rows, number their groups anew and drop the prompts that are no longer used.
+        """Keep some rows, renumber their groups and drop the prompts that are no longer used.
 
         Args:
             rows: (b,) int64 row indices or (B,) bool; the order is kept.

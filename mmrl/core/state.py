@@ -46,7 +46,7 @@ class AdaptiveKL:
 
 @dataclass
 class DifficultyTracker:
-    """How much less a prompt earns than what was sampled lately.
+    """Shortfall of a prompt's reward against recent samples.
 
     Source: DeepVideo-R1, arXiv 2506.07464, section 4 (difficulty-aware augmentation).
     """

@@ -1,4 +1,4 @@
-"""What `mmrl doctor` checks: versions, devices, libraries, name clashes, disk, or a run; each problem with a fix.
+"""Checks of `mmrl doctor`: versions, devices, libraries, name clashes, disk, or a run; each problem with a fix.
 
 A check returns findings instead of raising, because it must run in a broken installation.
 """
@@ -22,7 +22,7 @@ __all__ = ["Finding", "check_all", "is_usable", "render", "run", "run_on"]
 
 
 class Words(NamedTuple):
-    """How the last line names what the findings come to."""
+    """Overall result, for the last line."""
 
     sound: str
     broken: str

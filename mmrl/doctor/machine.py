@@ -1,4 +1,4 @@
-"""What a check of `mmrl doctor` returns."""
+"""Findings of `mmrl doctor`, and its checks of devices, libraries, sandbox and disk."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Finding:
     area: str
     """Group of lines it belongs to."""
     name: str
-    """What was looked at."""
+    """Subject of the check."""
     state: str
     """ok, note (optional part absent), warn (works with a limitation) or fail (`mmrl train` cannot work)."""
     found: str
     """Version, amount or condition."""
     advice: str = ""
-    """What to do; empty when nothing needs doing."""
+    """Remedy; empty where none is needed."""
 
 
 def install_command(extra: str) -> str:
-    """How to install an extra: from the checkout when the suite runs from one, by name otherwise."""
+    """Command that installs an extra: from the checkout when the suite runs from one, by name otherwise."""
     source = PROJECT_DIR if (PROJECT_DIR / "pyproject.toml").is_file() else DISTRIBUTION
     editable = "" if source == DISTRIBUTION else "--editable "
     suffix = f"[{extra}]" if extra else ""

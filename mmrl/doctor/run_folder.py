@@ -1,4 +1,4 @@
-"""What `mmrl doctor RUN` checks: the lock, results, checkpoints and base model of a run, and what can be resumed."""
+"""Checks of `mmrl doctor RUN`: lock, results, checkpoints and base model of a run, and where it can resume."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every room with models needs: torchvision repair, data tables, model folders, building what is missing."""
+"""Shared by all packages with models: torchvision repair, data tables, images, video, building missing models."""

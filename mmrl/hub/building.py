@@ -37,7 +37,7 @@ def sort_header(file: Path) -> None:
 
 
 def base_entries(path: str, folder: Path) -> dict[str, str]:
-    """How a saved model names the one that it builds on."""
+    """Reference of a saved model to the one that it builds on."""
     if not Path(path).is_dir():
         return {"path": path}
     start = folder.resolve()

@@ -61,9 +61,9 @@ def ask_chat(
     return _post(f"{url.rstrip('/')}/chat/completions", body, timeout_s, api_key)
 
 
-def _data_uri(picture: NDArray[np.uint8]) -> str:
+def _data_uri(image: NDArray[np.uint8]) -> str:
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, format="PNG")
+    Image.fromarray(image).save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 

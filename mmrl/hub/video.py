@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VideoSettings:
-    """How images become H.264."""
+    """Settings of the H.264 encoder."""
 
     crf: int = 18
     """Loss of the encoder libx264: 0 none but that of the colour format, 51 most."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("mmrl")
 
 STEADY = (0.5, 1.5)
-"""Of a video with a constant rate, every frame lasts between so many median durations."""
+"""Bounds on a frame's duration, in medians, in a video of constant rate."""
 RATE_TOLERANCE = 0.02
 """Largest relative difference of the container's rate from that of its frames; beyond it the frames are believed."""
 LATE_END_S = 1.0

@@ -28,9 +28,9 @@ Frames = tuple[Any, dict[str, Any]]
 
 PIXEL_OPTIONS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
 FILE_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end", *PIXEL_OPTIONS)
-"""What may be asked of a file, under qwen-vl-utils' names."""
+"""Options of a video file, under qwen-vl-utils' names."""
 FRAME_LIST_OPTIONS = ("sample_fps", "raw_fps", "max_frames", *PIXEL_OPTIONS)
-"""What may be asked of a list of frames."""
+"""Options of a list of frames."""
 
 
 def sample_file(path: str, options: Mapping[str, Any], patch_size: int, max_pixels: int = MAX_IMAGE_PIXELS) -> Frames:

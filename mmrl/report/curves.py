@@ -1,4 +1,4 @@
-"""Curves of a run: which metrics are drawn together, over what, and which are left out because they never changed."""
+"""Curves of a run: groups of metrics in one figure each; those that never changed are left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.runs.tracking import describe_metric
 
 def curves(run: RunFolder) -> list[dict[str, Any]]:
     """Figures of a run: accuracy and scores first, then training metrics by subject."""
-    names = {name for name in _charted(run) if not name.startswith("time/") and _moves(run, name)}
+    names = {name for name in _charted(run) if not name.startswith("time/") and len(_finite_values(run, name)) > 1}
     charts = _accuracy_charts(run) + _score_charts(run)
     exact = {pattern for _, patterns, _ in CHARTS for pattern in patterns if "*" not in pattern}
     for title, patterns, log_scale in CHARTS:
@@ -45,12 +45,13 @@ def constants(run: RunFolder) -> list[tuple[str, str]]:
 
 
 def _charted(run: RunFolder) -> set[str]:
-    names = {name for record in run.metrics for name, value in record.items() if _is_number(value)}
+    names = {
+        name
+        for record in run.metrics
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
     return {name for name in names if name not in ("step", "time") and not name.startswith(UNCHARTED)}
-
-
-def _moves(run: RunFolder, name: str) -> bool:
-    return len(_finite_values(run, name)) > 1
 
 
 def _finite_values(run: RunFolder, name: str) -> set[float]:
@@ -74,7 +75,7 @@ def _by_kind(run: RunFolder, title: str, names: Sequence[str], log_scale: bool) 
 
 
 def _kind(name: str) -> str:
-    """What a metric is measured in, told from how its definition begins."""
+    """Kind of number that a metric is, inferred from how its definition begins."""
     sentence = describe_metric(name) or ""
     return next((kind for kind, beginning in KINDS.items() if re.match(beginning, sentence)), "values")
 
@@ -200,10 +201,6 @@ def _figure(title: str, names: Sequence[str], svg: bytes) -> dict[str, Any]:
         "image": "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii"),
         "definitions": [(name, describe_metric(name) or "A metric of this recipe.") for name in names],
     }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 UNCHARTED = (

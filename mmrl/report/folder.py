@@ -16,19 +16,19 @@ from mmrl.runs.tracking import read_evaluations, read_metrics
 EVALUATED = "evaluate"
 """Tag of the evaluations that `mmrl evaluate` appends."""
 COUNTED = ("step", "tag", "split", "cost/")
-"""Keys of an evaluation that say when it was made, not what it measured."""
+"""Keys of an evaluation that are not measurements."""
 RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("status", "recipe", "objective", "objective_formula"), str),
     **dict.fromkeys(
         ("steps", "optimiser_steps", "optimiser_steps_without_gradient", "samples", "tokens"), (int, float)
     ),
 }
-"""What the report shows of result.json."""
+"""Fields of result.json that the report shows."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run folder holds; missing parts are empty."""
+    """Content of a run folder; missing parts are empty."""
 
     folder: Path
     result: dict[str, Any]
@@ -78,7 +78,7 @@ class EvaluationPoint:
 
     @cached_property
     def outcomes(self) -> dict[str, Outcome]:
-        """What each task scored; empty where the run kept nothing."""
+        """Scores of each task; empty where the run kept none."""
         return read_outcomes(self.folder, int(self.record["step"]), self.split)
 
     @property
@@ -103,7 +103,7 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def _sound_result(result: Any) -> dict[str, Any]:
-    """What the report shows of result.json, without values of another type than a run writes."""
+    """Fields of result.json that the report shows, without values of another type than a run writes."""
     if not isinstance(result, dict):
         return {}
     return {name: result[name] for name, kind in RESULT_TYPES.items() if isinstance(result.get(name), kind)}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 LARGEST_BYTES = 3_000_000
-"""Of one video; larger ones are named, not embedded."""
+"""Bytes of one embedded video; larger ones are named only."""
 MOST_FILMS = 12
 _STEP = re.compile(r"step-(\d+)")
 

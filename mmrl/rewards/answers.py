@@ -141,7 +141,7 @@ def read_answer(completion: Chat, prompt: Chat, *, require_block: bool = True, s
 
 
 def has_answer_marks(text: str) -> bool:
-    """Tell whether a text tries to mark its answer, well or badly."""
+    """Whether a text tries to mark its answer, well or badly."""
     return BOX in text or any(tag[2] == "answer" for tag in TAG.finditer(text))
 
 

@@ -12,9 +12,9 @@ class RewardEntry:
     function: str
     """`module:function`, imported when it is used."""
     summary: str
-    """What earns the reward, in one line."""
+    """Condition for the reward, in one line."""
     citation: str
-    """Where the rule comes from."""
+    """Source of the rule."""
     isolate: bool = False
     """Whether it must run in worker processes."""
 

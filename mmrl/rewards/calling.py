@@ -24,7 +24,7 @@ OURS = (__file__, asyncio.__path__[0], inspect.getfile(ThreadPoolExecutor))
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a reward function gave no usable value."""
+    """Reason why a reward function gave no usable value."""
 
     kind: str
     """Row of `FAILURE_KINDS`."""
@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Signature:
-    """Which columns and options a reward function takes by name."""
+    """Columns and options that a reward function takes by name."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]

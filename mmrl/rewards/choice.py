@@ -87,12 +87,12 @@ def _read_letter(text: str, letters: str, *, in_block: bool) -> str | None:
 
 
 def _any_joined(text: str, mentions: list[re.Match[str]]) -> bool:
-    """Tell whether two different letters stand in one list: "A, B", "A or B", "(A) (B)"."""
+    """Whether two different letters are in one list: "A, B", "A or B", "(A) (B)"."""
     return any(a[1] != b[1] and JOINT.fullmatch(text[a.end() : b.start()]) for a, b in pairwise(mentions))
 
 
 def _is_marked(text: str, mention: re.Match[str]) -> bool:
-    """Tell whether a letter is written as an option: "B.", "B)", "(B", "B:", or after "or"."""
+    """Whether a letter is written as an option: "B.", "B)", "(B", "B:", or after "or"."""
     before, after = text[: mention.start()].rstrip(), text[mention.end() : mention.end() + 2].lstrip()
     joined = re.search(rf"\b{CONNECTOR}\Z", before, re.IGNORECASE) is not None
     return joined or after[:1] in tuple(".):];,/") or before[-1:] in tuple("([,;/")

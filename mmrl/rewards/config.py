@@ -1,4 +1,4 @@
-"""What a term of a reward sum is configured with, and what the sum returns."""
+"""Configuration of a reward sum's terms, and the scores that the sum returns."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far a run is, given to functions that take `trainer_state`; names as in transformers' TrainerState."""
+    """Progress of a run, given to functions that take `trainer_state`; names as in transformers' TrainerState."""
 
     global_step: int = 0
     """Steps done."""

@@ -21,7 +21,7 @@ def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
 
 
 def source_digest(spec: str) -> str:
-    """What the file that a function is in holds, so that results of changed code can be told from earlier ones."""
+    """Digest of the file that defines a function, so that results of changed code differ from earlier ones."""
     place = spec.rpartition(":")[0]
     file: str | Path | None = Path(place).expanduser()
     if place and not place.endswith(".py"):

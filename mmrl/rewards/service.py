@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mmrl.rewards.calling import Batch, Failure, Outcome, call, signature_of
+from mmrl.rewards.calling import Batch, Failure, call, signature_of
 from mmrl.rewards.config import TrainerState
 from mmrl.workers.loading import LoadError, find_function
 from mmrl.workers.values import decode
@@ -22,7 +22,7 @@ class RewardService:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def hello(self) -> dict[str, Any]:
-        """Nothing to say."""
+        """Send no description."""
         return {}
 
     def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -34,7 +34,7 @@ class RewardService:
         found = call(self._functions[fields["function"]], batch, options)
         if isinstance(found, Failure):
             return {"failure": asdict(found)}, {}
-        return {"outcomes": [_plain(outcome) for outcome in found]}, {}
+        return {"outcomes": [asdict(outcome) if isinstance(outcome, Failure) else outcome for outcome in found]}, {}
 
     def close(self) -> None:
         """Nothing to free."""
@@ -53,7 +53,3 @@ class RewardService:
 def make() -> RewardService:
     """Make the service of a worker."""
     return RewardService()
-
-
-def _plain(outcome: Outcome) -> Any:
-    return asdict(outcome) if isinstance(outcome, Failure) else outcome

@@ -56,7 +56,7 @@ class Term(ABC):
         return self._without_culprits(batch, outcomes, self.call_each(batch, started))
 
     def _without_culprits(self, batch: Batch, first: Failure, alone: list[Outcome]) -> list[Outcome]:
-        """What the rows get after the call with all of them has failed and each was called alone.
+        """Outcomes of the rows after the joint call failed and each row was called alone.
 
         The rows that did not fail alone are called together once more, since the function may compare them, unless
         they take too long together. Where every row raises, the failure of the first call tells why.

@@ -1,1 +1,1 @@
-"""What a run writes down: checkpoints, metrics, samples, times, and the intervals of its numbers."""
+"""The run folder: checkpoints, metrics, samples, times, and the intervals of its numbers."""

@@ -35,7 +35,7 @@ def write_manifest(folder: Path) -> None:
     """
     manifest = folder / MANIFEST
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest)
-    entries = {str(path.relative_to(folder)): _describe(path) for path in files}
+    entries = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files}
     manifest.write_text(json.dumps(entries, indent=1), encoding="utf-8")
     for path in (*files, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
         fsync(path)
@@ -95,10 +95,6 @@ def _compare(path: Path, name: str, entry: Any) -> None:
         raise DamagedError(f"{name} is missing") from None
     except OSError as error:
         raise DamagedError(f"{name} cannot be read: {error}") from error
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "crc32": _crc32(path)}
 
 
 def _crc32(path: Path) -> str:
@@ -176,7 +172,7 @@ class Checkpoints:
             shutil.rmtree(half, ignore_errors=True)
 
     def best(self) -> dict[str, Any] | None:
-        """What `mark_best` wrote last; None without one, or where that checkpoint has been deleted."""
+        """Last record of `mark_best`; None without one, or where that checkpoint has been deleted."""
         path = self.folder / "best.json"
         try:
             best = _checked_best(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
@@ -201,7 +197,7 @@ class Checkpoints:
 
     @staticmethod
     def damage(path: Path) -> str | None:
-        """What is wrong with a checkpoint; None where it is whole."""
+        """Damage of a checkpoint, in one line; None where it is whole."""
         try:
             verify(path, needed=[STATE])
         except DamagedError as error:
@@ -302,7 +298,7 @@ def _unreadable(path: Path) -> str | None:
 
 
 def _checked_best(found: Any) -> dict[str, Any]:
-    """What best.json holds; raises ValueError where it is not what `mark_best` writes."""
+    """Read best.json; raises ValueError where it is not as `mark_best` writes it."""
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}, expected step, metric and value")
     kinds = {"step": int, "metric": str, "value": (int, float)}

@@ -50,7 +50,7 @@ def chosen_checkpoint(run_dir: Path, step: int | None = None) -> Path:
 
 
 def _prompt_format(config: Any) -> dict[str, str]:
-    """How questions were put in training, which later ones have to follow."""
+    """Prompt format of training, which later questions have to follow."""
     data = getattr(config, "data", None)
     found = {name: getattr(data, name, None) for name in ("system_prompt", "format_prompt")}
     return {name: value for name, value in found.items() if value}

@@ -37,7 +37,7 @@ def content_digest(items: Iterable[Any]) -> str:
 
 
 def _plain(value: Any, files: list[Any]) -> Any:
-    """What JSON is to write for an object that it does not know; files are noted to be read later."""
+    """JSON form of an object that json cannot write; files are noted to be read later."""
     if isinstance(value, Path):
         files.append(value)
         return {"file": value.name}
@@ -78,7 +78,7 @@ def _as_files(sources: Any) -> Any:
 
 
 def _content(source: Any) -> Any:
-    """What a file holds; None where it cannot be read, which a run finds out in its own way."""
+    """Content of a file; None where it cannot be read, which the run reports itself."""
     try:
         found = source.read_bytes() if isinstance(source, Path) else source.read()
         return Path(found).read_bytes() if isinstance(found, str) and Path(found).is_file() else found

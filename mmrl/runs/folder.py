@@ -1,4 +1,4 @@
-"""What a run has written to its folder: whether it has begun, and what happens to it when the run starts again."""
+"""Results in a run folder: whether the run has started, and moving them aside when it starts again."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class ResumableRows:
         fingerprint = short_digest(json.dumps(conditions, sort_keys=True, default=str).encode())
         self.path = folder / f"{name}-{fingerprint}.jsonl"
         self.pictures = folder / "pictures"
-        """Where the images of samples lie that belong to rows."""
+        """Folders of the sample images that belong to rows."""
         self.conditions = conditions
         self.unsaved = frozenset(unsaved)
 
@@ -140,7 +140,7 @@ class ResumableRows:
         return JsonLines(self.path.with_name(f"{self.path.stem}.part-{process:03d}.jsonl"))
 
     def saved(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What is written of a row."""
+        """Content of a row as it is written."""
         return {key: value for key, value in row.items() if key not in self.unsaved}
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:

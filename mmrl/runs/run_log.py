@@ -130,7 +130,7 @@ class RunWarnings:
         self._count("groups", equal, sum(part.num_rows for part in parts), math.nan)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Say what has held for `PATIENCE` steps."""
+        """Warn of conditions that have held for `PATIENCE` steps."""
         agreement = metrics.get("srpo/agreement", math.nan)
         if math.isfinite(agreement):
             self._agreement = [*self._agreement, agreement][-PATIENCE:]
@@ -157,7 +157,7 @@ class RunWarnings:
             JsonLines(self.folder / WARNINGS_FILE).truncate_after(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been said, and counts."""
+        """Warnings given so far, and counts."""
         streaks = {name: [streak.steps, streak.samples, streak.value] for name, streak in self._streaks.items()}
         return {"said": dict(self.said), "streaks": streaks, "agreement": list(self._agreement)}
 

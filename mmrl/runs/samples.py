@@ -1,4 +1,4 @@
-"""What each task of an evaluation scored, so that evaluations of the same tasks can be compared in pairs."""
+"""Scores of each task of an evaluation, for paired comparison with others, and the samples of a run."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class SampleRecord:
     advantage: float | None = None
     """Advantage of the sample, the mean over its decisions where they differ."""
     finish: str | None = None
-    """Why the response ended: "eos", "stop" or "length"."""
+    """End of the response: "eos", "stop" or "length"."""
     correct: bool | None = None
     """Whether the evaluation counted the answer as correct."""
 

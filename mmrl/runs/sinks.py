@@ -1,4 +1,4 @@
-"""Where metrics go: JSON Lines, the console, TensorBoard, wandb and trackio behind one protocol."""
+"""Sinks of metrics behind one protocol: JSON Lines, the console, TensorBoard, wandb and trackio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run measures and where it is written; METRICS defines the metrics that several packages share."""
+"""Metrics of a run and the sinks that record them; METRICS defines the metrics that several packages share."""
 
 from __future__ import annotations
 

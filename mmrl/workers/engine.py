@@ -1,4 +1,4 @@
-"""Why a worker gave no answer."""
+"""Interface between the pool and its workers: how a worker is started, answers and fails."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class WorkerFailure:
     for_user: bool = False
     """Whether the service says that the user asked for something impossible."""
     stage: str = "answer"
-    """What the worker was doing: start, prepare or answer; send where a request could not be made or sent."""
+    """Phase of the worker: start, prepare or answer; send where a request could not be made or sent."""
     exit_code: int | None = None
-    """Of a process that ended; the negative number of the signal that ended it."""
+    """Exit code of a process that ended; negative for the signal that ended it."""
     limit_s: float | None = None
     """The time limit that was exceeded."""
 
@@ -62,7 +62,7 @@ class FailureLog:
     def __init__(self, name: str, folder: Path | None = None) -> None:
         self.name, self.folder = name, folder
         self.counts: Counter[str] = Counter()
-        """By reason, how often it came."""
+        """Number of failures by reason."""
 
     def note(self, failure: WorkerFailure) -> None:
         """Count a failure; log it where its reason is new, or when it came for the 10th, 100th, ... time."""
@@ -98,14 +98,14 @@ class FailureLog:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """How to start a worker, and how long to wait for it."""
+    """Command, limits and environment of a worker."""
 
     service: str
     """`path/to/file.py:function` that makes a `mmrl.workers.serve.Service`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of that function; JSON."""
     purpose: str = "a service"
-    """What the workers are for, in error messages."""
+    """Purpose of the workers, for error messages."""
     python: str | None = None
     """Interpreter; None for this one, which then finds the modules that this process finds."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class WorkerSpec:
     max_reply_bytes: int = 1 << 30
     """Bytes of one message of a worker."""
     strict: Limits | None = None
-    """What the worker may use where it runs code that nobody has read; see `mmrl.workers.sandbox`. None for a plain
+    """Limits of a worker that runs untrusted code (`mmrl.workers.sandbox`). None for a plain
     process."""
     readable: tuple[str, ...] = ()
     """Files and folders that a strict worker needs beside the modules that this process finds."""
@@ -133,12 +133,12 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why nothing more will come from a worker."""
+    """End of a worker."""
 
     reason: str
     """One line."""
     exit_code: int | None = None
-    """Of the process; the negative number of the signal that ended it; None where it still runs."""
+    """Exit code, negative for the signal that ended it; None while the process runs."""
 
 
 class WorkerHandle(Protocol):

@@ -10,11 +10,11 @@ import os
 import signal
 
 TAG = "MMRL_WORKER"
-"""Environment variable with which everything that a worker starts can be told, even after the worker's end."""
+"""Environment variable that marks every process a worker starts, even after the worker's end."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PR_SET_CHILD_SUBREAPER = 36
 ROUNDS = 20
-"""How often processes are looked for that were started while others were being stopped."""
+"""Rounds of looking for processes that were started while others were being stopped."""
 
 
 def adopt_orphans() -> None:

@@ -1,4 +1,4 @@
-"""How much memory and how many cores this machine, or the container around this process, has."""
+"""Memory and cores of this machine, or of the container around this process."""
 
 from __future__ import annotations
 

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).resolve().with_name("serve.py")
 READ_BYTES = 1 << 16
-"""What a pipe holds; a larger buffer would be allocated for nothing at every read."""
+"""Capacity of a pipe in bytes; a larger buffer would be allocated for nothing at every read."""
 READS_AT_ONCE = 64
 """Reads of one pipe in a row, so that a worker that writes without end does not keep this process from the others."""
 OUTPUT_BYTES = 8192
-"""How much of a worker's output is kept."""
+"""Bytes of a worker's output that are kept."""
 EXIT_SECONDS = 2.0
-"""How long to wait for the exit code of a process that closed its pipe."""
+"""Seconds to wait for the exit code of a process that closed its pipe."""
 ORPHAN_SECONDS = 60.0
-"""How much longer than its pool waits a worker lives that keeps Python's lock."""
+"""Seconds beyond the pool's limit that a worker holding the GIL may live."""
 
 
 class LocalEngine:
@@ -256,7 +256,7 @@ def _variables(spec: WorkerSpec) -> dict[str, str]:
 
 
 def _drain(fd: int) -> tuple[bytes, bool]:
-    """What is in a pipe, and whether its other end is closed."""
+    """Content of a pipe, and whether its other end is closed."""
     parts: list[bytes] = []
     for _ in range(READS_AT_ONCE):
         try:

@@ -42,18 +42,18 @@ READ_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class CodeResult:
-    """What became of a program."""
+    """Result of a program."""
 
     exit_code: int
-    """Of the process; the negative number of the signal that ended it."""
+    """Exit code of the process; negative for the signal that ended it."""
     stdout: str
-    """What it printed, cut to the limit; bytes that are no UTF-8 are replaced."""
+    """Standard output, cut to the limit; bytes that are not UTF-8 are replaced."""
     stderr: str
-    """What it wrote to standard error, cut likewise."""
+    """Standard error, cut likewise."""
     seconds: float
-    """How long it took, the start included."""
+    """Wall time in seconds, the start included."""
     stopped: str = ""
-    """Why it was ended: timeout, memory, cpu or processes; empty where it ended by itself."""
+    """Limit that stopped it: timeout, memory, cpu or processes; empty where it ended by itself."""
     cut: bool = False
     """Whether it printed more than is kept."""
 

@@ -36,7 +36,7 @@ PROBE_SECONDS = 30.0
 PREFIX, ABANDONED_SECONDS = "mmrl_strict_", 86400.0
 OPEN_FILES = 256
 GIVEN = "/run/given"
-"""Where a strict process finds the files that its folder starts with."""
+"""Path at which a strict process finds the files that its folder starts with."""
 READABLE = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store", "/sys/devices/system"),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf"),
@@ -47,7 +47,7 @@ READABLE = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What a strict process may use."""
+    """Limits of a strict process."""
 
     memory_mb: float = 1024
     """MiB of address space of each process; `run_code` holds all of them together to it."""

@@ -45,7 +45,7 @@ CLOSING_SECONDS = 5.0
 """For closing the service after the pool has gone."""
 LOADING = {"kind": "beat", "loading": True}
 LOADING_SECONDS = 0.1
-"""Between two notes that an import has begun."""
+"""Seconds between two notes that an import has started."""
 
 
 class Service(Protocol):

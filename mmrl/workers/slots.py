@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 LOADING_SECONDS = 0.5
-"""How long a note that the worker imports modules holds: until the next heartbeat."""
+"""Seconds for which a note that the worker imports modules is valid: until the next heartbeat."""
 MEMORY_SECONDS = 0.2
-"""Between two looks at a worker's memory."""
+"""Seconds between two measurements of a worker's memory."""
 TEXT_CHARS = 20_000
 """Kept of a worker's own account of an exception."""
 
@@ -30,7 +30,7 @@ Answer: TypeAlias = "Message | WorkerFailure"
 
 @dataclass(frozen=True)
 class Request:
-    """What a worker's service is asked."""
+    """A request to a worker's service."""
 
     fields: Mapping[str, Any]
     """JSON."""
@@ -57,7 +57,7 @@ class Pending(NamedTuple):
     stage: str
     """start, prepare or answer."""
     tag: Any
-    """Whatever the pool tells its requests apart by."""
+    """Identifier of the request in its pool."""
 
 
 class Worker:
@@ -144,7 +144,7 @@ class Worker:
         return self.handle.heard_at + self.spec.heartbeat_timeout_s
 
     def _failure(self) -> WorkerFailure | None:
-        """What became of the oldest request where no answer will come in time."""
+        """Failure of the oldest request where no answer will come in time."""
         ending, stage = self.handle.ending, self.pending[0].stage
         if ending is not None:
             return self._with_output(WorkerFailure("crashed", ending.reason, stage=stage, exit_code=ending.exit_code))

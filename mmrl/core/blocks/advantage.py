@@ -123,7 +123,7 @@ class Advantage(Block):
 
     @property
     def level(self) -> str:
-        """What shares one advantage: "row", "turn" or "decision"."""
+        """Scope of one advantage: "row", "turn" or "decision"."""
         return "row"
 
 

@@ -1,4 +1,4 @@
-"""How per-decision terms become the loss of an optimiser step."""
+"""Reduction of per-decision terms to the loss of an optimiser step."""
 
 from __future__ import annotations
 

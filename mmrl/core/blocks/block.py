@@ -1,4 +1,4 @@
-"""What all blocks of an objective have in common."""
+"""Base class of the blocks of an objective."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Block:
     kind: ClassVar[str]
     """Name in configurations and tables."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What must be there beside log-probabilities and rewards: "samples" (several rows a group), "values", "turns",
+    """Inputs required besides log-probabilities and rewards: "samples" (several rows a group), "values", "turns",
     "entropy", "logp_ref" (reference log-probabilities), "kl_ref" (exact divergence from the reference) or
     "separate_critic" (a critic that the recipe trains)."""
 
     def formula(self) -> str:
-        """What the block computes, with its constants."""
+        """Formula of the block, with its constants."""
         raise NotImplementedError(f"{type(self).__name__} has no formula")
 
     def problems(self, where: str) -> Iterator[str]:

@@ -26,10 +26,10 @@ SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class Ratio(Block):
-    """Log importance ratio that stands at each decision."""
+    """Log importance ratio of each decision."""
 
     level: ClassVar[str] = "row"
-    """What shares one ratio: "decision" or "row"."""
+    """Scope of one ratio: "decision" or "row"."""
     row_gradient: ClassVar[bool] = False
     """Whether the ratio of a row has the gradient of all its decisions, so that the advantage must be the row's too."""
 
@@ -233,7 +233,7 @@ class Clip(Block):
 
 
 def clip_indicators(ratio: Tensor, low: float, high: float, signed: Tensor | None = None) -> dict[str, Tensor]:
-    """Where the bounds act (B, T); with advantages `signed`, only where they also stop the gradient."""
+    """Mask (B, T) of the decisions at a bound; with advantages `signed`, only those whose gradient stops."""
     ratio = ratio.detach()
     below, above = ratio < 1.0 - low, ratio > 1.0 + high
     if signed is not None:

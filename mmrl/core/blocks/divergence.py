@@ -134,7 +134,7 @@ class Divergence(Block):
     in_reward: bool = rare(False)
     """Whether the divergence is taken off the reward instead of being added to the loss."""
     aggregation: Aggregation | None = rare(None)
-    """How the term is averaged; None as the policy term."""
+    """Aggregation of the term; None uses that of the policy term."""
     importance: bool = rare(False)
     """Whether to multiply it by the importance ratio, with the ratio's gradient: then the gradient of k3 is the
     unbiased one of the reverse KL, on policy too (DeepSeek-V3.2, arXiv 2512.02556; TRL's use_bias_correction_kl, on by
@@ -149,7 +149,7 @@ class Divergence(Block):
         raise NotImplementedError
 
     def penalty(self, rollouts: Rollouts) -> Tensor:
-        """What is taken off the rewards of the decisions (B, T), from the log-probabilities at sampling time."""
+        """Penalty on the rewards of the decisions (B, T), from the log-probabilities at sampling time."""
         return self.coef * self.estimate(rollouts.logp_old, self.reference(rollouts)) * row_weights(rollouts)
 
     def reference(self, rollouts: Rollouts) -> Tensor:

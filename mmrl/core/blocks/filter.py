@@ -1,4 +1,4 @@
-"""Which groups have a gradient, and the bookkeeping of dropping or resampling the others."""
+"""Filters of groups without a gradient: drop them or sample others in their place."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def zero_variance_groups(
 
 @dataclass
 class FilterCounts:
-    """How many groups a filter has seen and kept."""
+    """Numbers of groups that a filter has seen and kept."""
 
     seen: int = 0
     """Groups given to the filter."""
@@ -94,7 +94,7 @@ class DynamicSamplingBuffer:
     max_tries: int = 20
     """Rollout batches after which `add` gives up."""
     counts: FilterCounts = field(default_factory=FilterCounts)
-    """What has been seen and kept so far."""
+    """Counts so far."""
     _parts: list[Rollouts] = field(default_factory=list)
 
     @property
@@ -155,7 +155,7 @@ class GroupFilter(Block):
     """Whether further tasks are sampled until the step is full."""
 
     def kept(self, rollouts: Rollouts) -> Tensor:
-        """Which groups to keep (N,) bool; the rows are whole groups, scored."""
+        """Mask (N,) bool of the groups to keep; the rows are whole groups, scored."""
         raise NotImplementedError
 
     @property

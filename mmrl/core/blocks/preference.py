@@ -204,7 +204,7 @@ class NoPairLoss(PairLoss):
 
 @dataclass(frozen=True)
 class PairScore(Block):
-    """How the log-probabilities of an answer's decisions become what a pair is compared by."""
+    """Reduce the log-probabilities of an answer's decisions to the score that a pair compares."""
 
     def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Scores (B, K) of logp (B, T) in nats, K = 1 or T, and (B, K) bool where there are any."""
@@ -213,7 +213,7 @@ class PairScore(Block):
 
 @dataclass(frozen=True)
 class SumScore(PairScore):
-    """Log-probability of the whole answer, the sum over its decisions (DPO and its kin)."""
+    """Log-probability of the whole answer, the sum over its decisions (DPO and related losses)."""
 
     kind = "sum"
 

@@ -65,7 +65,7 @@ class GroupRegression(Clip):
         return self._loss(log_ratio, advantage, rollouts.group, rollouts.loss_mask.any(1))
 
     def _loss(self, log_ratio: Tensor, advantage: Tensor, group: Tensor, valid: Tensor) -> Loss:
-        # the ratio of a row stands at each of its decisions
+        # each decision of a row carries the row's ratio
         centred, std = group_deviations(log_ratio[:, 0], group, valid, self.ddof)
         predicted = centred / (std + self.eps) if self.scale is None else self.scale * centred
         loss = (advantage.detach() - predicted[:, None]).square()

@@ -1,4 +1,4 @@
-"""What happens to advantages after they have been estimated: whitening, a bound, a factor."""
+"""Changes to estimated advantages: whitening, a bound, a factor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AdvantageScaling(Block):
         return advantage * self.scale
 
     def needed_turns(self) -> frozenset[str]:
-        """What whitening needs."""
+        """Inputs that whitening requires."""
         return frozenset({"turns"}) if self.whiten == "turns" else frozenset()
 
     def formula(self) -> str:

@@ -93,7 +93,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the blocks need, see `Block.needs`; blocks with weight 0 need nothing."""
+        """Union of the blocks' `needs`; blocks with weight 0 need nothing."""
         idle = {"kl": not self.needs_reference, "entropy": self.entropy is None or self.entropy.coef == 0}
         active = [block.needs for key, block in self.blocks.items() if not idle.get(key, False)]
         active += [mean.needs for mean in self._averages]
@@ -265,7 +265,7 @@ class Objective:
         """Return the loss of a batch or micro-batch.
 
         Args:
-            outputs: What the policy says now about these rollouts.
+            outputs: Current policy outputs of these rollouts.
             rollouts: Rows with advantages; `extras["kl_weight"]` (B,) multiplies the divergence of each row.
             denominators: Counts over the whole optimiser step, so that the losses of its micro-batches add up.
 
@@ -428,4 +428,4 @@ SHOWN_AS = {
     "filter": "groups: ",
     "value": "value ",
 }
-"""What stands before a block in `Objective.parts`."""
+"""Prefix of each block in `Objective.parts`."""

@@ -42,7 +42,7 @@ class PreferenceObjective:
     loss: PairLoss = field(default_factory=SigmoidPair)
     """Loss of a pair."""
     score: PairScore = field(default_factory=SumScore)
-    """What an answer is compared by."""
+    """Score by which two answers are compared."""
     likelihood: ChosenLikelihood | None = None
     """Likelihood of the preferred answers as a further term."""
     citation: str = ""
@@ -58,7 +58,7 @@ class PreferenceObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What must be there beside log-probabilities: "logp_ref", "pair_scores"."""
+        """Inputs required besides log-probabilities: "logp_ref", "pair_scores"."""
         return frozenset().union(*(block.needs for block in self.blocks.values()))
 
     @property
@@ -146,7 +146,7 @@ class PreferenceObjective:
         """Return the loss of a batch or micro-batch of whole pairs.
 
         Args:
-            outputs: What the policy says now about the answers.
+            outputs: Current policy outputs of the answers.
             rollouts: Groups of two rows, see `pair_rows`; with `logp_ref` where the loss has a reference, and with
                 `extras[SCORE]` where it reads the scores of the data.
             denominators: Counts over the whole optimiser step, so that the losses of its micro-batches add up.

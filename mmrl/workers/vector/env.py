@@ -1,4 +1,4 @@
-"""What `reset` of a vector environment is asked for, as Gymnasium's own vector environments take it."""
+"""A Gymnasium vector environment whose environments run in the worker pool."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         return self._finish(infos)
 
     def render(self) -> tuple[Any, ...] | None:
-        """What `render` of each environment returns; None without a render mode."""
+        """Images from `render` of each environment; None without a render mode."""
         self._check_open()
         return tuple(self._envs.ask_all("render", {})) if self.render_mode is not None else None
 

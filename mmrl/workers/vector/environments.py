@@ -26,7 +26,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 @dataclass(frozen=True)
 class VectorSettings:
-    """How environments are spread over processes, and what happens when one breaks."""
+    """Distribution of environments over processes, and limits for those that break."""
 
     workers: int | None = bounded(None, at_least=1)
     """Processes; as many as there are usable cores when None, at most one an environment. The environments of a process
@@ -49,7 +49,7 @@ class VectorSettings:
     memory_mb: float | None = bounded(None, above=0)
     """MiB that a process may hold with what it starts; None = any."""
     reset_retries: int = bounded(2, at_least=0)
-    """How often an episode that did not begin is tried again in a fresh process."""
+    """Retries, each in a fresh process, of an episode that did not begin."""
     max_restarts: int = bounded(20, at_least=1)
     """Restarts a process without one episode that came to its end, after which the run stops."""
 
@@ -131,7 +131,7 @@ class Environments:
 
 
 def content_of(answer: Answer) -> Any:
-    """What a worker says; None where it says nothing."""
+    """A worker's message; None where there is none."""
     if isinstance(answer, WorkerFailure) or not answer.fields:
         return None
     try:

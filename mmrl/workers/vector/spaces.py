@@ -87,7 +87,7 @@ def read(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, r
 
 
 def problem_in(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, row: int) -> str:
-    """Which part of a row is NaN; empty where none is."""
+    """Name of the part of a row that is NaN; empty where none is."""
     if "parts" in tree:
         found = (problem_in(part, arrays, f"{name}/{key}", row) for key, part in tree["parts"])
         return next((problem for problem in found if problem), "")
