@@ -38,10 +38,8 @@ _NAMES = {
         "Samples",
         "sample",
     ),
-    "mmrl.vlm.evaluation": (
-        "AnswerMeasure",
-        "VlmEvaluationConfig",
-    ),
+    "mmrl.vlm.domain": ("AnswerMeasure",),
+    "mmrl.vlm.evaluation": ("VlmEvaluationConfig",),
     "mmrl.vlm.methods.apo": (
         "ApoConfig",
         "ApoRecipe",

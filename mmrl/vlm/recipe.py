@@ -1,19 +1,14 @@
-"""Group-based RL of a vision-language model with any objective of the catalogue, and its domain.
+"""Group-based RL of a vision-language model with any objective of the catalogue.
 
 Stages: sample G responses a question with the prompt prefilled once, score them with verifiable rewards, estimate
-advantages inside each group, update with the objective's loss. `VlmDomain` is what supervised recipes share with it.
+advantages inside each group, update with the objective's loss.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,225 +17,21 @@ from torch import Tensor, nn
 from mmrl.core.objectives.objective import Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
-from mmrl.rewards import RewardResult, RewardSum, TrainerState
-from mmrl.runs.samples import SampleRecord
 from mmrl.runs.stopwatch import stopwatch
-from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks, parts_of_tasks
 from mmrl.training.objectives import make_objective
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Step, Tally, scores_before_update
+from mmrl.training.recipe import Recipe, Step, scores_before_update
 from mmrl.training.sampler import Sampler
-from mmrl.training.scoring import RewardErrors, with_rewards
+from mmrl.training.scoring import with_rewards
 from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
-from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts, splits_by_key
-from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.domain import Questions, VlmDomain
+from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import KeepPrefill
-from mmrl.vlm.engine.sampler import PolicySampler, SamplerConfig, Samples
-from mmrl.vlm.evaluation import (
-    AnswerMeasure,
-    AnswerScoring,
-    FurtherMeasures,
-    task_images,
-)
+from mmrl.vlm.engine.sampler import PolicySampler, Samples
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-LOGGER = logging.getLogger("mmrl")
 View = Callable[[VlmPayload, VlmPolicy, torch.Generator], VlmPayload]
 """Adds another form of each prompt to a payload, such as one with masked images."""
-
-
-class Questions:
-    """How questions of the data are asked and their answers shown; the default asks them as they are."""
-
-    broken_down: Sequence[str] = ()
-    """Reward terms that evaluations also break down by column."""
-    draw: Callable[[VlmTask, str, bool], Image] | None = None
-    """Draws an answer, given whether it is right, for the report; None where answers are words alone."""
-
-    def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Complete the questions of a data set, before the model is loaded; `training` for those of `data`."""
-        return loaded
-
-
-class VlmDomain:
-    """Model, questions, rewards, evaluation and reports of recipes on a vision-language model."""
-
-    config: Any
-    policy: VlmPolicy
-    train_tasks: Sequence[VlmTask]
-    eval_tasks: Mapping[str, Sequence[VlmTask]]
-    parts: dict[str, Stateful]
-    longest: int = 0
-    """Longest response in tokens; 0 where none is sampled."""
-
-    def open(
-        self,
-        config: Any,
-        questions: Questions,
-        scoring: VlmConfig | AnswerScoring,
-        *,
-        value_head: bool = False,
-        trains_on_rewards: bool = True,
-    ) -> None:
-        """Load questions, rewards and model; `scoring` says how answers are sampled and scored.
-
-        Raises:
-            UserError: one of them cannot be used.
-        """
-        self.questions = questions
-        rewards, sampler = scoring.rewards, scoring.sampler
-        self.evaluation_sampler = sampler if isinstance(sampler, SamplerConfig) else sampler.config
-        self.accuracy_term = scoring.accuracy_reward or (rewards[-1].name if rewards else "")
-        loaded = self.prepare_tasks(load_tasks(config.data), training=True)
-        self.train_tasks = loaded.tasks
-        self.eval_tasks = load_splits(config, self.prepare_tasks)
-        self.skipped, self.cramped, self.errors = Tally(loaded.skipped), Tally(), RewardErrors()
-        self.parts |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors}
-        self.rewards = RewardSum(rewards)
-        with ExitStack() as undone:
-            undone.callback(self.rewards.close)
-            scored = {"data": self.train_tasks} if trains_on_rewards else {}
-            check_columns(self.rewards, scored | splits_by_key(self.eval_tasks))
-            self.policy = load_policy(config.model, value_head=value_head)
-            if trains_on_rewards or self.eval_tasks:
-                self.longest = sampler.max_new_tokens
-                self.policy.check_response_length(self.longest)
-            undone.pop_all()
-
-    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Complete the questions of a data set; see `Questions`."""
-        return self.questions.prepare(loaded, training=training)
-
-    def score_texts(
-        self,
-        tasks: Sequence[VlmTask],
-        prompts: Sequence[str],
-        texts: Sequence[str],
-        tokens: Sequence[list[int]],
-        step: Step,
-    ) -> RewardResult:
-        """Score responses with all rewards; see `mmrl.vlm.data.task.score_texts`."""
-        epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)
-        state = TrainerState(step.number, step.total, epoch)
-        return score_texts(self.rewards, state, tasks, prompts, texts, tokens)
-
-    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
-        """Greedy and sampled accuracy on held-out questions, and that of best of n and of revisions where asked for."""
-        measures = self.answer_measures(policy, split, step)
-        return evaluate_tasks(measures, self.eval_tasks[split], self.config.evaluation.records, accelerator)
-
-    def answer_measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
-        """All that is measured of the answers to the questions of a held-out split; the first one is the headline."""
-        config = self.config
-        answers = AnswerMeasure(
-            policy=policy,
-            encode=self.encode,
-            score=functools.partial(self.score_texts, step=step),
-            errors=self.errors,
-            accuracy_reward=self.accuracy_term,
-            evaluation=config.evaluation,
-            sampler=self.evaluation_sampler,
-            seed=config.seed,
-            split=split,
-            parts=parts_of_tasks([task.columns for task in self.eval_tasks[split]], config.evaluation.by),
-            broken_down=self.questions.broken_down,
-            picture=self.questions.draw,
-        )
-        return [answers, *self._further_measures(answers)]
-
-    @functools.cached_property
-    def _further_measures(self) -> FurtherMeasures:
-        return self.config.evaluation.further_measures()
-
-    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Whole groups as text, images, frames of videos, rewards and advantages."""
-        payload = VlmPayload.of(rollouts)
-        advantage = rollouts.advantage
-        found: list[SampleRecord] = []
-        pictures: dict[int, list[Any]] = {}
-        for row in range(min(limit, rollouts.num_rows)):
-            group = int(rollouts.group[row])
-            task = payload.tasks[group]
-            if group not in pictures:
-                pictures[group] = task_images(task, self.policy.layout.patch_size)
-            length = max(float(rollouts.mask[row].sum()), 1.0)
-            found.append(
-                SampleRecord(
-                    id=task.id,
-                    prompt=payload.prompts[group].text,
-                    response=payload.texts[row],
-                    answer=str(task.columns.get("answer", "")),
-                    images=pictures[group],
-                    reward=float(rollouts.reward[row]),
-                    terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
-                    advantage=None if advantage is None else float(advantage[row].sum()) / length,
-                    finish=payload.finish[row],
-                )
-            )
-        return found
-
-    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Questions skipped so far, prompts with too little room, and reward errors of the step."""
-        cramped = {"response/beyond_positions": float(self.cramped["prompts"])} if self.cramped["prompts"] else {}
-        return {"data/skipped": float(sum(self.skipped.values()))} | cramped | self.errors.take()
-
-    def encode(
-        self, policy: VlmPolicy, tasks: Sequence[VlmTask], *, allow_none: bool = False
-    ) -> tuple[list[VlmTask], list[Prompt]]:
-        """Tokenise questions with their images and videos; those that cannot be encoded are counted and left out.
-
-        Raises:
-            NoUsableTasksError: none of them could be, and `allow_none` is false.
-        """
-        usable, prompts = [], []
-        last: TaskError | None = None
-        for task in tasks:
-            try:
-                prompts.append(policy.encode(task))
-                usable.append(task)
-                self._note_room(prompts[-1], policy)
-            except TaskError as error:
-                last = error
-                self.note_skipped(error)
-        if not prompts and not allow_none:
-            raise NoUsableTasksError(f"none of {len(tasks)} questions could be used; the last one: {last}")
-        return usable, prompts
-
-    def note_skipped(self, error: TaskError) -> None:
-        """Count a question that is left out, and log the first of each kind."""
-        if not self.skipped[error.kind]:
-            LOGGER.warning("question skipped (%s): %s", error.kind, error)
-        self.skipped[error.kind] += 1
-
-    def _note_room(self, prompt: Prompt, policy: VlmPolicy) -> None:
-        """Count prompts that leave fewer positions than a response may take, and warn of the first."""
-        wanted, left = self.longest, policy.positions - len(prompt.input_ids)
-        if wanted <= left:
-            return
-        if not self.cramped["prompts"]:
-            LOGGER.warning(
-                "a prompt of %d tokens leaves %d of the model's %d positions, fewer than sampler.max_new_tokens=%d; "
-                "such prompts are counted in response/beyond_positions; shorten one of the two",
-                len(prompt.input_ids),
-                left,
-                policy.positions,
-                wanted,
-            )
-        self.cramped["prompts"] += 1
-
-    @classmethod
-    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
-        """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
-        policy = load_policy(replace(config.model, path=str(checkpoint / "model"), build=None))
-        policy.save_merged(output)
-        return "transformers.AutoModelForImageTextToText.from_pretrained"
-
-    def close(self) -> None:
-        """End the reward workers."""
-        self.rewards.close()
 
 
 class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):

@@ -18,8 +18,8 @@ from mmrl.gui.grounding.rewards import AnswerRules
 from mmrl.gui.grounding.samples import TARGET_COLUMNS, GroundingSample, Target, image_size, sample_row, target_of
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.task import TaskError, VlmTask, open_image
+from mmrl.vlm.domain import Questions
 from mmrl.vlm.model.config import ModelConfig
-from mmrl.vlm.recipe import Questions
 
 if TYPE_CHECKING:
     from PIL.Image import Image

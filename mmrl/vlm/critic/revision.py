@@ -27,9 +27,10 @@ from mmrl.vlm.critic.questions import question_text, without_marks
 from mmrl.vlm.data.messages import make_template, split_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong
 from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.domain import AnswerMeasure
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from mmrl.vlm.evaluation import AnswerMeasure, task_images
+from mmrl.vlm.evaluation import task_images
 from mmrl.vlm.model.config import FrozenModelConfig
 
 REVISION_TEMPLATE = "Reflection on the former answer: {{ critique }}\n{{ question }}"
@@ -207,11 +208,11 @@ class RevisionMeasure(Measure[VlmTask]):
     def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
         """Answer, criticise and revise; questions that cannot be encoded are left out."""
         own = self.answers
-        tasks, prompts = own.encode(self.reasoner, [trial.task for trial in batch], allow_none=True)
+        tasks, prompts = own.domain.encode(self.reasoner, [trial.task for trial in batch], allow_none=True)
         if not tasks:
             return []
-        first = sample(self.reasoner, prompts, 1, own.sampling(), None).texts
-        critic = PolicyCritic(own.policy, self.config, own.sampling())
+        first = sample(self.reasoner, prompts, 1, own.sampling, None).texts
+        critic = PolicyCritic(own.policy, self.config, own.sampling)
         revisions = self._revise(tasks, first, critic)
         answers = {BEFORE: first, AFTER: [revision.answers[-1] for revision in revisions]}
         if self.config.controls:
@@ -267,15 +268,13 @@ class RevisionMeasure(Measure[VlmTask]):
     def _revise(
         self, tasks: Sequence[VlmTask], first: Sequence[str], critic: Criticise, always: bool = False
     ) -> list[Revision]:
-        return revise(self.reasoner, tasks, first, critic, self.config, self.answers.sampling(), always=always)
+        return revise(self.reasoner, tasks, first, critic, self.config, self.answers.sampling, always=always)
 
     def _right(self, tasks: Sequence[VlmTask], prompts: Sequence[str], texts: Sequence[str]) -> list[float]:
         own = self.answers
         tokenizer = self.reasoner.processor.tokenizer
         tokens = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        scored = own.score(tasks, prompts, texts, tokens)
-        own.errors.warn(scored)
-        return own.right(scored.terms)
+        return own.right(own.score(tasks, prompts, texts, tokens).terms)
 
 
 def change_shares(changes: Sequence[tuple[float, float, Revision]]) -> dict[str, float]:

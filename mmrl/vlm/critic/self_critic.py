@@ -27,9 +27,10 @@ from mmrl.training.processes import make_generator, stream_seed
 from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task, question_text, without_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong, token_lists
 from mmrl.vlm.data.task import VlmTask, load_videos
+from mmrl.vlm.domain import AnswerMeasure
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from mmrl.vlm.evaluation import AnswerMeasure, task_images
+from mmrl.vlm.evaluation import task_images
 
 
 @dataclass(frozen=True)
@@ -287,18 +288,17 @@ class SelfCriticMeasure(Measure[VlmTask]):
     def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
         """Draw n answers to each question and have the model choose; questions that cannot be encoded are left out."""
         own, count = self.answers, self.config.n
-        tasks, prompts = own.encode(own.policy, [trial.task for trial in batch], allow_none=True)
+        tasks, prompts = own.domain.encode(own.policy, [trial.task for trial in batch], allow_none=True)
         if not prompts:
             return []
         generator = make_generator(own.seed, "self_critic", own.split, start)
-        drawn = sample(own.policy, prompts, count, own.sampling(), generator)
+        drawn = sample(own.policy, prompts, count, own.sampling, generator)
         tokens = token_lists(drawn.response_ids, drawn.mask)
         repeated = [(task, prompt.text) for task, prompt in zip(tasks, prompts, strict=True) for _ in range(count)]
         scored = own.score([task for task, _ in repeated], [text for _, text in repeated], drawn.texts, tokens)
-        own.errors.warn(scored)
         right = own.right(scored.terms)
         groups = [slice(n * count, (n + 1) * count) for n in range(len(tasks))]
-        choices = best_of_n(own.policy, tasks, [drawn.texts[part] for part in groups], self.config, own.sampling())
+        choices = best_of_n(own.policy, tasks, [drawn.texts[part] for part in groups], self.config, own.sampling)
         index_of = {trial.task.id: trial.index for trial in batch}
         return [
             {

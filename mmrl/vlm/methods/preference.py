@@ -27,11 +27,11 @@ from mmrl.training.settings import ReferenceConfig
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.evaluation import task_images
 from mmrl.vlm.methods.pairs import PairColumns, PairMeasure, has_sides, keep_pairs, sides_of, tokenise_sides
 from mmrl.vlm.methods.sft import GivenAnswersConfig, given_answers
-from mmrl.vlm.recipe import Questions, VlmDomain
 
 
 class StartScores:

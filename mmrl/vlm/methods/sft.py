@@ -20,10 +20,10 @@ from mmrl.vlm.config import VlmParts, check_scoring
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.evaluation import AnswerScoring, VlmEvaluationConfig, scoring_evaluation
 from mmrl.vlm.model.config import check_critic
-from mmrl.vlm.recipe import Questions, VlmDomain
 
 
 @dataclass

@@ -1,0 +1,408 @@
+"""What recipes on a vision-language model share: model, questions, rewards, evaluation and reports."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from PIL.Image import Image
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.rewards import RewardResult, RewardSum, TrainerState
+from mmrl.runs.run_log import metric_label
+from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.training.evaluation import (
+    Evaluation,
+    Measure,
+    Row,
+    Trial,
+    evaluate_tasks,
+    part_metric,
+    parts_of_tasks,
+    unscored,
+    with_interval,
+)
+from mmrl.training.processes import make_generator, stream_seed
+from mmrl.training.recipe import NoUsableTasksError, Stateful, Step, Tally
+from mmrl.training.scoring import RewardErrors, describe_failure, failure_of
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
+from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
+from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts, splits_by_key
+from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample
+from mmrl.vlm.evaluation import (
+    AnswerScoring,
+    FurtherMeasures,
+    VlmEvaluationConfig,
+    task_images,
+)
+
+LOGGER = logging.getLogger("mmrl")
+
+
+class Questions:
+    """How questions of the data are asked and their answers shown; the default asks them as they are."""
+
+    broken_down: Sequence[str] = ()
+    """Reward terms that evaluations also break down by column."""
+    draw: Callable[[VlmTask, str, bool], Image] | None = None
+    """Draws an answer, given whether it is right, for the report; None where answers are words alone."""
+
+    def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Complete the questions of a data set, before the model is loaded; `training` for those of `data`."""
+        return loaded
+
+
+class VlmDomain:
+    """Model, questions, rewards, evaluation and reports of recipes on a vision-language model."""
+
+    config: Any
+    policy: VlmPolicy
+    train_tasks: Sequence[VlmTask]
+    eval_tasks: Mapping[str, Sequence[VlmTask]]
+    parts: dict[str, Stateful]
+    longest: int = 0
+    """Longest response in tokens; 0 where none is sampled."""
+
+    def open(
+        self,
+        config: Any,
+        questions: Questions,
+        scoring: VlmConfig | AnswerScoring,
+        *,
+        value_head: bool = False,
+        trains_on_rewards: bool = True,
+    ) -> None:
+        """Load questions, rewards and model; `scoring` says how answers are sampled and scored.
+
+        Raises:
+            UserError: one of them cannot be used.
+        """
+        self.questions = questions
+        rewards, sampler = scoring.rewards, scoring.sampler
+        self.evaluation_sampler = sampler if isinstance(sampler, SamplerConfig) else sampler.config
+        self.accuracy_term = scoring.accuracy_reward or (rewards[-1].name if rewards else "")
+        loaded = self.prepare_tasks(load_tasks(config.data), training=True)
+        self.train_tasks = loaded.tasks
+        self.eval_tasks = load_splits(config, self.prepare_tasks)
+        self.skipped, self.cramped, self.errors = Tally(loaded.skipped), Tally(), RewardErrors()
+        self.parts |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors}
+        self.rewards = RewardSum(rewards)
+        with ExitStack() as undone:
+            undone.callback(self.rewards.close)
+            scored = {"data": self.train_tasks} if trains_on_rewards else {}
+            check_columns(self.rewards, scored | splits_by_key(self.eval_tasks))
+            self.policy = load_policy(config.model, value_head=value_head)
+            if trains_on_rewards or self.eval_tasks:
+                self.longest = sampler.max_new_tokens
+                self.policy.check_response_length(self.longest)
+            undone.pop_all()
+
+    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Complete the questions of a data set; see `Questions`."""
+        return self.questions.prepare(loaded, training=training)
+
+    def score_texts(
+        self,
+        tasks: Sequence[VlmTask],
+        prompts: Sequence[str],
+        texts: Sequence[str],
+        tokens: Sequence[list[int]],
+        step: Step,
+    ) -> RewardResult:
+        """Score responses with all rewards; see `mmrl.vlm.data.task.score_texts`."""
+        epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)
+        state = TrainerState(step.number, step.total, epoch)
+        return score_texts(self.rewards, state, tasks, prompts, texts, tokens)
+
+    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+        """Greedy and sampled accuracy on held-out questions, and that of best of n and of revisions where asked for."""
+        measures = self.answer_measures(policy, split, step)
+        return evaluate_tasks(measures, self.eval_tasks[split], self.config.evaluation.records, accelerator)
+
+    def answer_measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
+        """All that is measured of the answers to the questions of a held-out split; the first one is the headline."""
+        answers = AnswerMeasure(self, policy, split, step)
+        return [answers, *self._further_measures(answers)]
+
+    @functools.cached_property
+    def _further_measures(self) -> FurtherMeasures:
+        return self.config.evaluation.further_measures()
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups as text, images, frames of videos, rewards and advantages."""
+        payload = VlmPayload.of(rollouts)
+        advantage = rollouts.advantage
+        found: list[SampleRecord] = []
+        pictures: dict[int, list[Any]] = {}
+        for row in range(min(limit, rollouts.num_rows)):
+            group = int(rollouts.group[row])
+            task = payload.tasks[group]
+            if group not in pictures:
+                pictures[group] = task_images(task, self.policy.layout.patch_size)
+            length = max(float(rollouts.mask[row].sum()), 1.0)
+            found.append(
+                SampleRecord(
+                    id=task.id,
+                    prompt=payload.prompts[group].text,
+                    response=payload.texts[row],
+                    answer=str(task.columns.get("answer", "")),
+                    images=pictures[group],
+                    reward=float(rollouts.reward[row]),
+                    terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
+                    advantage=None if advantage is None else float(advantage[row].sum()) / length,
+                    finish=payload.finish[row],
+                )
+            )
+        return found
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Questions skipped so far, prompts with too little room, and reward errors of the step."""
+        cramped = {"response/beyond_positions": float(self.cramped["prompts"])} if self.cramped["prompts"] else {}
+        return {"data/skipped": float(sum(self.skipped.values()))} | cramped | self.errors.take()
+
+    def encode(
+        self, policy: VlmPolicy, tasks: Sequence[VlmTask], *, allow_none: bool = False
+    ) -> tuple[list[VlmTask], list[Prompt]]:
+        """Tokenise questions with their images and videos; those that cannot be encoded are counted and left out.
+
+        Raises:
+            NoUsableTasksError: none of them could be, and `allow_none` is false.
+        """
+        usable, prompts = [], []
+        last: TaskError | None = None
+        for task in tasks:
+            try:
+                prompts.append(policy.encode(task))
+                usable.append(task)
+                self._note_room(prompts[-1], policy)
+            except TaskError as error:
+                last = error
+                self.note_skipped(error)
+        if not prompts and not allow_none:
+            raise NoUsableTasksError(f"none of {len(tasks)} questions could be used; the last one: {last}")
+        return usable, prompts
+
+    def note_skipped(self, error: TaskError) -> None:
+        """Count a question that is left out, and log the first of each kind."""
+        if not self.skipped[error.kind]:
+            LOGGER.warning("question skipped (%s): %s", error.kind, error)
+        self.skipped[error.kind] += 1
+
+    def _note_room(self, prompt: Prompt, policy: VlmPolicy) -> None:
+        """Count prompts that leave fewer positions than a response may take, and warn of the first."""
+        wanted, left = self.longest, policy.positions - len(prompt.input_ids)
+        if wanted <= left:
+            return
+        if not self.cramped["prompts"]:
+            LOGGER.warning(
+                "a prompt of %d tokens leaves %d of the model's %d positions, fewer than sampler.max_new_tokens=%d; "
+                "such prompts are counted in response/beyond_positions; shorten one of the two",
+                len(prompt.input_ids),
+                left,
+                policy.positions,
+                wanted,
+            )
+        self.cramped["prompts"] += 1
+
+    @classmethod
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
+        """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
+        policy = load_policy(replace(config.model, path=str(checkpoint / "model"), build=None))
+        policy.save_merged(output)
+        return "transformers.AutoModelForImageTextToText.from_pretrained"
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.rewards.close()
+
+
+@dataclass
+class AnswerMeasure(Measure[VlmTask]):
+    """Greedy and sampled accuracy.
+
+    The draws follow from (seed, split) alone, so evaluations of different steps and arms are paired. The metrics are
+    accuracy/greedy with its Wilson interval, accuracy/sampled with a bootstrap interval over questions, both also for
+    each value of the data columns in `evaluation.by`, the means of the other reward terms as terms/<term>/<protocol>,
+    the mean response lengths of all, right and wrong answers, and the counts skipped and unscored.
+    """
+
+    domain: VlmDomain
+    policy: VlmPolicy
+    split: str
+    step: Step
+
+    def __post_init__(self) -> None:
+        config, columns = self.domain.config, [task.columns for task in self.domain.eval_tasks[self.split]]
+        self.evaluation: VlmEvaluationConfig = config.evaluation
+        self.seed: int = config.seed
+        self.sampling = replace(
+            self.domain.evaluation_sampler, temperature=self.evaluation.temperature, top_p=1.0, top_k=0
+        )
+        """How answers are drawn; of the whole distribution, whatever training draws from."""
+        self.parts = parts_of_tasks(columns, self.evaluation.by)
+        """Value of each question of the split in the columns that it is broken down by."""
+
+    @property
+    def batch_size(self) -> int:
+        """Questions that are answered together."""
+        return self.evaluation.batch_tasks
+
+    def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
+        """Answer questions in both modes; those that cannot be encoded are left out."""
+        usable, prompts = self.domain.encode(self.policy, [trial.task for trial in batch], allow_none=True)
+        if not prompts:
+            return []
+        index_of = {trial.task.id: trial.index for trial in batch}
+        rows: list[Row] = [
+            {"index": index_of[task.id], "repeat": 0, "task": task, "prompt": prompt.text, "scores": {}}
+            for task, prompt in zip(usable, prompts, strict=True)
+        ]
+        for mode, count in self._modes():
+            generator = make_generator(self.seed, "evaluate", self.split, start)
+            draws = None if mode == "greedy" else generator
+            drawn = sample(self.policy, prompts, count, self.sampling, draws)
+            self._score(rows, drawn, mode, count)
+        return rows
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
+        """Accuracies with intervals, response lengths and counts; raises RunError where no question was usable."""
+        if tasks and not rows:
+            self.domain.encode(self.policy, tasks)  # raises with the cause
+        metrics = {"skipped": float(len(tasks) - len(rows))}
+        for name in rows[0]["scores"] if rows else ():
+            metrics |= self._mean(name, rows, name)
+        for mode, _ in self._modes() if rows else ():
+            lengths = [length for row in rows for length in row[f"{mode}/length"]]
+            metrics[f"response/length_{mode}"] = float(np.mean(lengths))
+            metrics |= self._lengths_by_outcome(rows, mode)
+        metrics["unscored"] = float(sum(unscored([row["scores"][name]]) for row in rows for name in self._accuracies()))
+        for column, value, part in self._parts_of(rows):
+            metrics[part_metric("n", column, value)] = float(len(part))
+            for name in (*self._accuracies(), *self._broken_down()):
+                metrics |= self._mean(part_metric(name, column, value), part, name)
+        return metrics
+
+    def outcome(self, row: Row) -> Outcome:
+        """The mean scores of a question's answers."""
+        scores = {name: [value for value in values if value == value] for name, values in row["scores"].items()}
+        means = {name: float(np.mean(values)) for name, values in scores.items() if values}
+        return Outcome(row["task"].id, means, dict(self.parts[row["index"]]))
+
+    def failure(self, rows: Sequence[Row]) -> str:
+        """Why no answer could be scored; empty where one could."""
+        return describe_failure(rows, self.split)
+
+    def record(self, row: Row) -> SampleRecord:
+        """The first answer to a question."""
+        task: VlmTask = row["task"]
+        draw = self.domain.questions.draw
+        return SampleRecord(
+            id=task.id,
+            prompt=row["prompt"],
+            response=row["response"],
+            answer=str(task.columns.get("answer", "")),
+            images=task_images(task, self.policy.layout.patch_size),
+            outputs=[] if draw is None else [draw(task, row["response"], row["correct"])],
+            reward=row["reward"],
+            terms=row["terms"],
+            finish=row["finish"],
+            correct=row["correct"],
+        )
+
+    def _modes(self) -> list[tuple[str, int]]:
+        modes = [("greedy", int(self.evaluation.greedy)), ("sampled", self.evaluation.samples)]
+        return [(mode, count) for mode, count in modes if count]
+
+    def _accuracies(self) -> list[str]:
+        return [f"accuracy/{mode}" for mode, _ in self._modes()]
+
+    def _broken_down(self) -> list[str]:
+        return [_term_metric(term, mode) for term in self.domain.questions.broken_down for mode, _ in self._modes()]
+
+    def _parts_of(self, rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+        """Column, value and rows of each part."""
+        values: dict[str, set[str]] = {}
+        for parts in self.parts:
+            for column, value in parts.items():
+                values.setdefault(column, set()).add(value)
+        for column, found in values.items():
+            for value in sorted(found):
+                yield column, value, [row for row in rows if self.parts[row["index"]].get(column) == value]
+
+    def _mean(self, metric: str, rows: Sequence[Row], name: str) -> dict[str, float]:
+        """Mean of the scores of some rows with its interval: Wilson's for shares with one answer a question."""
+        scores = [row["scores"][name] for row in rows]
+        values = {value for task in scores for value in task if value == value}
+        once = all(sum(value == value for value in task) <= 1 for task in scores) and values <= {0.0, 1.0}
+        seed = stream_seed(self.seed, "bootstrap", self.split)
+        return with_interval(metric, scores, None if once else np.random.default_rng(seed))
+
+    def _lengths_by_outcome(self, rows: Sequence[Row], mode: str) -> dict[str, float]:
+        """Mean lengths of the right and of the wrong answers, where there are any."""
+        scored = [
+            pair for row in rows for pair in zip(row[f"{mode}/length"], row["scores"][f"accuracy/{mode}"], strict=True)
+        ]
+        found = {
+            outcome: [length for length, score in scored if score == value]
+            for outcome, value in (("right", 1.0), ("wrong", 0.0))
+        }
+        return {f"response/length_{mode}_{outcome}": float(np.mean(part)) for outcome, part in found.items() if part}
+
+    def score(
+        self, tasks: Sequence[VlmTask], prompts: Sequence[str], texts: Sequence[str], tokens: Sequence[list[int]]
+    ) -> RewardResult:
+        """Score answers with all rewards; the first failure of each kind is logged."""
+        result = self.domain.score_texts(tasks, prompts, texts, tokens, self.step)
+        self.domain.errors.warn(result)
+        return result
+
+    def _score(self, rows: list[Row], drawn: Samples, mode: str, count: int) -> None:
+        """Add the scores and lengths of `count` answers to each row, and the first answer where there is none yet."""
+        repeated = [row for row in rows for _ in range(count)]
+        lengths = drawn.mask.sum(1).int().tolist()
+        tokens = token_lists(drawn.response_ids, drawn.mask)
+        result = self.score([row["task"] for row in repeated], [row["prompt"] for row in repeated], drawn.texts, tokens)
+        failure = failure_of(result)
+        for place, row in enumerate(rows):
+            first, stop = place * count, (place + 1) * count
+            row["scores"].update(self._scores(result.terms, mode, slice(first, stop)))
+            row[f"{mode}/length"] = lengths[first:stop]
+            row["failure"] = failure and row.get("failure", failure)
+            if "response" not in row:
+                row |= self._first_answer(drawn, result.total[first], result.terms, first)
+
+    def right(self, terms: Mapping[str, Sequence[float]]) -> list[float]:
+        """1 for each right answer, 0 for each wrong one, NaN where it could not be scored."""
+        return [value if value != value else float(value == 1.0) for value in terms[self.domain.accuracy_term]]
+
+    def _scores(self, terms: Mapping[str, Sequence[float]], mode: str, own: slice) -> dict[str, list[float]]:
+        """Scores of the answers to one question by metric; the accuracy comes first."""
+        right = self.right(terms)[own]
+        others = {
+            _term_metric(name, mode): list(values[own])
+            for name, values in terms.items()
+            if name != self.domain.accuracy_term
+        }
+        return {f"accuracy/{mode}": right, **others}
+
+    def _first_answer(self, drawn: Samples, reward: float, terms: Any, place: int) -> Row:
+        return {
+            "response": drawn.texts[place],
+            "finish": drawn.finish[place],
+            "reward": reward,
+            "terms": {name: values[place] for name, values in terms.items()},
+            "correct": terms[self.domain.accuracy_term][place] == 1.0,
+        }
+
+
+def _term_metric(term: str, mode: str) -> str:
+    return f"terms/{metric_label(term)}/{mode}"
