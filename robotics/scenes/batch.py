@@ -19,7 +19,6 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, check_fields, choice
 from robotics.scenes.arms import find_arm
 from robotics.scenes.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
-from robotics.scenes.object_poses import object_poses
 from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
 from robotics.scenes.tasks import LAYOUTS, SPLITS, TASKS, TabletopScene, find_task, layout_seed
 from robotics.scenes.variant import ActionDelay, SceneVariant
@@ -51,7 +50,7 @@ class BatchSettings:
     camera: str = "front"
     """front or wrist."""
     views: tuple[str, ...] = ()
-    """Further cameras, whose images are observed beside the camera's, in this order."""
+    """Further cameras, observed in this order in addition to `camera`."""
     look: str = choice("policy", LOOKS)
     """policy: images are those of the camera; film: for people (`robotics.scenes.videos`), some 50 times slower."""
     state: str = choice("full", STATES)
@@ -63,7 +62,7 @@ class BatchSettings:
     control: ControlSettings = field(default_factory=ControlSettings)
     """Step sizes and workspace."""
     randomization: RandomizationConfig = field(default_factory=RandomizationConfig)
-    """What differs from episode to episode."""
+    """Domain randomisation, drawn for each episode."""
     physics: str = choice("mujoco", PHYSICS)
     """mujoco, in threads on the CPU, or warp, all rows of a task together on a GPU; see `robotics.sim.warp_physics`."""
     device: str | None = None
@@ -266,7 +265,7 @@ class TabletopBatch:
         import mujoco
 
         settings = asdict(self.settings)
-        # Entries that say nothing are left out, so that fingerprints of evaluations from before they existed hold.
+        # Entries at their defaults are left out: fingerprints of evaluations made before they existed stay valid.
         unset = {
             "look": self.settings.look == "policy",
             "randomization": not self.settings.randomization.active(),
@@ -379,7 +378,7 @@ class TabletopBatch:
             measured = group.scene.sensors.state(seen.measured[sound], commands[sound])
         out.observation.state[at] = measured[:, : self.state_size]
         assert out.object_poses is not None
-        out.object_poses[at] = object_poses(group.scene, seen.qpos[sound], seen.sensordata[sound])
+        out.object_poses[at] = group.scene.object_poses(seen.qpos[sound], seen.sensordata[sound])
         if out.observation.images is not None and seen.frames is not None:
             out.observation.images[at] = seen.frames[sound]
         if views is not None and seen.views is not None:

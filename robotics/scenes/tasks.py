@@ -19,7 +19,16 @@ import numpy as np
 
 from mmrl.errors import UserError
 from robotics.scenes.looks import add_blank_textures
-from robotics.scenes.tabletop import CUBE_HALF_M, Layout, Roles, SceneReading, SceneSensors, place_pieces, scene_spec
+from robotics.scenes.tabletop import (
+    CUBE_HALF_M,
+    PIECES,
+    Layout,
+    Roles,
+    SceneReading,
+    SceneSensors,
+    place_pieces,
+    scene_spec,
+)
 from robotics.scenes.variant import SceneVariants
 from robotics.sim.randomization import RandomizationConfig
 
@@ -114,6 +123,22 @@ class TabletopScene:
         done = self.task.success(reading)
         return (self.task.dense_reward(reading) if self.reward == "dense" else done.astype(np.float64)), done
 
+    def object_poses(self, qpos: NDArray[np.float64], sensordata: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(R, 4, 4) T_world_object of the first piece: of a cube its body, of the drawer its handle.
+
+        From positions (R, nq) and sensor values (R, nsensordata).
+        """
+        name = self.task.roles.first
+        poses = np.tile(np.eye(4), (len(qpos), 1, 1))
+        if PIECES[name].kind == "cube":
+            start = int(self.model.jnt_qposadr[int(self.model.body(PIECES[name].body).jntadr[0])])
+            poses[:, :3, 3], poses[:, :3, :3] = qpos[:, start : start + 3], _rotations(qpos[:, start + 3 : start + 7])
+            return poses
+        reading = self.sensors.read(sensordata)
+        turned = np.stack([np.cos(reading.first_yaw / 2), *np.zeros((2, len(qpos))), np.sin(reading.first_yaw / 2)], -1)
+        poses[:, :3, 3], poses[:, :3, :3] = reading.first, _rotations(turned)
+        return poses
+
 
 def find_task(name: str) -> TabletopTask:
     """Row of `TASKS` with a name; raises UserError where there is none."""
@@ -160,6 +185,17 @@ def _on_square(x: float, y: float, split: str) -> bool:
     return int(np.floor(x / SQUARE_M) + np.floor(y / SQUARE_M)) % 2 == SPLITS.index(split)
 
 
+def _rotations(quaternions: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(R, 3, 3) of quaternions (R, 4), w first."""
+    w, x, y, z = np.moveaxis(quaternions / np.linalg.norm(quaternions, axis=-1, keepdims=True), -1, 0)
+    rows = [
+        [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
+        [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
+        [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
+    ]
+    return np.moveaxis(np.array(rows), -1, 0)
+
+
 def _gap(one: NDArray[np.float64], other: NDArray[np.float64], axes: int = 3) -> NDArray[np.float64]:
     """Distance along the first axes; spelled out, so that its bits do not depend on how many rows there are."""
     return np.sqrt(sum((one[..., axis] - other[..., axis]) ** 2 for axis in range(axes)))
@@ -178,8 +214,8 @@ def _touch_progress(found: SceneReading) -> NDArray[np.float64]:
 
 
 def _pushed(found: SceneReading) -> NDArray[np.bool_]:
-    lies = np.abs(found.first[..., 2] - CUBE_HALF_M) < 0.01
-    return (_gap(found.first, found.goal, 2) < ZONE_M) & (found.first_speed < REST_M_S) & lies
+    on_table = np.abs(found.first[..., 2] - CUBE_HALF_M) < 0.01
+    return (_gap(found.first, found.goal, 2) < ZONE_M) & (found.first_speed < REST_M_S) & on_table
 
 
 def _push_progress(found: SceneReading) -> NDArray[np.float64]:

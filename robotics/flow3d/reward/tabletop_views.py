@@ -21,7 +21,6 @@ from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.geometry import DepthArray, FloatArray, intrinsics, inverse_pose, make_pose
 from robotics.flow3d.rigid_motion import moved_points, points_in_mask, points_visible
 from robotics.scenes.arms import find_arm
-from robotics.scenes.object_poses import object_poses
 from robotics.scenes.objects.motions import along, moved, over
 from robotics.scenes.tabletop import CUBE_HALF_M, PIECES, SceneReading
 from robotics.scenes.tasks import TASKS, TabletopScene, find_task, layout_seed
@@ -127,7 +126,7 @@ class _Stage:
         return FlowClip(seen, points, flow, source=f"tabletop/{self._scene.arm.name}/{task.name}", meta=meta)
 
     def _pose(self) -> FloatArray:
-        return object_poses(self._scene, self.data.qpos[None], self.data.sensordata[None])[0]
+        return self._scene.object_poses(self.data.qpos[None], self.data.sensordata[None])[0]
 
     def _put(self, start: FloatArray, pose: FloatArray) -> None:
         """Place the object at a pose; the drawer only slides."""

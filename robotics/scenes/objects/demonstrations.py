@@ -16,8 +16,8 @@ import numpy as np
 
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, check_config
-from robotics.scenes.objects.demonstrator import Demonstrator
-from robotics.scenes.objects.scene import HAND, NOBODY, FlowScene, SceneConfig
+from robotics.scenes.objects.demonstrator import Demonstrator, Stage
+from robotics.scenes.objects.scene import HAND, NOBODY, SceneConfig
 from robotics.scenes.objects.tasks import FLOW_TASKS, find_flow_task
 
 if TYPE_CHECKING:
@@ -112,14 +112,10 @@ def instructed_clips(
     groups: dict[str, list[str]] = {}
     for task in chosen.tasks:
         groups.setdefault(FLOW_TASKS[task].furniture.name, []).append(task)
-    stage: dict[tuple[str, str, str], Demonstrator] = {}
-    try:
+    with Stage(chosen.approach_frames, chosen.motion_frames) as stage:
         for seed in seeds:
             tasks = list(groups.values())[seed % len(groups)]
-            yield from _prepare(stage, chosen, seed, tasks[0]).clips_of_first_image(tasks, encoding)
-    finally:
-        for demonstrator in stage.values():
-            demonstrator.scene.close()
+            yield from stage.begin(_scene_of(chosen, seed, tasks[0]), seed).clips_of_first_image(tasks, encoding)
 
 
 def _each(
@@ -130,34 +126,22 @@ def _each(
 ) -> Iterator[Made]:
     chosen = config or DemonstrationConfig()
     check_config(chosen, "demonstrations")
-    stage: dict[tuple[str, str, str], Demonstrator] = {}
-    try:
+    with Stage(chosen.approach_frames, chosen.motion_frames) as stage:
         for seed in seeds:
-            demonstrator = _prepare(stage, chosen, seed, chosen.tasks[seed % len(chosen.tasks)])
+            scene = _scene_of(chosen, seed, chosen.tasks[seed % len(chosen.tasks)])
             try:
-                made = make(demonstrator)
+                made = make(stage.begin(scene, seed))
             except RunError as error:
                 if on_skip is None:
                     raise
                 on_skip(seed, str(error))
                 continue
             yield made
-    finally:
-        for demonstrator in stage.values():
-            demonstrator.scene.close()
 
 
-def _prepare(
-    stage: dict[tuple[str, str, str], Demonstrator], config: DemonstrationConfig, seed: int, task: str
-) -> Demonstrator:
-    """A demonstrator in the episode of a seed; scenes with the same furniture, shape and actor are built once."""
+def _scene_of(config: DemonstrationConfig, seed: int, task: str) -> SceneConfig:
+    """The scene of a seed: draws the object's shape and the actor."""
     rng = np.random.default_rng([seed, 2])
     shapes = config.shapes_of(task)
     shape, actor = shapes[int(rng.integers(len(shapes)))], config.actors[int(rng.integers(len(config.actors)))]
-    key = FLOW_TASKS[task].furniture.name, shape, actor
-    if key not in stage:
-        scene = FlowScene(dataclasses.replace(config.scene, task=task, shape=shape, actor=actor))
-        stage[key] = Demonstrator(scene, config.approach_frames, config.motion_frames)
-    stage[key].scene.give(task)
-    stage[key].scene.reset(seed)
-    return stage[key]
+    return dataclasses.replace(config.scene, task=task, shape=shape, actor=actor)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from robotics.flow3d.clip import FlowClip, FlowEncoding, frame_indices
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, make_pose
 from robotics.flow3d.rigid_motion import moved_points, points_in_mask, points_visible
 from robotics.scenes.objects.motions import along, moved
-from robotics.scenes.objects.scene import HAND, FlowScene
-from robotics.scenes.objects.tasks import FLOW_TASKS
+from robotics.scenes.objects.scene import HAND, FlowScene, SceneConfig
+from robotics.scenes.objects.tasks import FLOW_TASKS, find_flow_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -245,6 +245,35 @@ class Demonstrator:
             if path is not None:
                 return path
         raise RunError(f"{scene.arm.name} reaches no grip of {scene.task.name} all along in episode {scene.seed}")
+
+
+class Stage:
+    """Demonstrators by scene, built once for each combination of furniture, shape, actor and looks; closed at its end.
+
+    Args:
+        approach: frames before the object moves.
+        motion: frames in which it moves.
+    """
+
+    def __init__(self, approach: int = 10, motion: int = 31) -> None:
+        self._frames = approach, motion
+        self._known: dict[tuple[str, SceneConfig], Demonstrator] = {}
+
+    def begin(self, config: SceneConfig, seed: int) -> Demonstrator:
+        """A demonstrator of the scene in the episode of a seed."""
+        key = find_flow_task(config.task).furniture.name, dataclasses.replace(config, task="")
+        if key not in self._known:
+            self._known[key] = Demonstrator(FlowScene(config), *self._frames)
+        self._known[key].scene.give(config.task)
+        self._known[key].scene.reset(seed)
+        return self._known[key]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for demonstrator in self._known.values():
+            demonstrator.scene.close()
 
 
 def scripted_grips(state: SceneState, family: str) -> Iterator[NDArray[np.float64]]:

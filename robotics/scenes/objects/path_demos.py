@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,10 +20,9 @@ from mmrl.files import expanded, replaced
 from robotics.flow3d.clip import frame_indices
 from robotics.flow3d.data import FlowReader
 from robotics.flow3d.kinematics import ArmIk
-from robotics.scenes.objects.demonstrator import Demonstration, Demonstrator
+from robotics.scenes.objects.demonstrator import Demonstration, Demonstrator, Stage
 from robotics.scenes.objects.paths import action_of_angles, action_of_way, canonical_grip, way_state
 from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
-from robotics.scenes.objects.tasks import find_flow_task
 from robotics.sim.gym_adapter import resize
 
 if TYPE_CHECKING:
@@ -120,9 +119,8 @@ def _rows(
     clips: Iterator[FlowClip], actors: Sequence[str], actions: str, ends: Counter[str]
 ) -> Iterator[tuple[FlowClip, NDArray[np.float32], NDArray[np.float32]]]:
     """Clip, action and state of each demonstration with a gripper; the others are counted."""
-    stage: dict[tuple[Any, ...], Demonstrator] = {}
     arms: dict[str, ArmIk] = {}
-    try:
+    with Stage() as stage:
         for clip in clips:
             meta = clip.meta
             if missing := [name for name in NEEDED if name not in meta]:
@@ -145,9 +143,6 @@ def _rows(
             else:
                 action = action_of_way(canonical_along(poses[frames]), closed)
             yield clip, action, way_state(poses[0], clip.points_world_m)
-    finally:
-        for demonstrator in stage.values():
-            demonstrator.scene.close()
 
 
 def _check_actions(actions: str, actors: Sequence[str]) -> None:
@@ -160,19 +155,11 @@ def _check_actions(actions: str, actors: Sequence[str]) -> None:
         )
 
 
-def _play(stage: dict[tuple[Any, ...], Demonstrator], clip: FlowClip) -> Demonstrator:
+def _play(stage: Stage, clip: FlowClip) -> Demonstrator:
     """A demonstrator in the episode of a clip."""
     task, shape, actor, layouts, colours, background, seed = (clip.meta[name] for name in NEEDED)
-    key = find_flow_task(task).furniture.name, shape, actor, layouts, colours, background
-    if key not in stage:
-        size = dict(zip(("width", "height"), clip.observation.size_px, strict=True))
-        config = SceneConfig(
-            task, actor, shape, layouts=layouts, colours=colours, background=background, width=size["width"]
-        )
-        stage[key] = Demonstrator(FlowScene(config, height=size["height"]))
-    stage[key].scene.give(task)
-    stage[key].scene.reset(int(seed))
-    return stage[key]
+    width, height = clip.observation.size_px
+    return stage.begin(SceneConfig(task, actor, shape, layouts, colours, background, width, height), int(seed))
 
 
 def _grips(scene: FlowScene, planned: Demonstration, arms: dict[str, ArmIk]) -> NDArray[np.float64]:
