@@ -76,7 +76,7 @@ def rollout_arm(arm: dict[str, Any]) -> dict[str, Any]:
 
 
 def least_arm(arm: dict[str, Any]) -> dict[str, Any]:
-    """What no renderer can save: the physics in a `mj_step` loop, and writing the bytes of the pictures once."""
+    """Lower bound of any renderer: the physics in a `mj_step` loop, and writing the images' bytes once."""
     import mujoco
 
     model, actions = load_arm_cubes(), _actions(arm)

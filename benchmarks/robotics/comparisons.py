@@ -29,9 +29,9 @@ SIZES_PX = (64, 128, 224)
 READING = {f"reading-{size}": size for size in (64, 224, 640)}
 """Comparisons that need PyAV, and the side of their images."""
 MINIMUM, GOAL = 20.0, 40.0
-"""Times that a second should deliver the pictures of the default loop."""
+"""Least and wanted ratio of images a second to those of the default loop."""
 SHORT_REPETITIONS = 10
-"""Of the arms that take a fraction of a second, where one repetition says little."""
+"""Repetitions of the arms that take a fraction of a second."""
 
 FULL: dict[str, Any] = {"scenes": 8, "steps": 8, "chunk": 8, "substeps": 10, "physics_steps": 48}
 QUICK: dict[str, Any] = {"scenes": 2, "steps": 2, "chunk": 2, "substeps": 2, "physics_steps": 2}

@@ -57,7 +57,7 @@ class TrackerScore:
     median_cm: float
     """Median distance in space, over points with depth."""
     final_rotation_deg: float
-    """Between the motion fitted to the points of the last frame, and the true one."""
+    """Angle between the motion fitted to the points of the last frame and the true one."""
     final_translation_cm: float
     """The same for the middle of the object."""
     visible: float

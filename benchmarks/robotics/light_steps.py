@@ -29,7 +29,7 @@ SLOWER = 1.2
 """Times that a step may take of what it takes with `AsyncVectorEnv`."""
 LIGHT = {"cartpole": "CartPole-v1", "pendulum": "Pendulum-v1"}
 Player = tuple[Callable[["NDArray[Any]"], "NDArray[np.float32]"], list[int]]
-"""What plays the steps from a reset with seed 0 and returns (1 + steps, N, S) observations, and its processes."""
+"""Plays the steps from a reset with seed 0 and returns (1 + steps, N, S) observations, and its processes."""
 
 
 def compare_light_steps(options: BenchOptions, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from benchmarks.harness import Arm, BenchOptions, comparison, ratio, run_arms
 
 ARM_FUNCTION = "benchmarks.robotics.throughput_arms:throughput_arm"
 SHORT_REPETITIONS = 5
-"""Of a second or less each."""
+"""Repetitions, which take a second or less each."""
 
 FULL: dict[str, Any] = {"environments": 4, "workers": 4, "steps": 48, "chunk": 8}
 QUICK: dict[str, Any] = {"environments": 2, "workers": 2, "steps": 4, "chunk": 2}

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 TASK, ARM = "push", "panda"
 MOVED = 0.01
-"""What an entry of each final state must at least differ by from the start, or equal states would say nothing."""
+"""Least difference of some entry of each final state from its start, or equality would prove nothing."""
 
 Final = dict[str, Any]
 """Arrays with a row for each environment at the end of its episode: state, image and physics, as far as known."""
 Player = tuple[Callable[[], Final], Sequence[int]]
-"""What plays all episodes once, and the processes that do it beside this one."""
+"""Function that plays all episodes once, and the other processes that take part."""
 
 
 def throughput_arm(arm: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STATE, ACTION, SUCCESS = "observation.state", "action", "next.success"
 IMAGE_PREFIX = "observation.images."
 MOST_AXES = 5
-"""Of a numeric feature, which lerobot stores as Array2D to Array5D."""
+"""Largest number of axes of a numeric feature, which lerobot stores as Array2D to Array5D."""
 IMAGES = ("video", "image")
 FLOATS, INTEGERS = ("float16", "float32", "float64"), ("int8", "int16", "int32", "int64")
 DTYPES = (*FLOATS, *INTEGERS, "uint8", "uint16", "uint32", "uint64", "bool")

@@ -1,7 +1,7 @@
-"""How a tabletop scene looks in videos and windows: lights with shadows, materials, and the camera `film`.
+"""Looks of the tabletop: lights, materials and the camera `film` of videos, and patterns on its surfaces.
 
-Policies never see any of it: it belongs to a second model of the same scene, which is only drawn
-(`robotics.scenes.presentation`).
+Policies see only the patterns, a part of the domain randomisation. The rest belongs to a second model of the same
+scene, which is only drawn (`robotics.scenes.presentation`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mmrl.errors import UserError
 LARGEST_MESSAGE = 64 * 2**20
 """Bytes of a message; larger ones end the connection."""
 MOST_ENTRIES = 10_000
-"""Of a list or dictionary in a message."""
+"""Largest number of entries of a list or dictionary in a message."""
 DTYPE = re.compile(r"[<>|=]?[biuf]\d{1,2}")
 ARRAY, NUMBER = b"__ndarray__", b"__npgeneric__"
 

@@ -1,4 +1,4 @@
-"""How a served policy reads observations and chooses actions."""
+"""Options of `mmrl serve`, and the reading of observations from messages."""
 
 from __future__ import annotations
 

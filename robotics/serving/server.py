@@ -38,10 +38,10 @@ FORMAT = 1
 """Version of the metadata and of the entries of answers; grows when one changes its meaning."""
 CLOSE_TIMEOUT_S = 2.0
 ENDS = {1000: "left", 1001: "was sent away", 1006: "left without closing"}
-"""By close code; openpi's client never closes, its program just ends."""
+"""Texts of the log by close code; openpi's client never closes, its program just ends."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PACKAGES = ("websockets", "msgpack")
-"""Of the extra `serve`."""
+"""Packages of the extra `serve`."""
 KEPT = 10_000
 """Latest latencies from which quantiles are taken."""
 MOST_REASONS = 50

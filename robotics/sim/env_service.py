@@ -215,7 +215,7 @@ class EnvService:
         return {**seen, **{f"past_{name}": part for name, part in self._recent.before().items()}}
 
     def _look(self, rewards: list[float]) -> str:
-        """What is not finite after a control step; empty where everything is."""
+        """Description of the first value that is not finite after a control step; empty if all are finite."""
         place = f"at control step {len(rewards)} of the chunk, step {self._elapsed} of the episode"
         if not np.isfinite(rewards[-1]):
             return f"the reward is {rewards[-1]} {place}"

@@ -178,7 +178,7 @@ class GymRow:
         return np.asarray((self._draw or self._env.render)(), np.uint8)
 
     def describe(self) -> Mapping[str, Any]:
-        """Id and what `metadata` says of the control rate."""
+        """Id, and the control rate from `metadata`."""
         spec = getattr(self._env, "spec", None)
         return {
             "environment": getattr(spec, "id", type(self._env).__name__),

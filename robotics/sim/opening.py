@@ -153,7 +153,7 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
         adapter.setdefault("size", config.image_size)
     if config.views:
         adapter["views"] = list(config.views)
-    if config.randomization.active():  # a draw depends on the layout, so reset has to be told
+    if config.randomization.active():  # a draw depends on the layout, so reset takes both
         options["randomization"] = asdict(config.randomization)
         adapter.setdefault("layout_options", True)
     return SubprocessSim(

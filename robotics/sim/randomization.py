@@ -87,7 +87,7 @@ class TextureRanges:
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """Standard deviations of Gaussian noise, drawn anew at each control step."""
+    """Standard deviations of Gaussian noise, drawn at each control step."""
 
     position_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
     """Measured x, y, z of the grip."""
@@ -105,7 +105,7 @@ class NoiseLevels:
 
 @dataclass(frozen=True)
 class RandomizationConfig:
-    """What differs from episode to episode; everything is off by default."""
+    """Ranges of the domain randomisation, drawn for each episode; everything is off by default."""
 
     seed: int = bounded(0, at_least=0)
     """Seed of all draws, beside the episode's own task, split, layout and draw."""

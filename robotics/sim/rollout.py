@@ -342,7 +342,7 @@ class ImageRollout:
         return past[max(0, len(past) - 1 - back - self._delays[scene])]
 
     def _look_back(self, worker: SceneWorker, scene: int, count: int) -> list[Look]:
-        """What a scene reported in the control steps before the present one; its state is left as it is."""
+        """Sensor values and images of the control steps before the present one; the scene's state is left as it is."""
         data, looks = self._data[scene], []
         for back in range(count, 0, -1):
             state, measured = self._shown(scene, back)

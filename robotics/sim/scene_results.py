@@ -1,4 +1,4 @@
-"""Results of `ImageRollout`: observations of scenes, and what they did in a chunk of actions."""
+"""Results of `ImageRollout`: observations of scenes, and the outcome of a chunk of actions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What L scenes did with a chunk of K actions each; control steps after the end of an episode do not count."""
+    """Outcome of a chunk of K actions in each of L scenes; control steps after the end of an episode do not count."""
 
     scenes: NDArray[np.int64]
     """(L,) number of the scene in each row, ascending."""

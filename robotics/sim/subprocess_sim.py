@@ -301,7 +301,7 @@ def layout_seed(episode: EpisodeSpec) -> int:
 
 
 def problem_in_hello(hello: Mapping[str, Any]) -> str:
-    """What is wrong with a worker's description of its environment; empty where nothing is."""
+    """Error in a worker's description of its environment; empty if there is none."""
     sizes, views, bounds = hello.get("image_size"), hello.get("views", []), hello.get("action_bounds", [])
     if sizes is not None and (not isinstance(sizes, list) or len(sizes) != 2):
         return f"image_size is {sizes!r:.80}; expected two numbers"
@@ -336,7 +336,7 @@ def misshapen(
     views: int = 0,
     past: int = 0,
 ) -> WorkerFailure | None:
-    """What is wrong with the shapes of an answer, if anything: S, A, (H, W) of images and frames, V and P."""
+    """Error in the shapes of an answer, if any: S, A, (H, W) of images and frames, V and P."""
     kind = request.fields["kind"]
     expected: dict[str, tuple[int, ...]] = {}
     if "diverged" in answer.fields:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TICKS = 5
-"""Of 20 ms, in a control step."""
+"""Ticks of 20 ms in a control step."""
 CONTROL_HZ = 10
 OBSERVATIONS = ("joints", "object", "rgb", "depth", "mask")
 

@@ -39,7 +39,7 @@ LIFT_M = 0.1
 
 @dataclass(frozen=True)
 class Furniture:
-    """Pieces on the table beside the moved object."""
+    """Pieces on the table in addition to the moved object."""
 
     name: str  # key of `SHAPES`
     areas: dict[str, Area]  # where each piece may stand, the object included unless it is part of a piece

@@ -1,7 +1,7 @@
 """Meta-World's 50 tasks as a worker drives them, with their scripted experts.
 
 Loaded by path in a Python that has metaworld 3 (made for 3.1.1). A layout is the seed of the random vector that places
-object and goal, drawn anew for each episode as `seeded_rand_vec` means it. The state is Meta-World's observation with
+object and goal, drawn for each episode as `seeded_rand_vec` means it. The state is Meta-World's observation with
 the goal visible, 39 numbers: hand and gripper (4), objects (14), the same 18 of the step before, goal (3).
 
 Source: the benchmark of arXiv 1910.10897; Farama-Foundation/Metaworld metaworld/sawyer_xyz_env.py.

@@ -113,7 +113,7 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
     def policy_image(self, camera: str | None = None) -> np.ndarray:
         """(size, size, 3) uint8 of the present state, from a further camera if one is named."""
         model, data = self.env.sim.model._model, self.env.sim.data._data
-        if self._drawn is not model:  # a reset builds the scene anew
+        if self._drawn is not model:  # a reset rebuilds the scene
             self._free()
             if not self._shadows:
                 model.light_castshadow[:] = False
