@@ -163,22 +163,16 @@ def _physics(options: BenchOptions, backend: str) -> dict[str, Any]:
     )
 
 
-def _light(options: BenchOptions, backend: str, env: str) -> dict[str, Any]:
-    return compare_light_steps(options, env)  # nothing is drawn
-
-
-def _reading(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]:
-    return compare_reading(options, size_px)  # nothing is drawn
-
-
 COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     **{f"images-{size}": partial(_images, size_px=size) for size in SIZES_PX},
     **{f"picture-{size}": partial(_picture, size_px=size) for size in SIZES_PX},
     "physics": _physics,
     "throughput-states": partial(compare_throughput, size_px=0),
     "throughput-128": partial(compare_throughput, size_px=128),
-    **{f"light-{env}": partial(_light, env=env) for env in LIGHT},
-    **{name: partial(_reading, size_px=size) for name, size in READING.items()},
+    **{f"light-{env}": lambda options, backend, env=env: compare_light_steps(options, env) for env in LIGHT},
+    **{
+        name: lambda options, backend, size_px=size: compare_reading(options, size_px) for name, size in READING.items()
+    },
     "warp": lambda options, backend: compare_warp(options),
 }
 EXTRAS = ("warp",)

@@ -189,7 +189,9 @@ class LeRobotReader:
         with named_errors(f"episode {number} of {self.folder}"):
             row = self.episodes[number]
             table, features = self._frames_of(row), self.info["features"]
-            numeric = [name for name in table.column_names if name in features and not _is_image(features[name])]
+            numeric = [
+                name for name in table.column_names if name in features and features[name]["dtype"] not in IMAGES
+            ]
             columns = {name: self._values(name, table) for name in numeric}
             length = len(table)
             tasks = [self._task(int(one)) for one in columns["task_index"]]
@@ -386,10 +388,6 @@ class LazyImages(Mapping[str, "NDArray[Any]"]):
 
     def __len__(self) -> int:
         return len(self._decoders)
-
-
-def _is_image(feature: Mapping[str, Any]) -> bool:
-    return feature["dtype"] in IMAGES
 
 
 def _matrix(values: NDArray | None, length: int) -> NDArray[np.float32]:

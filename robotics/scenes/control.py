@@ -79,7 +79,9 @@ class CartesianController:
         self._kinematics = arm.kinematics
         self._home = np.array(arm.home_rad)
         pose, _ = self._kinematics(self._home[None])
-        self.home_command: NDArray[np.float64] = np.array([*pose[0, :3, 3], _yaw(pose)[0], OPEN])
+        self.home_command: NDArray[np.float64] = np.array(
+            [*pose[0, :3, 3], np.arctan2(pose[0, 1, 0], pose[0, 0, 0]), OPEN]
+        )
         """(5,) command with which a row starts."""
         self.home_control: NDArray[np.float64] = np.array([*self._home, arm.opening_m])
         """(J + 1,) controls that hold the home pose."""
@@ -188,7 +190,3 @@ def _pose_error(
     error[:, 4] = 0.5 * (turn[:, 0, 2] - turn[:, 2, 0])
     error[:, 5] = 0.5 * (turn[:, 1, 0] - turn[:, 0, 1])
     return error
-
-
-def _yaw(pose: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.arctan2(pose[:, 1, 0], pose[:, 0, 0])

@@ -52,12 +52,12 @@ def _table(ppo: Path) -> list[str]:
     lines = [f"success on {int(result['first_evaluation'][SPLIT]['n'])} held-out initial states (95 % interval)"]
     for name, when in (("after cloning", "first_evaluation"), ("after PPO", "last_evaluation")):
         row = result[when][SPLIT]
-        lines += [f"  {name:<14} {task:<6} {_cells(row, task)}" for task in ("all", *TASKS) if _has(row, task)]
+        lines += [
+            f"  {name:<14} {task:<6} {_cells(row, task)}"
+            for task in ("all", *TASKS)
+            if task == "all" or f"success/greedy/{task}" in row
+        ]
     return lines
-
-
-def _has(row: dict[str, Any], task: str) -> bool:
-    return task == "all" or f"success/greedy/{task}" in row
 
 
 def _cells(row: dict[str, Any], task: str) -> str:

@@ -81,7 +81,7 @@ def placed(state: SceneState, *, goal: str) -> dict[str, float]:
     """Errors of an object that should stand on a pad."""
     T = state.T_world_object
     return {
-        "on the pad": _flat_m(T, state.pieces[goal]) / CENTRE_M,
+        "on the pad": float(np.hypot(*(T[:2, 3] - state.pieces[goal][:2, 3]))) / CENTRE_M,
         "upright": _tilt_rad(T) / UPRIGHT_RAD,
         "on the table": abs(float(T[2, 3])) / LEVEL_M,
         "released": _unless(state.released),
@@ -127,10 +127,6 @@ def _unless(met: bool) -> float:
 
 def _tilt_rad(T: NDArray[np.float64]) -> float:
     return math.acos(min(1.0, max(-1.0, float(T[2, 2]))))
-
-
-def _flat_m(T: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    return float(np.hypot(*(T[:2, 3] - other[:2, 3])))
 
 
 def _lowest_rim_m(state: SceneState) -> NDArray[np.float64]:

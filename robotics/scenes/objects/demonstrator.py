@@ -96,7 +96,8 @@ class Demonstrator:
         observation = scene.observe()
         points = self._query_points(observation, scene.true_depth(), form.grid)
         frames = planned.approach + frame_indices(self._motion, form.num_frames)[1:]
-        uvz = self._moved(points, planned.T_world_object[frames])
+        motion = planned.T_world_object[frames] @ inverse_pose(scene.start)
+        uvz = moved_points(points, motion, scene.K, scene.T_world_cam)
         visible = self._visible(uvz, planned, frames)
         return self._clip(observation, points, np.concatenate([uvz, visible], -1))
 
@@ -201,11 +202,6 @@ class Demonstrator:
 
     def _clip(self, observation: Observation, points: NDArray[np.float64], flow: NDArray[np.float64]) -> FlowClip:
         return FlowClip(observation, points, flow, source=self._source, meta=self._meta(points))
-
-    def _moved(self, points: NDArray[np.float64], T_world_object: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(T, N, N, 3) points of the object at T poses."""
-        scene = self.scene
-        return moved_points(points, T_world_object @ inverse_pose(scene.start), scene.K, scene.T_world_cam)
 
     def _visible(
         self, uvz: NDArray[np.float64], planned: Demonstration, frames: NDArray[np.intp]
