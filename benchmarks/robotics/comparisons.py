@@ -170,9 +170,7 @@ COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     "throughput-states": partial(compare_throughput, size_px=0),
     "throughput-128": partial(compare_throughput, size_px=128),
     **{f"light-{env}": lambda options, backend, env=env: compare_light_steps(options, env) for env in LIGHT},
-    **{
-        name: lambda options, backend, size_px=size: compare_reading(options, size_px) for name, size in READING.items()
-    },
+    **{name: lambda options, backend, size=size: compare_reading(options, size) for name, size in READING.items()},
     "warp": lambda options, backend: compare_warp(options),
 }
 EXTRAS = ("warp",)
