@@ -85,11 +85,7 @@ class DiffusionDomain:
     parts: dict[str, Stateful]
 
     def open(self, config: Any, scoring: DiffusionConfig | GivenEvaluationConfig) -> None:
-        """Load prompts, rewards and pipeline; `scoring` says how images are drawn and scored.
-
-        Raises:
-            UserError: one of them cannot be used.
-        """
+        """Load prompts, rewards and pipeline; `scoring` says how images are drawn and scored."""
         self.skipped, self.errors = Tally(), RewardErrors()
         self.scoring = scoring
         self.train_tasks = self.load_train_tasks()
@@ -122,16 +118,7 @@ class DiffusionDomain:
         return loaded.tasks
 
     def score_images(self, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]) -> RewardResult:
-        """Score images with all rewards, optimised and held out, and log what failed first.
-
-        Args:
-            tasks: the task of each row.
-            images: uint8 (B, height, width, 3).
-            finite: whether the row has an image; the others are failures of every term.
-
-        Returns:
-            Sums over the optimised rewards, and every term.
-        """
+        """Score images uint8 (B, height, width, 3) as the function `score_images` does, and log what failed first."""
         result = score_images(self.rewards, tasks, images, finite)
         self.errors.warn(result)
         return result

@@ -89,7 +89,9 @@ def load_prompts(config: PromptConfig, too_long: Callable[[str], str | None] = l
     for place, cells, problem in _rows(config):
         kind, message = _fault(cells, problem, config, too_long)
         if kind is None:
-            loaded.tasks.append(_task(place, cells, config.prompt_key))
+            key = config.prompt_key if config.prompt_key in cells else "prompt"
+            columns = {name: value for name, value in cells.items() if name != key}
+            loaded.tasks.append(DiffusionTask(place, cells[key].strip(), columns))
         else:
             _leave_out(f"{place}: {message}", kind, config, loaded)
         if len(loaded.tasks) == config.max_tasks:
@@ -135,11 +137,6 @@ def _fault(
         return "too_long", f"{found} (data.max_prompt_chars)"
     cut = too_long(prompt)
     return (None, "") if cut is None else ("too_long", cut)
-
-
-def _task(place: str, cells: dict[str, Any], key: str) -> DiffusionTask:
-    key = key if key in cells else "prompt"
-    return DiffusionTask(place, cells[key].strip(), {name: value for name, value in cells.items() if name != key})
 
 
 def _leave_out(message: str, kind: str, config: PromptConfig, loaded: LoadedPrompts) -> None:

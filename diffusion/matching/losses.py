@@ -1,4 +1,4 @@
-"""Noisy versions of finished images, for the methods that learn from x_0 alone (AWM, DiffusionNFT, ORW-CFM, AC-Flow).
+"""Noisy versions of images, their times, and the losses of methods that learn from x_0 alone.
 
 Shapes: B images, K draws of each, R = K * B rows, C channels, H x W latent pixels. sigma runs from 1 (noise) to 0.
 """
@@ -13,6 +13,12 @@ from torch import Tensor
 
 from diffusion.sampling.schedule import shift_sigmas
 from mmrl.errors import UserError
+
+ERROR_FLOOR = 1e-10
+NFT_ADVANTAGE_LIMIT = 5.0
+NFT_ERROR_FLOOR = 1e-5
+LOWEST_TIME = 0.01
+LOWEST_UNIFORM_TIME = 0.2
 
 
 @dataclass(frozen=True)
@@ -88,33 +94,6 @@ def stratified(draws: int, count: int, generator: torch.Generator) -> Tensor:
     offset = torch.rand(draws, count, generator=generator, device=generator.device)
     lower = torch.arange(draws, device=generator.device)[:, None]
     return (lower + offset) / draws
-
-
-def _checked(sigma: Tensor, draws: int, count: int) -> Tensor:
-    if sigma.shape not in ((draws,), (draws, count)):
-        raise UserError(f"sigma has the shape {tuple(sigma.shape)}; must be ({draws},) or ({draws}, {count})")
-    if not bool(((sigma >= 0) & (sigma <= 1)).all()):
-        raise UserError(f"sigma must be between 0 and 1, it runs from {sigma.min():.3g} to {sigma.max():.3g}")
-    return sigma.float().reshape(draws, -1).expand(draws, count)
-
-
-ERROR_FLOOR = 1e-10
-NFT_ADVANTAGE_LIMIT = 5.0
-NFT_ERROR_FLOOR = 1e-5
-LOWEST_TIME = 0.01
-LOWEST_UNIFORM_TIME = 0.2
-
-
-@dataclass(frozen=True)
-class _TimeOptions:
-    """Arguments of a time sampler."""
-
-    draws: int
-    count: int
-    generator: torch.Generator
-    grid: Tensor | None
-    fraction: float
-    shift: float
 
 
 def pseudo_log_likelihood(error: Tensor, sigma: Tensor, weighting: str = "ghuber", power: float = 0.25) -> Tensor:
@@ -199,13 +178,7 @@ def sample_times(
 
 
 def nft_weight(advantage: Tensor) -> Tensor:
-    """Bring advantages to 0..1, the probability of being good that `nft_loss` weighs its two sides by.
-
-    Args:
-        advantage: (R,); limited to +-5, where the weight is 1 and 0.
-
-    Returns:
-        (R,).
+    """Bring advantages (R,), limited to +-5, to 0..1: the probability of being good that `nft_loss` weighs by.
 
     Source: DiffusionNFT, arXiv 2509.16117; NVlabs/DiffusionNFT scripts/train_nft_sd3.py.
     """
@@ -254,6 +227,14 @@ def nft_loss(
     return (NFT_ADVANTAGE_LIMIT / beta * (r * good + (1 - r) * bad)).float()
 
 
+def _checked(sigma: Tensor, draws: int, count: int) -> Tensor:
+    if sigma.shape not in ((draws,), (draws, count)):
+        raise UserError(f"sigma has the shape {tuple(sigma.shape)}; must be ({draws},) or ({draws}, {count})")
+    if not bool(((sigma >= 0) & (sigma <= 1)).all()):
+        raise UserError(f"sigma must be between 0 and 1, it runs from {sigma.min():.3g} to {sigma.max():.3g}")
+    return sigma.float().reshape(draws, -1).expand(draws, count)
+
+
 def _nft_error(mixed: Tensor, noisy: NoisyRows, clean: Tensor) -> Tensor:
     """Squared error of the clean image over its mean absolute error, by row."""
     sigma = noisy.sigma.double().reshape(-1, *[1] * (clean.ndim - 1))
@@ -262,24 +243,16 @@ def _nft_error(mixed: Tensor, noisy: NoisyRows, clean: Tensor) -> Tensor:
     return miss.square().mean(1) / scale
 
 
-def _uniform_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
-    return -error
+@dataclass(frozen=True)
+class _TimeOptions:
+    """Arguments of a time sampler."""
 
-
-def _t_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
-    return -sigma * error
-
-
-def _t2_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
-    return -sigma.square() * error
-
-
-def _huber_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
-    return -sigma * ((error + ERROR_FLOOR).sqrt() - ERROR_FLOOR**0.5)
-
-
-def _ghuber_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
-    return -sigma / power * ((error + ERROR_FLOOR) ** power - ERROR_FLOOR**power)
+    draws: int
+    count: int
+    generator: torch.Generator
+    grid: Tensor | None
+    fraction: float
+    shift: float
 
 
 def _discrete(options: _TimeOptions) -> Tensor:
@@ -335,13 +308,13 @@ def _uniform(options: _TimeOptions) -> Tensor:
 
 
 WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "uniform": _uniform_weighting,
-    "t": _t_weighting,
-    "t2": _t2_weighting,
-    "huber": _huber_weighting,
-    "ghuber": _ghuber_weighting,
+    "uniform": lambda error, sigma, power: -error,
+    "t": lambda error, sigma, power: -sigma * error,
+    "t2": lambda error, sigma, power: -sigma.square() * error,
+    "huber": lambda error, sigma, power: -sigma * ((error + ERROR_FLOOR).sqrt() - ERROR_FLOOR**0.5),
+    "ghuber": lambda error, sigma, power: -sigma / power * ((error + ERROR_FLOOR) ** power - ERROR_FLOOR**power),
 }
-
+"""From matching errors, times and the exponent to pseudo log-likelihoods."""
 TIME_SAMPLERS: dict[str, Callable[[_TimeOptions], Tensor]] = {
     "discrete": _discrete,
     "discrete_wo_init": _discrete_wo_init,

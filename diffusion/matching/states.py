@@ -94,11 +94,5 @@ class StateMatching(FlowMatching):
 
 
 def towards(clean: Tensor, states: Tensor, sigma: Tensor) -> Tensor:
-    """Velocity (M, ...) float32 of the straight lines from states x_t at times t to x_0 at 0, (x_t - x_0) / t.
-
-    Args:
-        clean: x_0 (M, ...).
-        states: x_t (M, ...).
-        sigma: t (M,), above 0.
-    """
+    """Velocity (M, ...) float32 of straight lines from states x_t at times t > 0 to x_0 at 0, (x_t - x_0) / t."""
     return (states.float() - clean.float()) / sigma.reshape(-1, *[1] * (clean.ndim - 1))

@@ -1,4 +1,4 @@
-"""Rewards to returns, the targets of a critic."""
+"""The critic of AC-Flow and Flow-PPO: returns from rewards, the value function, its training and its credit."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from mmrl.training.processes import average_gradients, global_advantages, merge_
 
 SHAPINGS = ("none", "minmax", "running_z", "running_z_tanh", "group_z")
 Z_LIMIT = 3.0
+TIME_FEATURES = 16
 
 
 @dataclass
@@ -87,9 +88,6 @@ class RewardShaping:
             deviation = (1 - weight) * self.running[1] + weight * deviation
         self.running = (mean, deviation)
         return self.running
-
-
-TIME_FEATURES = 16
 
 
 @dataclass
@@ -177,7 +175,8 @@ class CriticTrainer:
         Gradients are averaged over the accelerator's processes, so each must call with rows of its own.
         """
         losses = []
-        count = self._batches(len(returns), accelerator)
+        # as many updates on every process, each of at most batch_rows states
+        count = max(1, -(-max(merge_lists([len(returns)], accelerator)) // self.config.batch_rows))
         for _ in range(self.config.updates_per_step):
             order = torch.randperm(len(returns), generator=generator).to(returns.device)
             for rows in torch.tensor_split(order, count):
@@ -206,10 +205,6 @@ class CriticTrainer:
         self.critic.load_state_dict(state["critic"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.updates = int(state["updates"])
-
-    def _batches(self, rows: int, accelerator: Any) -> int:
-        """Updates of one pass, equal on every process."""
-        return max(1, -(-max(merge_lists([rows], accelerator)) // self.config.batch_rows))
 
 
 def explained_variance(returns: Tensor, values: Tensor) -> float:

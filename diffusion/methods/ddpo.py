@@ -56,7 +56,7 @@ class PromptHistory:
         scored = ~wide.isnan()
         for prompt, reward, counts in zip(prompts, wide.tolist(), scored.tolist(), strict=True):
             if counts:
-                self._buffer(prompt).append(reward)
+                self._rewards.setdefault(prompt, deque(maxlen=self.buffer_size)).append(reward)
         whole = wide[scored]
         advantages = torch.zeros_like(wide)
         for prompt in set(prompts):
@@ -77,9 +77,6 @@ class PromptHistory:
             prompt: deque((float(reward) for reward in kept), maxlen=self.buffer_size)
             for prompt, kept in state["rewards"].items()
         }
-
-    def _buffer(self, prompt: str) -> deque[float]:
-        return self._rewards.setdefault(prompt, deque(maxlen=self.buffer_size))
 
 
 @dataclass

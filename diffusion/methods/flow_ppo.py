@@ -93,11 +93,7 @@ class FlowPpoConfig(DiffusionConfig):
 
 
 class LatentCritic(LossTerm):
-    """Values of the states before each trained step, from a critic with an optimiser of its own.
-
-    Args:
-        values: V (B, T) of some rollouts.
-    """
+    """Values V (B, T) of the states before each trained step, from a critic with an optimiser of its own."""
 
     name = "latent_critic"
     gradient = "never"

@@ -61,17 +61,7 @@ class OrwSettings:
 
 
 def image_weights(advantage: Tensor, rollouts: Rollouts, settings: OrwSettings, accelerator: Accelerator) -> Tensor:
-    """Weights of the matching errors.
-
-    Args:
-        advantage: A (B, T) of each noisy version.
-        rollouts: the rows; their mask is read.
-        settings: which function of A, and whether it is normalised.
-        accelerator: the mean of the weights is that over its processes.
-
-    Returns:
-        (B, T) float32, 0 where a decision is not trained.
-    """
+    """Weights (B, T) float32 of the matching errors from advantages A (B, T); 0 where a decision is not trained."""
     weight = WEIGHTS[settings.weighting](advantage, settings.tau)
     weight = torch.where(rollouts.loss_mask > 0, weight, 0.0)
     if settings.normalize_weights:
@@ -84,14 +74,7 @@ def image_weights(advantage: Tensor, rollouts: Rollouts, settings: OrwSettings, 
 def weighted_matching_loss(
     matching: Matching, minibatch: Rollouts, denominators: Denominators, anchor: tuple[Tensor, dict[str, Metric]]
 ) -> LossOutput:
-    """Mean w |v - (noise - x_0)|^2 plus the distance to the start model.
-
-    Args:
-        matching: the policy's velocity.
-        minibatch: rows whose advantages are the weights w (B, T).
-        denominators: counts of the whole optimiser step.
-        anchor: term and metrics of `FlowMatching.reference_term`.
-    """
+    """Mean w |v - (noise - x_0)|^2 with the minibatch's advantages as w (B, T), plus `anchor` of `reference_term`."""
     assert minibatch.advantage is not None
     mask, error = minibatch.loss_mask, matching.errors
     policy_term = mean_over_decisions(minibatch.advantage * error, minibatch, denominators)

@@ -1,4 +1,4 @@
-"""How a pipeline's own text encoders embed one prompt."""
+"""Embeddings of prompts by a pipeline's own text encoders, made once and selected for the rows of a batch."""
 
 from __future__ import annotations
 

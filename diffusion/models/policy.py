@@ -1,4 +1,4 @@
-"""Options of the model: pipeline, adapters, precision, image size."""
+"""A pipeline as a policy: its options, adapters, forward pass, saving and loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards of the CLIP family, whose weights the user brings: PickScore, CLIPScore, HPSv2 and the aesthetic score.
+"""Rewards whose weights the user brings: PickScore, CLIPScore, HPSv2 and the aesthetic score of CLIP, ImageReward.
 
 Weights lie in a folder as `save_pretrained` of transformers writes it, with tokenizer and image processor beside the
 model. Nothing is downloaded, and files of tensors are read without running code in them.
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
@@ -23,6 +24,7 @@ from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 PICKSCORE_SCALE = 26.0
 CLIP_SCALE = 100.0
 HPS_FILE, HPS_ARCHITECTURE = "HPS_v2.1_compressed.pt", "ViT-H-14"
+WEIGHTS_FILE, CONFIG_FILE = "ImageReward.pt", "med_config.json"
 HEAD_FILES = ("aesthetic_head.safetensors", "sac+logos+ava1-l14-linearMSE.pth")
 
 Features = tuple[Tensor, Tensor]
@@ -119,6 +121,21 @@ def aesthetic(
     return values
 
 
+def image_reward(
+    prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], *, path: str, device: str = "cpu", **_: Any
+) -> list[float]:
+    """Score how people would like an image for its prompt, standardised over the training images.
+
+    Options: `path`, a folder with ImageReward.pt and med_config.json, and `device`. The package fetches the tokenizer
+    bert-base-uncased unless it is in the Hugging Face cache.
+
+    Source: ImageReward, arXiv 2304.05977; THUDM/ImageReward.
+    """
+    model = _load(path, device)
+    pairs = zip(prompts, completions, strict=True)
+    return [float(model.score(prompt, Image.fromarray(image))) for prompt, image in pairs]
+
+
 class _TransformersClip:
     """CLIP of transformers with its processor."""
 
@@ -126,11 +143,6 @@ class _TransformersClip:
         self.model = model
         self.processor = processor
         self.device = device
-
-    @property
-    def scale(self) -> float:
-        """What the model multiplies cosines by."""
-        return float(self.model.logit_scale.detach().float().exp())
 
     @torch.no_grad()
     def features(self, texts: Sequence[str], images: Sequence[Image.Image]) -> Features:
@@ -177,10 +189,11 @@ def _clip_logits(
 ) -> list[float]:
     """Cosines times the model's scale."""
     model = _load_clip(path, device)
+    scale = float(model.model.logit_scale.detach().float().exp())
     values: list[float] = []
     for texts, images in _batches(prompts, completions, batch):
         image, text = model.features(texts, images)
-        values += (model.scale * (image * text).sum(-1)).tolist()
+        values += (scale * (image * text).sum(-1)).tolist()
     return values
 
 
@@ -240,7 +253,10 @@ def _load_head(path: str, head: str | None, device: str) -> nn.Sequential:
         raise UserError(
             f"weights not found at {' or '.join(map(str, candidates))}, expected the head of the aesthetic predictor"
         )
-    tensors = _read_tensors(file)
+    if file.suffix == ".safetensors":
+        tensors: Mapping[str, Tensor] = load_file(file)
+    else:
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
     names = sorted(
         (name.removesuffix(".weight") for name in tensors if name.endswith(".weight")),
         key=lambda name: int(name.rpartition(".")[2]),
@@ -253,33 +269,6 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0])
     layer.load_state_dict({"weight": weight.float(), "bias": bias.float()})
     return layer
-
-
-def _read_tensors(file: Path) -> Mapping[str, Tensor]:
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(file)
-    tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-    return tensors
-
-
-WEIGHTS_FILE, CONFIG_FILE = "ImageReward.pt", "med_config.json"
-
-
-def image_reward(
-    prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], *, path: str, device: str = "cpu", **_: Any
-) -> list[float]:
-    """Score how people would like an image for its prompt, standardised over the training images.
-
-    Options: `path`, a folder with ImageReward.pt and med_config.json, and `device`. The package fetches the tokenizer
-    bert-base-uncased unless it is in the Hugging Face cache.
-
-    Source: ImageReward, arXiv 2304.05977; THUDM/ImageReward.
-    """
-    model = _load(path, device)
-    pairs = zip(prompts, completions, strict=True)
-    return [float(model.score(prompt, Image.fromarray(image))) for prompt, image in pairs]
 
 
 @functools.lru_cache(maxsize=1)

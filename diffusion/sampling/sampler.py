@@ -1,4 +1,4 @@
-"""Velocities of a flow model with or without classifier-free guidance.
+"""Sampling from a flow model: guided velocities, trajectories with log-probabilities, images without.
 
 Shapes: B rows (images), C channels, H x W latent pixels, L text tokens of width D, P width of the pooled embedding.
 sigma runs from 1 (noise) to 0 (image); velocity = noise - image, as Stable Diffusion 3 and FLUX have it.

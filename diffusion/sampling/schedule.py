@@ -139,16 +139,9 @@ class Solver(ABC):
 
     @abstractmethod
     def step(self, velocity: Tensor, index: int, latents: Tensor, generator: Noise = None) -> Tensor:
-        """Go from sigmas[index] to sigmas[index + 1].
+        """Go from sigmas[index] to sigmas[index + 1], in order; `velocity` is the model's at `latents` (B, C, H, W).
 
-        Args:
-            velocity: the model's velocity at `latents` and sigmas[index] (B, C, H, W).
-            index: number of the step; steps must come in order.
-            latents: (B, C, H, W).
-            generator: source of noise, one or one for each row; needed by a solver with noise.
-
-        Returns:
-            (B, C, H, W) in the dtype of `latents`; computed in float32.
+        The result has the dtype of `latents` and is computed in float32. Solvers with noise need a generator.
         """
 
 

@@ -85,15 +85,9 @@ class StepKernel(ABC):
         """`transition` in one dtype, with times (B, 1, 1, 1)."""
 
     def log_prob(self, previous: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        """Return the log-density of the latents that were drawn, averaged over C, H and W.
+        """Return the log-density (B,) float32 of the latents (B, C, H, W) that were drawn, averaged over C, H and W.
 
-        Args:
-            previous: latents after the step (B, C, H, W), any float dtype.
-            mean: (B, C, H, W), of `transition`.
-            std: (B,), of `transition`.
-
-        Returns:
-            (B,) float32, nats per latent number; NaN where std is 0, because there is no density.
+        Mean and standard deviation are those of `transition`; NaN where std is 0, because there is no density.
 
         Gradient: through mean; `previous` is detached.
 

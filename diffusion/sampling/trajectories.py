@@ -1,4 +1,4 @@
-"""The payload of diffusion rollouts: prompts, stored once per group, and images with their latents.
+"""Rollouts of images: their payload, the decisions that are trained, and denoising steps evaluated in the update.
 
 Shapes: N groups (prompts), B rows (images), T decisions (denoising steps or draws), C x H x W one latent.
 """
