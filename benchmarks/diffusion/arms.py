@@ -1,4 +1,4 @@
-"""The pipeline that the arms of `python -m benchmarks diffusion` run on, and the count of rows that go through it."""
+"""The arms of `python -m benchmarks diffusion`: each runs on a pipeline whose rows are counted."""
 
 from __future__ import annotations
 

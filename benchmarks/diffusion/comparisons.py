@@ -16,9 +16,6 @@ from benchmarks.harness import Arm, BenchOptions, check, comparison, progress, r
 from mmrl.errors import UserError
 
 ARMS = "benchmarks.diffusion.arms"
-RECIPE_ARMS = "benchmarks.diffusion.arms"
-ON_RECIPES = ("recipe_arm", "step_arm")
-"""Arms that lie in the second module."""
 CORPUS = ["a red circle and a blue square", "three green triangles", *map(str, range(10))]
 LATENT_LIMIT = 2e-4
 """Largest difference of sampled latents, whose standard deviation is about 1, after 10 guided steps in float32."""
@@ -94,9 +91,8 @@ class _Work:
 
     def arm(self, name: str, function: str, **changes: Any) -> Arm:
         """An arm whose result lies in a file of its own."""
-        module = RECIPE_ARMS if function in ON_RECIPES else ARMS
         result = str(self.place / f"{function}-{name.replace(' ', '_')}.pt")
-        return Arm(name, f"{module}:{function}", self._common() | {"result": result} | changes)
+        return Arm(name, f"{ARMS}:{function}", self._common() | {"result": result} | changes)
 
     def ratio(
         self, runs: Mapping[str, dict[str, Any]], baseline: str, ours: str, minimum: float | None = None

@@ -81,13 +81,13 @@ def _bare(text: str) -> str:
 
 
 def _read(image: NDArray[np.uint8], command: Sequence[str], timeout_s: float) -> str:
-    picture = Image.fromarray(image)
-    factor = MIN_SIDE_PX / min(picture.size)
+    enlarged = Image.fromarray(image)
+    factor = MIN_SIDE_PX / min(enlarged.size)
     if factor > 1.0:
-        width, height = (round(side * factor) for side in picture.size)
-        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+        width, height = (round(side * factor) for side in enlarged.size)
+        enlarged = enlarged.resize((width, height), Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
+    enlarged.save(buffer, format="PNG")
     try:
         done = subprocess.run(command, input=buffer.getvalue(), capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as error:

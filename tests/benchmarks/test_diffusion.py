@@ -7,7 +7,9 @@ import pytest
 
 from benchmarks.diffusion import comparisons as diffusion
 from benchmarks.harness import BenchOptions
+from diffusion.toy.pipelines.tiny import build_tiny_sd3
 from mmrl.errors import UserError
+from tests.diffusion.builders import CAPTIONS, SIZES
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +78,10 @@ def test_stacked_draws_are_one_call(comparisons):
     assert found["stacked"]["transformer_calls"] == 1
 
 
-def test_recipe_passes_at_published_sizes_are_those_counted_by_hand(folder):
+def test_recipe_passes_at_published_sizes_are_those_counted_by_hand(tmp_path):
     from benchmarks.diffusion.arms import recipe_arm
 
+    folder = build_tiny_sd3(tmp_path / "sd3", corpus=CAPTIONS, sizes=SIZES)
     options = diffusion.QUICK | {"steps": 10, "rows": 1, "model": str(folder), "device": "cpu", "repetitions": 1}
     rows = {way: recipe_arm(options | {"way": way})["counts"] for way in ("flow-grpo", "flow-grpo-fast", "awm")}
     # a row with a graph costs three, its forward and a backward pass of two
