@@ -11,54 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.harness import Arm, BenchOptions, comparison, ratio, run_arms
-from benchmarks.long_run import LongRun, compare_long_run
-from mmrl.gui.browser.chromium import require_chromium
-
-
-def long_run(options: BenchOptions) -> dict[str, Any]:
-    """Run the comparison of this room."""
-    return compare_long_run(turns_run(quick=options.quick), options)
-
-
-def turns_run(*, quick: bool) -> LongRun:
-    """GRPO over episodes; `quick` plays four of two turns a step."""
-    tasks, samples, turns, cloning, batch = (2, 2, 2, 2, 2) if quick else (4, 8, 5, 30, 16)
-    common: dict[str, Any] = {
-        "environment": {
-            "factory": "mmrl.agents.toy.grid:GridWorld",
-            "kwargs": {"size": 3, "max_steps": turns},
-            "adapter": {"task_options": False},
-            "workers": 2,
-        },
-        "conversation": {"system": "Walk. Answer with an action."},
-        "actions": {"format": "tag", "on_parse_error": "noop"},
-        "episode": {"max_turns": turns},
-        "data": {"seeds": 4000},
-        "sampler": {"max_new_tokens": 5},
-    }
-    build = {"family": "qwen3_vl", "patch_size": 14, "hidden": 64, "layers": 2, "vision_hidden": 64, "vision_depth": 1}
-    clone = common | {
-        "recipe": "agent_clone",
-        "model": {
-            "path": "{folder}/grid-model",
-            "build": "mmrl.agents.toy.build:build_model",
-            "build_options": build | {"min_pixels": 3136, "max_pixels": 50176},
-        },
-        "random_actions": 0.5,
-        "evaluation": {"at_start": False, "at_end": False},
-        "trainer": {"steps": cloning, "tasks_per_step": batch, "samples_per_task": 1, "learning_rate": 3e-3},
-    }
-    return LongRun(
-        common
-        | {
-            "recipe": "agent",
-            "model": {"path": f"{{folder}}/grid-clone/checkpoints/step-{cloning:06d}/model"},
-            "trainer": {"tasks_per_step": tasks, "samples_per_task": samples, "learning_rate": 1e-5},
-        },
-        prepare={"grid-clone": clone},
-        notes=(f"{tasks} grids x {samples} episodes of 1 to {turns} turns with a picture each, one update a step",),
-    )
-
+from mmrl.gui.browser.browser import require_chromium
 
 ARMS = "benchmarks.gui.arms"
 FULL: dict[str, Any] = {"pages": 24, "episodes": 4}
@@ -76,11 +29,10 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
         One comparison for each chosen name.
 
     Raises:
-        UserError: an unknown name, or playwright or a browser is missing, which all but `long-run` need.
+        UserError: an unknown name, or playwright or a browser is missing.
     """
     chosen = options.chosen(NAMES)
-    if set(chosen) != {"long-run"}:
-        require_chromium()
+    require_chromium()
     return {name: COMPARISONS[name](options) for name in chosen}
 
 
@@ -126,10 +78,6 @@ def _rates(runs: dict[str, dict[str, Any]], unit: str) -> dict[str, float]:
     return {name: run["counts"][unit] / run["wall_s"]["total"] for name, run in runs.items() if "wall_s" in run}
 
 
-COMPARISONS: dict[str, Callable[[BenchOptions], dict[str, Any]]] = {
-    "pages": _pages,
-    "episodes": _episodes,
-    "long-run": long_run,
-}
+COMPARISONS: dict[str, Callable[[BenchOptions], dict[str, Any]]] = {"pages": _pages, "episodes": _episodes}
 NAMES = tuple(COMPARISONS)
 """Comparisons of this room."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video, write_videos
-from mmrl.agents.rollout.episodes import ENDINGS, Episode
+from mmrl.agents.rollout.episodes import ENDINGS, Episode, episode_record
 from mmrl.fields import bounded
 from mmrl.runs.run_log import metric_label
 from mmrl.runs.samples import Outcome, SampleRecord
@@ -116,24 +115,6 @@ class AgentMeasure(Measure[AgentTask]):
             by_task.setdefault(row["index"], []).append(float(row["success"]))
         rng = None if self.protocol == "greedy" else np.random.default_rng(self.seed)
         return with_interval(name, list(by_task.values()), rng)
-
-
-def episode_record(
-    episode: Episode, reward: float | None, terms: dict[str, float], advantage: float | None
-) -> SampleRecord:
-    """An episode as a sample for the report: the answers of all turns, and the last image."""
-    turns = [f"[turn {number}] {answer}" for number, answer in enumerate(episode.answers, 1)]
-    return SampleRecord(
-        id=episode.task.id,
-        prompt="" if episode.prompt is None else episode.prompt.text,
-        response="\n".join(turns),
-        outputs=[Image.fromarray(image) for image in episode.last.images[-1:]],
-        reward=reward,
-        terms=terms,
-        advantage=advantage,
-        finish=episode.ending,
-        correct=episode.success if episode.has_result else None,
-    )
 
 
 def _row(trial: Trial[AgentTask], episode: Episode) -> Row:

@@ -26,8 +26,7 @@ from mmrl.agents.environments.actions import ActionConfig
 from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
-from mmrl.agents.rollout.conversation import ConversationConfig, Writer
-from mmrl.agents.rollout.episodes import AgentPayload, Episode, EpisodeConfig, pack_groups
+from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
 from mmrl.agents.rollout.runner import EpisodeRunner
 from mmrl.core.blocks import CriticAdvantage
 from mmrl.core.groups import group_sum

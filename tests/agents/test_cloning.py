@@ -14,8 +14,7 @@ from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods import clone as cloning
 from mmrl.agents.methods.clone import AgentCloneConfig, AgentCloneRecipe, CloneEvaluationConfig
-from mmrl.agents.rollout.conversation import ConversationConfig
-from mmrl.agents.rollout.episodes import AgentPayload, EpisodeConfig
+from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, EpisodeConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig

@@ -15,8 +15,7 @@ from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods.digirl import DigirlConfig, DigirlRecipe, DigirlSettings, kept_steps
 from mmrl.agents.methods.digirl_critics import CriticConfig, LabelledEpisodes, StepCritic, label_episodes
-from mmrl.agents.rollout.conversation import ConversationConfig, Writer
-from mmrl.agents.rollout.episodes import AgentPayload, Episode
+from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, Writer
 from mmrl.agents.rollout.storage import read_recorded, write_recorded
 from mmrl.agents.toy.grid import GridWorld
 from mmrl.core.loss import metric_values

@@ -7,16 +7,15 @@ import math
 import pytest
 import torch
 
-from mmrl.agents.methods.digirl_critics import CriticConfig, Fitter, StepCritic, step_loss
-from mmrl.agents.methods.digirl_filters import (
+from mmrl.agents.methods.digirl import (
     clamp_logp,
     code_advantages,
-    discounted_returns,
     instruction_advantages,
     keep_best,
     paper_advantages,
     step_threshold,
 )
+from mmrl.agents.methods.digirl_critics import CriticConfig, Fitter, StepCritic, discounted_returns, step_loss
 
 
 def doubles(*values: float) -> torch.Tensor:

@@ -15,8 +15,7 @@ from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig
 from mmrl.agents.recipe import AgentConfig, AgentRecipe, AgentRewardConfig
-from mmrl.agents.rollout.conversation import OMITTED, ConversationConfig, Writer
-from mmrl.agents.rollout.episodes import AgentPayload, EpisodeConfig
+from mmrl.agents.rollout.episodes import OMITTED, AgentPayload, ConversationConfig, EpisodeConfig, Writer
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig

@@ -13,8 +13,7 @@ from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods.vl_dac import VlDacConfig, VlDacRecipe
 from mmrl.agents.recipe import AgentConfig
-from mmrl.agents.rollout.conversation import ConversationConfig
-from mmrl.agents.rollout.episodes import AgentPayload, EpisodeConfig
+from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, EpisodeConfig
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.errors import UserError

@@ -1,8 +1,7 @@
-"""Growth of a run's memory: the fitted slope, and the comparison at its quick size in every room."""
+"""Growth of a run's memory: the fitted slope, and the settings of its runs."""
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import numpy as np
@@ -12,10 +11,6 @@ from benchmarks import long_run
 from benchmarks.harness import BenchOptions
 from benchmarks.long_run import growth
 from mmrl.errors import RunError, UserError
-
-ROOMS = {
-    "gui": "benchmarks.gui.comparisons",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -49,25 +44,6 @@ def test_the_line_goes_through_the_means_of_batches():
 
 def test_too_few_steps_have_no_slope():
     assert all(math.isnan(value) for value in growth([1.0, 2.0, 3.0, 4.0]))
-
-
-@pytest.mark.parametrize("room", list(ROOMS))
-def test_quick_runs_are_measured_in_every_room(room, tmp_path):
-    module = importlib.import_module(ROOMS[room])
-    (found,) = module.compare(BenchOptions(quick=True, only=["long-run"], folder=tmp_path)).values()
-    assert not found["failed"], {name: run.get("error") for name, run in found["arms"].items()}
-    assert list(found["arms"]) == [long_run.KEPT, long_run.RELEASED, long_run.FIXED]
-    for run in found["arms"].values():
-        assert run["cpu_s"]["total"] > 0
-        assert run["counts"]["resident_mb_6"] == run["series"]["resident_mb"][-1] > 50
-        assert len(run["series"]["resident_mb"]) == len(run["series"]["peak_mb"]) == 6
-        assert math.isfinite(run["counts"]["slope_mb_per_100_steps"])
-        assert run["peak_mb"]["total"] >= run["counts"]["resident_mb_6"]
-    assert all(entry["median"] > 0 for entry in found["ratios"].values())
-    for name in ("kept", "released"):
-        (path,) = tmp_path.glob(f"long-run-quick-*/{name}-run/metrics.jsonl")
-        rows = path.read_text().splitlines()
-        assert len(rows) == 6
 
 
 def test_memory_is_released_in_one_arm_only(tmp_path):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.agents.methods.digirl_critics import instruction_loss, step_loss
-from mmrl.agents.methods.digirl_filters import (
+from mmrl.agents.methods.digirl import (
     clamp_logp,
     code_advantages,
-    discounted_returns,
     instruction_advantages,
     keep_best,
 )
+from mmrl.agents.methods.digirl_critics import discounted_returns, instruction_loss, step_loss
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.gui.browser.browser import Browser, BrowserSettings
-from mmrl.gui.browser.chromium import require_chromium
+from mmrl.gui.browser.browser import Browser, BrowserSettings, require_chromium
 
 
 @pytest.fixture(scope="module")

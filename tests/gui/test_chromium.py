@@ -2,8 +2,8 @@
 
 import pytest
 
-import mmrl.gui.browser.chromium as chromium
 from mmrl.errors import UserError
+from mmrl.gui.browser import browser as chromium
 from mmrl.gui.browser.doctor import check_browser
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import ConfigError, UserError
-from mmrl.gui.browser.settings import settings_from
+from mmrl.gui.browser.page_env import settings_from
 from mmrl.gui.grounding.samples import AnyOf
 from mmrl.gui.toy.pages.composer import SPLITS
 from mmrl.gui.toy.pages.launcher import COLORS, LauncherSettings, app_name, build_model, compose_launcher

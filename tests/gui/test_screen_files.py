@@ -30,7 +30,7 @@ def test_screens_on_disk(browser, tmp_path, capsys):
     browser.restart(after_failure=False)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "long-run"])
+@pytest.mark.parametrize("name", NAMES)
 def test_benchmark(browser, name):
     browser.close()
     found = compare(BenchOptions(quick=True, only=[name]))[name]

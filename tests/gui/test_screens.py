@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import ConfigError
-from mmrl.gui.browser.elements import Element, read_elements
-from mmrl.gui.browser.page import GuardedPage
+from mmrl.gui.browser.page import Element, GuardedPage, read_elements
 from mmrl.gui.grounding.coords import Box
 from mmrl.gui.grounding.samples import AnyOf
 from mmrl.gui.toy.pages.composer import LAYOUTS, SPLITS, compose, render

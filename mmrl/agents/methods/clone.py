@@ -27,8 +27,7 @@ from mmrl.agents.environments.experts import (
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig
 from mmrl.agents.recipe import AgentDomain, AgentParts
-from mmrl.agents.rollout.conversation import Writer
-from mmrl.agents.rollout.episodes import Episode, pack_episodes
+from mmrl.agents.rollout.episodes import Episode, Writer, pack_episodes
 from mmrl.agents.rollout.storage import replay_episode
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs

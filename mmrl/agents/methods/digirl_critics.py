@@ -12,7 +12,6 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from mmrl.agents.methods.digirl_filters import discounted_returns
 from mmrl.agents.rollout.episodes import Episode, pack_episodes
 from mmrl.core.returns import turn_starts
 from mmrl.fields import bounded, rare
@@ -247,3 +246,15 @@ def _text_states(policy: VlmPolicy, prompts: Sequence[Prompt]) -> list[Tensor]:
     states = policy.encode_prefix(list(distinct.values())).last_state.float().cpu()
     found = dict(zip(distinct, states, strict=True))
     return [found[key] for key in keys]
+
+
+def discounted_returns(rewards: Sequence[float], gamma: float) -> Tensor:
+    """Monte-Carlo return R_t = sum_u gamma^(u - t) r_u of each step of a trajectory, (H,) float64.
+
+    Source: DigiRL-agent/digirl digirl/environment/env_utils.py, add_mc_return.
+    """
+    found, later = [], 0.0
+    for reward in reversed(rewards):
+        later = reward + gamma * later
+        found.append(later)
+    return torch.tensor(found[::-1], dtype=torch.float64)

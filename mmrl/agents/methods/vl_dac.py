@@ -38,8 +38,7 @@ from typing import Any
 from torch import nn
 
 from mmrl.agents.recipe import AgentConfig, AgentRecipe
-from mmrl.agents.rollout.conversation import ConversationConfig
-from mmrl.agents.rollout.episodes import EpisodeConfig
+from mmrl.agents.rollout.episodes import ConversationConfig, EpisodeConfig
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts

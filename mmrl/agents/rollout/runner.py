@@ -20,8 +20,7 @@ from mmrl.agents.environments.environment import Observation
 from mmrl.agents.environments.pool import EnvPool, TurnResult
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
-from mmrl.agents.rollout.conversation import Conversation, Writer
-from mmrl.agents.rollout.episodes import Episode, EpisodeConfig
+from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.vlm.data.prompt import Prompt

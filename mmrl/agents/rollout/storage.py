@@ -23,8 +23,7 @@ from torch import Tensor
 
 from mmrl.agents.environments.environment import Observation
 from mmrl.agents.environments.tasks import AgentTask
-from mmrl.agents.rollout.conversation import Writer
-from mmrl.agents.rollout.episodes import Episode, Trajectory
+from mmrl.agents.rollout.episodes import Episode, Trajectory, Writer
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.hub.tables import Row, read_rows

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mmrl.doctor.machine import Finding, install_command, one_line
 from mmrl.errors import UserError
-from mmrl.gui.browser.chromium import INSTALL_BROWSER, find_chromium
+from mmrl.gui.browser.browser import INSTALL_BROWSER, find_chromium
 
 AREA = "browser"
 ONLY = "(only mmrl.gui needs it)"

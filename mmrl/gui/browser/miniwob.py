@@ -21,8 +21,14 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.gui.browser.browser import Browser, BrowserFailure
 from mmrl.gui.browser.page import GuardedPage
-from mmrl.gui.browser.page_env import PageEnv, PageEnvSettings, Verdict, WebAgentEnv, register_environments
-from mmrl.gui.browser.settings import settings_from
+from mmrl.gui.browser.page_env import (
+    PageEnv,
+    PageEnvSettings,
+    Verdict,
+    WebAgentEnv,
+    register_environments,
+    settings_from,
+)
 
 ONE_CLICK = (
     "click-button",

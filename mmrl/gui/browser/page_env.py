@@ -8,9 +8,11 @@ cannot be executed is reported and costs a step. When the browser fails, the ste
 from __future__ import annotations
 
 import abc
+import dataclasses
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import gymnasium
 import numpy as np
@@ -23,14 +25,14 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
 from mmrl.gui.browser.actions import ACTIONS, ActionError, Command, Viewpoint, execute_command, read_action
 from mmrl.gui.browser.browser import Browser, BrowserFailure, BrowserSettings, process_browser
-from mmrl.gui.browser.elements import Element, read_elements
-from mmrl.gui.browser.page import GuardedPage
-from mmrl.gui.grounding.coords import CoordinateSpace, Point, Resize
+from mmrl.gui.browser.page import Element, GuardedPage, read_elements
+from mmrl.gui.grounding.coords import CoordinateSpace, Point, Resize, coordinate_space
 from mmrl.hub.images import resize_image
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+SettingsT = TypeVar("SettingsT")
 RESET_ATTEMPTS = 3
 CHARACTERS = "".join(chr(code) for code in range(32, 0x250)) + "\n\t–—‘’“”•…€"
 MAX_INSTRUCTION_CHARS = 4000
@@ -305,6 +307,16 @@ def register_environments(entry_point: str, ids: Mapping[str, Mapping[str, Any]]
             gymnasium.register(name, entry_point=entry_point, kwargs=dict(arguments))
 
 
+def settings_from(kind: type[SettingsT], values: Mapping[str, Any], where: str = "environment.kwargs") -> SettingsT:
+    """Build settings from plain data; raises UserError for an unknown entry."""
+    names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    unknown = [name for name in values if name not in names]
+    if unknown:
+        raise UserError(f"{where} has no entry {unknown[0]!r}; it has: {', '.join(names)}")
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()})
+
+
 def _task_of(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
     task = (options or {}).get("task", options or {})
     if isinstance(task, str):
@@ -328,3 +340,14 @@ def _name_and_arguments(action: Any) -> tuple[str, Mapping[str, Any]]:
 def _plain(element: Element) -> dict[str, Any]:
     kept = ("key", "role", "tag", "name", "text", "hidden", "icon_only")
     return {**{name: getattr(element, name) for name in kept}, "box": list(element.box)}
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if hint is CoordinateSpace:
+        return coordinate_space(value)
+    if isinstance(value, Mapping):
+        part: Any = next(
+            (option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)), None
+        )
+        return value if part is None else settings_from(part, value, where)
+    return tuple(value) if isinstance(value, list) else value

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from mmrl.gui.browser.elements import Element
+from mmrl.gui.browser.page import Element
 from mmrl.gui.grounding.coords import Box, Size
 from mmrl.gui.grounding.samples import AnyOf, GroundingSample, write_samples
 from mmrl.gui.toy.pages.composer import LAYOUTS, SPLITS, Control, Field, PageModel, compose

@@ -19,8 +19,14 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.gui.browser.browser import Browser
 from mmrl.gui.browser.page import GuardedPage
-from mmrl.gui.browser.page_env import PageEnv, PageEnvSettings, Verdict, WebAgentEnv, register_environments
-from mmrl.gui.browser.settings import settings_from
+from mmrl.gui.browser.page_env import (
+    PageEnv,
+    PageEnvSettings,
+    Verdict,
+    WebAgentEnv,
+    register_environments,
+    settings_from,
+)
 from mmrl.gui.grounding.answers import answer_text, parse_answer
 from mmrl.gui.toy.tasks.case import Case, View
 from mmrl.gui.toy.tasks.catalogue import TASKS, Disturbances, expert_move, make_case, page_html

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mmrl.gui.browser.elements import Element
+from mmrl.gui.browser.page import Element
 from mmrl.gui.grounding.coords import Box
 from mmrl.gui.toy.pages.vocabulary import Function
 

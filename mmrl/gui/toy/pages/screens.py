@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.gui.browser.browser import Browser, BrowserFailure, BrowserSettings
-from mmrl.gui.browser.elements import Element, read_elements
-from mmrl.gui.browser.page import GuardedPage
-from mmrl.gui.browser.settings import settings_from
+from mmrl.gui.browser.page import Element, GuardedPage, read_elements
+from mmrl.gui.browser.page_env import settings_from
 from mmrl.gui.grounding.coords import Box, Size
 from mmrl.gui.grounding.samples import AnyOf, GroundingSample
 from mmrl.gui.toy.pages.composer import SPLITS, PageModel, compose, render

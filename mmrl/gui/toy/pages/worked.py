@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmrl.fields import bounded
-from mmrl.gui.browser.elements import Element
+from mmrl.gui.browser.page import Element
 from mmrl.gui.toy.pages.instructions import LISTING, Instruction
 from mmrl.gui.toy.pages.vocabulary import Function
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from mmrl.gui.browser.elements import Element
+from mmrl.gui.browser.page import Element
 
 Move = tuple[str, dict[str, Any]]
 """Name and arguments of an action; points in pixels of the screenshot."""
