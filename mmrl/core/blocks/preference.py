@@ -239,7 +239,7 @@ class MeanScore(PairScore):
 
 @dataclass(frozen=True)
 class DecisionScore(PairScore):
-    """Each decision is a pair of its own: noisy versions of two images at the same time with the same noise."""
+    """Each decision is its own pair: noisy versions of two images at the same time with the same noise."""
 
     kind = "decision"
 

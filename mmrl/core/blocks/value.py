@@ -63,7 +63,7 @@ class ValueLoss(Block):
 
 @dataclass(frozen=True)
 class SeparateCritic(Block):
-    """No term in the loss: the recipe trains the critic apart from the policy, with an optimiser of its own."""
+    """No term in the loss: the recipe trains the critic apart from the policy, with its own optimiser."""
 
     kind = "separate"
     needs = frozenset({"separate_critic"})
