@@ -1,4 +1,4 @@
-"""The action of a control step as a mean over overlapping chunks.
+"""Runs episodes of a policy in a simulator, with the options of acting: steps of a chunk, units, temporal ensemble.
 
 Shapes: R rows, L of them at once, K control steps of a chunk, D entries of an action.
 """
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from robotics.policies.base.statistics import ActionStatistics
     from robotics.sim.episodes import RobotObservation, RobotSim
+
+SCALES = ("none", "bounds_q99")
 
 
 class TemporalEnsemble:
@@ -109,9 +111,6 @@ class FirstImages:
         steps = observation.past_state.shape[1]
         past = [None if part is None else np.repeat(part[:, None], steps, 1) for part in (images, views)]
         return replace(found, past_images=past[0], past_views=past[1])
-
-
-SCALES = ("none", "bounds_q99")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Videos of an evaluation: its first failures and successes, made by replaying their recorded actions."""
+"""Evaluation of policies in a simulator: success by task, tables, and videos of replayed failures and successes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 
 LOGGER = logging.getLogger("mmrl")
+PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
+"""How actions are chosen; `_swapped` shows the policy the first images of another episode."""
 
 
 def episode_of(row: Mapping[str, Any]) -> EpisodeSpec:
@@ -109,10 +111,6 @@ def _captioned(
         outcome = "" if not is_last else "success" if row["success"] else "failure"
         captioned = write_caption(frame, Caption(row["instruction"], step / control_hz, outcome))  # type: ignore[arg-type]
         yield from [captioned] * (fps if is_last else 1)
-
-
-PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
-"""How actions are chosen; `_swapped` shows the policy the first images of another episode."""
 
 
 @dataclass

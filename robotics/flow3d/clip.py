@@ -18,6 +18,8 @@ from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, ImageArr
 
 U, V, Z, VISIBLE = range(4)
 """Channels of a flow."""
+TARGETS = ("absolute", "displacement")
+VISIBILITIES = ("none", "ones", "channel")
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,6 @@ class FlowClip:
     def with_flow(self, flow: FloatArray) -> FlowClip:
         """The same clip with another flow, such as a predicted one."""
         return dataclasses.replace(self, flow=flow)
-
-
-TARGETS = ("absolute", "displacement")
-VISIBILITIES = ("none", "ones", "channel")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 NEAR_M = 0.05
 """Distance within which a point counts as correct."""
+LEARNED_M = 0.03
+"""Scale of the robust fit for flow of a model."""
 
 
 def flow_metrics(predicted_m: FloatArray, true_m: FloatArray, visible: FloatArray | None = None) -> dict[str, float]:
@@ -43,10 +45,6 @@ def flow_metrics(predicted_m: FloatArray, true_m: FloatArray, visible: FloatArra
 
 def _mean(values: FloatArray) -> float:
     return float(values.mean()) if len(values) else float("nan")
-
-
-LEARNED_M = 0.03
-"""Scale of the robust fit for flow of a model."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,12 @@ FLAT = 1e-5
 """Points are on a line where their second singular value is below this share of the first, or of a metre."""
 LOW_WEIGHT = 0.3
 """Below this median weight the least-squares start is replaced by RANSAC."""
+VISIBLE_M = 0.01
+"""Largest depth difference of a visible point."""
+IN_SPACE = ("irls", "kabsch")
+ESTIMATORS = (*IN_SPACE, "pnp", "frozen_depth")
+MIN_PNP_POINTS = 4
+"""Least points for PnP."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +186,6 @@ def _on_a_line(centred: FloatArray) -> BoolArray:
     return found
 
 
-VISIBLE_M = 0.01
-"""Largest depth difference of a visible point."""
-
-
 def points_in_mask(mask: BoolArray, depth_m: DepthArray, side: int) -> FloatArray:
     """(N, N, 3) query points u, v, z at pixel centers of a mask (H, W), with the depth (H, W) of these pixels."""
     uv = grid_in_mask(mask, side)
@@ -205,12 +207,6 @@ def points_visible(uvz: FloatArray, depth_of: Callable[[int], DepthArray]) -> Fl
         seen = depth_at(depth_of(number), uvz[number, ..., :2])
         visible[number, ..., 0] = np.abs(seen - uvz[number, ..., 2]) < VISIBLE_M
     return visible
-
-
-IN_SPACE = ("irls", "kabsch")
-ESTIMATORS = (*IN_SPACE, "pnp", "frozen_depth")
-MIN_PNP_POINTS = 4
-"""Least points for PnP."""
 
 
 def fit_flow(

@@ -1,7 +1,4 @@
-"""The latent of V-JEPA 2: the mean over all tokens of its encoder for a clip of the trajectory.
-
-Source: sii-research/siiRL siirl/utils/embodied/video_emb.py (frames, crop and mean of SRPO's release).
-"""
+"""Latents by which SRPO compares episodes, by kind: V-JEPA 2, a small video encoder, pixels, states, the object."""
 
 from __future__ import annotations
 
@@ -27,6 +24,8 @@ PADS = ("cycle", "edge")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 RESIZE_PER_CROP = 256 / 224
+FRAME_RATES = ("step", "chunk")
+SMALLEST_STD = 1e-6
 
 
 @dataclass
@@ -120,10 +119,6 @@ def _load_vjepa2(path: str) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no V-JEPA 2 model can be read from {path!r}: {reason}") from error
-
-
-FRAME_RATES = ("step", "chunk")
-SMALLEST_STD = 1e-6
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Settings of SRPO's progress reward, and the presets from which the more consequential ones come."""
+"""SRPO's progress reward: settings with their presets, distances to remembered successes, and how they are scored."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from mmrl.errors import require_packages
 from mmrl.fields import bounded, check_fields, choice, rare
 from robotics.episodes.tasks import task_of_id
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    _Floats = NDArray[np.float64]
+
 EPS_MODES = ("per_sqrt_dim", "absolute")
 INVALID = ("nan", "zero")
 REFERENCES = ("task", "initial_state")
 NORM_NAMES = ("minmax", "zscore", "absolute", "initial")
+SMALLEST_RANGE = 1e-6
+MIDDLE = 0.5
+CONSTANT_ENTRY = 1e-7
 
 
 @dataclass(frozen=True)
@@ -83,23 +91,6 @@ class ProgressSettings:
         names = [entry.name for entry in fields(ProgressForm)]
         own = {name: getattr(self, name) for name in names}
         return ProgressForm(**{name: getattr(preset, name) if value is None else value for name, value in own.items()})
-
-
-PRESETS: dict[str, ProgressForm] = {
-    "published": ProgressForm("task", 0, "minmax", "absolute", "zero"),
-    "task": ProgressForm("task", 0, "minmax", "per_sqrt_dim", "nan"),
-    "initial_state": ProgressForm("initial_state", 32, "initial", "per_sqrt_dim", "nan"),
-}
-
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
-
-    _Floats = NDArray[np.float64]
-
-SMALLEST_RANGE = 1e-6
-MIDDLE = 0.5
-CONSTANT_ENTRY = 1e-7
 
 
 @dataclass(frozen=True)
@@ -405,6 +396,11 @@ def _from_first(distances: _Distances, settings: ProgressSettings) -> _Floats:
     return np.where(moved, (1 - distances.end / np.where(moved, distances.first, 1.0)).clip(0, 1), 0.0)
 
 
+PRESETS: dict[str, ProgressForm] = {
+    "published": ProgressForm("task", 0, "minmax", "absolute", "zero"),
+    "task": ProgressForm("task", 0, "minmax", "per_sqrt_dim", "nan"),
+    "initial_state": ProgressForm("initial_state", 32, "initial", "per_sqrt_dim", "nan"),
+}
 NORMS: dict[str, Callable[[_Distances, ProgressSettings], _Floats]] = {
     "minmax": _by_range,
     "zscore": _by_deviation,

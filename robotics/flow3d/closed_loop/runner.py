@@ -40,6 +40,11 @@ TICKS = 4
 """Ticks of 20 ms simulated time between two frames, which plays nearly in real time."""
 STILL = 12
 """Frames for which the first image, the flow and the end are each shown."""
+LOGGER = logging.getLogger("mmrl")
+Row = dict[str, Any]
+"""Result of an episode as JSON; see `EpisodeRunner.run`."""
+Source = FlowModel | Callable[[FlowTabletop], FlowModel]
+"""A flow model, or a function that makes one for a scene, such as `TrueFlow`."""
 
 
 class EpisodeVideo:
@@ -120,14 +125,6 @@ def _frame(rgb: ImageArray, overlay: Image.Image | None, text: str) -> ImageArra
     pen.rectangle([0, SIDE_PX - 22, SIDE_PX, SIDE_PX], fill=(20, 20, 20, 255))
     pen.text((8, SIDE_PX - 18), text, fill=(255, 255, 255, 255), font_size=12)
     return np.asarray(image.convert("RGB"))
-
-
-LOGGER = logging.getLogger("mmrl")
-
-Row = dict[str, Any]
-"""Result of an episode as JSON; see `EpisodeRunner.run`."""
-Source = FlowModel | Callable[[FlowTabletop], FlowModel]
-"""A flow model, or a function that makes one for a scene, such as `TrueFlow`."""
 
 
 class EpisodeRunner:

@@ -46,6 +46,11 @@ LARGEST_CODE = 2**16 - 1
 """Greatest value of a 16-bit depth image."""
 ARRAYS = ("points", "flow")
 TEXTS = ("split", "source", "task", "instruction", "quality", "meta")
+BIN_M = 1e-3
+GROUPS = ("split", "source", "task")
+FORMAT = "flow3d"
+VERSION = 1
+INFO = "info.json"
 
 
 def clip_schema(num_frames: int, grid: int) -> pa.Schema:
@@ -159,10 +164,6 @@ def _pixels(cell: Mapping[str, Any], name: str) -> NDArray[Any]:
     return np.asarray(image.convert("RGB") if name == "rgb" else image)
 
 
-BIN_M = 1e-3
-GROUPS = ("split", "source", "task")
-
-
 @dataclass
 class Tally:
     """Counts over clips."""
@@ -264,11 +265,6 @@ def _bins(lengths_m: Any) -> Counter[int]:
     known = lengths_m[np.isfinite(lengths_m)]
     values, counts = np.unique(np.floor(known / BIN_M).astype(np.int64), return_counts=True)
     return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-
-
-FORMAT = "flow3d"
-VERSION = 1
-INFO = "info.json"
 
 
 @dataclass

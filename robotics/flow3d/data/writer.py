@@ -35,6 +35,8 @@ SPLIT = re.compile(r"\w+")
 SHARD = re.compile(r"(\w+)-(\d{5,})\.parquet")
 JOURNAL = re.compile(r"\.(\w+)-(\d{5,})\.journal")
 TALLY = b"flow3d"
+COUNTED = ["split", "source", "task", "width", "height", "points", "flow", "K", "quality"]
+"""Columns that `Tally.add` reads."""
 
 
 def numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[str, int, Path]]:
@@ -104,10 +106,6 @@ def shard_errors(path: Path) -> Iterator[None]:
             yield
     except pa.ArrowException as error:
         raise UserError(f"the shard {path} cannot be read: {' '.join(str(error).split())[:300]}") from error
-
-
-COUNTED = ["split", "source", "task", "width", "height", "points", "flow", "K", "quality"]
-"""Columns that `Tally.add` reads."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Camera motion: detecting it, and redrawing the video of a moving camera as seen from its first pose.
+"""Optical flow of points, the camera motion that it shows, and videos redrawn as seen from their first pose.
 
 The detectors need a static camera: motion of the background would count as motion of the object.
 """
@@ -26,6 +26,15 @@ from robotics.flow3d.geometry import (
 
 if TYPE_CHECKING:
     from robotics.flow3d.video import RgbdVideo
+
+CORNERS, MIN_CORNERS = 200, 8
+"""Corners searched in the first frame, and the number below which there is no estimate."""
+FAR_M = np.float32(1e6)
+"""Depth of unseen pixels while the frame is drawn."""
+SAME_M, SAME_SHARE = 0.01, 0.4
+"""A pixel whose depth changes by more shows something else; with fewer unchanged pixels the camera moved."""
+LOOKS = 10
+"""Later frames through which the corners are followed."""
 
 
 def klt_tracks(frames: list[ImageArray], uv_px: FloatArray, window_px: int = 11) -> tuple[FloatArray, BoolArray]:
@@ -76,16 +85,6 @@ def grey_frames(rgb: ImageArray) -> list[ImageArray]:
     import cv2
 
     return [np.asarray(cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY), dtype=np.uint8) for frame in rgb]
-
-
-CORNERS, MIN_CORNERS = 200, 8
-"""Corners searched in the first frame, and the number below which there is no estimate."""
-FAR_M = np.float32(1e6)
-"""Depth of unseen pixels while the frame is drawn."""
-SAME_M, SAME_SHARE = 0.01, 0.4
-"""A pixel whose depth changes by more shows something else; with fewer unchanged pixels the camera moved."""
-LOOKS = 10
-"""Later frames through which the corners are followed."""
 
 
 def camera_motion_px(video: RgbdVideo) -> float | None:

@@ -1,4 +1,4 @@
-"""Noise of depth: estimating and averaging it."""
+"""Sources of depth: the sensor, its noise averaged away, or a model of depth from one image."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Finds the object where depth grows, because something in front of the background has left.
+"""Detectors without a model: the object by the depth that it reveals, or by points that move early.
 
-A passing hand or arm also uncovers background, but from the start of the video, which the object does not. The camera
-must not move. Of an object that only comes nearer, such as the front of a drawer, only the part is found that uncovers
-something.
+`RevealedDepth` looks where depth grows, because something in front of the background has left. A passing hand or arm
+also uncovers background, but from the start of the video, which the object does not. The camera must not move. Of an
+object that only comes nearer, such as the front of a drawer, only the part is found that uncovers something.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ REGROWN_PX = 3
 """How far thin parts may stick out of the mask after its morphological opening."""
 EARLY_SHARE = 0.1
 """A connected part of which a larger share moved early is not the object."""
+PUBLIC_SIDE_PX = 256
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,6 @@ def largest_component(mask: BoolArray) -> BoolArray:
         return np.zeros_like(mask, dtype=bool)
     largest: BoolArray = labels == 1 + int(np.argmax(stats[1:, cv2.CC_STAT_AREA]))
     return largest
-
-
-PUBLIC_SIDE_PX = 256
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,16 @@ MIN_EIGENVALUE = 0.02
 object about its axis; in these directions the pose stays as it is."""
 MIN_SURFACE_POINTS = 12
 """Fewer visible points leave the pose as it is."""
+DAMPING = 1e-6
+"""Damping of the normal equations, as a share of their largest entry."""
+SIGMA_PX = 0.5
+"""Standard deviation of optical flow."""
+SMOOTH_M = 0.002
+"""With more noise of depth, normals from neighbouring pixels mean nothing."""
+LEAST_SUPPORT = 0.7
+"""Share of the previous pose's support that a new pose must have."""
+MIN_POINTS = 6
+"""Least points that a motion is fitted to."""
 
 
 def warped_image(
@@ -136,10 +146,6 @@ def _plane_step(points: FloatArray, targets: FloatArray, normals: FloatArray) ->
     return make_pose(turn, centre + twist[3:] - turn @ centre)
 
 
-DAMPING = 1e-6
-"""Damping of the normal equations, as a share of their largest entry."""
-
-
 def fit_reprojection(
     T: FloatArray,
     points_cam_m: FloatArray,
@@ -192,16 +198,6 @@ def _by_twist(points: FloatArray, centre: FloatArray, K: FloatArray) -> FloatArr
     # d(w x p) = -[p]_x dw
     by_turn = np.stack([np.stack([zero, c, -b], -1), np.stack([-c, zero, a], -1), np.stack([b, -a, zero], -1)], -2)
     return np.concatenate([by_point @ by_turn, by_point], -1)
-
-
-SIGMA_PX = 0.5
-"""Standard deviation of optical flow."""
-SMOOTH_M = 0.002
-"""With more noise of depth, normals from neighbouring pixels mean nothing."""
-LEAST_SUPPORT = 0.7
-"""Share of the previous pose's support that a new pose must have."""
-MIN_POINTS = 6
-"""Least points that a motion is fitted to."""
 
 
 @dataclass(frozen=True)

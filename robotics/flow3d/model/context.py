@@ -33,6 +33,14 @@ from robotics.policies.base.encoder import (
 if TYPE_CHECKING:
     from robotics.flow3d.clip import FlowEncoding, Observation
 
+CODE_SIZE = 72
+"""Numbers of a point's code in the paper's network."""
+SIDE, DEPTHS = 224, 128
+TEMPERATURE = 10000.0
+TOWERS = "towers"
+"""Name of the frozen towers, which are not saved with the weights."""
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
 
 @dataclass
 class FlowInputs(Payload):
@@ -106,12 +114,6 @@ class Keypoints(nn.Module):
         return found
 
 
-CODE_SIZE = 72
-"""Numbers of a point's code in the paper's network."""
-SIDE, DEPTHS = 224, 128
-TEMPERATURE = 10000.0
-
-
 def clip_places(points: Tensor) -> Tensor:
     """Points (..., 3) in -1..1 in CLIP's coordinates: u, v in 0..224, z in 0..127 over the range of depths."""
     share = (points + 1) / 2
@@ -158,11 +160,6 @@ def scrambled_places(places: Tensor, shape: tuple[int, int, int] = (SIDE, SIDE, 
 def _waves(places: Tensor, frequencies: Tensor) -> Tensor:
     angles = places[..., None] * frequencies
     return torch.stack([angles.sin(), angles.cos()], -2).flatten(-3)
-
-
-TOWERS = "towers"
-"""Name of the frozen towers, which are not saved with the weights."""
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)

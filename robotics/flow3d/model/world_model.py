@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 FOLDERS = ("text", "vision")
 """Options of the context that name folders of frozen models."""
+VOCABULARY_FILE = "vocabulary.json"
 
 
 def write_config(config: FlowModelConfig, folder: Path) -> None:
@@ -104,9 +105,6 @@ def copy_towers(context: ClipContext, folder: Path) -> None:
     entries = read_json_object(folder / CONFIG_FILE)
     entries["condition"] |= {name: {"path": str(folder / name), "relative": name} for name in FOLDERS}
     write_atomically(folder / CONFIG_FILE, json.dumps(entries, indent=2) + "\n")
-
-
-VOCABULARY_FILE = "vocabulary.json"
 
 
 class FlowWorldModel(nn.Module):

@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from robotics.flow3d.kinematics import ArmIk
     from robotics.flow3d.object_motion import ObjectMotion
 
+SOLVERS = ("slsqp", "dual_annealing")
+RADIAN_M = 1.5
+"""Weight in metres of one radian of a step."""
+POINT_RADIUS_M = 0.005
+"""Radius of the ball around each point of the scene."""
+COUNTED = 0.3
+"""Mean weight in the fit above which a point of the flow can be a keypoint; others are outliers."""
+
 
 def collision_cost(
     T: FloatArray, points_m: FloatArray, inside_m: Callable[[FloatArray], FloatArray], margin_m: float
@@ -51,11 +59,6 @@ def flow_keypoint_cost(keypoints_m: FloatArray, predicted_m: FloatArray, p: int 
     if p not in (1, 2):
         raise UserError(f"p is {p}; must be 1 or 2")
     return float((np.linalg.norm(keypoints_m - predicted_m, axis=-1) ** p).mean())
-
-
-SOLVERS = ("slsqp", "dual_annealing")
-RADIAN_M = 1.5
-"""Weight in metres of one radian of a step."""
 
 
 @dataclass(frozen=True)
@@ -220,12 +223,6 @@ def _minimise(total: Callable[[FloatArray], float], settings: ChunkSettings, *, 
     solved = minimize(total, best, method="SLSQP", bounds=limits, options=options)
     candidates.append(np.clip(solved.x, -1.0, 1.0))
     return min(candidates, key=total)
-
-
-POINT_RADIUS_M = 0.005
-"""Radius of the ball around each point of the scene."""
-COUNTED = 0.3
-"""Mean weight in the fit above which a point of the flow can be a keypoint; others are outliers."""
 
 
 def refined_plans(

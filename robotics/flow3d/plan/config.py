@@ -62,5 +62,5 @@ class PlannerConfig:
         if self.from_first_predicted and self.estimator not in IN_SPACE:
             raise UserError(
                 f"from_first_predicted has no meaning for the estimator {self.estimator}, which takes depth from the "
-                f"first picture; use {' or '.join(IN_SPACE)}"
+                f"first image; use {' or '.join(IN_SPACE)}"
             )

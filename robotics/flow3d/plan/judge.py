@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
 
 VERIFIERS = ("none", "always", "geometric", "oracle", "vlm", "endpoint")
+VALUES = ("ok", "score")
+JUDGES = ("oracle", "geometric", "vlm", "endpoint", "always")
+BLIND = ("oracle", "geometric", "always")
+"""Verifiers that need no rendered outcome."""
+NEEDED = ("task", "shape", "layouts", "seed")
+"""Entries of `FlowClip.meta` that identify its episode."""
 
 
 @dataclass
@@ -77,12 +83,6 @@ def open_verifier(config: VerifierConfig) -> Verifier | None:
 
         return EndpointVerifier(config.url, config.model, timeout_s=config.timeout_s)
     return None
-
-
-VALUES = ("ok", "score")
-JUDGES = ("oracle", "geometric", "vlm", "endpoint", "always")
-BLIND = ("oracle", "geometric", "always")
-"""Verifiers that need no rendered outcome."""
 
 
 @dataclass
@@ -188,10 +188,6 @@ def _open(config: WeightedVerifierConfig) -> Verifier:
     verifier = open_verifier(config)
     assert verifier is not None
     return verifier
-
-
-NEEDED = ("task", "shape", "layouts", "seed")
-"""Entries of `FlowClip.meta` that identify its episode."""
 
 
 class CriteriaVerifier:

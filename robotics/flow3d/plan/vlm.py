@@ -21,6 +21,31 @@ if TYPE_CHECKING:
 
 
 FENCE = re.compile(r"^```(?:json)?\s*\n(.*)\n```$", re.DOTALL)
+# The prompt is our own; the paper publishes none.
+SYSTEM = (
+    "You check the plan of a robot before it moves. The first image shows the scene as it is. The second image is a "
+    "drawing of the scene after the plan, from the same camera: only the object that the robot handles was moved, "
+    "and the drawing may have small holes and blurred spots."
+)
+QUESTION = (
+    "Task: {instruction}\n"
+    "Does the second image show this task completed? Answer with one JSON object and nothing else: "
+    '{{"object_moved": "which object moved, and where to", "matches_task": true or false, '
+    '"confidence": a number from 0 to 1, "what_is_wrong": "empty if nothing"}}'
+)
+SHOWN = 160
+"""Characters quoted of an unusable answer."""
+PART_SYSTEM = (
+    "You choose where a robot grasps an object. The image shows the scene; numbered marks lie on the object that the "
+    "robot is to move."
+)
+PART_QUESTION = (
+    "Task: {instruction}\n"
+    "At which mark should the gripper take the object, so that it can do the task? Answer with one JSON object and "
+    'nothing else: {{"mark": its number, "why": "in a few words"}}'
+)
+ENLARGED_PX = 512
+"""Height to which smaller images are enlarged, so that the numbers can be read."""
 
 
 class NoAnswer(RuntimeError):  # noqa: N818
@@ -118,22 +143,6 @@ def read_json(answer: str) -> object:
         raise ValueError("too deep") from error
 
 
-# The prompt is our own; the paper publishes none.
-SYSTEM = (
-    "You check the plan of a robot before it moves. The first image shows the scene as it is. The second image is a "
-    "drawing of the scene after the plan, from the same camera: only the object that the robot handles was moved, "
-    "and the drawing may have small holes and blurred spots."
-)
-QUESTION = (
-    "Task: {instruction}\n"
-    "Does the second image show this task completed? Answer with one JSON object and nothing else: "
-    '{{"object_moved": "which object moved, and where to", "matches_task": true or false, '
-    '"confidence": a number from 0 to 1, "what_is_wrong": "empty if nothing"}}'
-)
-SHOWN = 160
-"""Characters quoted of an unusable answer."""
-
-
 def read_verdict(answer: str) -> Verdict:
     """Parse a model's answer strictly; an unusable one is a rejection."""
     fields: Any
@@ -201,18 +210,6 @@ def _verdict_of(client: VlmClient, before: ImageArray, after: ImageArray, instru
 
 PartFinder: TypeAlias = "Callable[[Observation, BoolArray], FloatArray]"
 """(observation, mask (H, W) of the object's pixels with depth) -> point (3,) on the part in the world frame."""
-
-PART_SYSTEM = (
-    "You choose where a robot grasps an object. The image shows the scene; numbered marks lie on the object that the "
-    "robot is to move."
-)
-PART_QUESTION = (
-    "Task: {instruction}\n"
-    "At which mark should the gripper take the object, so that it can do the task? Answer with one JSON object and "
-    'nothing else: {{"mark": its number, "why": "in a few words"}}'
-)
-ENLARGED_PX = 512
-"""Height to which smaller images are enlarged, so that the numbers can be read."""
 
 
 class PartUnknown(RuntimeError):  # noqa: N818

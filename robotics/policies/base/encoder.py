@@ -1,6 +1,6 @@
-"""Positions as numbers that a small network can distinguish: sines and cosines of doubling frequencies.
+"""The observation encoder of the small policies: image, state and instruction to the features of their queries.
 
-Source: NeRF's positional encoding, arXiv 2003.08934, eq. 4.
+Source: sines and cosines of doubling frequencies, NeRF, arXiv 2003.08934, eq. 4.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ from robotics.policies.base.saved import (
 )
 from robotics.policies.base.statistics import STATE_LIMIT, ActionStatistics, StateStatistics
 
+WORD = re.compile(r"[a-z0-9]+")
+PADDING, UNKNOWN = 0, 1
+PATCHES = 4
+"""Patch tokens on a side."""
+KEYPOINT_SHARPNESS = 5.0
+"""Standard deviation over positions of the keypoint scores at initialisation."""
+GROUPS = 8
+"""Groups of the group norms."""
+VOCABULARY_FILE = "vocabulary.json"
+
 
 def octave_code(positions: Tensor, octaves: int = 4) -> Tensor:
     """(..., n (1 + 2 octaves)): positions (..., n) in -1..1 and sines and cosines of 2^k pi times them, k < octaves."""
@@ -42,10 +52,6 @@ def octave_code(positions: Tensor, octaves: int = 4) -> Tensor:
 def octave_size(numbers: int, octaves: int = 4) -> int:
     """Numbers of `octave_code`."""
     return numbers * (1 + 2 * octaves)
-
-
-WORD = re.compile(r"[a-z0-9]+")
-PADDING, UNKNOWN = 0, 1
 
 
 class Vocabulary:
@@ -105,14 +111,6 @@ class Vocabulary:
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise UserError(f"{path} must hold a list of words")
         return cls(words)
-
-
-PATCHES = 4
-"""Patch tokens on a side."""
-KEYPOINT_SHARPNESS = 5.0
-"""Standard deviation over positions of the keypoint scores at initialisation."""
-GROUPS = 8
-"""Groups of the group norms."""
 
 
 @dataclass
@@ -330,9 +328,6 @@ def expected_places(maps: Tensor) -> Tensor:
     rows = torch.linspace(-1, 1, maps.shape[2], device=maps.device)
     columns = torch.linspace(-1, 1, maps.shape[3], device=maps.device)
     return torch.cat([(weight.sum(3) * rows).sum(-1), (weight.sum(2) * columns).sum(-1)], 1)
-
-
-VOCABULARY_FILE = "vocabulary.json"
 
 
 class EncodedPolicy(nn.Module):

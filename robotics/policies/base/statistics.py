@@ -1,4 +1,4 @@
-"""The units of a policy's data, where they are not the simulator's -1..1.
+"""Ranges and statistics of actions and states, and conversions between a dataset's units and the simulator's -1..1.
 
 Shapes: D entries of an action, ... any leading dimensions.
 """
@@ -19,6 +19,14 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.files import is_file, read_json_object, write_atomically
+
+Values = TypeVar("Values", Tensor, NDArray[Any])
+RANGE_EPS = 1e-8
+"""Added to q99 - q01 in both directions, as in OpenVLA."""
+SMALLEST_STD = 1e-6
+"""States with a smaller standard deviation are only shifted."""
+STATE_LIMIT = 10.0
+"""Standardised states are clipped to this."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +86,6 @@ def check_bounds(low: Sequence[float], high: Sequence[float]) -> None:
                 f"entry {entry} of action_low is {least} and of action_high {most}; both must be finite, and the first "
                 "one below the second"
             )
-
-
-Values = TypeVar("Values", Tensor, NDArray[Any])
-
-RANGE_EPS = 1e-8
-"""Added to q99 - q01 in both directions, as in OpenVLA."""
-SMALLEST_STD = 1e-6
-"""States with a smaller standard deviation are only shifted."""
-STATE_LIMIT = 10.0
-"""Standardised states are clipped to this."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The files that OpenVLA-OFT adds to a model: the action head of L1 regression and the projector of the state.
+"""A model folder of OpenVLA-OFT: its settings, weights and tokenizer, action head of L1 regression, state projector.
 
 Shapes: B rows, K control steps, D entries of an action, S state entries, C hidden units of the language model, W of the
 head.
@@ -39,6 +39,16 @@ PARALLEL = "module."
 """Prefix of the names of weights from data-parallel training, which OpenVLA-OFT writes; it reads both."""
 DIFFUSION = "noise_predictor."
 """Prefix of the names of a diffusion head's weights."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ATTENTION = ("bidirectional", "causal")
+BOUNDS = {"q99": {}, "min_max": {"q01": "min", "q99": "max"}}
+GRIPPERS = ("as_data", "libero")
+TRAINED = ("language_model", "all")
+EMPTY_ID = 29871
+"""Llama 2's empty piece, the last token of every prompt of the training data."""
+CROP = 0.9
+"""Share of an image's area that is kept."""
+REFUSED = {"noisy_action_projector--*": "a diffusion head", "vision_backbone--*": "FiLM"}
 
 
 class ActionHead(nn.Module):
@@ -174,18 +184,6 @@ class _Block(nn.Module):
         """(..., W) -> (..., W)."""
         changed: Tensor = self.ffn(values)
         return values + changed
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ATTENTION = ("bidirectional", "causal")
-BOUNDS = {"q99": {}, "min_max": {"q01": "min", "q99": "max"}}
-GRIPPERS = ("as_data", "libero")
-TRAINED = ("language_model", "all")
-EMPTY_ID = 29871
-"""Llama 2's empty piece, the last token of every prompt of the training data."""
-CROP = 0.9
-"""Share of an image's area that is kept."""
-REFUSED = {"noisy_action_projector--*": "a diffusion head", "vision_backbone--*": "FiLM"}
 
 
 @dataclass
