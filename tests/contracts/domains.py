@@ -45,9 +45,9 @@ class Domain:
 
 def domain_of(recipe: str) -> Domain:
     """The room of a recipe."""
-    room = RECIPES[recipe].target.partition(":")[0].rpartition(".")[0]
-    (found,) = [domain for domain in (*DOMAINS.values(), *OTHERS) if domain.recipe_module.rpartition(".")[0] == room]
-    return found
+    rooms = {domain.recipe_module.rpartition(".")[0]: domain for domain in (*DOMAINS.values(), *OTHERS)}
+    target = RECIPES[recipe].target
+    return rooms[max((room for room in rooms if target.startswith(f"{room}.")), key=len)]
 
 
 def run(config: Any, folder: Path, steps: int, resume: bool = False) -> tuple[Trainer, list[float]]:
