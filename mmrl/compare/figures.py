@@ -1,4 +1,4 @@
-"""The pictures of a comparison: comparison.png, and work.png where the experiment has costs."""
+"""Figures of a comparison: comparison.png, and work.png where the experiment has costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masked means of per-decision terms, with denominators counted once over the whole optimiser step."""
+"""Masked means of per-decision terms, metrics and policy outputs, with denominators counted once an optimiser step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of saved weights: equal tensors as equal bytes, and bases that are found again when a chain of runs moves."""
+"""Saved weights: equal tensors as equal bytes, references to base models, and building a folder that is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible chat endpoint, asked over HTTP with text and pictures.
+"""A model behind an OpenAI-compatible chat endpoint, asked over HTTP with text and images.
 
 Request and answer are JSON with pictures as PNG in base64; nothing that comes over the network is ever unpickled.
 """

@@ -1,4 +1,4 @@
-"""Colours and axes that all figures share, readable on light and dark pages."""
+"""Charts of the report as SVG, and the colours and axes that all figures share."""
 
 from __future__ import annotations
 

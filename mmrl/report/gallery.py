@@ -1,4 +1,4 @@
-"""Images that a model drew for the same held-out prompts and seeds, evaluation by evaluation."""
+"""Samples in the report: questions with their answers, images drawn for the same prompts and seeds, videos."""
 
 from __future__ import annotations
 

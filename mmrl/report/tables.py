@@ -1,4 +1,4 @@
-"""Totals of a run computed from its metrics: cost, change of the reward, samples lost to errors."""
+"""Tables of the report: totals of a run, its headline, measurements by data column, and scores."""
 
 from __future__ import annotations
 

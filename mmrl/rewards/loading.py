@@ -1,4 +1,4 @@
-"""Functions that users name as `module:function` or `path/to/file.py:function`."""
+"""Loading reward functions that users name as `module:function` or `path/to/file.py:function`, and their digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes and checksums of a folder's files, so that a truncated or altered one is noticed before it is used."""
+"""Checkpoints of a run, with the sizes and checksums that reveal a truncated or altered file before it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A digest of what a data set holds, by which a resumed run tells whether it is still the same."""
+"""A digest of a data set's content, by which a resumed run checks that the data are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers about a step's rollouts that every domain reports."""
+"""Metrics of a step that every domain reports, warnings about them, and the log that a trainer writes."""
 
 from __future__ import annotations
 

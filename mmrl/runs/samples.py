@@ -1,4 +1,4 @@
-"""Scores of each task of an evaluation, for paired comparison with others, and the samples of a run."""
+"""Scores of each task of an evaluation, for paired comparison, and the samples of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many requests that any worker can answer, spread over the workers of a pool."""
+"""The worker pool: requests that any worker can answer, spread over restarted workers, with retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importance ratios between the new and the old policy, of a decision or of a whole row.
+"""Importance ratios between the new and the old policy, and the clip rules of the policy loss.
 
 Below, d = logp - logp_old, limited to +-20. "sequence" and "sequence_full" have equal values, and equal gradients when
 the advantage is constant in a row and rows are averaged; only "sequence" stays meaningful with advantages that differ

@@ -1,4 +1,4 @@
-"""Divergences from a reference policy and entropies, as plain functions."""
+"""Divergences from a reference policy and entropies: plain functions, and the block of a weighted divergence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters of groups without a gradient: drop them or sample others in their place."""
+"""Filters of groups without a gradient, which drop them or sample others in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regression of a value head on returns."""
+"""Regression of a value head on returns, in the policy's network or in a critic of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time limits and failures of the environments behind `PoolVectorEnv`."""
+"""Settings, time limits and failures of the environments behind `PoolVectorEnv`."""
 
 from __future__ import annotations
 

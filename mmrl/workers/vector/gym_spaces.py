@@ -1,4 +1,4 @@
-"""Gymnasium's spaces from what `mmrl.workers.vector.spaces.describe` says of them."""
+"""Gymnasium's spaces, rebuilt from their plain form (`mmrl.workers.vector.spaces.describe`)."""
 
 from __future__ import annotations
 
