@@ -1,4 +1,4 @@
-"""JSON Lines files that survive a kill: append with a flush, drop a torn last line, cut back to a step; resumable rows."""
+"""JSON Lines files that survive a kill (append with a flush, drop a torn last line, cut to a step); resumable rows."""
 
 from __future__ import annotations
 
