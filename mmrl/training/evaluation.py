@@ -70,7 +70,7 @@ class Evaluation:
     failure: str = ""
     """Why none of the samples could be scored; empty where one could."""
     outcomes: list[Outcome] = field(default_factory=list)
-    """What each task scored, for comparisons in pairs."""
+    """Scores of each task, for paired comparisons."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Measure(ABC, Generic[TaskT]):
     repeats: int = 1
     """Trials of each task."""
     unit: str = "tasks"
-    """What a trial is called in messages."""
+    """Name of the trials in messages."""
     shows_progress: bool = False
     """Whether several batches show a progress bar."""
 
@@ -136,7 +136,7 @@ class Measure(ABC, Generic[TaskT]):
         return ""
 
     def outcome(self, row: Row) -> Outcome | None:
-        """What a trial scored, for comparisons in pairs with other evaluations of its task; None keeps nothing."""
+        """Scores of a trial, for paired comparisons with other evaluations of its task; None keeps nothing."""
         return None
 
     def saved_rows(self, tasks: Sequence[TaskT], processes: int) -> ResumableRows | None:

@@ -163,4 +163,4 @@ SCORES = {
     "separate_critic": "a critic with an optimiser of its own, which this recipe does not train",
     "kl_ref": "every logit, or the exact distribution, of both policies, which this recipe's policies do not score",
 }
-"""What a block may need of a policy, as messages say it."""
+"""Outputs that a block may need, as error messages name them."""

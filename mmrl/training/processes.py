@@ -296,7 +296,7 @@ class InProcesses(Protocol):
     """Environments that live in processes of their own."""
 
     failures: FailureLog
-    """What went wrong, with tracebacks."""
+    """Failures with their tracebacks."""
 
     def memory_mb(self) -> float:
         """Memory in 10^6 bytes of the process that holds most now, with what it started."""

@@ -83,9 +83,9 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     policy: PolicyT
     """The trained module, unwrapped; scores rollouts when called and has save_pretrained and load_weights."""
     objective: Objective
-    """What is optimised; a `PreferenceObjective`, or None, in supervised recipes."""
+    """The objective to optimise; a `PreferenceObjective`, or None, in supervised recipes."""
     terms: Sequence[LossTerm] = ()
-    """What the method adds to the loss of the objective."""
+    """Terms that the method adds to the loss of the objective."""
     train_tasks: Sequence[TaskT]
     eval_tasks: Mapping[str, Sequence[Any]]
     """Held-out splits by name; the first one is the headline."""

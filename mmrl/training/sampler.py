@@ -1,4 +1,4 @@
-"""What stands between a recipe and the engine that samples for it."""
+"""The interface between a recipe and the engine that samples for it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from mmrl.training.update import Updater
 
 LOGGER = logging.getLogger("mmrl")
 LARGEST_SHARE = 0.05
-"""Of the time that checkpoints by time may take; where writing one is slow, they come less often."""
+"""Largest share of the run's time that timed checkpoints may take; slow ones are written less often."""
 
 
 class RunSaver:

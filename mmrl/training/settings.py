@@ -147,7 +147,7 @@ class EvaluationConfig:
 
 @dataclass
 class BaseRunConfig:
-    """What every run has, whatever its domain; supervised runs add data and loss."""
+    """Options that every run has; supervised runs add data and loss."""
 
     recipe: str = ""
     """Name of the recipe (`mmrl list recipes`) or module:Recipe:Config."""
@@ -182,7 +182,7 @@ class BaseRunConfig:
 
 @dataclass
 class RunConfig(BaseRunConfig):
-    """What every run of reinforcement learning has."""
+    """Options that every reinforcement-learning run has."""
 
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Batch sizes, optimiser and guards."""

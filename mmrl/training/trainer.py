@@ -25,7 +25,7 @@ from mmrl.training.stopping import StopSignals
 from mmrl.training.update import Updater, needs_reference, update_constants
 
 MAX_DRAWS = 10
-"""Draws of tasks in a row without a usable one after which the run stops."""
+"""Stop after this many consecutive draws without a usable task."""
 
 
 TaskT = TypeVar("TaskT")
@@ -199,7 +199,7 @@ class Trainer:
             self.log.samples(self.step, "train", self.recipe.records(rollouts, self.config.evaluation.records))
 
     def _evaluate_and_save(self) -> None:
-        """Do what is due after a step."""
+        """Evaluate and save where the schedule asks for it."""
         last = self.step >= self.config.trainer.steps
         evaluation = self.config.evaluation
         self.saver.evaluation_pending = False
@@ -212,7 +212,7 @@ class Trainer:
             self.save()
 
     def _stop_if_asked(self, *, evaluated: bool = True, save: bool = True) -> None:
-        """End the run between two steps where a signal asked for it."""
+        """Stop between two steps if a signal was received."""
         if self.stop is None or not self.stop.requested(self.accelerator):
             return
         assert self.stop.signum is not None

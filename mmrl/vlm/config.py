@@ -16,7 +16,7 @@ from mmrl.vlm.evaluation import VlmEvaluationConfig, default_evaluation
 from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precision
 
 SCORES = ("values", "entropy", "logp_ref")
-"""What a vision-language policy scores beside log-probabilities."""
+"""Outputs of a vision-language policy besides log-probabilities."""
 
 
 @dataclass

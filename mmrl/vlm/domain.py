@@ -1,4 +1,4 @@
-"""What recipes on a vision-language model share: model, questions, rewards, evaluation and reports."""
+"""The parts that all recipes on a vision-language model share: model, questions, rewards, evaluation, reports."""
 
 from __future__ import annotations
 

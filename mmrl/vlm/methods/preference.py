@@ -35,7 +35,7 @@ from mmrl.vlm.methods.sft import GivenAnswersConfig, given_answers
 
 
 class StartScores:
-    """What the policy says at the start about both sides of each pair, a table by question.
+    """Log-probabilities of both sides of each pair under the initial policy, a table by question.
 
     The reference of held-out pairs, and of training pairs where it is computed ahead. A table is filled once, before
     the first update, and is part of every checkpoint.
@@ -244,7 +244,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         return evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator)
 
     def pair_measure(self, policy: VlmPolicy, split: str) -> PairMeasure:
-        """What is measured on the pairs of a held-out split."""
+        """Measures on the pairs of a held-out split."""
         return PairMeasure(
             make_pairs=lambda tasks: self.held_out_pairs(policy, split, tasks),
             logp=lambda rollouts: self.logp(policy, rollouts),

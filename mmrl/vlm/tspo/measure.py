@@ -112,7 +112,7 @@ class PickMeasure(Measure[NeedleTask]):
 
     policy: TspoPolicy
     encode: Callable[..., tuple[list[NeedleTask], list[VideoFeatures]]]
-    """Such as `TspoRecipe.encode`: the usable ones of some questions, and their features."""
+    """`TspoRecipe.encode`: returns the usable questions and their features."""
     answerer: Answerer
     evaluation: TspoEvaluationConfig
     count_of: Callable[[NeedleTask], int]
