@@ -258,7 +258,7 @@ def _flow3d(name: str, folder: Path) -> Any:
 
 
 DOMAINS = {
-    "vlm": Domain("vlm", "mmrl.vlm.recipe", _vlm),
+    "vlm": Domain("vlm", "mmrl.vlm.config", _vlm),
     "agents": Domain("agent", "mmrl.agents.recipe", _agents),
     "diffusion": Domain("flow_grpo", "diffusion.config", _diffusion, needs=("diffusers",)),
     "robotics": Domain("robot_grpo", "robotics.methods.recipe", _robotics),

@@ -135,7 +135,9 @@ def test_part_of_a_trace_is_rounded_up_to_tokens(policies):
 def test_hard_questions_get_hints_and_easy_ones_noise(make_recipe):
     recipe = make_recipe(**{"augmentation.hint_max": 1.0})
     set_difficulty(recipe, q0=-5.0, q1=0.9, q2=0.5)
-    recipe.score_texts = lambda tasks, prompts, texts, tokens: RewardResult([float(len(text)) for text in texts], {})
+    recipe.score_texts = lambda tasks, prompts, texts, tokens, step: RewardResult(
+        [float(len(text)) for text in texts], {}
+    )
     asked = recipe.augmented(recipe.policy, recipe.train_tasks[:4], seeded(), Step())
     hinted, noised, usual, new = asked
     assert isinstance(hinted, AugmentedTask)
@@ -147,8 +149,7 @@ def test_hard_questions_get_hints_and_easy_ones_noise(make_recipe):
     assert noised.messages == recipe.train_tasks[1].messages
     assert usual is recipe.train_tasks[2]
     assert new is recipe.train_tasks[3]
-    assert recipe.samples_beside() == 4
-    assert recipe.samples_beside() == 0
+    assert recipe.extra_samples == 4
 
 
 def test_the_hint_is_of_the_best_trace_and_only_where_it_helps(make_recipe):
@@ -198,7 +199,7 @@ def test_probes_measure_a_question_before_it_is_asked(make_recipe):
     recipe.tracker.recent = [-1000.0]  # whatever is answered, it is easy
     asked = recipe.augmented(recipe.policy, recipe.train_tasks[:2], seeded(), Step())
     assert all(isinstance(task, AugmentedTask) and task.noise_sigma == 0.3 for task in asked)
-    assert recipe.samples_beside() == 6
+    assert recipe.extra_samples == 6
     rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], seeded(), Step()), Step())
     recipe.advantages(rollouts, make_accelerator(), Step())
     assert len(recipe.tracker.recent) == 1 + 12  # two probes of two questions, and none of the noised groups

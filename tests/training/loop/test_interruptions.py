@@ -251,7 +251,7 @@ STUCK = """
 import sys, time
 from tests.training.toy import ToyRecipe, main
 
-def stuck(self, rollouts):
+def stuck(self, rollouts, step):
     open(sys.argv[1] + ".stuck", "w").close()
     while True:
         time.sleep(0.05)

@@ -99,7 +99,7 @@ def test_shares_by_hand():
 
 def revision_run(tmp_path, folders, reasoner):
     config = pair_config(tmp_path, folders[MODEL])
-    config.rewards = [RewardConfig(name="exact", options={"require_block": False})]
+    config.evaluation.rewards = [RewardConfig(name="exact", options={"require_block": False})]
     config.evaluation.revision = RevisionConfig(
         reasoner=None if reasoner is None else ModelConfig(path=str(reasoner)),
         critique_template=CONFIG.critique_template,
