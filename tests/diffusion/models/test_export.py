@@ -21,7 +21,7 @@ from mmrl.training.run import train
 from tests.diffusion.runs import PROMPTS, run_config
 from tests.rounding import assert_equal_up_to_rounding
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OPTIONS = {"num_inference_steps": 2, "guidance_scale": 1.0, "height": 32, "width": 32, "output_type": "pt"}
 
 

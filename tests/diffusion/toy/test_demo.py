@@ -12,7 +12,7 @@ from diffusion.toy import demo
 from mmrl.errors import UserError
 from mmrl.training import run as stages
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMON = [
     *("evaluation.max_tasks=3", "evaluation.samples=2"),
     *("evaluation.every=1", "trainer.steps=2", "tracking.quiet=true", "tracking.strict=true"),
