@@ -173,11 +173,11 @@ def test_actions_may_be_names_only():
 def test_counts_and_tracebacks_belong_to_the_run(tmp_path):
     with EnvPool(config()) as pool:
         counts = SimCounts(pool, tmp_path)
-        counts.restore({"raised": 3, "dropped": 4})
+        counts.load_state_dict({"raised": 3, "dropped": 4})
         pool.reset(tasks("well"))
         pool.step({0: Action("raise")})
         metrics = counts.metrics()
-        state = counts.state()
+        state = counts.state_dict()
     assert (metrics["sim/raised"], metrics["sim/dropped"], metrics["sim/malformed"]) == (4, 5, 0)
     assert metrics["memory/worker_mb"] > 0
     assert (state["raised"], state["dropped"]) == (4, 5)

@@ -70,9 +70,10 @@ def test_there_is_one_pool():
         for path in (PROJECT / room).rglob("*.py")
     ]
     pools = [
-        path.name
+        path.relative_to(PROJECT).as_posix()
         for path, tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and "Pool" in node.name
     ]
-    assert sorted(pools) == ["env.py", "env_pool.py", "pool.py"], "environments lie in a WorkerPool"
+    expected = ["mmrl/agents/environments/pool.py", "mmrl/workers/pool.py", "mmrl/workers/vector/env.py"]
+    assert sorted(pools) == expected, "environments lie in a WorkerPool"

@@ -85,7 +85,8 @@ def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
             if count > 1:
                 raise UserError(f"{config.file}: there are two tasks {name}; give them different ids")
         return tasks[: config.max_tasks]
-    pairs = itertools.product(range(config.first_seed, config.first_seed + config.seeds), config.names or [""])
+    seeds = range(config.first_seed, config.first_seed + config.seeds)
+    pairs = ((seed, name) for seed in seeds for name in config.names or [""])  # product() would store all seeds
     return [
         AgentTask(f"{name or 'task'}/{seed}", _named(name, config.options), seed, config.instruction)
         for seed, name in itertools.islice(pairs, config.max_tasks)
