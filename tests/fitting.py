@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+OF_GROUPS = ("trainer.samples_per_task", "trainer.skip_steps_without_gradient")
+"""Options of reinforcement learning, which supervised learning has no need of."""
+
 
 def fitting(config: Any, overrides: Sequence[str]) -> list[str]:
-    """Overrides with the places that a supervised configuration has for them, without the group size."""
+    """Overrides with the places that a supervised configuration has for them, without those of sampled groups."""
     found = []
     for override in overrides:
         key = override.partition("=")[0]
-        section = key.partition(".")[0]
-        if key == "trainer.samples_per_task" and not hasattr(config.trainer, "samples_per_task"):
+        section, _, name = key.partition(".")
+        if key in OF_GROUPS and not hasattr(config.trainer, name):
             continue
         moved = section in ("sampler", "rewards", "heldout_rewards") and not hasattr(config, section)
         found.append(f"evaluation.{override}" if moved else override)

@@ -155,13 +155,12 @@ def refused(mmrl):
 def unloaded(monkeypatch):
     """Fails where a model is loaded."""
     import diffusion.recipe
-    import mmrl.vlm.methods.sft
-    import mmrl.vlm.recipe
+    import mmrl.vlm.domain
 
     def refuse(*arguments, **options):
         raise AssertionError("a model was loaded")
 
-    for module in (mmrl.vlm.recipe, mmrl.vlm.methods.sft, diffusion.recipe):
+    for module in (mmrl.vlm.domain, diffusion.recipe):
         monkeypatch.setattr(module, "load_policy", refuse)
 
 
