@@ -350,7 +350,7 @@ def test_bands_are_the_mean_of_joined_lines_where_all_seeds_have_costs():
         ({"work": {"costs": COSTS, "target": "final"}}, r"`work\.target` is 'final'; allowed: baseline_final or a"),
         ({"work": {"costs": COSTS, "target": math.nan}}, "finite number"),
         ({"work": {"costs": COSTS, "target": True}}, r"work\.target"),
-        ({"work": {"costs": COSTS, "targt": 1}}, "did you mean 'target'"),
+        ({"work": {"costs": COSTS, "targt": 1}}, "did you mean 'work.target'"),
         ({"work": {"costs": COSTS, "baseline_spends": "some"}}, "work.baseline_spends is 'some'; allowed: reach, all"),
         ({"work": {"costs": COSTS, "baseline_share": 0.0}}, r"must be in \(0, 1\]"),
         ({"work": {"costs": COSTS, "baseline_share": 0.9, "target": 0.5}}, "has no use with the number 0.5"),
