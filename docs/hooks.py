@@ -8,7 +8,18 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-FACES = ("mmrl.core", "mmrl.rewards", "mmrl.workers", "mmrl.vlm", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
+FACES = (
+    "mmrl.core",
+    "mmrl.rewards",
+    "mmrl.workers",
+    "mmrl.training",
+    "mmrl.vlm",
+    "mmrl.agents",
+    "mmrl.gui",
+    "diffusion",
+    "robotics",
+    "robotics.scenes",
+)
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?!docs/)([^)]*)\)")
 
 

@@ -53,5 +53,5 @@ print(f"the exported model answers {processor.batch_decode(tokens[:, inputs['inp
 print(f"largest difference of logits between the exported model and base with adapter: {difference:.1e}")
 
 pipeline = DiffusionPipeline.from_pretrained(folder / "images")
-picture = pipeline("a red circle", num_inference_steps=4, guidance_scale=1.0, output_type="np").images[0]
-print(f"the pipeline draws {picture.shape[0]} x {picture.shape[1]} pixels")
+image = pipeline("a red circle", num_inference_steps=4, guidance_scale=1.0, output_type="np").images[0]
+print(f"the pipeline draws {image.shape[0]} x {image.shape[1]} pixels")

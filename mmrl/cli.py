@@ -135,7 +135,7 @@ def _quieten_libraries() -> None:
 
 
 class _LogLines(logging.Handler):
-    """Messages on the streams of the moment, which a progress bar redirects; warnings in one line on standard error."""
+    """Write messages to the current streams, which a progress bar redirects; warnings as one line on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()

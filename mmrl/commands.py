@@ -378,8 +378,8 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", metavar="P", default="expert", help="play: expert (default), random, or folder of a run or policy"
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="play: draws the initial states; default: 0")
-    parser.add_argument("--video", metavar="FILE.mp4", type=Path, help="play: write a film and open no window")
-    parser.add_argument("--strip", metavar="FILE.png", type=Path, help="play: write rows of pictures, no window")
+    parser.add_argument("--video", metavar="FILE.mp4", type=Path, help="play: write a video and open no window")
+    parser.add_argument("--strip", metavar="FILE.png", type=Path, help="play: write rows of images and open no window")
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:

@@ -202,8 +202,8 @@ def _wrong_type(error: Exception, structured: Any, key: str) -> str:
     if named is not None:
         return f"expected keys and values of {named[2]}, got the {named[1]} {str(error).splitlines()[0].split()[-1]!r}"
     if isinstance(default, str) and "'None'" in str(error):
-        way = """an empty text is "''" on the command line and '' in a file"""
-        return f"nothing is given; {way} (default: {default!r})"
+        hint = """an empty text is "''" on the command line and '' in a file"""
+        return f"nothing is given; {hint} (default: {default!r})"
     return f"{_first_line(error)}{'' if default is None else f' (default: {default!r})'}"
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+"""Configurations of a checkout; an installed wheel has none."""
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 
 
@@ -18,8 +22,20 @@ class Row(NamedTuple):
 
 
 def markdown(name: str) -> str:
-    """Write a list as a Markdown table."""
-    return markdown_table(COLUMNS[name], [(f"`{row.name}`", row.summary, row.source) for row in LISTINGS[name]()])
+    """Write a list as a Markdown table; recipes with their configurations, where there is a checkout."""
+    columns, rows = COLUMNS[name], [(f"`{row.name}`", row.summary, row.source) for row in LISTINGS[name]()]
+    if name != "recipes" or not CONFIGS.is_dir():
+        return markdown_table(columns, rows)
+    files: dict[str | None, list[str]] = defaultdict(list)
+    for path in sorted(CONFIGS.rglob("*.yaml")):
+        files[_recipe_of(path)].append(f"`{path.name}`")
+    return markdown_table((*columns, "configurations"), [(*row, ", ".join(files[row[0].strip("`")])) for row in rows])
+
+
+def _recipe_of(path: Path) -> str | None:
+    """Recipe of a configuration file, its own or that of the file that it extends."""
+    keys = dict(re.findall(r"^(recipe|extends): *(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    return keys.get("recipe") or (_recipe_of(path.parent / keys["extends"]) if "extends" in keys else None)
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,6 +1,6 @@
 """Draw docs/architecture.svg from the imports: one box a package, one arrow to each package that it builds on.
 
-`python scripts/architecture.py` rewrites the picture, as `make docs` does. An import that a chain of other arrows
+`python scripts/architecture.py` rewrites the drawing, as `make docs` does. An import that a chain of other arrows
 implies has no arrow of its own.
 """
 
@@ -10,7 +10,7 @@ import ast
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
-PICTURE = PROJECT / "docs/architecture.svg"
+DRAWING = PROJECT / "docs/architecture.svg"
 ROWS = (  # from the top, in three columns: each row imports from those below it
     (None, "mmrl.gui", None),
     ("robotics", "mmrl.agents", None),
@@ -38,7 +38,7 @@ WIDTH, BOX, HEIGHT, GAP = 760, 220, 42, 38
 
 
 def draw() -> str:
-    """Return the picture as SVG text."""
+    """Return the drawing as SVG text."""
     places = {
         package: (WIDTH * (2 * column + 1) // (2 * len(packages)), GAP // 2 + row * (HEIGHT + GAP))
         for row, packages in enumerate(ROWS)
@@ -94,4 +94,4 @@ def _direct(imports: set[tuple[str, str]]) -> set[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw(), encoding="utf-8")
+    DRAWING.write_text(draw(), encoding="utf-8")

@@ -13,7 +13,6 @@ import argparse
 import difflib
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -23,7 +22,7 @@ from mmrl.core.blocks import BLOCKS
 from mmrl.core.blocks.preference import PREFERENCE_BLOCKS
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
-from mmrl.listings import COLUMNS, LISTINGS, markdown, markdown_table
+from mmrl.listings import LISTINGS, markdown, markdown_table
 from mmrl.options import Option, options_of, select_options
 from mmrl.recipes import find_recipe
 
@@ -69,32 +68,6 @@ def table(name: str) -> str:
         hint = f"did you mean '{close[0]}'? " if close else ""
         raise UserError(f"there is no table '{kind}'; {hint}tables: {', '.join(TABLES)}")
     return TABLES[kind](*arguments)
-
-
-def _recipes() -> str:
-    files = _configurations(PROJECT / "configs")
-    rows = [
-        (f"`{row.name}`", row.summary, row.source, ", ".join(f"`{name}`" for name in files[row.name]))
-        for row in LISTINGS["recipes"]()
-    ]
-    return markdown_table((*COLUMNS["recipes"], "configurations"), rows)
-
-
-def _configurations(folder: Path) -> dict[str, list[str]]:
-    """Recipe to the names of the files that run it, directly or through `extends:`."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(folder.rglob("*.yaml")):
-        recipe = _recipe_of(path)
-        if recipe:
-            found[recipe].append(path.name)
-    return found
-
-
-def _recipe_of(path: Path) -> str | None:
-    keys = dict(re.findall(r"^(recipe|extends): *(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE))
-    if "recipe" in keys:
-        return keys["recipe"]
-    return _recipe_of(path.parent / keys["extends"]) if "extends" in keys else None
 
 
 def _blocks(part: str) -> str:
@@ -145,8 +118,7 @@ def _first_table(page: str) -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    "recipes": _recipes,
-    **{name: partial(markdown, name) for name in ("objectives", "preferences", "rewards", "image_rewards")},
+    **{name: partial(markdown, name) for name in LISTINGS},
     "blocks": _blocks,
     "options": _options,
     "results": _results,

@@ -26,7 +26,7 @@ def test_the_tables_of_the_documents_are_current():
 
 
 def test_the_picture_of_the_architecture_is_current():
-    assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.draw(), "run `make docs`"
+    assert architecture.DRAWING.read_text(encoding="utf-8") == architecture.draw(), "run `make docs`"
 
 
 def test_what_stands_between_the_marks_is_replaced_and_nothing_else():
@@ -72,3 +72,11 @@ def test_the_list_command_prints_the_tables(capsys):
     assert main(["list", "rewards", "--markdown"]) == 0
     out = capsys.readouterr().out
     assert out == table("rewards") + "\n" + table("image_rewards") + "\n"
+
+
+def test_the_list_command_names_the_configurations_of_each_recipe(capsys):
+    assert main(["list", "recipes", "--markdown"]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "| recipe | what it does | source | configurations |"
+    (papo,) = [row for row in rows if row.startswith("| `papo` |")]
+    assert "`digits_papo.yaml`" in papo

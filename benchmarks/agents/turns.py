@@ -1,6 +1,6 @@
 """The arms of `python -m benchmarks vlm --only turns`: what going on from a conversation's history saves.
 
-The episodes are made up: every turn answers with the same number of tokens, and is followed by a picture. "anew" reads
+The episodes are made up: every turn answers with the same number of tokens, and is followed by an image. "anew" reads
 the whole conversation in every turn, in sampling and in the update, as trainers do whose rows are single turns.
 """
 

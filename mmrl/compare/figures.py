@@ -28,7 +28,7 @@ Line = tuple[Sequence[float], Sequence[float]]
 
 
 def draw(experiment: ExperimentConfig, folder: Path, comparison: Comparison) -> None:
-    """Write the pictures into the output folder."""
+    """Write the figures into the output folder."""
     plans = plan_comparison(experiment, folder)
     _draw_comparison(experiment, folder, comparison, plans)
     if comparison.work is not None:

@@ -46,9 +46,9 @@ def run_experiment(
     command: CommandBuilder = train_command,
     announce: Callable[[str], None] | None = None,
 ) -> Path:
-    """Run what an experiment file asks for and is not yet done, and write comparison.json and its pictures.
+    """Run what an experiment file asks for and is not yet done, and write comparison.json and its figures.
 
-    The pictures are comparison.png, and work.png where the experiment has costs.
+    The figures are comparison.png, and work.png where the experiment has costs.
     """
     experiment = load_experiment(path)
     forget_digests()

@@ -1,6 +1,6 @@
 """A model behind an OpenAI-compatible chat endpoint, asked over HTTP with text and images.
 
-Request and answer are JSON with pictures as PNG in base64; nothing that comes over the network is ever unpickled.
+Request and answer are JSON with images as PNG in base64; nothing that comes over the network is ever unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ask_chat(
     url: str,
     model: str,
     text: str,
-    pictures: Sequence[NDArray[np.uint8]] = (),
+    images: Sequence[NDArray[np.uint8]] = (),
     *,
     system: str = "",
     max_tokens: int = 512,
@@ -54,7 +54,7 @@ def ask_chat(
 
     `url` is the server's address up to /v1; `api_key` is sent as a bearer token where given.
     """
-    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _data_uri(each)}} for each in pictures]
+    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _data_uri(each)}} for each in images]
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": [*content, {"type": "text", "text": text}]})
     body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": max_tokens}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LARGEST_BYTES = 3_000_000
 """Bytes of one embedded video; larger ones are named only."""
-MOST_FILMS = 12
+MOST_VIDEOS = 12
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -31,7 +31,7 @@ def videos_of(folder: Path) -> list[dict[str, Any]]:
     files = sorted(path for path in folder.glob("videos/*.mp4") if _STEP.match(path.name))
     steps = sorted({_step(path) for path in files})
     kept = [path for path in files if _step(path) in (steps[0], steps[-1])]
-    return [{"title": path.stem.replace("-", " "), "source": _embedded(path)} for path in kept[:MOST_FILMS]]
+    return [{"title": path.stem.replace("-", " "), "source": _embedded(path)} for path in kept[:MOST_VIDEOS]]
 
 
 def _step(path: Path) -> int:
@@ -146,7 +146,7 @@ def show_number(value: float | None, signed: bool = False) -> str:
     return f"{value:+.3f}" if signed else f"{value:.4g}"
 
 
-def picture(image: Image) -> dict[str, Any]:
+def shown_image(image: Image) -> dict[str, Any]:
     """An image that a model drew, as a data URI, with its size in pixels of the page and whether it is `pixelated`.
 
     Small images are stored as they are and scaled up with sharp pixels, large ones are reduced.
@@ -190,7 +190,7 @@ def _rollout_task(group: Sequence[SampleRecord]) -> dict[str, Any]:
     samples = [
         {
             "response": readable_answer(record.response),
-            "outputs": [picture(image) for image in record.outputs],
+            "outputs": [shown_image(image) for image in record.outputs],
             "reward": show_number(record.reward),
             "terms": [show_number(record.terms.get(term)) for term in terms],
             "advantage": show_number(record.advantage, signed=True),
@@ -261,8 +261,8 @@ def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
         for task in list(last)[:GRID_PROMPTS]
     ]
     note = f"The first {len(rows)} of the {len(last)} prompts kept from the evaluations, not selected"
-    if any(group.correct is not None for group in last.values()):  # pictures of what was done, not drawn by the model
-        title, note = "The same held-out tasks in pictures", f"{note}."
+    if any(group.correct is not None for group in last.values()):  # images of what was done, not drawn by the model
+        title, note = "The same held-out tasks in images", f"{note}."
     else:
         title = "Images of the same prompts and seeds"
         note += "; a run draws them from the same seeds every time. The reward is the mean of the images shown."
@@ -316,7 +316,7 @@ def _cell(record: SampleRecord | None) -> dict[str, Any] | None:
     reward = None if record.reward is None else f"reward {show_number(record.reward)}"
     terms = [f"{term} {show_number(value)}" for term, value in record.terms.items()]
     return {
-        "images": [picture(image) for image in record.outputs[:GRID_IMAGES]],
+        "images": [shown_image(image) for image in record.outputs[:GRID_IMAGES]],
         "reward": reward,
         "terms": ", ".join(terms),
         "response": None if record.correct is None else record.response,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 FILES_READ = 256
-"""Pictures, videos and other files whose bytes are read, spread evenly over the data; the names of all count."""
+"""Images, videos and other files whose bytes are read, spread evenly over the data; the names of all count."""
 PLACES = frozenset({"id"})
 """Fields that name a row by its place in a file, which may be renamed."""
 FILE_FIELDS = frozenset({"images", "videos"})
@@ -21,7 +21,7 @@ FILE_FIELDS = frozenset({"images", "videos"})
 
 
 def content_digest(items: Iterable[Any]) -> str:
-    """Digest of items in their order: texts, numbers, arrays and pictures, and the bytes of some of their files."""
+    """Digest of items in their order: texts, numbers, arrays and images, and the bytes of some of their files."""
     files: list[Any] = []
     digest = hashlib.blake2b(digest_size=8)
 

@@ -124,7 +124,7 @@ class ResumableRows:
     def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any], unsaved: Collection[str] = ()) -> None:
         fingerprint = short_digest(json.dumps(conditions, sort_keys=True, default=str).encode())
         self.path = folder / f"{name}-{fingerprint}.jsonl"
-        self.pictures = folder / "pictures"
+        self.images = folder / "images"
         """Folders of the sample images that belong to rows."""
         self.conditions = conditions
         self.unsaved = frozenset(unsaved)

@@ -230,7 +230,7 @@ METRICS: dict[str, str] = {
     "terms/<term>/<protocol>/<part>": "Mean of the term over tasks with one value of a data column, as column=value.",
     "terms/<term>/<protocol>/<part>/low": "Lower end of its 95 % interval.",
     "terms/<term>/<protocol>/<part>/high": "Upper end of its 95 % interval.",
-    "success/<protocol>": "Share of episodes that did the task, greedy or sampled; _swapped: shown other pictures.",
+    "success/<protocol>": "Share of episodes that did the task, greedy or sampled; _swapped: shown other images.",
     "success/<protocol>/low": "Lower end of its 95 % interval.",
     "success/<protocol>/high": "Upper end of its 95 % interval.",
     "success/<protocol>/<task>": "Share of episodes of one task that did it.",

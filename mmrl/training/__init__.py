@@ -1,1 +1,20 @@
-"""The loop: recipe stages, updates, checkpoints, tracking, reports and comparisons."""
+"""The training loop: recipes and loss terms, the trainer, its settings, and held-out evaluation.
+
+    from mmrl.training import LossTerm, Recipe, SupervisedRecipe
+
+A recipe supplies the stages of a step, a loss term adds to the objective's loss, and `train` runs a configuration.
+"""
+
+from __future__ import annotations
+
+from mmrl.lazy import lazy_names
+
+_NAMES = {
+    "mmrl.training.evaluation": ("Evaluation", "Measure", "evaluate_tasks"),
+    "mmrl.training.recipe": ("LossTerm", "Recipe", "Step", "SupervisedRecipe", "Tally", "TermLoss"),
+    "mmrl.training.run": ("evaluate", "train"),
+    "mmrl.training.settings": ("BaseRunConfig", "CheckpointConfig", "EvaluationConfig", "RunConfig", "TrainerConfig"),
+    "mmrl.training.trainer": ("Trainer",),
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

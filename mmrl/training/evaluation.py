@@ -271,7 +271,7 @@ def _run_mine(
         for row in rows:
             if saved is not None and log is not None:
                 if (row["index"], row["repeat"]) in shown:
-                    row["record"] = store_record(saved.pictures, measure.record(row))
+                    row["record"] = store_record(saved.images, measure.record(row))
                 log.append(saved.saved(row))
     if log is not None:
         log.close()
@@ -281,7 +281,7 @@ def _run_mine(
 def _sample(measure: Measure[TaskT], row: Row, saved: ResumableRows | None, taken: Collection[Key]) -> SampleRecord:
     """A row as a sample; one that was taken over comes with the sample that was kept with it."""
     if saved is not None and (row["index"], row["repeat"]) in taken and isinstance(row.get("record"), dict):
-        return load_record(saved.pictures, row["record"])
+        return load_record(saved.images, row["record"])
     return measure.record(row)
 
 

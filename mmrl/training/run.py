@@ -71,10 +71,10 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
             _train(recipe, config, accelerator, resume=resume, from_last_good=from_last_good)
         except OSError as error:
             saved = any((run_dir / "checkpoints").glob("step-*"))
-            way = (
+            hint = (
                 "`--resume` continues from the last checkpoint" if saved else "there is no checkpoint to continue from"
             )
-            raise RunError(f"run in {run_dir} failed: {error}; {way}") from error
+            raise RunError(f"run in {run_dir} failed: {error}; {hint}") from error
     return run_dir
 
 
@@ -208,8 +208,10 @@ def _open_recipe(entry: Any, config: Any) -> Recipe:
 def _check_folder(run_dir: Path, resume: bool) -> None:
     if has_begun(run_dir) and not resume:
         saved = any((run_dir / "checkpoints").glob("step-*"))
-        way = "add --resume to continue it" if saved else "it has no checkpoint yet: --resume starts it again"
-        raise UserError(f"{run_dir} already holds a run; {way}, or choose another output_dir=..., or delete the folder")
+        hint = "add --resume to continue it" if saved else "it has no checkpoint yet: --resume starts it again"
+        raise UserError(
+            f"{run_dir} already holds a run; {hint}, or choose another output_dir=..., or delete the folder"
+        )
     if resume and not has_begun(run_dir) and not (run_dir / "config.yaml").is_file():
         raise UserError(f"nothing to resume: {run_dir} holds no run")
 

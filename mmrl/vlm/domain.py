@@ -142,12 +142,12 @@ class VlmDomain:
         payload = VlmPayload.of(rollouts)
         advantage = rollouts.advantage
         found: list[SampleRecord] = []
-        pictures: dict[int, list[Any]] = {}
+        images_of: dict[int, list[Any]] = {}
         for row in range(min(limit, rollouts.num_rows)):
             group = int(rollouts.group[row])
             task = payload.tasks[group]
-            if group not in pictures:
-                pictures[group] = task_images(task, self.policy.layout.patch_size)
+            if group not in images_of:
+                images_of[group] = task_images(task, self.policy.layout.patch_size)
             length = max(float(rollouts.mask[row].sum()), 1.0)
             found.append(
                 SampleRecord(
@@ -155,7 +155,7 @@ class VlmDomain:
                     prompt=payload.prompts[group].text,
                     response=payload.texts[row],
                     answer=str(task.columns.get("answer", "")),
-                    images=pictures[group],
+                    images=images_of[group],
                     reward=float(rollouts.reward[row]),
                     terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
                     advantage=None if advantage is None else float(advantage[row].sum()) / length,

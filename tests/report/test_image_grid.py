@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.report.gallery import before_after, evaluation_columns, image_grid, picture, sample_gallery
+from mmrl.report.gallery import before_after, evaluation_columns, image_grid, sample_gallery, shown_image
 from mmrl.runs.samples import SampleRecord, write_samples
 
 
@@ -157,7 +157,7 @@ def test_group_shows_its_images_rewards_terms_and_advantages(tmp_path):
 @pytest.mark.parametrize(("side", "shown"), [(8, 96), (28, 84), (32, 96), (64, 128), (127, 254)])
 def test_small_images_are_kept_pixel_by_pixel_and_scaled_up_by_a_whole_number(side, shown):
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    found = picture(Image.fromarray(pixels))
+    found = shown_image(Image.fromarray(pixels))
     assert (found["width"], found["height"], found["pixelated"]) == (shown, shown, True)
     kind, image = opened(found["source"])
     assert kind == "png"
@@ -168,7 +168,7 @@ def test_small_images_are_kept_pixel_by_pixel_and_scaled_up_by_a_whole_number(si
     ("size", "shown"), [((128, 128), (128, 128)), ((1024, 512), (256, 128)), ((96, 300), (82, 256))]
 )
 def test_large_images_are_reduced_and_keep_their_shape(size, shown):
-    found = picture(Image.new("RGBA", size, (200, 30, 40, 255)))
+    found = shown_image(Image.new("RGBA", size, (200, 30, 40, 255)))
     assert (found["width"], found["height"], found["pixelated"]) == (*shown, False)
     kind, image = opened(found["source"])
     assert kind == "jpeg"

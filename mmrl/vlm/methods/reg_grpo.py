@@ -150,9 +150,7 @@ class RegGrpoRecipe(VlmRecipe):
         if settings.hint_scale:
             lines += [f"     first clip({settings.hint_scale:g} D, 0, {settings.hint_max:g}) of a trace as a hint"]
         if settings.noise_scale:
-            lines += [
-                f"     noise of deviation clip(-{settings.noise_scale:g} D, 0, {settings.noise_max:g}) on pictures"
-            ]
+            lines += [f"     noise of deviation clip(-{settings.noise_scale:g} D, 0, {settings.noise_max:g}) on images"]
         return "\n".join(lines)
 
     def _check_data(self) -> None:
