@@ -50,8 +50,8 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, field_problems
 
 KEPT_BYTES = str(2**20)
-"""In the processes that measure memory, blocks above this go back to the system when they are freed: glibc would keep
-them, and peaks would not be comparable. It costs time, a quarter of a TRL step, so other processes measure that."""
+"""Size above which freed blocks go back to the system in processes that measure memory. glibc would keep them, and
+peaks would not be comparable. It costs time, a quarter of a TRL step, so other processes measure that."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class BenchOptions:
     family: str = "qwen2_5_vl"
     """Architecture of the model that is built."""
     folder: Path = Path("runs/bench")
-    """Where models and questions that are built are kept."""
+    """Folder of the models and questions that are built."""
 
     def __post_init__(self) -> None:
         self.blocks = self.blocks or (1 if self.quick else 5)

@@ -118,7 +118,7 @@ class Recorder:
         self._begin()
 
     def result(self) -> dict[str, Any]:
-        """What was measured.
+        """Collect the measurements.
 
         Returns:
             cpu_s and wall_s: median seconds of a repetition by stage, the whole of it as "total"; peak_mb: peak

@@ -23,7 +23,7 @@ from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, RunConfig, 
 
 COMBINATIONS = ("sum", "gdpo")
 SCORES = ("kl_ref",)
-"""What an image policy scores beside log-probabilities: the divergence of two Gaussians, or a velocity distance."""
+"""Scores besides log-probabilities: the divergence of two Gaussians, or a velocity distance."""
 
 
 def image_trainer() -> TrainerConfig:
@@ -85,7 +85,7 @@ class GivenEvaluationConfig(DiffusionEvaluationConfig):
     sampler: SamplerConfig = field(
         default_factory=lambda: SamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
     )
-    """How images are drawn."""
+    """Sampling of images."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms that are reported."""
     heldout_rewards: list[RewardConfig] = field(default_factory=list)
@@ -120,7 +120,7 @@ class DiffusionConfig(DiffusionParts, RunConfig):
     data: PromptConfig = field(default_factory=PromptConfig)
     """Training prompts."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    """How images are drawn."""
+    """Sampling of images."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms that are optimised, and their weights."""
     heldout_rewards: list[RewardConfig] = field(default_factory=list)
@@ -129,7 +129,7 @@ class DiffusionConfig(DiffusionParts, RunConfig):
     """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, their weighted sum
     normalised over the batch, then the objective's bound and factor."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """What is optimised."""
+    """Objective that is optimised."""
     trainer: TrainerConfig = field(default_factory=image_trainer)
     """Batch sizes, optimiser and guards."""
     evaluation: DiffusionEvaluationConfig = field(default_factory=DiffusionEvaluationConfig)

@@ -1,4 +1,4 @@
-"""What every diffusion recipe shares: prompts, images, rewards, held-out evaluation and cost metrics.
+"""Shared parts of the diffusion recipes: prompts, images, rewards, held-out evaluation and cost metrics.
 
 A method supplies the process whose decisions are trained, `Trajectories` (denoising, a log-density for each step) or
 `FlowMatching` (noisy versions of the finished images), and what its paper changes: advantages, scores or the loss.
@@ -44,7 +44,7 @@ LOGGER = logging.getLogger("mmrl")
 
 
 class Process(Protocol):
-    """What draws images and evaluates models on their decisions.
+    """Draws images and evaluates models on their decisions.
 
     Denoising as `Trajectories` has it (a decision is a step), or noising again as `FlowMatching` has it (a decision is
     a noisy version of the image).
@@ -236,7 +236,7 @@ class DiffusionDomain:
                 self.eval_tasks = {**self.eval_tasks, name: tasks}
 
     def cut_of(self, prompt: str) -> str | None:
-        """What the model's tokenizers would drop of a prompt, as the end of a message; None where it fits."""
+        """Part of a prompt that the model's tokenizers would drop, as the end of a message; None if it fits."""
         cuts = self.policy.embeddings.encoders.cuts(prompt)
         return None if not cuts else f"{cuts[0].tokenizer} would drop {cuts[0].text!r} of the prompt"
 

@@ -303,6 +303,6 @@ COMPARISONS: dict[str, Callable[[_Work], dict[str, Any]]] = {
     "recipes": _recipes,
     "steps": _steps,
 }
-"""What `--only` takes."""
+"""Values of `--only`."""
 
 NAMES = tuple(COMPARISONS)

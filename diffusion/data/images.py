@@ -37,7 +37,7 @@ class CaptionedImage:
 
 @dataclass
 class ImageDataConfig:
-    """Where the captioned images are."""
+    """Location of the captioned images."""
 
     path: str = MISSING
     """A .npz file with `images` uint8 (N, h, w, 3) and `captions`, or a .jsonl file with the columns image (a path,

@@ -43,7 +43,7 @@ class ImagePair:
     rejected: Callable[[], NDArray[np.uint8]]
     """Gives the rejected one."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Those of `NUMBERS` that the data has."""
+    """Values of the columns of `NUMBERS` that the data has."""
 
     def read(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """The preferred and the rejected image; a resume compares them to notice changed data."""
@@ -52,7 +52,7 @@ class ImagePair:
 
 @dataclass
 class ImagePairConfig:
-    """Where the pairs are."""
+    """Location of the pairs."""
 
     path: str = MISSING
     """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3) and perhaps the numbers

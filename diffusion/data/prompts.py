@@ -34,7 +34,7 @@ class DiffusionTask:
 
 @dataclass
 class PromptConfig:
-    """Where the prompts come from."""
+    """Source of the prompts."""
 
     path: str = MISSING
     """A .txt file with a prompt a line, a .jsonl, .json or .parquet file, a data-set folder or a hub id."""

@@ -54,7 +54,7 @@ class AwmSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AwmScores(PolicyOutputs):
-    """What AWM's loss takes from one pass of the policy."""
+    """Inputs of AWM's loss from one pass of the policy."""
 
     kl_ema: Tensor | None
     """(B, T), distance to the velocity of the moving average; None where it was not asked for."""
@@ -76,7 +76,7 @@ class AwmLoss(LossTerm):
         self.outputs = frozenset({"kl_ema"} if settings.ema_coef else ())
 
     def sampling_weights(self, policy: nn.Module) -> AbstractContextManager[None]:
-        """Those of the moving average off policy, else the policy's own."""
+        """Sample with the moving average off policy, else with the policy's own weights."""
         return self.kl_ema.applied(policy) if self.settings.off_policy else nullcontext()
 
     def scores(
@@ -153,4 +153,4 @@ AVERAGING: dict[str, dict[str, dict[str, str]]] = {
     "sum_first": {"ratio": {"kind": "sequence_full"}},
     "bgpo": {"clip": {"kind": "bgpo"}},
 }
-"""What an averaging changes in the objective."""
+"""Changes of the objective by averaging."""

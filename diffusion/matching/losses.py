@@ -314,7 +314,7 @@ WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "huber": lambda error, sigma, power: -sigma * ((error + ERROR_FLOOR).sqrt() - ERROR_FLOOR**0.5),
     "ghuber": lambda error, sigma, power: -sigma / power * ((error + ERROR_FLOOR) ** power - ERROR_FLOOR**power),
 }
-"""From matching errors, times and the exponent to pseudo log-likelihoods."""
+"""Functions that turn matching errors, times and the exponent into pseudo log-likelihoods."""
 TIME_SAMPLERS: dict[str, Callable[[_TimeOptions], Tensor]] = {
     "discrete": _discrete,
     "discrete_wo_init": _discrete_wo_init,

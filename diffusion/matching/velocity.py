@@ -41,8 +41,8 @@ class TimestepConfig:
     count: int = bounded(6, at_least=1)
     """Times T of each image in an epoch."""
     times: str = choice("discrete_wo_init", lambda: TIME_SAMPLERS)
-    """How they are drawn: discrete, discrete_wo_init, discrete_with_init (of the sampler's grid), logit_normal or
-    uniform."""
+    """Distribution of the times: discrete, discrete_wo_init, discrete_with_init (of the sampler's grid),
+    logit_normal or uniform."""
     fraction: float = bounded(0.9, above=0, at_most=1)
     """Share of the grid that the discrete kinds use, from the noisy end."""
     shift: float = bounded(3.0, above=0)

@@ -82,8 +82,8 @@ class AcFlowConfig(DiffusionConfig):
 
     compares_samples: ClassVar[bool] = False
     states: str = choice("forward", lambda: STATES)
-    """What the critic judges and the policy is matched at: forward (images made noisy again) or trajectory (states that
-    the sampler went through)."""
+    """States that the critic judges and the policy is matched at: forward (images with new noise) or trajectory
+    (states of the sampler)."""
     credit: str = choice("return", lambda: CREDITS)
     """Advantage of a state: return (R - V) or difference (V of the next state kept - V; needs states: trajectory and a
     stochastic sampler)."""
@@ -100,7 +100,7 @@ class AcFlowConfig(DiffusionConfig):
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0}))
     """Weight alpha of the distance to the start model, as kl.coef."""
     sampler: SamplerConfig = field(default_factory=matching_sampler)
-    """How images are drawn."""
+    """Sampling of images."""
     trainer: TrainerConfig = field(default_factory=matching_trainer)
     """Batch sizes, optimiser and guards."""
 
@@ -153,7 +153,7 @@ class AcFlowRecipe(DiffusionRecipe):
             self.parts["critic"] = self.critic
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
-        """Those of the last refresh."""
+        """Sample with the weights of the last refresh."""
         return self.last_policy.applied(policy)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
@@ -211,4 +211,4 @@ class AcFlowRecipe(DiffusionRecipe):
 
 
 STATES: dict[str, type[FlowMatching]] = {"forward": FlowMatching, "trajectory": StateMatching}
-"""What the states are, and how they are drawn and matched."""
+"""Matching of each choice of states."""

@@ -46,7 +46,7 @@ class AwmConfig(DiffusionConfig):
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="awm"))
     """Advantage, clipping and the weight of the distance to the reference."""
     sampler: SamplerConfig = field(default_factory=matching_sampler)
-    """How images are drawn."""
+    """Sampling of images."""
     trainer: TrainerConfig = field(default_factory=matching_trainer)
     """Batch sizes, optimiser and guards."""
 
@@ -69,7 +69,7 @@ class AwmRecipe(DiffusionRecipe):
         self.terms = [self.awm]
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
-        """Those of the moving average off policy, else the policy's own."""
+        """Sample with the moving average off policy, else with the policy's own weights."""
         return self.awm.sampling_weights(policy)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:

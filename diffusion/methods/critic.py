@@ -28,7 +28,7 @@ TIME_FEATURES = 16
 
 @dataclass
 class ShapingConfig:
-    """How rewards become the critic's targets."""
+    """Computation of the critic's targets from rewards."""
 
     kind: str = choice("running_z", SHAPINGS)
     """none, minmax (clip((r - low) / (high - low), 0, 1)), running_z (running mean and deviation, clipped at +-3),
@@ -99,7 +99,7 @@ class CriticConfig:
     width: int = rare(bounded(64, at_least=1))
     """Channels of the convolutions and hidden units."""
     learning_rate: float = bounded(1e-3, above=0)
-    """Of its own AdamW; 1e-4 for a large latent."""
+    """Learning rate of the critic's AdamW; 1e-4 for a large latent."""
     updates_per_step: int = bounded(4, at_least=1)
     """Passes over the states of a step."""
     warmup_updates: int = bounded(20, at_least=0)
@@ -221,7 +221,7 @@ CREDITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "return": lambda returns, values: returns - values,
     "difference": _differences,
 }
-"""From returns and values (B, T) of states in the order of their path to advantages (B, T); see
+"""Functions that turn returns and values (B, T) of states along a path into advantages (B, T); see
 `diffusion.methods.ac_flow`."""
 
 

@@ -100,7 +100,7 @@ class DdpoConfig(DiffusionConfig):
 
     compares_samples: ClassVar[bool] = False
     sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(guidance=5.0))
-    """How images are drawn."""
+    """Sampling of images."""
     step: StepConfig = field(default_factory=lambda: StepConfig(detach_negative=False))
     """Gradient through both halves of guidance."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="ddpo"))

@@ -61,7 +61,7 @@ class DiffusionDpoConfig(GivenImagesConfig):
     pairs: ImagePairConfig = field(default_factory=ImagePairConfig)
     """The pairs of images."""
     filter: PairFilterConfig = field(default_factory=PairFilterConfig)
-    """Which of them are trained on."""
+    """Choice of the pairs that are trained on."""
     drop_caption: float = rare(bounded(0.1, at_least=0, at_most=1))
     """Probability that both images of a pair are shown without their caption, so that guidance keeps working."""
     error: str = rare(choice("velocity", ERRORS))
@@ -75,7 +75,7 @@ class DiffusionDpoConfig(GivenImagesConfig):
     objective: PreferenceConfig = field(
         default_factory=lambda: PreferenceConfig(preset="diffusion_dpo", loss={"beta": 100.0})
     )
-    """What is minimised."""
+    """Loss that is minimised."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The model that errors are compared with."""
     trainer: BaseTrainerConfig = field(default_factory=pair_trainer)

@@ -42,7 +42,7 @@ CHUNK = 1024
 
 @dataclass
 class PairFilterConfig:
-    """Which pairs are trained on."""
+    """Choice of the pairs that are trained on."""
 
     kind: str = choice("none", ("none", "fifa", "random"))
     """none: all of them; fifa: the most important ones; random: as many drawn at random, to compare with."""

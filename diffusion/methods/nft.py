@@ -45,7 +45,7 @@ class NftSettings:
     """Options of the two-sided loss."""
 
     beta: float = rare(bounded(1.0, above=0))
-    """How far the mixtures reach from the old velocity; 0.1 for OCR and several rewards."""
+    """Distance of the mixtures from the old velocity; 0.1 for OCR and several rewards."""
     old_schedule: int = rare(choice(1, lambda: NFT_SCHEDULES))
     """Share of itself that the old policy keeps: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999)."""
     advantage_mode: str = rare(choice("all", lambda: ADVANTAGE_MODES))
@@ -59,7 +59,7 @@ class DiffusionNftConfig(DiffusionConfig):
     nft: NftSettings = rare(field(default_factory=NftSettings))
     """The two-sided loss."""
     sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(steps=10, guidance=1.0, solver="dpm"))
-    """How images are drawn."""
+    """Sampling of images."""
     timesteps: TimestepConfig = field(default_factory=lambda: TimestepConfig(count=9, times="discrete", fraction=0.99))
     """The noisy versions."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1e-4}))
@@ -88,7 +88,7 @@ class DiffusionNftRecipe(DiffusionRecipe):
         self.old = self.parts["old"] = EMAWeights(self.policy)
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
-        """Those of the old policy."""
+        """Sample with the weights of the old policy."""
         return self.old.applied(policy)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
@@ -135,4 +135,4 @@ ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "one_only": lambda advantage: (advantage > 0).to(advantage.dtype),
     "binary": lambda advantage: advantage.sign(),
 }
-"""What of the advantages is used, from (B, T) to (B, T)."""
+"""Choice of the advantages that are used, from (B, T) to (B, T)."""

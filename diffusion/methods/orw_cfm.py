@@ -105,7 +105,7 @@ class OrwConfig(DiffusionConfig):
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0}))
     """Weight alpha of the distance to the start model, as kl.coef."""
     sampler: SamplerConfig = field(default_factory=matching_sampler)
-    """How images are drawn."""
+    """Sampling of images."""
     trainer: TrainerConfig = field(default_factory=matching_trainer)
     """Batch sizes, optimiser and guards."""
 
@@ -132,7 +132,7 @@ class OrwRecipe(DiffusionRecipe):
         self.last_policy = self.parts["last_policy"] = EMAWeights(self.policy, enabled=config.orw.refresh_every > 1)
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
-        """Those of the last refresh."""
+        """Sample with the weights of the last refresh."""
         return self.last_policy.applied(policy)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
@@ -168,4 +168,4 @@ WEIGHTS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "indicator": lambda advantage, tau: (advantage > 0).to(advantage.dtype),
     "advantage": lambda advantage, tau: advantage,
 }
-"""From advantages A (B, T) and tau to the weights of the matching errors (B, T)."""
+"""Functions that turn advantages A (B, T) and tau into weights of the matching errors (B, T)."""

@@ -67,9 +67,9 @@ class Family:
     """One model family."""
 
     velocity: Callable[[Any, float], VelocityModel]
-    """From the transformer and `ModelConfig.guidance_embedding`."""
+    """Make the velocity model from the transformer and `ModelConfig.guidance_embedding`."""
     sides: Callable[[Any], LatentSides]
-    """From the pipeline."""
+    """Read the sides of the latent from the pipeline."""
     text: tuple[TextPart, ...]
     text_length: int
     """Default length of the T5 encoder in tokens."""
@@ -308,7 +308,7 @@ def _normalisation(autoencoder: Any) -> tuple[float, float]:
 
 
 def _resolve(path_or_id: Path | str) -> tuple[str, Path | None]:
-    """What diffusers is given, and the folder if it is one."""
+    """Path or id for diffusers, and the folder if it is one."""
     folder = expanded(path_or_id)
     if (folder / INDEX_FILE).is_file():
         return str(folder), folder

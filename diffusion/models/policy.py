@@ -144,7 +144,7 @@ ATTENTION_PROJECTIONS = (
     "add_v_proj",
     "to_add_out",
 )
-"""Of the image stream and of the text stream.
+"""Targets of adapters in the image stream and in the text stream.
 
 Source: yifan123/flow_grpo scripts/train_sd3.py, scxue/advantage_weighted_matching."""
 
@@ -174,7 +174,7 @@ class DiffusionPolicy(nn.Module):
         self.pipeline = pipeline
         self.config = config
         self.base_path = str(config.path)
-        """Where the pipeline was loaded from."""
+        """Source of the pipeline."""
         self.transformer = pipeline.transformer
         self.latent_shape = latent_shape(pipeline, config.height, config.width)
         """C, H, W of one image's latents at the configured size."""
@@ -348,9 +348,9 @@ class _Start(NamedTuple):
 
     pipeline: Any
     root: str
-    """Where the pipeline came from."""
+    """Source of the pipeline."""
     base: str
-    """Where its transformer came from: the pipeline, or a folder of a transformer that was trained in full."""
+    """Source of its transformer: the pipeline, or a folder of a transformer that was trained in full."""
     adapter: Path | None
     """Folder of a saved adapter on top of it."""
 

@@ -1,4 +1,4 @@
-"""How well an image compresses: a reward without any content, to show what reward hacking looks like."""
+"""Compressibility of an image: a reward without any content, to show reward hacking."""
 
 from __future__ import annotations
 

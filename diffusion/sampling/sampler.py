@@ -152,7 +152,7 @@ def _negative_rows(negative: TextRows | None, rows: int, scale: float) -> TextRo
 
 @dataclass
 class SamplerConfig:
-    """How images are drawn while training, and for evaluation."""
+    """Sampling of images for training and evaluation."""
 
     steps: int = bounded(10, at_least=1)
     """Denoising steps of a training rollout."""

@@ -35,7 +35,7 @@ LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 @dataclass(frozen=True)
 class StepResult:
-    """Where one step led to, and how likely that was."""
+    """Result of one step and its log-density."""
 
     mean: Tensor
     """Mean of the step's Gaussian (B, C, H, W) float32."""

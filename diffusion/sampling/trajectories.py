@@ -90,7 +90,7 @@ class TrainedDecisions:
 
     @classmethod
     def of(cls, rollouts: Rollouts) -> TrainedDecisions:
-        """From the rollouts' mask, row by row."""
+        """Read the decisions from the rollouts' mask, row by row."""
         return cls(torch.nonzero(rollouts.mask.flatten() > 0).flatten(), rollouts.mask.shape)
 
     @property
@@ -118,7 +118,7 @@ KL_FORMS = ("exact", "flow_grpo_head", "velocity")
 
 @dataclass
 class StepConfig:
-    """How the trained steps are evaluated in the update."""
+    """Evaluation of the trained steps in the update."""
 
     kl_form: str = choice("exact", KL_FORMS)
     """KL of a step to the reference: exact, flow_grpo_head (as published, without the step length) or velocity."""

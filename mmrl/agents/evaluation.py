@@ -48,7 +48,7 @@ class AgentMeasure(Measure[AgentTask]):
     seed: int
     split: str
     folder: Path | None = None
-    """Where videos go; None makes none."""
+    """Folder for the videos; None writes none."""
     label: str = ""
     """Start of the videos' names."""
     _videos: list[Video] = field(default_factory=list)
@@ -92,7 +92,7 @@ class AgentMeasure(Measure[AgentTask]):
         return row["sample"]  # type: ignore[no-any-return]
 
     def failure(self, rows: Sequence[Row]) -> str:
-        """Why no episode has a result; empty where one has."""
+        """Reason why no episode has a result; empty if one has."""
         if not rows or not all(row["failed"] for row in rows):
             return ""
         return f"no episode of {self.split} came to a result: {rows[0]['reason']}"

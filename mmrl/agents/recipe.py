@@ -46,12 +46,12 @@ from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precis
 
 LOGGER = logging.getLogger("mmrl")
 SCORES = ("values", "turns", "entropy", "logp_ref")
-"""What an agent's policy scores beside log-probabilities."""
+"""Scores that an agent's policy gives besides log-probabilities."""
 
 
 @dataclass
 class AgentRewardConfig:
-    """What an episode is worth."""
+    """Reward of an episode."""
 
     environment: float = rare(1.0)
     """Weight of the environment's reward, turn by turn."""
@@ -66,15 +66,15 @@ class AgentParts:
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model, adapter, precision."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """Where episodes run."""
+    """Environment in which episodes run."""
     eval_data: dict[str, TaskSetConfig] = field(default_factory=dict)
     """Held-out tasks by split; the first one is the headline."""
     conversation: ConversationConfig = field(default_factory=ConversationConfig)
-    """What the agent reads."""
+    """Conversation that the agent reads."""
     actions: ActionConfig = field(default_factory=ActionConfig)
-    """How its actions are read out of what it writes."""
+    """Parsing of actions from the agent's answers."""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
-    """How long episodes last."""
+    """Limits on the length of episodes."""
 
 
 @dataclass
@@ -86,11 +86,11 @@ class AgentConfig(AgentParts, RunConfig):
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     """Sampling of a turn; its temperature is also that of scoring."""
     reward: AgentRewardConfig = field(default_factory=AgentRewardConfig)
-    """What an episode is worth."""
+    """Reward of an episode."""
     evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
     """Evaluation on held-out tasks."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """What is optimised."""
+    """Objective that is optimised."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -196,7 +196,7 @@ class AgentDomain:
         return found
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """What the step's episodes were like, and failures so far, over all processes."""
+        """Statistics of the step's episodes, and failures so far, over all processes."""
         seen = sum_over_processes(self._seen)
         self._seen.clear()
         results = seen.get("results", 0) or math.nan

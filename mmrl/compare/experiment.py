@@ -43,7 +43,7 @@ class ArmConfig:
     config: str | None = None
     """Configuration file; null takes the experiment's `base`."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """What this arm changes, by dotted key; {output_dir} in a text stands for the output folder."""
+    """Values that this arm changes, by dotted key; {output_dir} in a text stands for the output folder."""
     metrics: dict[str, str] = field(default_factory=dict)
     """Names of the experiment's metrics in runs of this arm, where its recipe calls them otherwise."""
     runs_of: str | None = None
@@ -75,7 +75,7 @@ class SweepConfig:
 
 @dataclass
 class WorkConfig:
-    """What it costs each arm to reach a target, and how many times less than the baseline that is.
+    """Cost of each arm to reach a target, and its ratio to the baseline's.
 
     Costs are counted from the start of the arm's own run; shared preparations are not part of them.
     """
@@ -94,7 +94,7 @@ class WorkConfig:
     """Training steps whose mean is a point of the curve, of a metric that steps log themselves, such as
     episode/success; 0 reads the evaluations."""
     baseline_spends: str = choice("reach", BASELINE_SPENDS)
-    """What the baseline's cost is in the ratios: reach, until its own curve has the target, or all of its run."""
+    """Baseline's cost in the ratios: reach, until its own curve has the target, or all of its run."""
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     """Costs by name, each a sum of weighted evaluation counters such as {cost/forward_rows: 1, cost/train_rows: 3}."""
 
@@ -123,7 +123,7 @@ class AtConfig:
 
 @dataclass
 class CollapseConfig:
-    """Which runs count as collapsed: those that end with less than a share of what they started with."""
+    """Criterion for collapsed runs: they end with less than a share of their first value."""
 
     metric: str = MISSING
     """Evaluation metric of which more is better, such as a reward that is never optimised."""
@@ -160,17 +160,17 @@ class ExperimentConfig:
     """Further metrics to report, of the last evaluation or else of the last step; `split/name` is one of another task
     set."""
     work: WorkConfig | None = None
-    """What each arm spends until it reaches a target; null for none."""
+    """Cost of each arm until it reaches a target; null for none."""
     at: AtConfig | None = None
     """Values at equal cost; null for none."""
     collapse: CollapseConfig | None = None
-    """When a run counts as collapsed; null counts none."""
+    """Criterion for collapsed runs; null counts none."""
     split: str | None = None
     """Task set whose evaluation counts; null takes the first one."""
     higher_is_better: bool = True
     """Whether a larger metric is better; decides the sweep and which pairs are wins."""
     budget: str = ""
-    """What every arm may spend, in words."""
+    """Budget of every arm, in words."""
     jobs: int = bounded(2, at_least=1)
     """Runs at a time, one thread each."""
     timeout_s: float = bounded(7200.0, above=0)

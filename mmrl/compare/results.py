@@ -97,7 +97,7 @@ class Reach:
     """Cost of one arm until its curve reached the target."""
 
     needed: dict[int, float | None]
-    """By seed; an upper bound where the first evaluation has the target already, None where it is never reached."""
+    """Cost by seed; an upper bound if the first evaluation has the target already, None if it is never reached."""
     spent: dict[int, float]
     """Cost of the whole run on seeds that never reach the target."""
     reached: int

@@ -1,4 +1,4 @@
-"""From an experiment's finished runs to its results: values by seed, paired differences, work, the sweep, failures.
+"""Results of an experiment's finished runs: values by seed, paired differences, work, the sweep, failures.
 
 Work is read from the curve of a metric over what a run had spent at each evaluation. A seed on which an arm never
 reaches the target still bounds the ratio of costs: it would have needed more than it spent.
@@ -129,7 +129,7 @@ def _sweep_rows(experiment: ExperimentConfig, folder: Path, arm: str, metric: st
 
 
 def _mean_rows(arms: Mapping[str, list[SweepRow]]) -> list[SweepRow]:
-    """For each value the mean over arms of their means by seed; None unless every arm has all of its seeds."""
+    """Mean over arms of each value's mean over seeds; None unless every arm has all of its seeds."""
     found = []
     for rows in zip(*arms.values(), strict=True):
         values = [list(row.values.values()) for row in rows]

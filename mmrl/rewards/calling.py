@@ -65,7 +65,7 @@ class Signature:
     takes_all: bool
     """Whether it has **kwargs, so that it gets every column."""
     refused: tuple[str, ...] = ()
-    """Those of prompts and completions that it does not take, although every call gives both."""
+    """Arguments of every call, prompts or completions, that it does not take."""
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:

@@ -20,7 +20,7 @@ class RewardConfig:
     `file.py:function`, or any name when `function` is given."""
 
     function: str | None = None
-    """What `name` stands for, when it is not the function itself."""
+    """Function that `name` stands for, if the name is not the function itself."""
 
     weight: float = bounded(1.0, finite=True)
     """Factor of this term in the sum; 0 only logs it."""

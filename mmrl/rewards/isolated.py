@@ -26,7 +26,7 @@ LOAD_SECONDS = 120.0
 MESSAGE_CHARS, TRACE_CHARS = 500, 4000
 STRICT_MEMORY_MB, STRICT_CPU_SECONDS = 4096.0, 600.0
 REPLY_BYTES = 64 << 20
-"""Of a worker's answer, numbers and reasons."""
+"""Largest answer of a worker, numbers and reasons."""
 
 
 def default_workers() -> int:

@@ -27,7 +27,7 @@ from mmrl.runs.sinks import (
 
 @dataclass
 class TrackingConfig:
-    """Where metrics go besides `metrics.jsonl` and `evaluations.jsonl`."""
+    """Destinations of metrics besides `metrics.jsonl` and `evaluations.jsonl`."""
 
     quiet: bool = rare(False)
     """Show nothing on the console."""

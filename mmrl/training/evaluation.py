@@ -1,4 +1,4 @@
-"""Which columns of the held-out data an evaluation is broken down by."""
+"""Evaluation on held-out tasks: metrics with intervals, broken down by data columns."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Evaluation:
     records: list[SampleRecord] = field(default_factory=list)
     """A few rollouts for the report, the same tasks at every evaluation."""
     failure: str = ""
-    """Why none of the samples could be scored; empty where one could."""
+    """Reason why none of the samples could be scored; empty if one could."""
     outcomes: list[Outcome] = field(default_factory=list)
     """Scores of each task, for paired comparisons."""
 
@@ -89,7 +89,7 @@ class Trial(Generic[TaskT]):
 
 
 class Measure(ABC, Generic[TaskT]):
-    """How a domain samples and scores held-out tasks under one protocol, and how it reads the outcomes."""
+    """A domain's sampling and scoring of held-out tasks under one protocol, and its metrics of the outcomes."""
 
     repeats: int = 1
     """Trials of each task."""
@@ -132,7 +132,7 @@ class Measure(ABC, Generic[TaskT]):
         """A row as a sample for the report."""
 
     def failure(self, rows: Sequence[Row]) -> str:
-        """Why none of the samples could be scored; empty where one could."""
+        """Reason why none of the samples could be scored; empty if one could."""
         return ""
 
     def outcome(self, row: Row) -> Outcome | None:
@@ -140,7 +140,7 @@ class Measure(ABC, Generic[TaskT]):
         return None
 
     def saved_rows(self, tasks: Sequence[TaskT], processes: int) -> ResumableRows | None:
-        """Where rows are kept so that an interrupted evaluation continues; None keeps none.
+        """File of finished rows, with which an interrupted evaluation continues; None keeps none.
 
         A row with a true "failed" counts as not run; its batch is run again. Samples for the report are kept with their
         rows, under "record".

@@ -38,7 +38,7 @@ class ObjectiveConfig:
     advantage: dict[str, Any] = by_kind(lambda: BLOCKS["advantage"], named=True, default_from=PRESET)
     """Estimator: group_mean_std, group_mean, leave_one_out, whitened_returns, gae, ..."""
     scaling: dict[str, Any] = by_kind(lambda: BLOCKS["scaling"], named=True, default_from=PRESET)
-    """What happens to advantages after that: whiten, clip, scale."""
+    """Processing of advantages after that: whiten, clip, scale."""
     ratio: dict[str, Any] = rare(by_kind(lambda: BLOCKS["ratio"], named=True, default_from=PRESET))
     """Level of the importance ratio: token, sequence, sequence_full, sequence_product."""
     clip: dict[str, Any] = by_kind(lambda: BLOCKS["clip"], named=True, default_from=PRESET)
@@ -116,7 +116,7 @@ class PreferenceConfig:
     loss: dict[str, Any] = rare(by_kind(lambda: PREFERENCE_BLOCKS["loss"], named=True, default_from=PRESET))
     """Loss of a pair: sigmoid, robust, hinge, ipo, sppo, sppo_hard, refuel, or none (supervised)."""
     score: dict[str, Any] = rare(by_kind(lambda: PREFERENCE_BLOCKS["score"], named=True, default_from=PRESET))
-    """What an answer is compared by: sum or mean of its log-probabilities, or decision (noisy versions of images)."""
+    """Score by which answers are compared: sum or mean of log-probabilities, or decision (noisy versions of images)."""
     likelihood: dict[str, Any] = by_kind(lambda: PREFERENCE_BLOCKS["likelihood"], named=True, default_from=PRESET)
     """Likelihood of the preferred answers as a further term: nll or none, with coef and average."""
 

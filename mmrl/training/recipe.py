@@ -300,7 +300,7 @@ class LossTerm(ABC):
     outputs: frozenset[str] = frozenset()
     """Policy outputs that the term reads beside the objective's: "entropy", "values", ..."""
     gradient: Literal["always", "never", "with_signal"] = "always"
-    """When the term trains the policy: always; never (it only measures); or with_signal, only in minibatches with an
+    """The term trains the policy always; never (it only measures); or with_signal, only in minibatches with an
     advantage other than 0. Others then take no step, because AdamW would scale tiny gradients up to whole steps."""
 
     def provides(self, step: Step) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""From scored samples to rollouts with rewards, and the count of what could not be scored."""
+"""Adds rewards to rollouts and counts the samples that could not be scored."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def with_rewards(rollouts: Rollouts, result: RewardResult) -> Rollouts:
 
 
 def failure_of(result: RewardResult) -> str:
-    """Why no row of a result has a reward; empty where one has."""
+    """Reason why no row of a result has a reward; empty if one has."""
     if any(value == value for value in result.total):
         return ""
     return "; ".join(f"{name}: {message}" for name, message in result.examples.items())
 
 
 def describe_failure(rows: Sequence[Mapping[str, Any]], split: str) -> str:
-    """Why no sample of an evaluation could be scored, from the "failure" of its rows; empty where one could."""
+    """Reason why no sample of an evaluation could be scored, from the "failure" of its rows; empty if one could."""
     if not rows or not all(row["failure"] for row in rows):
         return ""
     return f"every reward failed in the evaluation of {split}: {rows[0]['failure']}"

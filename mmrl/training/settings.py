@@ -51,7 +51,7 @@ class BaseTrainerConfig:
     max_grad_norm: float = bounded(1.0, at_least=0)
     """Global gradient norm above which gradients are scaled down; 0 = never."""
     on_nonfinite: str = rare(choice("skip", NONFINITE_POLICIES))
-    """What a NaN or infinite loss or gradient does: skip that optimiser step, or stop the run."""
+    """Reaction to a NaN or infinite loss or gradient: skip that optimiser step, or stop the run."""
     max_nonfinite: int = rare(10)
     """Skipped optimiser steps after which the run stops."""
     mixed_precision: str = choice("none", PRECISIONS)
@@ -73,7 +73,7 @@ class BaseTrainerConfig:
 
 @dataclass
 class TrainerConfig(BaseTrainerConfig):
-    """How much is sampled in a step and how it is turned into updates."""
+    """Number of samples in a step and their use in updates."""
 
     samples_per_task: int = bounded(8, at_least=1)
     """Samples of each task, the group size G."""
@@ -104,7 +104,7 @@ class ReferenceConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When the run is saved and what is kept."""
+    """Intervals of checkpoints and number of them that are kept."""
 
     every: int = bounded(0, at_least=0)
     """Steps between checkpoints; 0 = only by time and at the end."""
@@ -118,7 +118,7 @@ class CheckpointConfig:
 
 @dataclass
 class EvaluationConfig:
-    """When held-out tasks are evaluated and how."""
+    """Intervals and protocol of held-out evaluations."""
 
     every: int = bounded(0, at_least=0)
     """Steps between evaluations; 0 = only at the start and the end."""
@@ -162,7 +162,7 @@ class BaseRunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Evaluation."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Where metrics go."""
+    """Destinations of metrics."""
 
     def validate(self) -> None:
         """Check the bounds of all fields and the rules of all parts; a subclass adds the rules between its parts."""

@@ -65,7 +65,7 @@ class VlmConfig(VlmParts, RunConfig):
     accuracy_reward: str = ""
     """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """What is optimised."""
+    """Objective that is optimised."""
     mask_truncated_completions: bool = rare(False)
     """Leave responses cut off at `sampler.max_new_tokens` out of the loss; their rewards still count in their group
     (as in TRL; DAPO's overlong filtering)."""

@@ -49,7 +49,7 @@ LOGGER = logging.getLogger("mmrl")
 
 
 class Questions:
-    """How questions of the data are asked and their answers shown; the default asks them as they are."""
+    """Form of the data's questions and of their answers in the report; the default leaves both unchanged."""
 
     broken_down: Sequence[str] = ()
     """Reward terms that evaluations also break down by column."""
@@ -247,7 +247,7 @@ class AnswerMeasure(Measure[VlmTask]):
         self.sampling = replace(
             self.domain.evaluation_sampler, temperature=self.evaluation.temperature, top_p=1.0, top_k=0
         )
-        """How answers are drawn; of the whole distribution, whatever training draws from."""
+        """Sampling of answers from the whole distribution, whatever training samples from."""
         self.parts = parts_of_tasks(columns, self.evaluation.by)
         """Value of each question of the split in the columns that it is broken down by."""
 
@@ -298,7 +298,7 @@ class AnswerMeasure(Measure[VlmTask]):
         return Outcome(row["task"].id, means, dict(self.parts[row["index"]]))
 
     def failure(self, rows: Sequence[Row]) -> str:
-        """Why no answer could be scored; empty where one could."""
+        """Reason why no answer could be scored; empty if one could."""
         return describe_failure(rows, self.split)
 
     def record(self, row: Row) -> SampleRecord:

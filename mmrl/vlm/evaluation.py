@@ -78,7 +78,7 @@ class VlmEvaluationConfig(EvaluationConfig):
 
 @dataclass
 class AnswerScoring:
-    """How answers to held-out questions are sampled and scored, where training does neither."""
+    """Sampling and scoring of answers to held-out questions, for recipes that do neither in training."""
 
     sampler: AnswerSampling = field(default_factory=AnswerSampling)
     """Lengths of the answers."""

@@ -125,7 +125,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         return rollouts.reward_terms[self.accuracy_term] == 1.0
 
     def _keep_prefill(self) -> KeepPrefill:
-        """How much of the prompts' prefill sampling keeps for the update.
+        """Part of the prompts' prefill that sampling keeps for the update.
 
         The graph needs a step of one update on all rows at once, whose memory it does not raise, in one process, and a
         training mode that computes what sampling does: no dropout, no checkpointing.

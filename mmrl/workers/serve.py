@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 0.5
 CLOSING_SECONDS = 5.0
-"""For closing the service after the pool has gone."""
+"""Time for closing the service after the pool has gone."""
 LOADING = {"kind": "beat", "loading": True}
 LOADING_SECONDS = 0.1
 """Seconds between two notes that an import has started."""

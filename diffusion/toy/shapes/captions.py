@@ -1,4 +1,4 @@
-"""What an image of coloured shapes shows, its caption, and its description in GenEval's layout."""
+"""Scenes of coloured shapes, their captions, and their descriptions in GenEval's layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShapeGroup:
     shape: str
     """Entry of `SHAPES`."""
     count: int = 1
-    """How many there are, 1 to 3."""
+    """Number of them, 1 to 3."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (

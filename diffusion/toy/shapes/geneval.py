@@ -20,7 +20,7 @@ from mmrl.errors import UserError
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rules say of one image."""
+    """Result of the rules for one image."""
 
     parts: tuple[float, ...]
     """Score of each thing that was asked for, 0..1."""

@@ -20,7 +20,7 @@ SIDE_RANGE: dict[int, tuple[float, float]] = {1: (0.31, 0.56), 2: (0.29, 0.44), 
 GAP = 0.06
 """Least distance of two objects' boxes as a share of the image's side: two pixels of 32."""
 DOMINANCE = 1.2
-"""How many times further apart related objects are along the relation than across it."""
+"""Smallest ratio of the distance of related objects along the relation to that across it."""
 TRIES = 2000
 COLOUR_JITTER = 12.0
 BACKGROUND = 236.0

@@ -51,7 +51,7 @@ class ParsedAnswer:
     """The actions of an answer, or why it has none."""
 
     actions: tuple[Action, ...] = ()
-    """In the order of execution; empty where there is an error."""
+    """Actions in the order of execution; empty after an error."""
     thought: str = ""
     """Text of the answer beside its actions."""
     error: str | None = None
@@ -76,7 +76,7 @@ class ActionFormat:
 
 @dataclass
 class ActionConfig:
-    """How actions are read from answers."""
+    """Parsing of actions from answers."""
 
     format: str = choice("json", lambda: FORMATS)
     """json: an object with thoughts and action; call: Action: click(x=1); tag: <action>3</action>; text: the whole

@@ -1,4 +1,4 @@
-"""What an agent sees, and the three methods of an environment: `reset`, `step` and `close`.
+"""Observations, and the three methods of an environment: `reset`, `step` and `close`.
 
 They may return an `Observation`, a dict with `image`, `images` and `text`, an array, a PIL image or a string;
 `as_observation` and `as_outcome` convert all of these, and explain what is wrong with anything else.
@@ -72,7 +72,7 @@ MAX_IMAGES = 64
 
 @dataclass(frozen=True)
 class Observation:
-    """What the agent sees in one turn."""
+    """Text and images that the agent gets in one turn."""
 
     text: str = ""
     images: tuple[NDArray[np.uint8], ...] = ()

@@ -83,7 +83,7 @@ class NoisyExpert:
 
 @dataclass(frozen=True)
 class ExpertTurn:
-    """What the expert saw and did."""
+    """Observation and action of an expert's turn."""
 
     observation: Observation
     action: Action
@@ -97,7 +97,7 @@ class ExpertEpisode:
     """An episode of an expert."""
 
     task: Mapping[str, Any]
-    """As the environment completed it (`info["task"]`), or as it was given."""
+    """Task as completed by the environment (`info["task"]`), or as given."""
     seed: int
     turns: tuple[ExpertTurn, ...]
     last: Observation

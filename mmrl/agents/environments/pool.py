@@ -38,7 +38,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 @dataclass
 class EnvironmentConfig:
-    """Where episodes run."""
+    """Environment in which episodes run."""
 
     factory: str = MISSING
     """`module:function` or `path/to/file.py:function`, or a class instead, that makes the environment: a gymnasium.Env,
@@ -62,7 +62,7 @@ class EnvironmentConfig:
     memory_mb: float | None = rare(bounded(None, above=0, finite=True))
     """MiB that a process and its children may hold; its episode fails beyond that. Empty = any."""
     reset_retries: int = rare(bounded(2, at_least=0))
-    """How often an episode that did not start is tried again, in a fresh process."""
+    """Retries of an episode that did not start, each in a fresh process."""
     max_restarts: int = rare(bounded(20, at_least=1))
     """Restarts of a worker that completed no episode after which the run stops."""
 
@@ -75,7 +75,7 @@ class EnvironmentConfig:
                 raise UserError(f"environment.{name} must be JSON: {error}") from None
 
     def worker_spec(self) -> WorkerSpec:
-        """How a process is started."""
+        """Settings with which a process is started."""
         # One thread each by default: with a process per environment, more threads only wait for each other's cores.
         threads = {name: os.environ.get(name, "1") for name in THREADS}
         return WorkerSpec(
@@ -101,7 +101,7 @@ class TurnResult:
     truncated: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
     failure: WorkerFailure | None = None
-    """Why the episode has no result."""
+    """Reason why the episode has no result."""
 
     @property
     def over(self) -> bool:

@@ -180,9 +180,9 @@ class ArpoConfig(AgentConfig):
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """Replay of past successes."""
     reward: AgentRewardConfig = field(default_factory=lambda: AgentRewardConfig(format=0.5))
-    """What an episode is worth; the public code takes off 0.5 for a last answer without action."""
+    """Reward of an episode; the public code subtracts 0.5 for a last answer without action."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="arpo"))
-    """What is optimised."""
+    """Objective that is optimised."""
 
 
 class Replay(LossTerm):

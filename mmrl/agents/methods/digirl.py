@@ -71,7 +71,7 @@ METHODS, ADVANTAGES = ("digirl", "filtered_cloning"), ("paper", "code")
 
 @dataclass
 class DigirlSettings:
-    """What is learnt from which episodes."""
+    """Choice of the episodes and steps that are learnt from."""
 
     method: str = choice("digirl", METHODS)
     """digirl, or filtered_cloning: episodes filtered by reward, all of their steps, no critics."""
@@ -92,8 +92,8 @@ class DigirlSettings:
     lam: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Weight of the episode's end in the paper's advantage; the further from it, the higher its power."""
     threshold: str = rare("auto")
-    """What the advantage of a step has to exceed: 1/H with H the steps of its episode, a number, or auto (1/H for the
-    paper's advantage, 0 for the code's)."""
+    """Threshold that the advantage of a step has to exceed: 1/H with H the steps of its episode, a number, or auto
+    (1/H for the paper's advantage, 0 for the code's)."""
     step_filter: bool = rare(True)
     """Whether steps are filtered."""
     instruction_filter: bool = rare(True)
@@ -137,7 +137,7 @@ class DigirlConfig(AgentConfig):
     """A DigiRL run; each step has `trainer.epochs` x `trainer.minibatches_per_step` optimiser steps, 20 in the code."""
 
     digirl: DigirlSettings = field(default_factory=DigirlSettings)
-    """What is learnt from which episodes."""
+    """Choice of the episodes and steps that are learnt from."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="sft"))
     """Fixed: likelihood of what is kept."""
 
@@ -302,7 +302,7 @@ class DigirlRecipe(AgentRecipe):
                 self.noted["digirl/step_loss"] = steps_critic.step(step_loss(*logits, drawn.has_next, drawn.succeeds))
 
     def _filter(self, data: LabelledEpisodes, step: Step) -> tuple[Tensor, Tensor]:
-        """Which episodes (n,) and which of all steps (M,) are kept."""
+        """Masks of the episodes (n,) and of all steps (M,) that are kept."""
         settings = self.config.digirl
         scores, steps = data.total, torch.ones(len(data.reward), dtype=torch.bool)
         if settings.has_critics:
@@ -341,7 +341,7 @@ class DigirlRecipe(AgentRecipe):
 
 
 def kept_steps(data: LabelledEpisodes, critic: StepCritic, settings: DigirlSettings) -> Tensor:
-    """Which steps have an advantage above the threshold.
+    """Mask of the steps with an advantage above the threshold.
 
     Returns:
         (M,) bool.
@@ -360,7 +360,7 @@ def kept_steps(data: LabelledEpisodes, critic: StepCritic, settings: DigirlSetti
 
 
 def instruction_advantages(total: Tensor, value: Tensor) -> Tensor:
-    """How much better than expected trajectories ended.
+    """Difference between the returns of trajectories and their expected values.
 
     Args:
         total: (n,) sum of the rewards of each.

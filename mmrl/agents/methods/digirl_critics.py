@@ -29,7 +29,7 @@ class CriticConfig:
     hidden: int = rare(bounded(768, at_least=1))
     """Width of the two hidden layers of the step critic."""
     learning_rate: float = bounded(1e-4, above=0)
-    """Of Adam, for both critics."""
+    """Learning rate of Adam, for both critics."""
     updates: int = bounded(5, at_least=1)
     """Optimiser steps of each critic in every step of the run."""
     batch_steps: int = rare(bounded(128, at_least=1))

@@ -81,11 +81,11 @@ class VlDacConfig(AgentConfig):
     model: ModelConfig = field(default_factory=paper_model)
     """Model, adapter, critic, precision."""
     conversation: ConversationConfig = field(default_factory=lambda: ConversationConfig(history_images=4))
-    """What the agent reads."""
+    """Conversation that the agent reads."""
     sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(max_new_tokens=1024))
     """Sampling of a turn; its temperature is also that of scoring."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="vl_dac"))
-    """What is optimised; any objective with a critic."""
+    """Objective that is optimised; any with a critic."""
     trainer: TrainerConfig = field(default_factory=paper_trainer)
     """Sampling and updates."""
     warmup_updates: int = rare(bounded(2, at_least=0))

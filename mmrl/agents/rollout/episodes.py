@@ -36,7 +36,7 @@ OMITTED = "[picture left out]"
 
 @dataclass
 class ConversationConfig:
-    """How an episode is written as a conversation."""
+    """Form of an episode as a conversation."""
 
     system: str = "You act in an environment. {manual}\nActions:\n{actions}"
     """System turn; {manual} is replaced by the manual of the action format and {actions} by the environment's actions,
@@ -166,7 +166,7 @@ class Trajectory:
     inserts: list[Insert] = field(default_factory=list)
     """Observations between the turns."""
     contexts: list[Context] = field(default_factory=list)
-    """Where the history was cut and the trajectory continues after another prompt."""
+    """Points at which the history was cut and the trajectory continues after another prompt."""
     turns: int = 0
     """Turns sampled so far."""
     bootstrap_index: int | None = None
@@ -242,7 +242,7 @@ def tabulate_tokens(rows: Sequence[Trajectory], pad_id: int, device: torch.devic
 
 @dataclass
 class EpisodeConfig:
-    """How long episodes last."""
+    """Limits on the length of episodes."""
 
     max_turns: int = bounded(15, at_least=1)
     """Turns after which an episode is truncated, unless the environment ended it before."""
@@ -269,10 +269,10 @@ class Episode:
     ending: str = ""
     """Key of `ENDINGS`; empty while it runs."""
     reason: str = ""
-    """Why it has no result, in one line."""
+    """Reason why it has no result, in one line."""
     success: bool = False
     finish: str = ""
-    """Why the last answer ended: "eos", "stop" or "length"."""
+    """Reason why the last answer ended: "eos", "stop" or "length"."""
     last: Observation = field(default_factory=Observation)
     """The last observation."""
     video: Video | None = None

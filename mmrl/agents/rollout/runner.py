@@ -40,7 +40,7 @@ class _Slot:
     conversation: Conversation
     generator: torch.Generator
     success: bool | None = None
-    """As reported by the environment."""
+    """Success as reported by the environment."""
 
 
 class EpisodeRunner:

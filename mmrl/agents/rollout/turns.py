@@ -27,7 +27,7 @@ class _KeepingRow(ResponseRow):
     """Packed rows that keep their keys and values."""
 
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """By layer: keys with rotary applied and values (M, Hk, d)."""
+    """Keys with rotary applied and values (M, Hk, d) of each layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Attend as `ResponseRow` does."""

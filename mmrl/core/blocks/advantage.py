@@ -158,7 +158,7 @@ class GroupMean(Advantage):
     kind = "group_mean"
     needs = frozenset({"samples"})
     singleton: str = rare(choice("zero", SINGLETONS))
-    """As in `GroupMeanStd`."""
+    """Advantage of a group of one, as in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         usual = group_mean(rollouts.reward, rollouts.group, valid=rollouts.scored)
@@ -175,7 +175,7 @@ class LeaveOneOut(Advantage):
     kind = "leave_one_out"
     needs = frozenset({"samples"})
     singleton: str = rare(choice("zero", SINGLETONS))
-    """As in `GroupMeanStd`."""
+    """Advantage of a group of one, as in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         usual = leave_one_out(rollouts.reward, rollouts.group, valid=rollouts.scored)
@@ -199,7 +199,7 @@ class GroupMeanBatchStd(Advantage):
     kind = "group_mean_batch_std"
     needs = frozenset({"samples"})
     singleton: str = rare(choice("zero", SINGLETONS))
-    """As in `GroupMeanStd`."""
+    """Advantage of a group of one, as in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         usual = group_mean(rollouts.reward, rollouts.group, valid=rollouts.scored)
@@ -216,7 +216,7 @@ class GroupMeanGlobalStd(Advantage):
     kind = "group_mean_global_std"
     needs = frozenset({"samples"})
     singleton: str = rare(choice("zero", SINGLETONS))
-    """As in `GroupMeanStd`."""
+    """Advantage of a group of one, as in `GroupMeanStd`."""
     ddof: int = rare(choice(0, (0, 1)))
     """0 divides the variance by n (Flow-GRPO), 1 by n - 1 (TRL's scale_rewards="batch")."""
     eps: float = rare(bounded(1e-6, at_least=0))
@@ -239,7 +239,7 @@ class GroupOutcomeStd(Advantage):
     kind = "group_outcome_std"
     needs = frozenset({"samples"})
     singleton: str = rare(choice("zero", SINGLETONS))
-    """As in `GroupMeanStd`."""
+    """Advantage of a group of one, as in `GroupMeanStd`."""
     solved: float = rare(1.0)
     """Smallest reward of a success; what is less is a failure's."""
     ddof: int = rare(choice(1, (0, 1)))

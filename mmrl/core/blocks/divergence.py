@@ -230,7 +230,7 @@ class K3StraightThrough(Divergence):
     kind = "k3p"
     only_gradient = True
     clamp: bool = rare(True)
-    """As in `K3`."""
+    """Clamp of the estimate, as in `K3`."""
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
         return k3p(logp, logp_ref, self.clamp)

@@ -69,11 +69,11 @@ class Objective:
     clip: Clip = field(default_factory=PpoClip)
     """Policy loss of a decision."""
     aggregation: Aggregation = field(default_factory=TokenMean)
-    """How decisions become the loss of an optimiser step."""
+    """Aggregation of decisions into the loss of an optimiser step."""
     ratio: Ratio = field(default_factory=TokenRatio)
     """Level of the importance ratio."""
     scaling: AdvantageScaling = field(default_factory=AdvantageScaling)
-    """What happens to advantages after they have been estimated."""
+    """Processing of advantages after their estimation."""
     kl: Divergence | None = None
     """Divergence from the reference."""
     entropy: Entropy | None = None
@@ -81,9 +81,9 @@ class Objective:
     value: ValueLoss | SeparateCritic | None = None
     """Loss of the critic, for estimators that have one."""
     filter: GroupFilter = field(default_factory=KeepAll)
-    """Which groups go into the update."""
+    """Choice of the groups that go into the update."""
     citation: str = ""
-    """Where the method was published."""
+    """Publication of the method."""
 
     @property
     def blocks(self) -> dict[str, Block]:

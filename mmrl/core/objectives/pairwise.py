@@ -46,7 +46,7 @@ class PreferenceObjective:
     likelihood: ChosenLikelihood | None = None
     """Likelihood of the preferred answers as a further term."""
     citation: str = ""
-    """Where the method was published."""
+    """Publication of the method."""
     compares_rows: ClassVar[bool] = True
     """The two sides of a pair are scored together."""
 

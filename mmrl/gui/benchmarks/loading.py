@@ -45,8 +45,8 @@ class BenchmarkConfig:
     """A user's copy of a published benchmark."""
 
     benchmark: str = MISSING
-    """Which one: screenspot, screenspot_v2, screenspot_pro, mmbench_gui_l2, ui_vision, osworld_g, osworld_g_refined or
-    ui_i2e."""
+    """Name of the benchmark: screenspot, screenspot_v2, screenspot_pro, mmbench_gui_l2, ui_vision, osworld_g,
+    osworld_g_refined or ui_i2e."""
     path: str = MISSING
     """Folder of the copy, or one of its annotation files."""
     images: str | None = rare(None)
@@ -59,7 +59,7 @@ class BenchmarkConfig:
 
 @dataclass(frozen=True)
 class Convention:
-    """How many boxes fit the declared meaning of their numbers, and how many another one."""
+    """Numbers of boxes that fit the declared meaning of their coordinates, and that fit another one."""
 
     declared: BoxForm
     fits: float
@@ -290,7 +290,7 @@ class ImageFolder:
 
 
 def box_problem(annotation: Annotation, size: Size) -> str | None:
-    """Why a target looks wrong in an image of a size (width, height); None where it does not."""
+    """Reason why a target looks wrong in an image of a size (width, height); None if it does not."""
     if isinstance(annotation.target, Refusal):
         return None
     if annotation.form is None:

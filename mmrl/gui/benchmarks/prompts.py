@@ -1,4 +1,4 @@
-"""How a model is asked where something is: system turn, question, and a prefix of its answer."""
+"""Prompts that ask for the position of a target: system turn, question, and a prefix of the answer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PromptPreset:
 
 @dataclass
 class PromptConfig:
-    """How the model is asked. Published numbers depend on it: compare only results of the same prompt."""
+    """Prompt of the model. Published numbers depend on it: compare only results of the same prompt."""
 
     preset: str = choice("points", lambda: (*PRESETS, FROM_RUN))
     """points: JSON points as InfiGUI-G1 writes them; points_think: the same after a think block; tool_call: the

@@ -57,12 +57,12 @@ MUCH_OUTSIDE = 0.3
 
 @dataclass
 class GroundingEvaluationOptions:
-    """How answers are batched, read and shown."""
+    """Batching, parsing and display of answers."""
 
     batch_tasks: int = rare(bounded(8, at_least=1))
     """Screens answered together."""
     parser: str = rare(choice("robust", tuple(PARSERS)))
-    """How points are read: robust takes every format of `mmrl.gui.grounding.answers`, reference only InfiGUI-G1's."""
+    """Parser of points: robust takes every format of `mmrl.gui.grounding.answers`, reference only InfiGUI-G1's."""
     records: int = rare(bounded(24, at_least=0))
     """Samples shown in the report, the first ones."""
     images: int = rare(bounded(8, at_least=0))
@@ -71,7 +71,7 @@ class GroundingEvaluationOptions:
 
 @dataclass
 class ComputeConfig:
-    """How the evaluation computes."""
+    """Precision and devices of the evaluation."""
 
     mixed_precision: str = choice("none", PRECISIONS)
     """Autocast: none or bf16."""
@@ -105,7 +105,7 @@ class GroundingEvaluationConfig:
     visual_tokens: int = rare(bounded(VISUAL_TOKENS, at_least=0))
     """Larger screens are first scaled to this many visual tokens, as in InfiGUI-G1's evaluation; 0 = not."""
     prompt: PromptConfig = field(default_factory=PromptConfig)
-    """How the model is asked."""
+    """Prompt of the model."""
     eval_data: dict[str, BenchmarkConfig] = field(default_factory=dict)
     """Benchmarks by a name of your choice."""
     sampler: GreedyConfig = field(default_factory=GreedyConfig)

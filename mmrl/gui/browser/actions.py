@@ -222,4 +222,4 @@ ACTIONS: dict[str, ActionKind] = {
     "finish": ActionKind(_alone, "finish(): the task is done."),
     "fail": ActionKind(_alone, "fail(): the task cannot be done."),
 }
-"""By name."""
+"""Actions by name."""

@@ -56,7 +56,7 @@ class BrowserFailure(Exception):  # noqa: N818 - the suite's word for events tha
 
 @dataclass(frozen=True)
 class BrowserSettings:
-    """How the browser runs."""
+    """Settings of the browser."""
 
     executable: str = ""
     """Program of the browser; empty: MMRL_CHROMIUM, else a Chromium, Chrome or Edge on the PATH."""
@@ -252,4 +252,4 @@ def _refuse_asyncio() -> None:
 
 
 _RUNNING: dict[int, Browser] = {}
-"""By process id: a forked child must not use its parent's."""
+"""Browsers by process id: a forked child must not use its parent's."""

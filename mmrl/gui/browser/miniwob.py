@@ -81,7 +81,7 @@ REPORT = """async () => {
 
 @dataclass(frozen=True)
 class MiniWobSettings(PageEnvSettings):
-    """Which pages, and what the agent sees."""
+    """Choice of pages, their size, and limits of an episode."""
 
     width_px: int = bounded(160, at_least=160, at_most=4096)
     """Columns of the screenshot; the pages are designed for 160."""

@@ -168,7 +168,7 @@ class Element:
     box: Box
     """Visible part in pixels of the screenshot; of a wrapped link the largest line."""
     hidden: str = ""
-    """Why it cannot be clicked: style, outside (the window or a frame), covered; empty for a visible one."""
+    """Reason why it cannot be clicked: style, outside (the window or a frame), covered; empty for a visible one."""
     visible_share: float = 1.0
     """Visible share of its area."""
     icon_only: bool = False

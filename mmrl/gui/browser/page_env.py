@@ -40,7 +40,7 @@ MAX_INSTRUCTION_CHARS = 4000
 
 @dataclass(frozen=True)
 class PageEnvSettings:
-    """What an agent sees, and how long it may act."""
+    """Size of the page and limits of an episode."""
 
     width_px: int = bounded(320, at_least=40, at_most=4096)
     """Columns of the screenshot."""
@@ -59,7 +59,7 @@ class PageEnvSettings:
     end_when_solved: bool = True
     """Whether the episode ends as soon as it is solved; otherwise the agent has to take the action finish."""
     browser: BrowserSettings = field(default_factory=BrowserSettings)
-    """How the browser runs."""
+    """Settings of the browser."""
 
     def validate(self) -> None:
         """Check rules between fields; raises UserError."""
@@ -72,7 +72,7 @@ class Verdict:
     """The page's report on an episode."""
 
     reward: float
-    """In [0, 1]: the reward if the episode ends now."""
+    """Reward in [0, 1] if the episode ends now."""
     success: bool
     done: bool
     """Whether the page takes no more actions."""

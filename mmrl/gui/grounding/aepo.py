@@ -47,7 +47,7 @@ class AepoConfig(GroundingParts, VlmConfig):
     accuracy_reward: str = FIRST_CORRECT
     """Reward term whose value 1 counts as a right answer in evaluations: the first point is inside."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="aepo"))
-    """What is optimised; the default is RLOO with clip 0.2/0.4, dual clip 3, no KL, means of response means."""
+    """Optimised objective; the default is RLOO with clip 0.2/0.4, dual clip 3, no KL, means of response means."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""

@@ -230,4 +230,4 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Family(CoordinateSpace.ABS_RESIZED, 28),
     "qwen3_vl": Family(CoordinateSpace.REL1000, 32),
 }
-"""By transformers' `model_type`."""
+"""Families by transformers' `model_type`."""

@@ -86,9 +86,9 @@ class GroundingSample:
     original_wh: Size
     """(width, height) of the stored image."""
     instruction: str
-    """What to find."""
+    """Description of the target."""
     target: Target
-    """In pixels of the original image."""
+    """Target in pixels of the original image."""
     model_wh: Size | None = None
     """(width, height) that the model sees; None until `fitted` is called."""
     meta: Mapping[str, Any] = field(default_factory=dict)

@@ -38,13 +38,13 @@ THINK = (
 
 @dataclass
 class GroundingSettings:
-    """How a model reads screens and writes points."""
+    """Image size and coordinates of a model that finds points on screens."""
 
     family: str = choice("qwen2_5_vl", lambda: FAMILIES)
     """Family of the model: qwen2_vl, qwen2_5_vl or qwen3_vl; it says in which space points are and how screens are
     resized."""
     space: str = rare(choice("", lambda: ("", *CoordinateSpace)))
-    """What the two numbers of a point mean; empty: what the family writes."""
+    """Meaning of the two numbers of a point; empty takes the family's."""
     factor: int | None = rare(bounded(None, at_least=1))
     """Sides of the resized image are multiples of it; empty: that of the family's released models."""
     shrink_to: int | None = bounded(None, at_least=1)
@@ -191,9 +191,9 @@ class GroundingParts:
     """Options of recipes that ask about screens; to be inherited before the configuration of the recipe."""
 
     grounding: GroundingSettings = field(default_factory=GroundingSettings)
-    """How the model reads screens and writes points."""
+    """Image size and coordinates of the model."""
     answer: AnswerRules = field(default_factory=AnswerRules)
-    """What an answer has to look like and what it earns: the reward `point`, with its parts at weight 0."""
+    """Required form of an answer and its reward: `point`, with its parts at weight 0."""
 
 
 FIRST_CORRECT = "first_correct"

@@ -220,4 +220,4 @@ ENTRIES = {"text": ("input", "textbox"), "select": ("select", "combobox"), "box"
 """Kind of field to tag and role."""
 
 TEMPLATES: dict[str, tuple[Callable[[_Sheet], None], ...]] = {"train": (_bar, _form), "test": (_side, _columns)}
-"""By split; no template is in both."""
+"""Page templates by split; no template is in both."""

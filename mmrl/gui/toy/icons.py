@@ -163,7 +163,7 @@ ICONS: dict[str, Icon] = {
     "bell": Icon(("tell me when it happens", "what have I missed"), "envelope", (140, 0, 220), _bell),
     "envelope": Icon(("write to a friend", "contact them"), "bell", (0, 0, 60), _envelope),
 }
-"""By name; no word of a function is the icon's name."""
+"""Icons by name; no word of a function is the icon's name."""
 
 
 KINDS = ("name", "function")

@@ -43,7 +43,7 @@ TICK = """async () => {
 
 @dataclass(frozen=True)
 class WebTaskSettings(PageEnvSettings):
-    """Which tasks, their difficulty, and random disturbances."""
+    """Choice of tasks, their difficulty, and random disturbances."""
 
     tasks: tuple[str, ...] = tuple(TASKS)
     """Tasks that a reset without a name draws from; see `mmrl.gui.toy.tasks.catalogue.TASKS`."""

@@ -96,7 +96,7 @@ class LoadedTasks:
     examples: dict[str, str] = field(default_factory=dict)
     """The first message of each kind."""
     on_bad_row: str = "error"
-    """As in `DataConfig`."""
+    """Treatment of bad rows, as in `DataConfig`."""
 
     def leave_out(self, error: TaskError) -> None:
         """Count a row that cannot be used; raises UserError where bad rows are errors."""

@@ -1,4 +1,4 @@
-"""From a task to a tokenised prompt: chat template, pixels, placeholder tokens and rotary positions."""
+"""Tokenised prompts of tasks: chat template, pixels, placeholder tokens and rotary positions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class VlmPayload(Payload):
     texts: list[str] = per_row()
     """The decoded response of each row, without control tokens."""
     finish: list[str] = per_row()
-    """Why each row ended: "eos", "stop" or "length"."""
+    """Reason why each row ended: "eos", "stop" or "length"."""
     views: dict[str, list[Prompt | None]] = per_group(blank=None, default_factory=dict)
     """Other forms of each group's prompt, such as "masked"; None where a group has no such form."""
     inserts: list[tuple[Insert, ...]] = per_row(blank=(), default_factory=list)

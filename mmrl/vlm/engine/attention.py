@@ -79,7 +79,7 @@ class Kernels(NamedTuple):
     forward: Callable[[Part], tuple[Any, ...]]
     """Output, log-sum-exp (b, H, Q) and a tuple of what else the backward kernel needs."""
     backward: Callable[[Part, Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
-    """From a part, the gradient of its output, the output, the log-sum-exp and the tuple: gradients of q, k, v."""
+    """Gradients of q, k, v, given a part, the gradient of its output, the output, the log-sum-exp and the tuple."""
 
 
 class _Joined(torch.autograd.Function):
@@ -135,7 +135,7 @@ class _Joined(torch.autograd.Function):
 def _parts(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Part, Part]:
-    """From the responses to the prompts, and from the responses to themselves."""
+    """Attention of the responses to the prompts, and of the responses to themselves."""
     to_prompt = Part(_fold(q, k.shape[3]), prompt_k, prompt_v, bias, causal=False, scale=scale)
     times = q.shape[3] // k.shape[3]
     k, v = (_rows(x.repeat_interleave(times, 3) if times > 1 else x) for x in (k, v))  # one for each query head
@@ -405,9 +405,9 @@ class PromptRow:
 
     places: PackedIndex
     keys: dict[int, Tensor] = field(default_factory=dict)
-    """By layer: (N, Hk, P, d), rotary applied."""
+    """Keys (N, Hk, P, d) by layer, rotary applied."""
     values: dict[int, Tensor] = field(default_factory=dict)
-    """By layer: (N, Hk, P, d)."""
+    """Values (N, Hk, P, d) by layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Attention (1, M, H, d) of a layer for query (1, H, M, d), key and value (1, Hk, M, d), rotary applied."""
@@ -427,9 +427,9 @@ class ResponseRow:
     prompt_real: Tensor | None
     """(N, P) bool, False on the padding of the prompts; None where they are equally long."""
     keys: list[Tensor]
-    """By layer: (N, Hk, P, d) of the prompts, rotary applied."""
+    """Keys (N, Hk, P, d) of the prompts by layer, rotary applied."""
     values: list[Tensor]
-    """By layer: (N, Hk, P, d)."""
+    """Values (N, Hk, P, d) by layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Attention (1, M, H, d) of a layer for query (1, H, M, d), key and value (1, Hk, M, d), rotary applied.

@@ -128,7 +128,7 @@ class LeanWeights:
 
 
 def unsupported_reason(policy: VlmPolicy) -> str | None:
-    """Why a policy's tokens cannot be drawn with the lean decoder."""
+    """Reason why a policy cannot sample with the lean decoder."""
     network = policy.network
     text = network.config.text_config
     if network.config.model_type not in FAMILIES:

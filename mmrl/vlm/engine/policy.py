@@ -468,7 +468,7 @@ def _prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
 
 
 def _unshareable_reason(network: Any, config: ModelConfig) -> str | None:
-    """Why the prompts of a model cannot be shared by their groups; None where they can."""
+    """Reason why the prompts of a model cannot be shared by their groups; None if they can."""
     text = network.config.text_config
     if not config.shared_prefix:
         return "model.shared_prefix is false"

@@ -133,7 +133,7 @@ class PreferenceRunConfig(GivenAnswersConfig):
     max_side_tokens: int | None = rare(bounded(None, at_least=1))
     """Pairs with a longer side are skipped and counted; empty: what the model's positions leave behind the prompt."""
     objective: PreferenceConfig = field(default_factory=PreferenceConfig)
-    """What is minimised."""
+    """Loss that is minimised."""
     precompute_reference: bool = False
     """Compute the reference's log-probabilities of all training pairs once, before the first step, in place of a pass
     at each step; no copy of the model is kept then."""

@@ -64,7 +64,7 @@ class RegGrpoConfig(VlmConfig):
     augmentation: AugmentationSettings = field(default_factory=AugmentationSettings)
     """Difficulty-aware augmentation; it works with any objective."""
     objective: ObjectiveConfig = field(default_factory=_reg_grpo_objective)
-    """What is optimised."""
+    """Objective that is optimised."""
 
 
 class RegGrpoRecipe(VlmRecipe):

@@ -200,6 +200,6 @@ class PickMeasure(Measure[NeedleTask]):
 
 
 def _of_needle(needle: np.ndarray, count: int) -> list[int]:
-    """At most so many frames of a needle, evenly spaced."""
+    """Indices of at most `count` frames of a needle, evenly spaced."""
     frames = np.flatnonzero(needle)
     return frames[uniform_frames(len(frames), count).numpy()].tolist()  # type: ignore[no-any-return]

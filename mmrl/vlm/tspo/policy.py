@@ -62,7 +62,7 @@ class TspoPayload(Payload):
     response_ids: Tensor | None = per_decision(default=None)
     """(B, R) int64, its sampled tokens."""
     finish: list[str] = per_row(default_factory=list)
-    """Why each response ended."""
+    """Reason why each response ended."""
     temperature: float = shared(default=1.0)
     """Temperature that the picks were drawn at."""
 

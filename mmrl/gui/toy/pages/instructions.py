@@ -80,7 +80,7 @@ def _by_function(
 def _by_place(
     element: Element, visible: list[Element], sentences: Sentences, draw: random.Random
 ) -> Instruction | None:
-    """By its row where that has a name, else relative to a control whose text is unique."""
+    """Describe a control by its row if that has a name, else relative to a control whose text is unique."""
     if element.row:
         same = tuple(other for other in visible if other.row == element.row and other.name == element.name)
         return Instruction(draw.choice(sentences["row"]).format(row=element.row, name=element.name), "relation", same)
@@ -195,4 +195,4 @@ SENTENCES: dict[str, dict[str, Sentences]] = {
         },
     },
 }
-"""By split and language."""
+"""Sentences by split and language."""

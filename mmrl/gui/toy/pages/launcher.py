@@ -83,9 +83,9 @@ class LauncherPage:
     tile_px: int
     radius_px: int
     gaps_px: tuple[int, int]
-    """Between rows and between columns."""
+    """Gaps between rows and between columns."""
     cells: tuple[Tile | None, ...]
-    """Row by row; None is an empty one."""
+    """Tiles row by row; None for an empty cell."""
     wallpaper: str
     """CSS colour behind the tiles."""
     layout: str = "launcher"

@@ -37,7 +37,7 @@ THEMES: dict[str, tuple[Theme, ...]] = {
         Theme("lilac", "#f3effa", "#ffffff", "#2c2140", "#7446c9", "#ffffff", "#c6b5e4", SERIF, 16),
     ),
 }
-"""By split."""
+"""Themes by split."""
 
 DENSITIES: dict[str, tuple[int, int]] = {"compact": (11, 3), "normal": (13, 5), "roomy": (14, 8)}
 """Font size and padding in CSS pixels."""

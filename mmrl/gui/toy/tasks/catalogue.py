@@ -98,4 +98,4 @@ TASKS: dict[str, TaskKind] = {
     "launcher": TaskKind(launcher.make_named, launcher.expert, 3, "Open apps by name, in order."),
     "wishes": TaskKind(launcher.make_wished, launcher.expert, 3, "Open apps by what they are for.", "launcher"),
 }
-"""By name."""
+"""Tasks by name."""

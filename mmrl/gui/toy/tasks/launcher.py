@@ -11,7 +11,7 @@ from mmrl.gui.toy.pages.vocabulary import Function, functions
 from mmrl.gui.toy.tasks.case import Case, Move, View, click
 
 TILES = 12
-"""In 4 columns and 3 rows; the page is laid out for these."""
+"""Number of tiles, in 4 columns and 3 rows; the page is laid out for these."""
 
 
 def make_named(draw: Random, sub_goals: int, distractors: int) -> Case:
