@@ -39,7 +39,7 @@ class LoopEvaluationConfig(EvaluationConfig):
 
     greedy: bool = False
     """Not available for flow; must stay false."""
-    films: int = bounded(2, at_least=0)
+    videos: int = bounded(2, at_least=0)
     """Episodes of each task and arm recorded as video, the first ones; 0 = none."""
 
     def validate(self) -> None:
@@ -123,7 +123,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
     def _video(self, episode: FlowEpisode) -> Path | None:
         kind = episode.scene.task, episode.scene.actor
         self._recorded[kind] += 1
-        if self._recorded[kind] > self.evaluation.films:
+        if self._recorded[kind] > self.evaluation.videos:
             return None
         return self.run_dir / "videos" / f"step-000000-{self.split}-{episode.id.replace('/', '-')}.mp4"
 
@@ -134,7 +134,7 @@ def measure_in_loop(model: nn.Module, settings: LoopConfig, split: str, run_dir:
     weights = content_digest(sorted(model.state_dict().items()))
     conditions = {"weights": weights, "settings": json.loads(json.dumps(dataclasses.asdict(settings)))}
     with EpisodeRunner(settings, cast(FlowModel, model)) as runner:
-        yield FlowLoopMeasure(runner, LoopEvaluationConfig(films=0), split, run_dir, conditions)
+        yield FlowLoopMeasure(runner, LoopEvaluationConfig(videos=0), split, run_dir, conditions)
 
 
 def evaluate_flow(

@@ -1,4 +1,4 @@
-"""Damaged questions: rows, pictures and videos, through the readers and the encoding of prompts."""
+"""Damaged questions: rows, images and videos, through the readers and the encoding of prompts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _encoded_rows(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
     return of_call(encode, skips=(TaskError,))
 
 
-def _pictures(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
+def _images(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
     from mmrl.vlm.data.task import TaskError, open_image
 
     kind = rng.choice(FORMATS)
@@ -141,6 +141,6 @@ def _videos(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
 KINDS = (
     Kind("rows", _prepare, _rows, share=6),
     Kind("encoded rows", _prepare_model, _encoded_rows, share=1),
-    Kind("pictures", _prepare, _pictures, share=5),
+    Kind("question images", _prepare, _images, share=5),
     Kind("videos", _prepare_videos, _videos, share=0.5),
 )

@@ -149,13 +149,13 @@ def test_metrics_by_hand():
     assert lines[-1].split()[:2] == ["all", "2/4"]
 
 
-def test_mmrl_evaluate_writes_films_and_a_report_and_runs_no_episode_twice(tmp_path, monkeypatch):
+def test_mmrl_evaluate_writes_videos_and_a_report_and_runs_no_episode_twice(tmp_path, monkeypatch):
     overrides = [
         f"output_dir={tmp_path / 'eval'}",
         "model.path=truth",
         "eval_data={arms: {arms: [free_gripper], tasks: [place_red], episodes: 1, image_size: 48}}",
         *(f"eval_data.{name}={{tasks: [place_red], arms: [free_gripper], episodes: 1}}" for name in ("objects",)),
-        "evaluation.films=1",
+        "evaluation.videos=1",
     ]
     entry, config = load_run("configs/robotics/flow3d_eval.yaml", overrides)
     del config.eval_data["background"], config.eval_data["objects"]
