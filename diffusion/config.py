@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from diffusion.matching.velocity import TimestepConfig
 from diffusion.models.ema import EvalEmaConfig
 from diffusion.models.policy import ModelConfig
 from diffusion.sampling.sampler import SamplerConfig
+from diffusion.sampling.trajectories import StepConfig, check_trajectories
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.rewards import RewardConfig
@@ -37,19 +38,6 @@ def image_trainer() -> TrainerConfig:
     )
 
 
-def matching_sampler() -> SamplerConfig:
-    """Fourteen steps of SA-Solver without guidance, as published for AWM on GenEval."""
-    return SamplerConfig(steps=14, guidance=1.0, solver="sa_solver", noise_level=0.4)
-
-
-def matching_trainer() -> TrainerConfig:
-    """One update an epoch, so that the ratio is 1 and nothing is clipped."""
-    trainer = image_trainer()
-    trainer.minibatches_per_step = 1
-    trainer.old_logp = "recompute"
-    return trainer
-
-
 def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
     """Refuse what a run on noisy versions cannot do, before a model is there; raises ValueError."""
     if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
@@ -64,6 +52,40 @@ def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps
         raise ValueError(f"sampler.steps is {sampler.steps}; sampler.solver 'sa_solver' needs at least 2")
     if sampler.solver == "cps" and sampler.noise_level > 1:
         raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
+
+
+@dataclass
+class MatchingParts:
+    """Options of methods that match the policy's own images; to be inherited before `DiffusionConfig`."""
+
+    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
+    """The noisy versions."""
+    sampler: SamplerConfig = field(
+        default_factory=lambda: SamplerConfig(steps=14, guidance=1.0, solver="sa_solver", noise_level=0.4)
+    )
+    """Sampling of images; the default is 14 steps of SA-Solver without guidance, as published for AWM on GenEval."""
+    trainer: TrainerConfig = field(
+        default_factory=lambda: replace(image_trainer(), minibatches_per_step=1, old_logp="recompute")
+    )
+    """Batch sizes, optimiser and guards; one update an epoch, so that the ratio is 1 and nothing is clipped."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()  # type: ignore[misc]
+        check_matching(self.trainer, self.sampler, self.timesteps)
+
+
+@dataclass
+class TrajectoryParts:
+    """Options of methods that train the steps of the sampler; to be inherited before `DiffusionConfig`."""
+
+    step: StepConfig = field(default_factory=StepConfig)
+    """Evaluation of the trained steps."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()  # type: ignore[misc]
+        check_trajectories(self.sampler)  # type: ignore[attr-defined]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from diffusion.sampling.sampler import GuidedVelocity, SamplerConfig, sample_lat
 from mmrl.rewards import RewardResult
 from mmrl.runs.run_log import metric_label
 from mmrl.runs.samples import Outcome, SampleRecord
-from mmrl.training.evaluation import Measure, Row, Trial, unscored, with_interval
+from mmrl.training.evaluation import Measure, Row, Trial, mean_scores, unscored, with_interval
 from mmrl.training.processes import make_generator, merge_lists, stream_seed
 from mmrl.training.recipe import Reference
 from mmrl.training.scoring import describe_failure, failure_of
@@ -144,9 +144,7 @@ class ImageMeasure(Measure[DiffusionTask]):
 
     def outcome(self, row: Row) -> Outcome:
         """The mean rewards of a prompt's images."""
-        scored = {term: [value for value in values if value == value] for term, values in row["terms"].items()}
-        means = {self._metric(term): float(np.mean(values)) for term, values in scored.items() if values}
-        return Outcome(row["task"].id, means)
+        return Outcome(row["task"].id, mean_scores({self._metric(term): own for term, own in row["terms"].items()}))
 
     def _metric(self, term: str) -> str:
         return f"{'heldout' if term in self.heldout else 'score'}/{metric_label(term)}"

@@ -20,9 +20,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from diffusion.config import DiffusionConfig, GivenEvaluationConfig
-from diffusion.data.prompts import DiffusionTask, LoadedPrompts, PromptConfig, load_prompts
+from diffusion.data.prompts import DiffusionTask, LoadedRows, PromptConfig, load_prompts
 from diffusion.evaluation import ImageMeasure, training_cost
-from diffusion.models.ema import EvalAverage
+from diffusion.models.ema import EvalAverage, KeepsEvalAverage
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.table import load_rewards
@@ -74,7 +74,7 @@ class _Cost:
         self.counts.update(state)
 
 
-class DiffusionDomain:
+class DiffusionDomain(KeepsEvalAverage):
     """Model, prompts, rewards, evaluation and reports of recipes on a diffusion or flow model."""
 
     config: Any
@@ -172,14 +172,6 @@ class DiffusionDomain:
             **self.errors.take(),
         }
 
-    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """Move the evaluation average."""
-        self.eval_ema.on_step_end(step.number + 1)
-
-    def save_parts(self, folder: Path) -> None:
-        """Write the evaluation average beside the policy, as `eval_ema`."""
-        self.eval_ema.save(folder)
-
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
         """Write an ordinary pipeline folder; with an evaluation average, that of the weights that were evaluated."""
@@ -204,7 +196,7 @@ class DiffusionDomain:
         """Prompts that a training or evaluation task needs."""
         return [task.prompt]
 
-    def _load(self, data: PromptConfig, key: str, *, measured: bool = False) -> LoadedPrompts:
+    def _load(self, data: PromptConfig, key: str, *, measured: bool = False) -> LoadedRows[DiffusionTask]:
         """Prompts of a file; only the model's tokenizers can measure them."""
         try:
             return load_prompts(data, self.cut_of) if measured else load_prompts(data)

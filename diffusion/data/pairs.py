@@ -6,9 +6,7 @@ score_chosen and score_rejected (of a reward model) and text_quality (of the cap
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +17,12 @@ from numpy.typing import NDArray
 from omegaconf import MISSING
 
 from diffusion.data.images import PACKED, ImageFile, StoredImage, check_caption, read_arrays, read_list, readable
+from diffusion.data.prompts import LoadedRows
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import is_file, replaced
 from mmrl.hub.images import image_pixels_option
 
-LOGGER = logging.getLogger("mmrl")
 NUMBERS = ("score_chosen", "score_rejected", "text_quality")
 """Columns of numbers that a pair may have."""
 SIDES = ("chosen", "rejected")
@@ -70,15 +68,6 @@ class ImagePairConfig:
     """A pair with equal or missing images: error stops the run, skip leaves it out and counts it."""
 
 
-@dataclass
-class LoadedPairs:
-    """The usable pairs, and what was left out."""
-
-    pairs: list[ImagePair]
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Pairs left out, by kind: equal_sides, missing_side."""
-
-
 def write_pairs(
     path: Path | str,
     captions: Sequence[str],
@@ -113,7 +102,7 @@ def write_pairs(
     return file
 
 
-def load_pairs(config: ImagePairConfig) -> LoadedPairs:
+def load_pairs(config: ImagePairConfig) -> LoadedRows[ImagePair]:
     """Read which pairs there are.
 
     Args:
@@ -126,32 +115,30 @@ def load_pairs(config: ImagePairConfig) -> LoadedPairs:
         UserError: nothing is there, a file is damaged, or a pair is bad and `on_bad_row` is "error".
     """
     path = readable(config, "pairs")
-    loaded = LoadedPairs([])
+    loaded = LoadedRows[ImagePair](config.on_bad_row, "pairs")
     if path.suffix == PACKED:
         _read_packed(path, config, loaded)
     else:
         _read_list(path, config, loaded)
-    if not loaded.pairs:
-        counts = ", ".join(f"{number} {kind}" for kind, number in loaded.skipped.items())
-        raise UserError(f"{path} has no usable pair ({counts or 'it is empty'})")
+    loaded.check_left(path, "pair")
     return loaded
 
 
-def _read_packed(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> None:
+def _read_packed(path: Path, config: ImagePairConfig, loaded: LoadedRows[ImagePair]) -> None:
     arrays = read_arrays(path, SIDES, NUMBERS, "pairs of images", config.max_image_pixels, "pairs")
     known = [name for name in NUMBERS if name in arrays]
     for row, caption in enumerate(arrays["captions"].tolist()):
         place = f"{path.name} {row}"
         check_caption(place, caption, config)
         if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
-            _leave_out("equal_sides", f"{place}: both images are the same", config, loaded)
+            loaded.leave_out("equal_sides", f"{place}: both images are the same")
             continue
         chosen, rejected = (StoredImage(arrays[side], row) for side in SIDES)
         numbers = {name: float(arrays[name][row]) for name in known}
-        loaded.pairs.append(ImagePair(place, caption, chosen, rejected, _finite(numbers, place)))
+        loaded.tasks.append(ImagePair(place, caption, chosen, rejected, _finite(numbers, place)))
 
 
-def _read_list(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> None:
+def _read_list(path: Path, config: ImagePairConfig, loaded: LoadedRows[ImagePair]) -> None:
     for row in read_list(path):
         caption, *names = (row.cells.get(key) for key in ("prompt", *SIDES))
         if not isinstance(caption, str):
@@ -160,14 +147,14 @@ def _read_list(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> None
         files = [path.parent / name if isinstance(name, str) and name else None for name in names]
         gone = [str(name) for name, file in zip(names, files, strict=True) if file is None or not is_file(file)]
         if gone:
-            _leave_out("missing_side", f"{row.place}: no such image: {gone[0]}", config, loaded)
+            loaded.leave_out("missing_side", f"{row.place}: no such image: {gone[0]}")
             continue
         if files[0] == files[1]:
-            _leave_out("equal_sides", f"{row.place}: both sides are {names[0]}", config, loaded)
+            loaded.leave_out("equal_sides", f"{row.place}: both sides are {names[0]}")
             continue
         given = {name: row.cells[name] for name in NUMBERS if row.cells.get(name) is not None}
         chosen, rejected = (ImageFile(file, config.max_image_pixels) for file in files if file is not None)
-        loaded.pairs.append(ImagePair(row.place, caption, chosen, rejected, _finite(given, row.place)))
+        loaded.tasks.append(ImagePair(row.place, caption, chosen, rejected, _finite(given, row.place)))
 
 
 def _finite(numbers: Mapping[str, Any], place: str) -> dict[str, float]:
@@ -175,11 +162,3 @@ def _finite(numbers: Mapping[str, Any], place: str) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise UserError(f"{place}: {name} is {value!r}; must be a finite number")
     return {name: float(value) for name, value in numbers.items()}
-
-
-def _leave_out(kind: str, message: str, config: ImagePairConfig, loaded: LoadedPairs) -> None:
-    if config.on_bad_row == "error":
-        raise UserError(f"{message}; pairs.on_bad_row=skip leaves such pairs out")
-    if not loaded.skipped[kind]:
-        LOGGER.warning("%s; such pairs are skipped and counted", message)
-    loaded.skipped[kind] += 1

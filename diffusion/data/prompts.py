@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from omegaconf import MISSING
 
@@ -16,6 +16,7 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
 from mmrl.hub.tables import MAX_LINE_MB, read_rows
 
+TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
 BAD_ROWS = ("error", "skip")
 
@@ -59,15 +60,35 @@ class PromptConfig:
 
 
 @dataclass
-class LoadedPrompts:
-    """The usable prompts, and counts of the rows left out."""
+class LoadedRows(Generic[TaskT]):
+    """The usable prompts or pairs of a file, and counts of the rows left out."""
 
-    tasks: list[DiffusionTask]
+    on_bad_row: str
+    """error: stop at a bad row; skip: leave it out and count it."""
+    key: str
+    """Section of the option, for messages."""
+    tasks: list[TaskT] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
-    """Rows left out, by kind: unreadable, missing, empty, too_long."""
+    """Rows left out, by kind."""
+
+    def leave_out(self, kind: str, message: str) -> None:
+        """Count a row that cannot be used; raises UserError where bad rows are errors."""
+        if self.on_bad_row == "error":
+            raise UserError(f"{message}; {self.key}.on_bad_row=skip leaves such rows out")
+        if not self.skipped[kind]:
+            LOGGER.warning("%s; such rows are skipped and counted", message)
+        self.skipped[kind] += 1
+
+    def check_left(self, path: Path | str, noun: str) -> None:
+        """Refuse a file without a usable row; raises UserError."""
+        if not self.tasks:
+            counts = ", ".join(f"{number} {kind}" for kind, number in self.skipped.items())
+            raise UserError(f"{path} has no usable {noun} ({counts or 'it is empty'})")
 
 
-def load_prompts(config: PromptConfig, too_long: Callable[[str], str | None] = lambda prompt: None) -> LoadedPrompts:
+def load_prompts(
+    config: PromptConfig, too_long: Callable[[str], str | None] = lambda prompt: None
+) -> LoadedRows[DiffusionTask]:
     """Read all prompts of a data set.
 
     Args:
@@ -85,7 +106,7 @@ def load_prompts(config: PromptConfig, too_long: Callable[[str], str | None] = l
     from mmrl.hub.building import build_if_missing
 
     build_if_missing(config)
-    loaded = LoadedPrompts([])
+    loaded = LoadedRows[DiffusionTask](config.on_bad_row, "data")
     for place, cells, problem in _rows(config):
         kind, message = _fault(cells, problem, config, too_long)
         if kind is None:
@@ -93,12 +114,10 @@ def load_prompts(config: PromptConfig, too_long: Callable[[str], str | None] = l
             columns = {name: value for name, value in cells.items() if name != key}
             loaded.tasks.append(DiffusionTask(place, cells[key].strip(), columns))
         else:
-            _leave_out(f"{place}: {message}", kind, config, loaded)
+            loaded.leave_out(kind, f"{place}: {message}")
         if len(loaded.tasks) == config.max_tasks:
             break
-    if not loaded.tasks:
-        counts = ", ".join(f"{number} {kind}" for kind, number in loaded.skipped.items())
-        raise UserError(f"{config.path} has no usable prompt ({counts or 'it is empty'})")
+    loaded.check_left(config.path, "prompt")
     return loaded
 
 
@@ -137,11 +156,3 @@ def _fault(
         return "too_long", f"{found} (data.max_prompt_chars)"
     cut = too_long(prompt)
     return (None, "") if cut is None else ("too_long", cut)
-
-
-def _leave_out(message: str, kind: str, config: PromptConfig, loaded: LoadedPrompts) -> None:
-    if config.on_bad_row == "error":
-        raise UserError(f"{message}; data.on_bad_row=skip leaves such rows out")
-    if not loaded.skipped[kind]:
-        LOGGER.warning("%s; such rows are skipped and counted", message)
-    loaded.skipped[kind] += 1

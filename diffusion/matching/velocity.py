@@ -9,6 +9,7 @@ Shapes: B rows (samples), T noisy versions of each, M of the B * T whose mask is
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from diffusion.sampling.schedule import sigma_grid
 from diffusion.sampling.steps import velocity_kl
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions, mean_over_decisions
 from mmrl.core.loss import Denominators, Metric, mean_metric
-from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.recipe import Reference
@@ -117,6 +118,25 @@ class Matching:
         """Distance (B, T) to the velocity (M, ...) of another model by `velocity_kl`, 0 where not trained."""
         return self.decisions.scatter(velocity_kl(self.velocity, anchor, self.noisy.sigma, kind))
 
+    def loss(
+        self,
+        losses: Tensor,
+        minibatch: Rollouts,
+        denominators: Denominators,
+        reference: Tensor | None,
+        coefficient: float,
+    ) -> LossOutput:
+        """Mean of the losses (B, T) of noisy versions, and the weighted distance to a reference's velocity (M, ...)."""
+        policy_term = mean_over_decisions(losses, minibatch, denominators)
+        anchor, metrics = self.velocity.new_zeros(()), {"loss/policy": Metric.summed(policy_term.detach())}
+        if reference is not None:
+            distance = self.distance(reference)
+            anchor = coefficient * mean_over_decisions(distance, minibatch, denominators)
+            metrics["policy/kl_ref"] = mean_metric(distance, minibatch.loss_mask)
+            metrics["loss/kl"] = Metric.summed(anchor.detach())
+        total = policy_term + anchor
+        return LossOutput(total, metrics | {"loss/total": Metric.summed(total.detach())})
+
 
 class VelocityMatching(ABC):
     """Evaluates models on noisy versions of samples."""
@@ -161,23 +181,6 @@ class VelocityMatching(ABC):
             return None
         return reference.score(lambda module: self.velocity(module, rollouts, noisy))
 
-    def reference_term(
-        self,
-        matching: Matching,
-        minibatch: Rollouts,
-        denominators: Denominators,
-        reference: Reference | None,
-        coefficient: float,
-    ) -> tuple[Tensor, dict[str, Metric]]:
-        """Weighted mean velocity distance to the reference and its metrics; 0 without a reference."""
-        anchor = self.reference_velocity(reference, minibatch, matching.noisy)
-        if anchor is None:
-            return matching.velocity.new_zeros(()), {}
-        distance = matching.distance(anchor)
-        term = coefficient * mean_over_decisions(distance, minibatch, denominators)
-        metrics = {"policy/kl_ref": mean_metric(distance, minibatch.loss_mask), "loss/kl": Metric.summed(term.detach())}
-        return term, metrics
-
 
 class FlowMatching(VelocityMatching):
     """Draws images with noisy versions of them, and evaluates models on these."""
@@ -204,6 +207,11 @@ class FlowMatching(VelocityMatching):
         """Draw the times (B, T) of the noisy versions of B = groups * group_size images."""
         grid = sigma_grid(self.policy.pipeline.scheduler, self.sampler.steps, self.policy.image_tokens)
         return draw_times(self.timesteps, grid, groups, group_size, generator)
+
+    def states(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, TrainedDecisions]:
+        """Noisy versions (M, C, H, W) whose mask is 1, their times (M,) and their places in (B, T)."""
+        versions = self.noisy(rollouts)
+        return versions.rows.latents, versions.rows.sigma, versions.decisions
 
     def samples(self, rollouts: Rollouts) -> MatchedSamples:
         """The finished latents."""
@@ -247,3 +255,21 @@ def matched_rollouts(
             states=states,
         ),
     )
+
+
+def given_rollouts(
+    policy: DiffusionPolicy,
+    tasks: Sequence[DiffusionTask],
+    group: Tensor,
+    images: tuple[Tensor, np.ndarray],
+    sigma: Tensor,
+    noise_seed: Tensor,
+) -> Rollouts:
+    """Rows of given images, latents (B, C, H, W) and pixels uint8 (B, h, w, 3), without reward and advantage."""
+    latents, pixels = images
+    device = latents.device
+    latents = latents.to(policy.device, policy.dtype)
+    rollouts = matched_rollouts(tasks, group, latents, sigma.to(device), noise_seed=noise_seed.to(device))
+    payload = dataclasses.replace(DiffusionPayload.of(rollouts), images=pixels, finite=[True] * len(pixels))
+    zeros = torch.zeros_like(rollouts.mask)
+    return rollouts.replace(reward=zeros[:, 0], advantage=zeros, payload=payload)

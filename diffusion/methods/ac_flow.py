@@ -36,48 +36,34 @@ and discount what it cannot predict: expect little over a group baseline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
-from diffusion.config import SCORES, DiffusionConfig, check_matching, matching_sampler, matching_trainer
+from diffusion.config import SCORES, DiffusionConfig, MatchingParts
 from diffusion.matching.states import StateMatching, check_states
-from diffusion.matching.velocity import FlowMatching, TimestepConfig
+from diffusion.matching.velocity import FlowMatching
 from diffusion.methods.critic import (
     CREDITS,
     CriticConfig,
-    CriticTrainer,
     RewardShaping,
     ShapingConfig,
-    States,
+    StateCritic,
     explained_by_time,
-    make_critic,
-    state_values,
-    train_critic,
 )
-from diffusion.methods.orw_cfm import OrwSettings, describe_loss, image_weights, weighted_matching_loss
-from diffusion.models.ema import EMAWeights
-from diffusion.models.policy import DiffusionPolicy
-from diffusion.recipe import DiffusionRecipe
-from diffusion.sampling.sampler import SamplerConfig
+from diffusion.methods.orw_cfm import OrwRecipe, OrwSettings
 from diffusion.sampling.schedule import RANDOM_SOLVERS
-from mmrl.core.loss import Denominators
-from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig, check_group_size, make_objective
-from mmrl.training.processes import make_generator
 from mmrl.training.recipe import Step
-from mmrl.training.settings import TrainerConfig
 
 
 @dataclass
-class AcFlowConfig(DiffusionConfig):
+class AcFlowConfig(MatchingParts, DiffusionConfig):
     """An AC-Flow run."""
 
     compares_samples: ClassVar[bool] = False
@@ -95,19 +81,12 @@ class AcFlowConfig(DiffusionConfig):
     """Largest size k of an advantage; 0 = no bound."""
     orw: OrwSettings = field(default_factory=lambda: OrwSettings(weighting="exp", tau=1.0, normalize_weights=True))
     """Weights of the images."""
-    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
-    """The states."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0}))
     """Weight alpha of the distance to the start model, as kl.coef."""
-    sampler: SamplerConfig = field(default_factory=matching_sampler)
-    """Sampling of images."""
-    trainer: TrainerConfig = field(default_factory=matching_trainer)
-    """Batch sizes, optimiser and guards."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_matching(self.trainer, self.sampler, self.timesteps)
         if self.shaping.kind == "group_z":
             check_group_size(self.trainer.samples_per_task, make_objective(self.objective), SCORES)
         if self.orw.center:
@@ -135,26 +114,21 @@ class AcFlowConfig(DiffusionConfig):
             )
 
 
-class AcFlowRecipe(DiffusionRecipe):
+class AcFlowRecipe(OrwRecipe):
     """Critic-weighted matching of the policy's own images; see the module."""
 
     config: AcFlowConfig
-    process: FlowMatching
     own_loss = "ac_flow"
 
     def __init__(self, config: AcFlowConfig) -> None:
         super().__init__(config)
         self.process = STATES[config.states](self.policy, config.sampler, config.timesteps)
-        self.last_policy = self.parts["last_policy"] = EMAWeights(self.policy, enabled=config.orw.refresh_every > 1)
+        self.target = "(x_t - x_0) / t" if config.states == "trajectory" else self.target
         self.shaping = self.parts["running"] = RewardShaping(config.shaping, self.objective)
-        self.critic: CriticTrainer | None = None
+        self.critic: StateCritic | None = None
         if config.critic.enabled:
-            self.critic = make_critic(self.policy, self.train_tasks, config.critic, config.seed)
+            self.critic = StateCritic(self.policy, self.train_tasks, config.critic, config.seed, self.process.states)
             self.parts["critic"] = self.critic
-
-    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
-        """Sample with the weights of the last refresh."""
-        return self.last_policy.applied(policy)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Weights f(clip(A, +-k)) of the matching errors; none of them counts while the critic warms up."""
@@ -162,52 +136,22 @@ class AcFlowRecipe(DiffusionRecipe):
         bound = self.config.advantage_bound
         advantage = CREDITS[self.config.credit](returns[:, None].expand_as(values), values)
         advantage = advantage.clamp(-bound, bound) if bound else advantage
-        weighted = rollouts.replace(advantage=image_weights(advantage, rollouts, self.config.orw, accelerator))
+        weighted = self.weighted(rollouts, advantage, accelerator)
         self.noted |= explained_by_time(rollouts, returns, values)
         if self.critic is None:
             return weighted
         if not self.critic.warm:
             weighted = weighted.replace(mask=torch.zeros_like(weighted.mask))
-        generator = make_generator(self.config.seed, "critic", step.number, accelerator.process_index)
-        self.noted |= train_critic(
-            self.critic, self.policy, rollouts, self._states(rollouts), returns, generator, accelerator
-        )
+        self.noted |= self.critic.learn(rollouts, returns, accelerator, step)
         return weighted
 
     def values(self, rollouts: Rollouts) -> Tensor:
         """V (B, T) of the states; 0 everywhere without a critic."""
-        if self.critic is None:
-            return torch.zeros_like(rollouts.mask)
-        return state_values(self.critic, self.policy, rollouts, self._states(rollouts))
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
-        """Weighted matching error and the distance to the start model."""
-        matching = self.process.evaluate(policy, minibatch)
-        anchor = self.process.reference_term(
-            matching, minibatch, denominators, self.loss_reference, self.objective.kl_coef
-        )
-        return weighted_matching_loss(matching, minibatch, denominators, anchor)
+        return torch.zeros_like(rollouts.mask) if self.critic is None else self.critic.value(rollouts)
 
     def describe(self) -> str:
         """Formula of the loss with its constants."""
-        target = "(x_t - x_0) / t" if self.config.states == "trajectory" else "(noise - x_0)"
-        return f"{describe_loss(self.config.orw, self.objective.kl_coef, target)}, credit {self.config.credit}"
-
-    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """Refresh the sampling policy."""
-        super().on_step_end(step, metrics)
-        if (step.number + 1) % self.config.orw.refresh_every == 0:
-            self.last_policy.copy_()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        if self.critic is not None:
-            self.critic.critic.to(self.policy.device)  # the optimiser's moments go where the weights are
-        super().load_state_dict(state)
-
-    def _states(self, rollouts: Rollouts) -> States:
-        versions = self.process.noisy(rollouts)
-        return States(versions.rows.latents, versions.rows.sigma, versions.decisions)
+        return f"{super().describe()}, credit {self.config.credit}"
 
 
 STATES: dict[str, type[FlowMatching]] = {"forward": FlowMatching, "trajectory": StateMatching}

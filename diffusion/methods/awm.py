@@ -23,37 +23,24 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from diffusion.config import DiffusionConfig, check_matching, matching_sampler, matching_trainer
+from diffusion.config import DiffusionConfig, MatchingParts
 from diffusion.matching.awm_loss import AwmLoss, AwmSettings, with_ratio
-from diffusion.matching.velocity import FlowMatching, TimestepConfig
+from diffusion.matching.velocity import FlowMatching
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
-from diffusion.sampling.sampler import SamplerConfig
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.settings import TrainerConfig
 
 
 @dataclass
-class AwmConfig(DiffusionConfig):
+class AwmConfig(MatchingParts, DiffusionConfig):
     """An AWM run."""
 
     awm: AwmSettings = field(default_factory=AwmSettings)
     """The matching loss."""
-    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
-    """The noisy versions."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="awm"))
     """Advantage, clipping and the weight of the distance to the reference."""
-    sampler: SamplerConfig = field(default_factory=matching_sampler)
-    """Sampling of images."""
-    trainer: TrainerConfig = field(default_factory=matching_trainer)
-    """Batch sizes, optimiser and guards."""
-
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()
-        check_matching(self.trainer, self.sampler, self.timesteps)
 
 
 class AwmRecipe(DiffusionRecipe):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +19,8 @@ from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.runs.stopwatch import stopwatch
-from mmrl.training.processes import average_gradients, global_advantages, merge_lists, stream_seed
+from mmrl.training.processes import average_gradients, global_advantages, make_generator, merge_lists, stream_seed
+from mmrl.training.recipe import Step
 
 SHAPINGS = ("none", "minmax", "running_z", "running_z_tanh", "group_z")
 Z_LIMIT = 3.0
@@ -213,66 +214,65 @@ def explained_variance(returns: Tensor, values: Tensor) -> float:
     return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else float("nan")
 
 
-def _differences(returns: Tensor, values: Tensor) -> Tensor:
-    return torch.cat([values[:, 1:], returns[:, -1:]], 1) - values
-
-
 CREDITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "return": lambda returns, values: returns - values,
-    "difference": _differences,
+    "difference": lambda returns, values: torch.cat([values[:, 1:], returns[:, -1:]], 1) - values,
 }
 """Functions that turn returns and values (B, T) of states along a path into advantages (B, T); see
 `diffusion.methods.ac_flow`."""
 
 
-class States(NamedTuple):
-    """The states of some rollouts whose mask is 1."""
+class StateCritic(CriticTrainer):
+    """The critic of the states of rollouts whose mask is 1, M of B * T, given a policy's latents and pooled text.
 
-    latents: Tensor
-    """x_t (M, C, H, W)."""
-    sigma: Tensor
-    """t (M,) float32."""
-    decisions: TrainedDecisions
-    """Their places in (B, T)."""
-
-
-def make_critic(
-    policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], config: CriticConfig, seed: int
-) -> CriticTrainer:
-    """A critic for the latents and the pooled text of a policy; the global generator is left alone."""
-    pooled = text_of(policy, tasks[:1], torch.zeros(1, dtype=torch.int64)).pooled.shape[1]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream_seed(seed, "critic"))
-        critic = Critic(policy.latent_shape[0], pooled, config.width)
-    return CriticTrainer(critic.to(policy.device), config)
-
-
-def state_values(critic: CriticTrainer, policy: DiffusionPolicy, rollouts: Rollouts, states: States) -> Tensor:
-    """V (B, T) float32 of the states, without gradient; 0 where the mask is 0."""
-    critic.critic.to(policy.device)  # made before the policy moved to its device
-    return states.decisions.scatter(critic.values(*_inputs(policy, rollouts, states)))
-
-
-def train_critic(
-    critic: CriticTrainer,
-    policy: DiffusionPolicy,
-    rollouts: Rollouts,
-    states: States,
-    returns: Tensor,
-    generator: torch.Generator,
-    accelerator: Any,
-) -> dict[str, float]:
-    """Regress the critic on the returns (B,) of the rows that have a reward; returns its metrics.
-
-    `generator` is a CPU generator for the order; gradients are averaged over the accelerator's processes.
+    Args:
+        policy: gives the shape of latents and texts.
+        tasks: training prompts, at least one.
+        config: size and training.
+        seed: of the run; the global generator is left alone.
+        states: latents x_t (M, C, H, W), times (M,) float32 and places in (B, T) of the states of rollouts.
     """
-    with stopwatch("critic"):
-        row = states.decisions.row
-        usable = rollouts.scored[row]
-        latents, sigma, pooled = _inputs(policy, rollouts, states)
-        kept = (latents[usable], sigma[usable], pooled[usable])
-        loss = critic.train(kept, returns[row][usable], generator, accelerator)
-    return {"critic/loss": loss, "critic/updates": float(critic.updates)}
+
+    def __init__(
+        self,
+        policy: DiffusionPolicy,
+        tasks: Sequence[DiffusionTask],
+        config: CriticConfig,
+        seed: int,
+        states: Callable[[Rollouts], tuple[Tensor, Tensor, TrainedDecisions]],
+    ) -> None:
+        pooled = text_of(policy, tasks[:1], torch.zeros(1, dtype=torch.int64)).pooled.shape[1]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(seed, "critic"))
+            critic = Critic(policy.latent_shape[0], pooled, config.width)
+        super().__init__(critic.to(policy.device), config)
+        self.policy, self.seed, self.states = policy, seed, states
+
+    def value(self, rollouts: Rollouts) -> Tensor:
+        """V (B, T) float32 of the states, without gradient; 0 where the mask is 0."""
+        self.critic.to(self.policy.device)  # made before the policy moved to its device
+        inputs, decisions = self._inputs(rollouts)
+        return decisions.scatter(self.values(*inputs))
+
+    def learn(self, rollouts: Rollouts, returns: Tensor, accelerator: Any, step: Step) -> dict[str, float]:
+        """Regress on the returns (B,) of the rows that have a reward; returns metrics."""
+        generator = make_generator(self.seed, "critic", step.number, accelerator.process_index)
+        with stopwatch("critic"):
+            inputs, decisions = self._inputs(rollouts)
+            usable = rollouts.scored[decisions.row]
+            latents, sigma, pooled = (values[usable] for values in inputs)
+            loss = self.train((latents, sigma, pooled), returns[decisions.row][usable], generator, accelerator)
+        return {"critic/loss": loss, "critic/updates": float(self.updates)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.critic.to(self.policy.device)  # the optimiser's moments go where the weights are
+        super().load_state_dict(state)
+
+    def _inputs(self, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor, Tensor], TrainedDecisions]:
+        latents, sigma, decisions = self.states(rollouts)
+        text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.group[decisions.row])
+        return (latents.float(), sigma, text.expanded()[1].float()), decisions
 
 
 def explained_by_time(rollouts: Rollouts, returns: Tensor, values: Tensor) -> dict[str, float]:
@@ -282,8 +282,3 @@ def explained_by_time(rollouts: Rollouts, returns: Tensor, values: Tensor) -> di
     parts = {"critic/explained": trained, "critic/explained/noisy": trained & (sigma > 0.5)}
     parts["critic/explained/clean"] = trained & (sigma <= 0.5)
     return {name: explained_variance(wide[part], values[part]) for name, part in parts.items()}
-
-
-def _inputs(policy: DiffusionPolicy, rollouts: Rollouts, states: States) -> tuple[Tensor, Tensor, Tensor]:
-    text = text_of(policy, DiffusionPayload.of(rollouts).tasks, rollouts.group[states.decisions.row])
-    return states.latents.float(), states.sigma, text.expanded()[1].float()

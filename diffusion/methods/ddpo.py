@@ -11,10 +11,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from diffusion.config import DiffusionConfig
+from diffusion.config import DiffusionConfig, TrajectoryParts
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampling.sampler import SamplerConfig
-from diffusion.sampling.trajectories import DiffusionPayload, StepConfig, Trajectories, check_trajectories
+from diffusion.sampling.trajectories import DiffusionPayload, StepConfig, Trajectories
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
@@ -95,7 +95,7 @@ class HistoryConfig:
 
 
 @dataclass
-class DdpoConfig(DiffusionConfig):
+class DdpoConfig(TrajectoryParts, DiffusionConfig):
     """A DDPO run."""
 
     compares_samples: ClassVar[bool] = False
@@ -111,7 +111,6 @@ class DdpoConfig(DiffusionConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_trajectories(self.sampler)
         if self.combine != "sum":
             raise ValueError(f"combine is '{self.combine}'; DDPO keeps one history of summed rewards, use sum")
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from diffusion.config import GivenImagesConfig, check_matching
 from diffusion.data.pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.data.prompts import DiffusionTask
-from diffusion.matching.velocity import FlowMatching, TimestepConfig
+from diffusion.matching.velocity import FlowMatching, TimestepConfig, given_rollouts
 from diffusion.methods.fifa import PairFilterConfig, embed_captions, select_pairs
 from diffusion.models.pipelines import encode_images
 from diffusion.models.policy import DiffusionPolicy
@@ -116,10 +116,10 @@ class DiffusionDpoRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, Imag
         loaded = load_pairs(self.config.pairs)
         self.skipped.update(loaded.skipped)
         if self.objective.needs_scores:
-            lacking = [pair for pair in loaded.pairs if len(_scores(pair)) < 2]
+            lacking = [pair for pair in loaded.tasks if len(_scores(pair)) < 2]
             if lacking:
                 raise UserError(f"{lacking[0].id} has no score_chosen and score_rejected, which the loss reads")
-        return loaded.pairs
+        return loaded.tasks
 
     def prompts_of(self, task: Any) -> list[str]:
         """The caption of a pair, or the prompt of an evaluation."""
@@ -131,30 +131,18 @@ class DiffusionDpoRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, Imag
         """Encode both images of each pair, and draw the times and noises that they share."""
         kept, pixels = self._read(tasks)
         latents = encode_images(policy.pipeline, pixels, batch=self.scoring.sampler.batch_rows)
-        count, device = len(kept), latents.device
+        count = len(kept)
         shown = (torch.rand(count, generator=generator) >= self.config.drop_caption).tolist()
         captions = [pair.caption if keep else "" for pair, keep in zip(kept, shown, strict=True)]
         seeds = torch.randint(2**62, (count,), generator=generator).repeat_interleave(2)
-        zeros = torch.zeros(2 * count, self.config.timesteps.count, device=device)
-        extras = pair_marks(count, device)
+        asked = [DiffusionTask(pair.id, caption) for pair, caption in zip(kept, captions, strict=True)]
+        group, sigma = torch.arange(count).repeat_interleave(2), self.process.times(count, 2, generator)
+        rollouts = given_rollouts(policy, asked, group, (latents, pixels), sigma, seeds)
+        extras = pair_marks(count, rollouts.mask.device)
         if self.objective.needs_scores:
-            extras[SCORE] = torch.tensor([score for pair in kept for score in _scores(pair)], device=device)
-        return Rollouts(
-            group=torch.arange(count, device=device).repeat_interleave(2),
-            mask=torch.ones_like(zeros),
-            logp_old=zeros,
-            reward=zeros[:, 0],
-            advantage=zeros,
-            extras=extras,
-            payload=DiffusionPayload(
-                tasks=[DiffusionTask(pair.id, caption) for pair, caption in zip(kept, captions, strict=True)],
-                latents=latents.to(policy.device, policy.dtype),
-                images=pixels,
-                sigma=self.process.times(count, 2, generator).to(device),
-                noise_seed=seeds.to(device),
-                finite=[True] * (2 * count),
-            ),
-        )
+            scores = [score for pair in kept for score in _scores(pair)]
+            extras[SCORE] = torch.tensor(scores, device=rollouts.mask.device)
+        return rollouts.replace(extras=extras)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Minus half the error on each noisy version (B, T)."""

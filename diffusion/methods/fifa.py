@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from torch import Tensor
 from diffusion.data.pairs import NUMBERS, ImagePair, ImagePairConfig, load_pairs, write_pairs
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
+from mmrl.rewards.loading import load_function
 
 CHUNK = 1024
 """Rows of the distance table in memory at a time."""
@@ -187,17 +187,8 @@ def _quality(pairs: Sequence[ImagePair], config: PairFilterConfig) -> Tensor:
             )
         return torch.tensor([pair.numbers["text_quality"] for pair in pairs], dtype=torch.float64)
     captions = list(dict.fromkeys(pair.caption for pair in pairs))
-    scores = dict(zip(captions, _load_function(config.quality)(captions), strict=True))
+    scores = dict(zip(captions, load_function(config.quality, what="filter.quality")(captions), strict=True))
     return torch.tensor([float(scores[pair.caption]) for pair in pairs], dtype=torch.float64)
-
-
-def _load_function(name: str) -> Callable[[Sequence[str]], Sequence[float]]:
-    module, _, function = name.partition(":")
-    try:
-        found: Callable[[Sequence[str]], Sequence[float]] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"filter.quality '{name}' cannot be loaded: {error}; give module:function") from error
-    return found
 
 
 def _diversity(captions: Sequence[str], neighbours: int, embed: Callable[[Sequence[str]], Tensor]) -> Tensor:
@@ -230,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = PairFilterConfig(kind="fifa", **args)
     try:
         check_config(config, "filter")
-        found = select_pairs(load_pairs(ImagePairConfig(path=source)).pairs, config, _encoders(pipeline, config.gamma))
+        found = select_pairs(load_pairs(ImagePairConfig(path=source)).tasks, config, _encoders(pipeline, config.gamma))
     except (UserError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2

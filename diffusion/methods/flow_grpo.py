@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from diffusion.config import DiffusionConfig, image_trainer
+from diffusion.config import DiffusionConfig, TrajectoryParts, image_trainer
 from diffusion.models.policy import full_model
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampling.sampler import SamplerConfig
 from diffusion.sampling.steps import guard_log_ratio
-from diffusion.sampling.trajectories import DiffusionPayload, StepConfig, Trajectories, check_trajectories
+from diffusion.sampling.trajectories import DiffusionPayload, Trajectories
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.objectives import ObjectiveConfig
@@ -39,18 +39,11 @@ def flow_grpo_objective() -> ObjectiveConfig:
 
 
 @dataclass
-class FlowGrpoConfig(DiffusionConfig):
+class FlowGrpoConfig(TrajectoryParts, DiffusionConfig):
     """A Flow-GRPO run."""
 
-    step: StepConfig = field(default_factory=StepConfig)
-    """Evaluation of the trained steps."""
     objective: ObjectiveConfig = field(default_factory=flow_grpo_objective)
     """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
-
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()
-        check_trajectories(self.sampler)
 
 
 class FlowGrpoRecipe(DiffusionRecipe):
@@ -98,18 +91,15 @@ def dance_grpo() -> FlowGrpoConfig:
 
 
 @dataclass
-class GrpoGuardConfig(DiffusionConfig):
+class GrpoGuardConfig(TrajectoryParts, DiffusionConfig):
     """A GRPO-Guard run."""
 
-    step: StepConfig = field(default_factory=StepConfig)
-    """Evaluation of the trained steps."""
     objective: ObjectiveConfig = field(default_factory=flow_grpo_objective)
     """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_trajectories(self.sampler)
         if self.sampler.kernel == "cps":
             raise ValueError("sampler.kernel is 'cps', whose log-probability has no scale to correct; use flow_sde")
         if self.trainer.old_logp != "sampler":

@@ -19,34 +19,26 @@ second image of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
 
-from diffusion.config import SCORES, DiffusionConfig
+from diffusion.config import SCORES, DiffusionConfig, TrajectoryParts
 from diffusion.methods.critic import (
     CriticConfig,
     RewardShaping,
     ShapingConfig,
-    States,
+    StateCritic,
     explained_by_time,
-    make_critic,
-    state_values,
-    train_critic,
 )
 from diffusion.recipe import DiffusionRecipe
-from diffusion.sampling.trajectories import StepConfig, Trajectories, check_trajectories
-from mmrl.core.loss import Denominators
-from mmrl.core.objectives.objective import PolicyOutputs
+from diffusion.sampling.trajectories import Trajectories
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.processes import global_advantages, make_generator
-from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
+from mmrl.training.recipe import LossTerm, Passes, Step
 
 
 def _objective() -> ObjectiveConfig:
@@ -56,12 +48,10 @@ def _objective() -> ObjectiveConfig:
 
 
 @dataclass
-class FlowPpoConfig(DiffusionConfig):
+class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
     """A run of PPO with a critic of the latents."""
 
     compares_samples: ClassVar[bool] = False
-    step: StepConfig = field(default_factory=StepConfig)
-    """Evaluation of the trained steps."""
     shaping: ShapingConfig = rare(field(default_factory=ShapingConfig))
     """Rewards to returns, of any kind but group_z: the critic is the baseline."""
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -72,7 +62,6 @@ class FlowPpoConfig(DiffusionConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_trajectories(self.sampler)
         if self.combine != "sum":
             raise ValueError(f"combine is '{self.combine}'; the critic predicts summed rewards, use sum")
         if self.trainer.old_logp != "sampler":
@@ -98,8 +87,8 @@ class LatentCritic(LossTerm):
     name = "latent_critic"
     gradient = "never"
 
-    def __init__(self, values: Callable[[Rollouts], Tensor]) -> None:
-        self.values = values
+    def __init__(self, critic: StateCritic) -> None:
+        self.critic = critic
 
     def provides(self, step: Step) -> frozenset[str]:
         """The values; the policy has no value head."""
@@ -107,13 +96,7 @@ class LatentCritic(LossTerm):
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Ask the critic before it is trained."""
-        return rollouts.replace(values=self.values(rollouts))
-
-    def __call__(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
-    ) -> TermLoss:
-        """Nothing; the critic is trained apart."""
-        return TermLoss()
+        return rollouts.replace(values=self.critic.value(rollouts))
 
 
 class FlowPpoRecipe(DiffusionRecipe):
@@ -125,35 +108,20 @@ class FlowPpoRecipe(DiffusionRecipe):
     def __init__(self, config: FlowPpoConfig) -> None:
         super().__init__(config)
         self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
-        self.critic = self.parts["critic"] = make_critic(self.policy, self.train_tasks, config.critic, config.seed)
+        self.critic = self.parts["critic"] = StateCritic(
+            self.policy, self.train_tasks, config.critic, config.seed, self.process.states
+        )
         self.shaping = self.parts["running"] = RewardShaping(config.shaping, self.objective)
-        self.terms = [LatentCritic(self.values)]
-
-    def values(self, rollouts: Rollouts) -> Tensor:
-        """V (B, T) of the states before each trained step."""
-        return state_values(self.critic, self.policy, rollouts, self._states(rollouts))
+        self.terms = [LatentCritic(self.critic)]
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages of the shaped reward over the steps; none of them counts while the critic warms up."""
         assert rollouts.values is not None
         returns = self.shaping(rollouts, accelerator)
         shaped = rollouts.replace(reward=torch.where(rollouts.scored, returns, rollouts.reward))
-        found = global_advantages(self.objective.compute_advantages, shaped, accelerator)
-        self.noted |= explained_by_time(rollouts, returns, rollouts.values)
-        found = found.replace(reward=rollouts.reward)
+        found = super().estimate(shaped, accelerator, step).replace(reward=rollouts.reward)
         if not self.critic.warm:
             found = found.replace(mask=torch.zeros_like(found.mask))
-        generator = make_generator(self.config.seed, "critic", step.number, accelerator.process_index)
-        self.noted |= train_critic(
-            self.critic, self.policy, rollouts, self._states(rollouts), returns, generator, accelerator
-        )
+        self.noted |= explained_by_time(rollouts, returns, rollouts.values)
+        self.noted |= self.critic.learn(rollouts, returns, accelerator, step)
         return found
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.critic.critic.to(self.policy.device)  # the optimiser's moments go where the weights are
-        super().load_state_dict(state)
-
-    def _states(self, rollouts: Rollouts) -> States:
-        steps = self.process.trained_steps(rollouts)
-        return States(steps.latents, steps.sigma, steps.decisions)

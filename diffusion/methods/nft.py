@@ -23,21 +23,19 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.config import DiffusionConfig, check_matching, matching_trainer
+from diffusion.config import DiffusionConfig, MatchingParts
 from diffusion.matching.losses import nft_loss, nft_weight
 from diffusion.matching.velocity import FlowMatching, TimestepConfig
 from diffusion.models.ema import NFT_SCHEDULES, EMAWeights, EvalEmaConfig, nft_old_decay
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampling.sampler import SamplerConfig
-from diffusion.sampling.trajectories import mean_over_decisions
-from mmrl.core.loss import Denominators, Metric, mean_metric
+from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import Step
-from mmrl.training.settings import TrainerConfig
 
 
 @dataclass
@@ -53,7 +51,7 @@ class NftSettings:
 
 
 @dataclass
-class DiffusionNftConfig(DiffusionConfig):
+class DiffusionNftConfig(MatchingParts, DiffusionConfig):
     """A DiffusionNFT run."""
 
     nft: NftSettings = rare(field(default_factory=NftSettings))
@@ -66,13 +64,6 @@ class DiffusionNftConfig(DiffusionConfig):
     """Advantage and the weight of the distance to the start model."""
     eval_ema: EvalEmaConfig = field(default_factory=lambda: EvalEmaConfig(decay=0.9))
     """Moving average that evaluations use."""
-    trainer: TrainerConfig = field(default_factory=matching_trainer)
-    """Batch sizes, optimiser and guards."""
-
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()
-        check_matching(self.trainer, self.sampler, self.timesteps)
 
 
 class DiffusionNftRecipe(DiffusionRecipe):
@@ -106,16 +97,11 @@ class DiffusionNftRecipe(DiffusionRecipe):
         assert minibatch.advantage is not None
         weight = nft_weight(matching.decisions.gather(minibatch.advantage))
         rows = nft_loss(matching.velocity, old, matching.noisy, matching.clean, weight, self.config.nft.beta)
-        policy_term = mean_over_decisions(matching.decisions.scatter(rows), minibatch, denominators)
-        anchor, metrics = self.process.reference_term(
-            matching, minibatch, denominators, self.loss_reference, self.objective.kl_coef
-        )
-        metrics |= {
-            "loss/policy": Metric.summed(policy_term.detach()),
-            "loss/total": Metric.summed((policy_term + anchor).detach()),
-            "policy/kl_old": mean_metric(matching.distance(old).detach(), minibatch.loss_mask),
-        }
-        return LossOutput(policy_term + anchor, metrics)
+        reference = self.process.reference_velocity(self.loss_reference, minibatch, matching.noisy)
+        losses = matching.decisions.scatter(rows)
+        output = matching.loss(losses, minibatch, denominators, reference, self.objective.kl_coef)
+        kl_old = mean_metric(matching.distance(old).detach(), minibatch.loss_mask)
+        return LossOutput(output.loss, output.metrics | {"policy/kl_old": kl_old})
 
     def describe(self) -> str:
         """Formula of the loss with its constants."""

@@ -20,28 +20,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.config import DiffusionConfig, check_matching, matching_sampler, matching_trainer
-from diffusion.matching.velocity import FlowMatching, Matching, TimestepConfig
+from diffusion.config import DiffusionConfig, MatchingParts
+from diffusion.matching.velocity import FlowMatching
 from diffusion.models.ema import EMAWeights
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
-from diffusion.sampling.sampler import SamplerConfig
-from diffusion.sampling.trajectories import mean_over_decisions
 from mmrl.core.groups import group_center
-from mmrl.core.loss import Denominators, Metric, mean_metric
+from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import merge_lists
 from mmrl.training.recipe import Step
-from mmrl.training.settings import TrainerConfig
 
 
 @dataclass
@@ -60,59 +57,19 @@ class OrwSettings:
     """Steps after which images are drawn with the policy as it is then."""
 
 
-def image_weights(advantage: Tensor, rollouts: Rollouts, settings: OrwSettings, accelerator: Accelerator) -> Tensor:
-    """Weights (B, T) float32 of the matching errors from advantages A (B, T); 0 where a decision is not trained."""
-    weight = WEIGHTS[settings.weighting](advantage, settings.tau)
-    weight = torch.where(rollouts.loss_mask > 0, weight, 0.0)
-    if settings.normalize_weights:
-        sums = merge_lists([(float(weight.abs().sum()), float(rollouts.loss_mask.sum()))], accelerator)
-        mean = sum(total for total, _ in sums) / max(sum(count for _, count in sums), 1.0)
-        weight = weight / max(mean, 1e-8)
-    return weight.float()
-
-
-def weighted_matching_loss(
-    matching: Matching, minibatch: Rollouts, denominators: Denominators, anchor: tuple[Tensor, dict[str, Metric]]
-) -> LossOutput:
-    """Mean w |v - (noise - x_0)|^2 with the minibatch's advantages as w (B, T), plus `anchor` of `reference_term`."""
-    assert minibatch.advantage is not None
-    mask, error = minibatch.loss_mask, matching.errors
-    policy_term = mean_over_decisions(minibatch.advantage * error, minibatch, denominators)
-    metrics = anchor[1] | {
-        "loss/policy": Metric.summed(policy_term.detach()),
-        "loss/total": Metric.summed((policy_term + anchor[0]).detach()),
-        "matching/error": mean_metric(error, mask),
-        "matching/weight": mean_metric(minibatch.advantage, mask),
-    }
-    return LossOutput(policy_term + anchor[0], metrics)
-
-
-def describe_loss(settings: OrwSettings, kl_coef: float, target: str = "(noise - x_0)") -> str:
-    """Formula of the loss with its constants."""
-    weight = f"w = {settings.weighting}, tau {settings.tau:g}"
-    return f"mean w |v - {target}|^2 + {kl_coef:g} mean |v - v_ref|^2, {weight}"
-
-
 @dataclass
-class OrwConfig(DiffusionConfig):
+class OrwConfig(MatchingParts, DiffusionConfig):
     """An ORW-CFM-W2 run; `objective.kl.coef` is alpha."""
 
     compares_samples: ClassVar[bool] = False
     orw: OrwSettings = field(default_factory=OrwSettings)
     """Weights of the images."""
-    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
-    """The noisy versions."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0}))
     """Weight alpha of the distance to the start model, as kl.coef."""
-    sampler: SamplerConfig = field(default_factory=matching_sampler)
-    """Sampling of images."""
-    trainer: TrainerConfig = field(default_factory=matching_trainer)
-    """Batch sizes, optimiser and guards."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_matching(self.trainer, self.sampler, self.timesteps)
         if self.orw.center and self.trainer.samples_per_task < 2:
             raise ValueError("orw.center compares the images of a prompt; trainer.samples_per_task must be at least 2")
         if self.combine != "sum":
@@ -120,16 +77,19 @@ class OrwConfig(DiffusionConfig):
 
 
 class OrwRecipe(DiffusionRecipe):
-    """Reward-weighted matching of the policy's own images; see the module."""
+    """Reward-weighted matching of the policy's own images; see the module. AC-Flow extends it with a critic."""
 
-    config: OrwConfig
+    config: Any
     process: FlowMatching
     own_loss = "orw_cfm_w2"
+    target = "(noise - x_0)"
+    """The velocity that is matched, for the formula."""
 
-    def __init__(self, config: OrwConfig) -> None:
+    def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config)
-        self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
-        self.last_policy = self.parts["last_policy"] = EMAWeights(self.policy, enabled=config.orw.refresh_every > 1)
+        self.process = FlowMatching(self.policy, self.config.sampler, self.config.timesteps)
+        refreshed = self.config.orw.refresh_every > 1
+        self.last_policy = self.parts["last_policy"] = EMAWeights(self.policy, enabled=refreshed)
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
         """Sample with the weights of the last refresh."""
@@ -140,20 +100,33 @@ class OrwRecipe(DiffusionRecipe):
         reward = rollouts.reward
         if self.config.orw.center:
             reward = group_center(reward, rollouts.group, rollouts.scored)
-        advantage = reward.nan_to_num()[:, None].expand_as(rollouts.mask)
-        return rollouts.replace(advantage=image_weights(advantage, rollouts, self.config.orw, accelerator))
+        return self.weighted(rollouts, reward.nan_to_num()[:, None].expand_as(rollouts.mask), accelerator)
+
+    def weighted(self, rollouts: Rollouts, advantage: Tensor, accelerator: Accelerator) -> Rollouts:
+        """Rollouts with the weights (B, T) that advantages A (B, T) give to the matching errors, as `advantage`."""
+        settings: OrwSettings = self.config.orw
+        # exp(0) is 1, so decisions that are not trained have to be left out before the mean is taken
+        weight = torch.where(rollouts.loss_mask > 0, WEIGHTS[settings.weighting](advantage, settings.tau), 0.0)
+        if settings.normalize_weights:
+            sums = merge_lists([(float(weight.abs().sum()), float(rollouts.loss_mask.sum()))], accelerator)
+            mean = sum(total for total, _ in sums) / max(sum(count for _, count in sums), 1.0)
+            weight = weight / max(mean, 1e-8)
+        return rollouts.replace(advantage=weight.float())
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Weighted matching error and the distance to the start model."""
+        assert minibatch.advantage is not None
         matching = self.process.evaluate(policy, minibatch)
-        anchor = self.process.reference_term(
-            matching, minibatch, denominators, self.loss_reference, self.objective.kl_coef
-        )
-        return weighted_matching_loss(matching, minibatch, denominators, anchor)
+        error, mask = matching.errors, minibatch.loss_mask
+        own = {"matching/error": mean_metric(error, mask), "matching/weight": mean_metric(minibatch.advantage, mask)}
+        reference = self.process.reference_velocity(self.loss_reference, minibatch, matching.noisy)
+        output = matching.loss(minibatch.advantage * error, minibatch, denominators, reference, self.objective.kl_coef)
+        return LossOutput(output.loss, output.metrics | own)
 
     def describe(self) -> str:
         """Formula of the loss with its constants."""
-        return describe_loss(self.config.orw, self.objective.kl_coef)
+        weight = f"w = {self.config.orw.weighting}, tau {self.config.orw.tau:g}"
+        return f"mean w |v - {self.target}|^2 + {self.objective.kl_coef:g} mean |v - v_ref|^2, {weight}"
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Refresh the sampling policy."""

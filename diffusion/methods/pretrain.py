@@ -21,11 +21,11 @@ from torch import nn
 from diffusion.config import GivenImagesConfig, check_matching
 from diffusion.data.images import CaptionedImage, ImageDataConfig, load_images
 from diffusion.data.prompts import DiffusionTask
-from diffusion.matching.velocity import FlowMatching, TimestepConfig
+from diffusion.matching.velocity import FlowMatching, TimestepConfig, given_rollouts
 from diffusion.models.pipelines import encode_images
 from diffusion.models.policy import DiffusionPolicy, ModelConfig, full_model
 from diffusion.recipe import DiffusionDomain
-from diffusion.sampling.trajectories import DiffusionPayload, mean_over_decisions
+from diffusion.sampling.trajectories import mean_over_decisions
 from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
@@ -92,22 +92,9 @@ class PretrainRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, Captione
         kept = torch.rand(rows, generator=generator) >= self.config.drop_caption
         captions = [task.caption if keep else "" for task, keep in zip(tasks, kept.tolist(), strict=True)]
         shown = [DiffusionTask(task.id, caption) for task, caption in zip(tasks, captions, strict=True)]
-        zeros = torch.zeros(rows, self.config.timesteps.count, device=latents.device)
-        return Rollouts(
-            group=torch.arange(rows, device=latents.device),
-            mask=torch.ones_like(zeros),
-            logp_old=zeros,
-            reward=zeros[:, 0],
-            advantage=zeros,
-            payload=DiffusionPayload(
-                tasks=shown,
-                latents=latents.to(policy.device, policy.dtype),
-                images=pixels,
-                sigma=self.process.times(rows, 1, generator).to(latents.device),
-                noise_seed=torch.randint(2**62, (rows,), generator=generator).to(latents.device),
-                finite=[True] * rows,
-            ),
-        )
+        sigma = self.process.times(rows, 1, generator)
+        seeds = torch.randint(2**62, (rows,), generator=generator)
+        return given_rollouts(policy, shown, torch.arange(rows), (latents, pixels), sigma, seeds)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Minus the matching error on each noisy version (B, T)."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
+from mmrl.training.recipe import Step
 
 
 class EMAWeights:
@@ -198,3 +199,17 @@ class EvalAverage(EMAWeights):
         """The weights of a checkpoint that were evaluated: the average where there is one, else the model."""
         averaged = checkpoint / FOLDER
         return averaged if averaged.is_dir() else checkpoint / "model"
+
+
+class KeepsEvalAverage:
+    """Moves and saves the evaluation average of a recipe's policy."""
+
+    eval_ema: EvalAverage
+
+    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
+        """Move the evaluation average."""
+        self.eval_ema.on_step_end(step.number + 1)
+
+    def save_parts(self, folder: Path) -> None:
+        """Write the evaluation average beside the policy, as `eval_ema`."""
+        self.eval_ema.save(folder)

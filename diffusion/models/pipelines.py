@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
+from mmrl.hub.building import first_line, may_be_hub_id
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 VelocityModel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -315,9 +315,7 @@ def _resolve(path_or_id: Path | str) -> tuple[str, Path | None]:
     if folder.is_dir():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
         raise UserError(f"{folder} is not a pipeline folder: it has no {INDEX_FILE}; it holds {found}")
-    # runs/model is also a well-formed hub id; next to an existing runs/ it is a folder that is missing
-    is_id = isinstance(path_or_id, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", path_or_id)
-    if not is_id or folder.is_file() or folder.parent.is_dir():
+    if not isinstance(path_or_id, str) or not may_be_hub_id(path_or_id):
         raise UserError(
             f"there is no pipeline folder {path_or_id}; give a folder with {INDEX_FILE} or a hub id (owner/name)"
         )
@@ -332,7 +330,7 @@ def _read_index(where: str, folder: Path | None) -> dict[str, Any]:
             return dict(DiffusionPipeline.load_config(where))
         except Exception as error:  # hub and network errors
             raise UserError(
-                f"there is no local folder {where!r}, and it cannot be fetched from the hub: {_first_line(error)}"
+                f"there is no local folder {where!r}, and it cannot be fetched from the hub: {first_line(error)}"
             ) from error
     index = read_json_object(folder / INDEX_FILE)
     for name, part in index.items():
@@ -373,7 +371,7 @@ def _from_pretrained(where: str, index: dict[str, Any], dtype: torch.dtype, abse
         with quiet_transformers(), quiet_diffusers():
             return getattr(diffusers, index["_class_name"]).from_pretrained(where, torch_dtype=dtype, **missing)
     except Exception as error:  # damaged files, missing packages and memory each raise their own kinds
-        raise UserError(f"the pipeline in {where} cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"the pipeline in {where} cannot be loaded: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -400,11 +398,6 @@ def _check_complete(name: str, part: torch.nn.Module, where: str) -> None:
     lacking = [key for key, weight in part.state_dict().items() if weight.is_meta]
     if lacking:
         raise UserError(f"the files of {name} in {where} lack {len(lacking)} tensors, such as {lacking[0]}")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
 REQUIRED_PARTS = ("transformer", "vae", "scheduler")

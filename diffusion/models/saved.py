@@ -12,7 +12,7 @@ from torch import Tensor
 from diffusion.models.pipelines import quiet_diffusers
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
-from mmrl.hub.building import base_path, sort_header
+from mmrl.hub.building import base_path, first_line, merged_weights, sort_header
 
 BASE_FILE = "base.json"
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -34,8 +34,7 @@ def guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Te
     except UserError:
         raise
     except Exception as error:  # safetensors, json and diffusers each raise their own kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise UserError(f"the weights in {folder} cannot be read: {type(error).__name__}: {reason}") from error
+        raise UserError(f"the weights in {folder} cannot be read: {first_line(error)}") from error
 
 
 def save_adapter(transformer: Any, pipeline: Any, folder: Path) -> None:
@@ -56,21 +55,9 @@ def save_adapter(transformer: Any, pipeline: Any, folder: Path) -> None:
 
 def merged(transformer: Any) -> Any:
     """A transformer with the adapters merged; weights without an adapter are shared."""
-    # a new module: merging and unmerging the policy's own would round its weights
-    state = {
-        name.replace(".base_layer.", "."): weight
-        for name, weight in transformer.state_dict().items()
-        if ".lora_" not in name
-    }
-    layers: list[tuple[str, Any]] = list(transformer.named_modules())
-    with torch.no_grad():
-        for name, layer in layers:
-            if hasattr(layer, "get_delta_weight"):
-                weight = state[f"{name}.weight"]
-                state[f"{name}.weight"] = (weight.float() + layer.get_delta_weight(ADAPTER)).to(weight.dtype)
     with torch.device("meta"):
         merged = type(transformer).from_config(transformer.config)
-    merged.load_state_dict(state, assign=True)
+    merged.load_state_dict(merged_weights(transformer, ADAPTER), assign=True)
     return merged
 
 

@@ -301,6 +301,7 @@ def _trajectories(
 ) -> Trajectory:
     pairs = _pairs(seeds)
     latents = _first_latents(policy, pairs)
+    # all of a row's noise from its own seed, so that the image does not depend on `batch_rows`
     noise = row_noise(pairs[:, 1], len(window), policy.latent_shape).to(policy.device)
     states: list[Tensor] = []
     logps, means = [], []
@@ -311,7 +312,7 @@ def _trajectories(
             latents = ode.transition(v, latents, sigma, sigma_next)[0].to(latents.dtype)
             continue
         if not states:
-            states.append(latents)
+            states.append(latents)  # where the window begins: T steps have T + 1 states
         result = sample_step(kernel, v, latents, sigma, sigma_next, noise[:, index - window.start])
         latents = result.previous
         states.append(latents)
@@ -369,6 +370,7 @@ def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerCon
     finished, states = [], []
     for rows in torch.arange(len(text)).split(config.batch_rows):
         velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt)
+        # the whole path first: each row keeps states of other steps
         path = torch.stack([*_solved(policy, velocity, made, seeds[rows])], 1)
         states.append(path[torch.arange(len(rows))[:, None], kept[rows]])
         finished.append(path[:, -1].clone())
@@ -386,6 +388,7 @@ def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor
     pairs = _pairs(seeds)
     latents = _first_latents(policy, pairs)
     yield latents
+    # a generator a row: solvers with noise draw step by step, and a shared one would tie rows to their batch
     sources = [torch.Generator().manual_seed(seed) for seed in pairs[:, 1].tolist()]
     for index in range(len(solver.sigmas) - 1):
         v = velocity(latents, solver.sigmas[index].to(latents.device))

@@ -151,6 +151,7 @@ class _KernelSolver(Solver):
     def __init__(self, sigmas: Tensor, noise_level: float, kernel: Callable[[float, float], StepKernel] | None) -> None:
         self.sigmas = sigmas
         self._noise_level = noise_level
+        # the last step follows the ODE, so a grid of one step has no noise at all
         random = kernel is not None and noise_level and len(sigmas) > 2
         self._kernel = kernel(noise_level, float(sigmas[1])) if kernel is not None and random else OdeStep()
 

@@ -122,6 +122,7 @@ class FlowSdeStep(StepKernel):
         _require(0 < self.sigma_max < 1, f"sigma_max is {self.sigma_max}; must be between 0 and 1, as sigmas[1] is")
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
+        # only the denominator is replaced: g stays finite at sigma 1 and keeps its form elsewhere
         spread = self.noise_level * (s / (1 - torch.where(s >= 1, self.sigma_max, s))).sqrt()
         return _reverse_sde(v, x, s, s_next, spread)
 
@@ -163,6 +164,7 @@ class CpsStep(StepKernel):
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         angle = self.noise_level * math.pi / 2
+        # cos and sin of one angle: the old and the fresh noise add up to sigma' in variance
         mean = (1 - s_next) * (x - s * v) + s_next * math.cos(angle) * (x + (1 - s) * v)
         return mean, s_next * math.sin(angle)
 

@@ -233,6 +233,7 @@ class Trajectories:
 
         Gradient: through velocity, mean and log-density; see `StepConfig.detach_negative`.
         """
+        # the stored states, rounded as they were drawn: without an update the ratio is exactly 1
         steps = self.trained_steps(rollouts)
         velocity, mean, std = self._transition(model, steps, self.step.detach_negative)
         return StepScores(steps, velocity, mean, std, self.kernel.log_prob(steps.reached, mean, std))
@@ -255,6 +256,11 @@ class Trajectories:
         else:
             divergence = gaussian_kl(scores.mean, mean, scores.std)
         return steps.decisions.scatter(divergence)
+
+    def states(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, TrainedDecisions]:
+        """States (M, C, H, W) before the steps whose mask is 1, their times (M,) and their places in (B, T)."""
+        steps = self.trained_steps(rollouts)
+        return steps.latents, steps.sigma, steps.decisions
 
     def trained_steps(self, rollouts: Rollouts) -> TrainedSteps:
         """The steps of some rows of `draw` whose mask is 1."""

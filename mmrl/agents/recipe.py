@@ -133,6 +133,11 @@ class AgentDomain:
         self._totals, self._seen = Tally(), Counter[str]()
         self.parts |= {"totals": self._totals, "counts": self.env_counts}
 
+    def writer(self, policy: VlmPolicy) -> Writer:
+        """Writes the conversations of some episodes."""
+        system = self.config.conversation.system_text(self.config.actions, self.pool.actions)
+        return Writer(policy, self.config.conversation, system)
+
     def run_episodes(
         self,
         policy: VlmPolicy,
@@ -148,12 +153,10 @@ class AgentDomain:
         config = self.config
         sampler = self.episode_sampler
         sampler = sampler if temperature is None else replace(sampler, temperature=temperature)
-        system = config.conversation.system_text(config.actions, self.pool.actions)
-        writer = Writer(policy, config.conversation, system)
         runner = EpisodeRunner(
             policy,
             self.pool,
-            writer,
+            self.writer(policy),
             config.actions,
             sampler,
             config.episode,

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +51,37 @@ def base_path(entries: Mapping[str, Any], folder: Path) -> str:
     if isinstance(relative, str) and (folder.resolve() / relative).is_dir():
         return str((folder.resolve() / relative).resolve())
     return str(entries["path"])
+
+
+def merged_weights(module: Any, adapter: str) -> dict[str, Any]:
+    """Weights with a LoRA adapter added; those without an adapter are shared, and the module stays as it is."""
+    import torch
+
+    # a new table of weights: merging and unmerging the module's own would round them
+    state = {
+        name.replace(".base_layer.", "."): weight
+        for name, weight in module.state_dict().items()
+        if ".lora_" not in name
+    }
+    with torch.no_grad():
+        for name, layer in module.named_modules():
+            if hasattr(layer, "get_delta_weight"):
+                weight = state[f"{name}.weight"]
+                state[f"{name}.weight"] = (weight.float() + layer.get_delta_weight(adapter)).to(weight.dtype)
+    return state
+
+
+def may_be_hub_id(path: str) -> bool:
+    """Whether a path that is no model folder may be a hub id (owner/name)."""
+    folder = expanded(path).absolute()
+    # runs/model is also a well-formed hub id; next to an existing runs/ it is a folder that is missing
+    return not (folder.is_file() or folder.parent.is_dir()) and re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
+
+
+def first_line(error: Exception) -> str:
+    """Kind of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _sorted_header(header: dict[str, Any]) -> dict[str, Any]:

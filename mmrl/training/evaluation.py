@@ -209,6 +209,12 @@ def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.G
     return {name: float(np.mean(flat)), f"{name}/low": low, f"{name}/high": high}
 
 
+def mean_scores(scores: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Means of the scores of a task by name, without those that could not be scored (NaN)."""
+    known = {name: [value for value in values if value == value] for name, values in scores.items()}
+    return {name: float(np.mean(values)) for name, values in known.items() if values}
+
+
 def unscored(values: Sequence[Sequence[float]]) -> int:
     """Number of samples that could not be scored: those whose score is NaN."""
     return sum(value != value for task in values for value in task)

@@ -288,7 +288,7 @@ class TermLoss:
     """Further metrics; the scalars are logged under their own names."""
 
 
-class LossTerm(ABC):
+class LossTerm:
     """A term that a method adds to the loss of its objective, with everything that belongs to it.
 
     The trainer calls `prepare` once a step and the term itself for every micro-batch; `counts` are summed over all
@@ -315,11 +315,11 @@ class LossTerm(ABC):
         """Counts of an optimiser step that the term divides by, by name."""
         return {}
 
-    @abstractmethod
     def __call__(
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
     ) -> TermLoss:
-        """The term on a micro-batch, given the policy's outputs on it."""
+        """The term on a micro-batch, given the policy's outputs on it; nothing where it only prepares the update."""
+        return TermLoss()
 
     def formula(self) -> str:
         """Lines below the objective's formula in the report."""
@@ -329,14 +329,14 @@ class LossTerm(ABC):
         """Metrics of a completed step; every process calls it."""
         return {}
 
-    def on_step_end(self, step: Step) -> None:  # noqa: B027
+    def on_step_end(self, step: Step) -> None:
         """Move averages after a step."""
 
     def state_dict(self) -> Any:
         """State that a resumed run needs."""
         return None
 
-    def load_state_dict(self, state: Any) -> None:  # noqa: B027
+    def load_state_dict(self, state: Any) -> None:
         """Restore `state_dict`."""
 
 

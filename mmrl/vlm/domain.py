@@ -24,6 +24,7 @@ from mmrl.training.evaluation import (
     Row,
     Trial,
     evaluate_tasks,
+    mean_scores,
     part_metric,
     parts_of_tasks,
     unscored,
@@ -46,6 +47,16 @@ from mmrl.vlm.evaluation import (
 )
 
 LOGGER = logging.getLogger("mmrl")
+
+
+class Skipped(Tally):
+    """Questions that are left out, by kind."""
+
+    def note(self, error: TaskError) -> None:
+        """Count a question, and log the first of each kind."""
+        if not self[error.kind]:
+            LOGGER.warning("question skipped (%s): %s", error.kind, error)
+        self[error.kind] += 1
 
 
 class Questions:
@@ -93,7 +104,7 @@ class VlmDomain:
         loaded = self.prepare_tasks(load_tasks(config.data), training=True)
         self.train_tasks = loaded.tasks
         self.eval_tasks = load_splits(config, self.prepare_tasks)
-        self.skipped, self.cramped, self.errors = Tally(loaded.skipped), Tally(), RewardErrors()
+        self.skipped, self.cramped, self.errors = Skipped(loaded.skipped), Tally(), RewardErrors()
         self.parts |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors}
         self.rewards = RewardSum(rewards)
         with ExitStack() as undone:
@@ -186,16 +197,10 @@ class VlmDomain:
                 self._note_room(prompts[-1], policy)
             except TaskError as error:
                 last = error
-                self.note_skipped(error)
+                self.skipped.note(error)
         if not prompts and not allow_none:
             raise NoUsableTasksError(f"none of {len(tasks)} questions could be used; the last one: {last}")
         return usable, prompts
-
-    def note_skipped(self, error: TaskError) -> None:
-        """Count a question that is left out, and log the first of each kind."""
-        if not self.skipped[error.kind]:
-            LOGGER.warning("question skipped (%s): %s", error.kind, error)
-        self.skipped[error.kind] += 1
 
     def _note_room(self, prompt: Prompt, policy: VlmPolicy) -> None:
         """Count prompts that leave fewer positions than a response may take, and warn of the first."""
@@ -258,20 +263,23 @@ class AnswerMeasure(Measure[VlmTask]):
 
     def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
         """Answer questions in both modes; those that cannot be encoded are left out."""
-        usable, prompts = self.domain.encode(self.policy, [trial.task for trial in batch], allow_none=True)
-        if not prompts:
-            return []
-        index_of = {trial.task.id: trial.index for trial in batch}
-        rows: list[Row] = [
-            {"index": index_of[task.id], "repeat": 0, "task": task, "prompt": prompt.text, "scores": {}}
-            for task, prompt in zip(usable, prompts, strict=True)
-        ]
-        for mode, count in self._modes():
+        rows, prompts = self.open_rows(self.policy, batch)
+        for mode, count in self._modes() if rows else ():
             generator = make_generator(self.seed, "evaluate", self.split, start)
             draws = None if mode == "greedy" else generator
             drawn = sample(self.policy, prompts, count, self.sampling, draws)
             self._score(rows, drawn, mode, count)
         return rows
+
+    def open_rows(self, policy: VlmPolicy, batch: Sequence[Trial[VlmTask]]) -> tuple[list[Row], list[Prompt]]:
+        """A row and a prompt for each question that can be encoded."""
+        tasks, prompts = self.domain.encode(policy, [trial.task for trial in batch], allow_none=True)
+        index_of = {trial.task.id: trial.index for trial in batch}
+        rows: list[Row] = [
+            {"index": index_of[task.id], "repeat": 0, "task": task, "prompt": prompt.text, "scores": {}}
+            for task, prompt in zip(tasks, prompts, strict=True)
+        ]
+        return rows, prompts
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
         """Accuracies with intervals, response lengths and counts; raises RunError where no question was usable."""
@@ -293,9 +301,7 @@ class AnswerMeasure(Measure[VlmTask]):
 
     def outcome(self, row: Row) -> Outcome:
         """The mean scores of a question's answers."""
-        scores = {name: [value for value in values if value == value] for name, values in row["scores"].items()}
-        means = {name: float(np.mean(values)) for name, values in scores.items() if values}
-        return Outcome(row["task"].id, means, dict(self.parts[row["index"]]))
+        return Outcome(row["task"].id, mean_scores(row["scores"]), dict(self.parts[row["index"]]))
 
     def failure(self, rows: Sequence[Row]) -> str:
         """Reason why no answer could be scored; empty if one could."""
@@ -305,18 +311,22 @@ class AnswerMeasure(Measure[VlmTask]):
         """The first answer to a question."""
         task: VlmTask = row["task"]
         draw = self.domain.questions.draw
-        return SampleRecord(
-            id=task.id,
-            prompt=row["prompt"],
+        return self.shown(
+            row,
             response=row["response"],
-            answer=str(task.columns.get("answer", "")),
-            images=task_images(task, self.policy.layout.patch_size),
             outputs=[] if draw is None else [draw(task, row["response"], row["correct"])],
             reward=row["reward"],
             terms=row["terms"],
             finish=row["finish"],
             correct=row["correct"],
         )
+
+    def shown(self, row: Row, **answer: Any) -> SampleRecord:
+        """A question of a row with what is said of its `answer`, as a sample for the report."""
+        task: VlmTask = row["task"]
+        images = task_images(task, self.policy.layout.patch_size)
+        right = str(task.columns.get("answer", ""))
+        return SampleRecord(id=task.id, prompt=row["prompt"], answer=right, images=images, **answer)
 
     def _modes(self) -> list[tuple[str, int]]:
         modes = [("greedy", int(self.evaluation.greedy)), ("sampled", self.evaluation.samples)]

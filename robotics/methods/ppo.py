@@ -22,12 +22,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
+from mmrl.training.recipe import LossTerm, Passes, Step
 from mmrl.training.settings import TrainerConfig
 from robotics.episodes.payload import EpisodePayload
 from robotics.methods.recipe import SCORES, RobotConfig, RobotRecipe
@@ -239,12 +238,6 @@ class ChunkCritic(LossTerm):
         recipe.policy.critic.fit_scale(recipe.critic_inputs(rollouts)[seen])
         with torch.no_grad():
             return rollouts.replace(values=recipe.values(passes.policy, rollouts))
-
-    def __call__(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
-    ) -> TermLoss:
-        """Nothing; the objective has the critic's loss."""
-        return TermLoss()
 
 
 class RobotPpoRecipe(RobotRecipe):

@@ -123,6 +123,14 @@ class ReplayBuffer:
         while self.megabytes > self._config.memory_mb:
             self._evict_oldest()
 
+    def push_all(self, fresh: Sequence[tuple[int, str, Record]], step: int) -> None:
+        """Store what all processes found, (number of the group, task, trajectory), in the order of the groups."""
+        process = PartialState()
+        mine = [(number, process.process_index, task, record) for number, task, record in fresh]
+        found = mine if process.num_processes == 1 else list(gather_object(mine))
+        for _, _, task, record in sorted(found, key=lambda entry: entry[:2]):
+            self.push(task, record, step)
+
     def draw(self, task: str, step: int, generator: torch.Generator) -> tuple[Record, int] | None:
         """Draw one of a task's trajectories, each as likely as the others."""
         own = [entry for entry in self._stored.get(task, ()) if not self._is_old(entry, step)]
@@ -293,18 +301,10 @@ class ArpoRecipe(AgentRecipe):
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Rewards as in every agent's recipe; then the fresh successes of all processes are stored."""
         if self.config.replay.enabled:
-            self._store_fresh(step)
+            self.replay.buffer.expire(step.number)
+            self.replay.buffer.push_all(self._fresh, step.number)
+            self._fresh = []
         return super().score(rollouts, step)
-
-    def _store_fresh(self, step: Step) -> None:
-        """Store the successes of this step on all processes, in the order of the tasks."""
-        rank = PartialState().process_index
-        mine = [(number, rank, task, record) for number, task, record in self._fresh]
-        found = mine if PartialState().num_processes == 1 else list(gather_object(mine))
-        self._fresh = []
-        self.replay.buffer.expire(step.number)
-        for _, _, task, record in sorted(found, key=lambda entry: entry[:2]):
-            self.replay.buffer.push(task, record, step.number)
 
 
 def inject_successes(

@@ -116,8 +116,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
             return Episode(task, ending="failed", reason=str(error))
         if config.play_once:
             self._known[task.id] = played
-        system = config.conversation.system_text(config.actions, self.pool.actions)
-        return _as_episode(played, task, policy, Writer(policy, config.conversation, system), config.episode.max_turns)
+        return _as_episode(played, task, policy, self.writer(policy), config.episode.max_turns)
 
     def _ask_expert(self, task: AgentTask, number: int, step: Step) -> ExpertEpisode:
         config = self.config

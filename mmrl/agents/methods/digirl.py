@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from mmrl.agents.environments.tasks import AgentTask
@@ -48,10 +47,10 @@ from mmrl.agents.methods.digirl_critics import (
     step_loss,
 )
 from mmrl.agents.recipe import AgentConfig, AgentRecipe
-from mmrl.agents.rollout.episodes import AgentPayload, Writer, pack_episodes, pack_groups
+from mmrl.agents.rollout.episodes import AgentPayload, pack_episodes, pack_groups
 from mmrl.agents.rollout.storage import Record, read_recorded, restore_episode, store_episode
 from mmrl.core.loss import Denominators, Metric, mean_metric
-from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.returns import turn_starts
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
@@ -61,7 +60,7 @@ from mmrl.hub.building import build_if_missing
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_generator, stream_seed
-from mmrl.training.recipe import LossTerm, Step, TermLoss
+from mmrl.training.recipe import LossTerm, Step
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.model.config import check_update_precision
@@ -167,12 +166,6 @@ class KeptSteps(LossTerm):
         """Steps of the optimiser step, kept or not."""
         return {STEPS: float(turn_starts(minibatch).sum())}
 
-    def __call__(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
-    ) -> TermLoss:
-        """Nothing; the loss is the recipe's own."""
-        return TermLoss()
-
 
 class DigirlRecipe(AgentRecipe):
     """Offline and online filtered likelihood; see the module."""
@@ -194,7 +187,7 @@ class DigirlRecipe(AgentRecipe):
             "instruction_critic": self.instruction_critic,
             "step_critic": self.step_critic,
         }
-        self._fresh: list[tuple[int, Record]] = []
+        self._fresh: list[tuple[int, str, Record]] = []
         if settings.path is not None:
             try:
                 build_if_missing(settings, "digirl")
@@ -214,7 +207,7 @@ class DigirlRecipe(AgentRecipe):
         if not self.is_offline(step):
             groups = self.run_groups(policy, tasks, step)
             valid = [(number, episode) for number, own in enumerate(groups) for episode in own if episode.has_result]
-            self._fresh = [(number, store_episode(episode)) for number, episode in valid]
+            self._fresh = [(number, EPISODES, store_episode(episode)) for number, episode in valid]
             return pack_groups(groups, policy)
         records = self.store.stored(EPISODES)
         drawn = torch.randint(len(records), (len(tasks),), generator=generator).tolist()
@@ -229,7 +222,8 @@ class DigirlRecipe(AgentRecipe):
 
     def _kept_batch(self, rollouts: Rollouts, step: Step) -> Rollouts:
         settings = self.config.digirl
-        self._store_fresh(step)
+        self.store.push_all(self._fresh, step.number)
+        self._fresh = []
         episodes = [restore_episode(record) for record in self.store.stored(EPISODES)]
         with stopwatch("critic"):
             rows = self.config.trainer.micro_batch
@@ -270,21 +264,8 @@ class DigirlRecipe(AgentRecipe):
         return torch.zeros_like(reward, dtype=torch.bool)
 
     def _read(self, folder: Path) -> None:
-        config = self.config
-        writer = Writer(
-            self.policy, config.conversation, config.conversation.system_text(config.actions, self.pool.actions)
-        )
-        for episode in read_recorded(folder, self.policy, writer):
+        for episode in read_recorded(folder, self.policy, self.writer(self.policy)):
             self.store.push(EPISODES, store_episode(episode), step=0)
-
-    def _store_fresh(self, step: Step) -> None:
-        """Store what all processes ran in this step, in the order of the tasks."""
-        process = PartialState()
-        mine = [(number, process.process_index, record) for number, record in self._fresh]
-        found = mine if process.num_processes == 1 else list(gather_object(mine))
-        self._fresh = []
-        for _, _, record in sorted(found, key=lambda entry: entry[:2]):
-            self.store.push(EPISODES, record, step.number)
 
     def _train_critics(self, data: LabelledEpisodes, step: Step) -> None:
         """Some updates of both critics, the same on every process."""

@@ -40,11 +40,11 @@ from torch import nn
 from mmrl.agents.recipe import AgentConfig, AgentRecipe
 from mmrl.agents.rollout.episodes import ConversationConfig, EpisodeConfig
 from mmrl.core.loss import Denominators
-from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.recipe import LossTerm, Step, TermLoss
+from mmrl.training.recipe import LossTerm, Step
 from mmrl.training.settings import TrainerConfig
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import CriticSettings, LoraSettings, ModelConfig
@@ -122,12 +122,6 @@ class CriticWarmup(LossTerm):
     def provides(self, step: Step) -> frozenset[str]:
         """The critic's loss reads no log-probabilities of the reference."""
         return frozenset({"logp_ref"} if step.number < self.steps else ())
-
-    def __call__(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
-    ) -> TermLoss:
-        """Nothing."""
-        return TermLoss()
 
 
 class VlDacRecipe(AgentRecipe):

@@ -25,8 +25,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.loading import load_function
 from mmrl.training.processes import make_generator
 from mmrl.vlm.critic.details import MOST_ERRORS, Altered, alter_numbers, critique_score, insert_errors, listed_details
-from mmrl.vlm.critic.questions import RowWriter, ask_instead, check_no_marks, load_source, question_text
-from mmrl.vlm.data.media_rows import write_media_rows
+from mmrl.vlm.critic.questions import ask_instead, check_no_marks, load_source, question_text, write_questions
 from mmrl.vlm.data.messages import make_template
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.sampler import SamplerConfig
@@ -98,15 +97,15 @@ def build_false_answers(
             loaded.leave_out(error)
     loaded.tasks = [task for task, _, _ in made]
     loaded.check_left("the answers")
-    writer, rows = RowWriter(Path(path).with_suffix("").name), iter(made)
-
-    def save(folder: Path, stem: str) -> dict[str, Any]:
-        task, asked, altered = next(rows)
-        critique = "; ".join(altered.errors) or "none"
-        row = writer.row(task, asked, folder)
-        return {**row, "false_answer": altered.text, "inserted": altered.errors, "answer": critique}
-
-    return write_media_rows(Path(path), len(made), save)
+    rows = [
+        (
+            task,
+            asked,
+            {"false_answer": altered.text, "inserted": altered.errors, "answer": "; ".join(altered.errors) or "none"},
+        )
+        for task, asked, altered in made
+    ]
+    return write_questions(path, rows)
 
 
 def ordered_pairs(
@@ -172,7 +171,7 @@ def build_pairs(
     else:
         written = _write_critiques(model, loaded.tasks, critiques, temperature, max_new_tokens, seed)
     rng = np.random.default_rng([seed, 22])
-    rows: list[tuple[VlmTask, str, float, str, float]] = []
+    rows: list[tuple[VlmTask, VlmTask, dict[str, Any]]] = []
     for task, texts, scores in zip(loaded.tasks, written, _scores(loaded.tasks, written, judge), strict=True):
         different = dict(zip(texts, scores, strict=True))
         ranked = _shuffled(different, rng) if shuffle_scores else different
@@ -180,13 +179,16 @@ def build_pairs(
         if 0 < pairs_per_answer < len(pairs):
             pairs = [pairs[place] for place in sorted(rng.choice(len(pairs), pairs_per_answer, replace=False))]
         sides = list(ranked.items())
-        rows += [(task, *sides[better], *sides[worse]) for better, worse in pairs]
+        for better, worse in pairs:
+            (chosen, high), (rejected, low) = sides[better], sides[worse]
+            columns = {"chosen": chosen, "rejected": rejected, "score_chosen": high, "score_rejected": low}
+            rows.append((task, task, columns))
     if not rows:
         raise UserError(
             f"no pair is left of {len(written)} answers: a pair needs two critiques that list something and have "
             "different scores; write more critiques, raise the temperature, or set allow_empty"
         )
-    return _write_pairs(Path(path), rows)
+    return write_questions(path, rows)
 
 
 def _shuffled(scores: Mapping[str, float], rng: np.random.Generator) -> dict[str, float]:
@@ -253,17 +255,6 @@ def _marks(tasks: Sequence[VlmTask], written: Sequence[Sequence[str]], judge: st
         )
     left = iter(marks)
     return [[next(left) for _ in texts] for texts in written]
-
-
-def _write_pairs(path: Path, rows: Sequence[tuple[VlmTask, str, float, str, float]]) -> Path:
-    writer, left = RowWriter(path.with_suffix("").name), iter(rows)
-
-    def save(folder: Path, stem: str) -> dict[str, Any]:
-        task, chosen, high, rejected, low = next(left)
-        sides = {"chosen": chosen, "rejected": rejected, "score_chosen": high, "score_rejected": low}
-        return {**writer.row(task, task, folder), **sides}
-
-    return write_media_rows(path, len(rows), save)
 
 
 CRITIQUE_ERRORS: dict[str, str] = {

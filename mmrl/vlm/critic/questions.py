@@ -14,8 +14,8 @@ Source: Wang et al., LLaVA-Critic-R1, arXiv 2509.00676; LLaVA-VL/LLaVA-NeXT llav
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,34 +71,31 @@ def _last_user_turn(task: VlmTask) -> int:
     return users[-1]
 
 
-@dataclass
-class RowWriter:
-    """Rows of a .jsonl file from tasks; an image without a file of its own is written once a task."""
+def write_questions(path: str | Path, rows: Sequence[tuple[VlmTask, VlmTask, dict[str, Any]]]) -> Path:
+    """Write rows of a .jsonl file: the task whose images and videos a question shows, the question, further columns."""
+    media, left, written = Path(path).with_suffix("").name, iter(rows), dict[str, list[str]]()
 
-    media: str
-    """Name of the media folder next to the file."""
-    _written: dict[str, list[Any]] = field(default_factory=dict)
-
-    def row(self, source: VlmTask, asked: VlmTask, folder: Path) -> dict[str, Any]:
-        """Columns prompt, images and videos of a question."""
-        if source.id not in self._written:
-            stem = f"{len(self._written):05d}"
-            self._written[source.id] = [self._file(source, n, folder, stem) for n in range(len(source.images))]
+    def save(folder: Path, stem: str) -> dict[str, Any]:
+        source, asked, columns = next(left)
+        if source.id not in written:  # an image without a file of its own is written once a task
+            own = f"{len(written):05d}"
+            written[source.id] = [_image_file(source, n, folder, media, own) for n in range(len(source.images))]
         prompt: Any = asked.messages if asked.conversational or len(asked.messages) > 1 else question_text(asked)
-        row: dict[str, Any] = {"prompt": prompt, "images": self._written[source.id]}
-        if source.videos:
-            row["videos"] = [_video_cell(source, clip) for clip in source.videos]
-        return row
+        videos = {"videos": [_video_cell(source, clip) for clip in source.videos]} if source.videos else {}
+        return {"prompt": prompt, "images": written[source.id], **videos, **columns}
 
-    def _file(self, task: VlmTask, number: int, folder: Path, stem: str) -> str:
-        image = task.images[number]
-        if isinstance(image, str) and not image.startswith("data:"):
-            return str(Path(image).resolve())
-        try:
-            task.load_images()[number].save(folder / f"{stem}-{number}.png", compress_level=1)
-        except TaskError as error:
-            raise UserError(str(error)) from None
-        return f"{self.media}/{stem}-{number}.png"
+    return write_media_rows(Path(path), len(rows), save)
+
+
+def _image_file(task: VlmTask, number: int, folder: Path, media: str, stem: str) -> str:
+    image = task.images[number]
+    if isinstance(image, str) and not image.startswith("data:"):
+        return str(Path(image).resolve())
+    try:
+        task.load_images()[number].save(folder / f"{stem}-{number}.png", compress_level=1)
+    except TaskError as error:
+        raise UserError(str(error)) from None
+    return f"{media}/{stem}-{number}.png"
 
 
 def _video_cell(task: VlmTask, clip: str | VideoClip) -> dict[str, Any]:
@@ -180,15 +177,14 @@ def build_questions(
     answers = ["1", "2"] * len(asked)
     if random_answers:
         answers = [str(number) for number in np.random.default_rng([seed, 20]).integers(1, 3, 2 * len(asked))]
-    writer, made = RowWriter(Path(path).with_suffix("").name), iter(range(2 * len(asked)))
-
-    def save(folder: Path, stem: str) -> dict[str, Any]:
-        number = next(made)
-        task, questions = asked[number // 2]
-        row = writer.row(task, questions[number % 2], folder)
-        return {**row, "answer": answers[number], "pair": task.id, "order": ORDERS[number % 2]}
-
-    return write_media_rows(Path(path), 2 * len(asked), save)
+    return write_questions(
+        path,
+        [
+            (task, question, {"answer": answers[2 * number + order], "pair": task.id, "order": ORDERS[order]})
+            for number, (task, questions) in enumerate(asked)
+            for order, question in enumerate(questions)
+        ],
+    )
 
 
 def _both_orders(task: VlmTask, columns: PairColumns, render: Callable[..., str]) -> list[VlmTask]:

@@ -30,7 +30,6 @@ from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.domain import AnswerMeasure
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from mmrl.vlm.evaluation import task_images
 from mmrl.vlm.model.config import FrozenModelConfig
 
 REVISION_TEMPLATE = "Reflection on the former answer: {{ critique }}\n{{ question }}"
@@ -208,9 +207,10 @@ class RevisionMeasure(Measure[VlmTask]):
     def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
         """Answer, criticise and revise; questions that cannot be encoded are left out."""
         own = self.answers
-        tasks, prompts = own.domain.encode(self.reasoner, [trial.task for trial in batch], allow_none=True)
-        if not tasks:
+        rows, prompts = own.open_rows(self.reasoner, batch)
+        if not rows:
             return []
+        tasks = [row["task"] for row in rows]
         first = sample(self.reasoner, prompts, 1, own.sampling, None).texts
         critic = PolicyCritic(own.policy, self.config, own.sampling)
         revisions = self._revise(tasks, first, critic)
@@ -223,18 +223,9 @@ class RevisionMeasure(Measure[VlmTask]):
                 answers[SHUFFLED] = [revision.answers[-1] for revision in shuffled]
         texts = [prompt.text for prompt in prompts]
         right = {name: self._right(tasks, texts, said) for name, said in answers.items()}
-        index_of = {trial.task.id: trial.index for trial in batch}
-        return [
-            {
-                "index": index_of[task.id],
-                "repeat": 0,
-                "task": task,
-                "prompt": texts[number],
-                "revision": revisions[number],
-                "right": {name: values[number] for name, values in right.items()},
-            }
-            for number, task in enumerate(tasks)
-        ]
+        for number, row in enumerate(rows):
+            row |= {"revision": revisions[number], "right": {name: values[number] for name, values in right.items()}}
+        return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
         """Accuracies with intervals, and shares of answers that critiques and revisions change."""
@@ -250,20 +241,12 @@ class RevisionMeasure(Measure[VlmTask]):
 
     def record(self, row: Row) -> SampleRecord:
         """All answers with their critiques."""
-        task: VlmTask = row["task"]
         revision: Revision = row["revision"]
         lines = [f"answer: {revision.answers[0]}"]
         for number, critique in enumerate(revision.critiques):
             lines.append(f"critique: {critique}")
             lines += [f"revised: {text}" for text in revision.answers[number + 1 : number + 2]]
-        return SampleRecord(
-            id=task.id,
-            prompt=row["prompt"],
-            response="\n".join(lines),
-            answer=str(task.columns.get("answer", "")),
-            images=task_images(task, self.answers.policy.layout.patch_size),
-            correct=row["right"][AFTER] == 1.0,
-        )
+        return self.answers.shown(row, response="\n".join(lines), correct=row["right"][AFTER] == 1.0)
 
     def _revise(
         self, tasks: Sequence[VlmTask], first: Sequence[str], critic: Criticise, always: bool = False

@@ -22,7 +22,7 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.hub.video_sampling import Frames
 from mmrl.rewards.answers import normalise, read_answer
 from mmrl.runs.samples import Outcome, SampleRecord
-from mmrl.training.evaluation import Measure, Row, Trial, with_interval
+from mmrl.training.evaluation import Measure, Row, Trial, mean_scores, with_interval
 from mmrl.training.processes import make_generator, stream_seed
 from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task, question_text, without_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong, token_lists
@@ -30,7 +30,6 @@ from mmrl.vlm.data.task import VlmTask, load_videos
 from mmrl.vlm.domain import AnswerMeasure
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from mmrl.vlm.evaluation import task_images
 
 
 @dataclass(frozen=True)
@@ -288,30 +287,22 @@ class SelfCriticMeasure(Measure[VlmTask]):
     def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
         """Draw n answers to each question and have the model choose; questions that cannot be encoded are left out."""
         own, count = self.answers, self.config.n
-        tasks, prompts = own.domain.encode(own.policy, [trial.task for trial in batch], allow_none=True)
-        if not prompts:
+        rows, prompts = own.open_rows(own.policy, batch)
+        if not rows:
             return []
         generator = make_generator(own.seed, "self_critic", own.split, start)
         drawn = sample(own.policy, prompts, count, own.sampling, generator)
         tokens = token_lists(drawn.response_ids, drawn.mask)
-        repeated = [(task, prompt.text) for task, prompt in zip(tasks, prompts, strict=True) for _ in range(count)]
-        scored = own.score([task for task, _ in repeated], [text for _, text in repeated], drawn.texts, tokens)
+        repeated = [row for row in rows for _ in range(count)]
+        scored = own.score([row["task"] for row in repeated], [row["prompt"] for row in repeated], drawn.texts, tokens)
         right = own.right(scored.terms)
-        groups = [slice(n * count, (n + 1) * count) for n in range(len(tasks))]
-        choices = best_of_n(own.policy, tasks, [drawn.texts[part] for part in groups], self.config, own.sampling)
-        index_of = {trial.task.id: trial.index for trial in batch}
-        return [
-            {
-                "index": index_of[task.id],
-                "repeat": 0,
-                "task": task,
-                "prompt": prompt.text,
-                "response": drawn.texts[part][chosen.chosen],
-                "choice": chosen,
-                "scores": _scores(right[part], chosen),
-            }
-            for task, prompt, part, chosen in zip(tasks, prompts, groups, choices, strict=True)
-        ]
+        groups = [slice(n * count, (n + 1) * count) for n in range(len(rows))]
+        texts = [drawn.texts[part] for part in groups]
+        choices = best_of_n(own.policy, [row["task"] for row in rows], texts, self.config, own.sampling)
+        for row, part, said, chosen in zip(rows, groups, texts, choices, strict=True):
+            scores = _scores(right[part], chosen)
+            row |= {"response": said[chosen.chosen], "choice": chosen, "scores": scores}
+        return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
         """Accuracies with intervals, and statistics of the judgements."""
@@ -323,20 +314,12 @@ class SelfCriticMeasure(Measure[VlmTask]):
 
     def outcome(self, row: Row) -> Outcome:
         """Whether the chosen answer is right, and the others of the same draw."""
-        known = {name: [value for value in values if value == value] for name, values in row["scores"].items()}
-        return Outcome(row["task"].id, {name: float(np.mean(values)) for name, values in known.items() if values})
+        return Outcome(row["task"].id, mean_scores(row["scores"]))
 
     def record(self, row: Row) -> SampleRecord:
         """The chosen answer."""
-        task: VlmTask = row["task"]
-        return SampleRecord(
-            id=task.id,
-            prompt=row["prompt"],
-            response=row["response"],
-            answer=str(task.columns.get("answer", "")),
-            images=task_images(task, self.answers.policy.layout.patch_size),
-            correct=row["scores"]["accuracy/self_critic"] == [1.0],
-        )
+        right = row["scores"]["accuracy/self_critic"] == [1.0]
+        return self.answers.shown(row, response=row["response"], correct=right)
 
 
 def judgement_metrics(choices: Sequence[Choice]) -> dict[str, float]:

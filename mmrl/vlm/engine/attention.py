@@ -53,6 +53,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
     Source: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Juravsky et al., Hydragen, arXiv 2402.05099.
     """
+    # sigmoid and logaddexp never form exp(l), which overflows for scores that a softmax still takes
     share = torch.sigmoid(lse_a - lse_b)[..., None]
     merged = torch.lerp(out_b.to(lse_a.dtype), out_a.to(lse_a.dtype), share)
     return merged, torch.logaddexp(lse_a, lse_b)
@@ -136,6 +137,8 @@ def _parts(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Part, Part]:
     """Attention of the responses to the prompts, and of the responses to themselves."""
+    # a prompt is seen by its group alone and no response by another: folded into the queries' axis, G responses and r
+    # query heads are one long sequence, so the prompt's keys need no copy for each of them
     to_prompt = Part(_fold(q, k.shape[3]), prompt_k, prompt_v, bias, causal=False, scale=scale)
     times = q.shape[3] // k.shape[3]
     k, v = (_rows(x.repeat_interleave(times, 3) if times > 1 else x) for x in (k, v))  # one for each query head
@@ -385,6 +388,7 @@ def response_index(lengths: Tensor, group: Tensor, prompts: int) -> PackedIndex:
     in_order = bool((group == torch.arange(len(group), device=group.device) // most).all())
     if in_order and len(group) == prompts * most and bool((lengths == width).all()):
         return PackedIndex(None, None, None, shape)
+    # rank: number of each response among those of its group
     order = torch.argsort(group, stable=True)
     rank = torch.empty_like(group)
     rank[order] = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group[order]]
@@ -414,6 +418,7 @@ class PromptRow:
         q, k, v = (self.places.gather(x[0].transpose(0, 1)).transpose(1, 2) for x in _workable(query, key, value))
         if layer not in self.keys:  # a recomputed layer must not replace what the responses already read
             self.keys[layer], self.values[layer] = k, v
+        # prompts are padded at their end, where the causal mask hides the padding from every real token
         with _no_autocast(q):
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return self.places.scatter(out.transpose(1, 2))[None].to(query.dtype)

@@ -289,6 +289,7 @@ class PrefixDecoder:
     def advance(self, token: Tensor) -> Tensor:
         """Read one token of each row (b,) and return the states (b, width) that predict the next."""
         weights, attention = self._weights, self._attention
+        # `lean_weights` has cast the weights once; autocast would cast them again at every token
         with torch.autocast(token.device.type, enabled=False):
             attention.begin_step()
             hidden = functional.embedding(token, weights.embedding)
@@ -304,6 +305,7 @@ class PrefixDecoder:
             logits = self._weights.head(states).float()
         if temperature != 1.0:
             logits.div_(temperature)
+        # before the softmax, so that the other tokens add up to 1, as they do in scoring
         return logits.index_fill_(1, self._banned, float("-inf")).log_softmax(-1)
 
 
@@ -345,6 +347,7 @@ class _Buffers:
         self.queries = rows.new_empty(self.unscaled_queries.shape)
         self.far_queries = self.queries.flatten(2, 3).flatten(0, 1)  # (N Hk, R r, d)
         self.near_queries = self.queries.flatten(0, 2)  # (N Hk R, r, d)
+        # one memory, seen by prompt and by slot: the product with the row's own values is added onto the prompt's
         context = torch.empty_like(self.queries)
         self.far_context, self.near_context = context.flatten(2, 3).flatten(0, 1), context.flatten(0, 2)
         self.slot_context = context.transpose(1, 2)  # (N, R, Hk, r, d)
@@ -396,6 +399,7 @@ class _GroupAttention:
                 for layers in (self.prefix_keys, self.prefix_values)
             )
         self._arrange(prompt)
+        # source is the old slot of each new one; unused slots copy slot 0, which is never read
         source = torch.zeros(len(live) * self.slots.size, dtype=torch.int64, device=index.device)
         source = source.index_copy_(0, self.slots.of_row, before).view(-1, 1, self.slots.size)
         head = torch.arange(kv_heads, device=index.device)[None, :, None]
@@ -420,6 +424,7 @@ class _GroupAttention:
     def __call__(self, number: int, layer: LeanLayer, x: Tensor) -> Tensor:
         """Attention (b, H d) float32 of a layer for its normed states (b, width)."""
         buffers, step = self.buffers, self.step
+        # into fixed memory, since all views in `buffers` were made of it
         buffers.incoming.copy_(layer.qkv(x))
         if layer.norm_heads is not None:
             buffers.heads_in.copy_(layer.norm_heads(buffers.heads_in))
@@ -431,6 +436,7 @@ class _GroupAttention:
         if self.padding is not None:
             buffers.far_by_group.add_(self.padding)
         torch.bmm(buffers.near_queries, step.keys[number], out=step.near)
+        # one softmax over both parts, so that nothing has to be merged by log-sum-exps
         torch.cat((buffers.far_by_slot, step.near), -1, out=step.scores)
         torch.softmax(step.scores, -1, out=step.probabilities)
         torch.bmm(step.far_probabilities, self.prefix_values[number], out=buffers.far_context)
@@ -441,6 +447,7 @@ class _GroupAttention:
     def _rotate(self) -> None:
         """Turn queries and keys by their position, and spread them over the slots."""
         buffers = self.buffers
+        # (x1, x2) to (x1 cos - x2 sin, x2 cos + x1 sin), each half of a head at once
         torch.mul(buffers.heads_in, self.cosine, out=buffers.rotated)
         buffers.rotated_first.addcmul_(buffers.second_half, self.sine, value=-1)
         buffers.rotated_second.addcmul_(buffers.first_half, self.sine)

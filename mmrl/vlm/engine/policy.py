@@ -19,6 +19,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import replaced
+from mmrl.hub.building import merged_weights
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.hub.video_sampling import Frames
 from mmrl.runs.checkpoint import check_model
@@ -53,7 +54,6 @@ from mmrl.vlm.model.network import (
     load_network,
     load_value_head,
     make_value_head,
-    merged_state,
     resolve_model,
     save_model,
     save_value_head,
@@ -375,7 +375,7 @@ class VlmPolicy(nn.Module):
             return
         with replaced(Path(path)) as draft:
             with quiet_transformers():
-                self.network.save_pretrained(draft, state_dict=merged_state(self.model))
+                self.network.save_pretrained(draft, state_dict=merged_weights(self.network, self.model.active_adapter))
             self.processor.save_pretrained(draft)
 
     def load_weights(self, path: Path | str) -> None:

@@ -130,6 +130,7 @@ class KeptPrefill:
     def put(self, prompts: Sequence[Prompt], prefix: Prefix, weights: Callable[[], Hashable]) -> None:
         """Remember the prefix of prompts that were just sampled from."""
         self._forget_outdated(weights)
+        # many prompts point into one prefix, whose memory counts once
         held = {id(kept): kept for kept, _ in self._found.values()}
         size = prefix.num_bytes + sum(kept.num_bytes for kept in held.values())
         # a graph stays in any case: the update needs it, and would build it again at the same size
@@ -147,6 +148,7 @@ class KeptPrefill:
         with_history = torch.is_grad_enabled()
         if len(found) < len(prompts):
             return None
+        # values alone would end the gradient at the prompt
         if with_history and not all(prefix.last_state.requires_grad for prefix, _ in found):
             return None
         parts = _select_runs(found)
@@ -218,7 +220,9 @@ class PrefixStore:
         """Prefix of the prompts, with history where gradients are enabled."""
         if self._shared is None:
             return self._kept_or_new(prompts)
+        # identities are enough: the rollouts hold their prompts for as long as the scope is open
         shared, names = self._shared, tuple(id(prompt) for prompt in prompts)
+        # micro-batches come group by group, so the gradients of the group before are complete
         if view in shared and shared[view].prompts != names:
             shared.pop(view).backward()
         if view not in shared:

@@ -57,6 +57,7 @@ def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> Pr
         types[index, : len(prompt)] = prompt.mm_token_type_ids
         positions[:, index, : len(prompt)] = prompt.position_ids
     visual = types > 0
+    # the vision tower's features come prompt by prompt, in the order of their tokens
     numbers = visual.flatten().cumsum(0).view_as(types) - 1
     return PromptTable(
         ids=ids.to(device),
@@ -150,7 +151,7 @@ def make_reading(payload: VlmPayload, view: str, group: Tensor, mask: Tensor) ->
     if any(payload.contexts):
         first, starts, group, prompts = _rows_of_contexts(payload, prompts, group)
         shifted = starts[:, None] + torch.arange(responses.shape[1], device=device)
-        response = torch.repeat_interleave(first.diff())
+        response = torch.repeat_interleave(first.diff())  # of each row
         responses = responses[response].gather(1, shifted.clamp(max=responses.shape[1] - 1))
         # rows in order of response and start: a token belongs to the last one that starts at it or before it
         width = int(max(starts.max(), step.max() if len(step) else 0)) + 1

@@ -140,7 +140,7 @@ def _truncate(probability: Tensor, top_p: float, top_k: int) -> Tensor:
     ordered, index = probability.topk(count) if top_k else probability.sort(-1, descending=True)
     if top_p < 1.0:
         ends = ordered.cumsum(-1, dtype=torch.float64)
-        before = ends - ordered
+        before = ends - ordered  # so that the token that crosses top_p still belongs to the set
         ordered = ordered.where(before < top_p * ends[:, -1:], 0.0)
     return torch.zeros_like(probability).scatter(1, index, ordered)
 
@@ -174,6 +174,7 @@ class GenerationState:
         """Draw and record the next token of the rows; those that ended before get the pad token."""
         uniform = None if self.uniforms is None else self.uniforms[step][rows]
         token, kept = choose_tokens(logp, uniform, self.config.top_p, self.config.top_k)
+        # rows that have ended stay in the batch until it is compacted, and draw tokens that do not count
         token = token.where(running, self.policy.pad_id)
         chosen = logp.gather(1, token[:, None])[:, 0]
         self.ids[step].index_copy_(0, rows, token)

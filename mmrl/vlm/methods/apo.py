@@ -44,17 +44,13 @@ class ApoSettings:
     """Base of the length penalty of wrong samples; 1 switches it off; small models need about 1.01 to 1.05."""
 
 
-def _apo_objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="apo")
-
-
 @dataclass
 class ApoConfig(VlmConfig):
     """An APO run."""
 
     apo: ApoSettings = field(default_factory=ApoSettings)
     """DADS and STCR."""
-    objective: ObjectiveConfig = field(default_factory=_apo_objective)
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="apo"))
     """Base objective; APO needs group standardisation and a KL term in the loss."""
 
     def validate(self) -> None:

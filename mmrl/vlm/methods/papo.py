@@ -105,17 +105,13 @@ class PapoSettings:
     1e-3."""
 
 
-def _papo_objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="papo")
-
-
 @dataclass
 class PapoConfig(VlmConfig):
     """A PAPO run; PAPO_D is `objective: {preset: dapo}`."""
 
     papo: PapoSettings = field(default_factory=PapoSettings)
     """The perception term."""
-    objective: ObjectiveConfig = field(default_factory=_papo_objective)
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="papo"))
     """Base objective; the default is that of the public scripts, clip 0.2/0.3, dual clip 3, k3 0.01, token mean."""
 
 

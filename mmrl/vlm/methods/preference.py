@@ -22,7 +22,7 @@ from mmrl.fields import bounded, rare
 from mmrl.runs.samples import SampleRecord
 from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
-from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, SupervisedRecipe, TermLoss
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, SupervisedRecipe
 from mmrl.training.settings import ReferenceConfig
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
@@ -211,7 +211,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
                 ids += tokenise_sides(policy, task, prompt, self.columns, self.config.max_side_tokens)
                 kept.append((task, prompt))
             except TaskError as error:
-                self.note_skipped(error)
+                self.skipped.note(error)
         if not kept:
             return None
         usable, prompts = [task for task, _ in kept], [prompt for _, prompt in kept]
@@ -316,12 +316,6 @@ class StartReference(LossTerm):
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Look them up."""
         return rollouts.replace(logp_ref=self.start_scores.of(TRAINING, rollouts))
-
-    def __call__(
-        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
-    ) -> TermLoss:
-        """The objective's loss reads the log-probabilities; nothing is added to it."""
-        return TermLoss()
 
 
 def split_table(split: str) -> str:

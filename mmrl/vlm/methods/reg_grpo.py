@@ -53,17 +53,13 @@ from mmrl.vlm.recipe import VlmRecipe
 LOGGER = logging.getLogger("mmrl")
 
 
-def _reg_grpo_objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="reg_grpo")
-
-
 @dataclass
 class RegGrpoConfig(VlmConfig):
     """A Reg-GRPO run."""
 
     augmentation: AugmentationSettings = field(default_factory=AugmentationSettings)
     """Difficulty-aware augmentation; it works with any objective."""
-    objective: ObjectiveConfig = field(default_factory=_reg_grpo_objective)
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="reg_grpo"))
     """Objective that is optimised."""
 
 

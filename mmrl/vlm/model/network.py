@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
-from mmrl.hub.building import base_entries, base_path, sort_header
+from mmrl.hub.building import base_entries, base_path, first_line, may_be_hub_id, sort_header
 from mmrl.hub.compat import quiet_transformers
 from mmrl.rewards.loading import load_function
 from mmrl.vlm.model.config import CriticSettings, FrozenModelConfig, LoraSettings, ModelConfig
@@ -45,8 +45,7 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
         return base_path({"path": base, **read_json_object(folder / BASE_FILE)}, folder) if moved else base, folder
     if folder.is_dir():
         raise UserError(f"{folder} is not a model folder: it has no config.json; it holds {_listing(folder)}")
-    # runs/model is also a well-formed hub id; next to an existing runs/ it is a folder that is missing
-    if folder.is_file() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+    if not may_be_hub_id(path):
         raise UserError(f"there is no model folder {path}; give a folder with config.json or a hub id (owner/name)")
     return path, None
 
@@ -74,7 +73,7 @@ def load_network(config: ModelConfig, base: str) -> Any:
                 output_loading_info=True,
             )
     except Exception as error:  # damaged files, missing kernels and memory each raise their own kinds
-        raise UserError(f"the model in {base} cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"the model in {base} cannot be loaded: {first_line(error)}") from error
     network, report = loaded
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -92,12 +91,8 @@ def _model_type(base: str) -> str:
         return str(AutoConfig.from_pretrained(base).model_type)
     except Exception as error:  # hub and network errors
         raise UserError(
-            f"there is no local folder {base!r}, and it cannot be fetched from the hub: {_first_line(error)}"
+            f"there is no local folder {base!r}, and it cannot be fetched from the hub: {first_line(error)}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 BUILD_FILE = "build.json"
@@ -204,23 +199,6 @@ def save_value_head(head: nn.Module, path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}, path / VALUE_HEAD_FILE)
-
-
-def merged_state(model: Any) -> dict[str, Tensor]:
-    """Weights of a peft model with its adapters added; the model stays, since merging and unmerging would round it."""
-    network = model.base_model.model
-    state = {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in network.state_dict().items()
-        if ".lora_" not in name
-    }
-    with torch.no_grad():
-        for name, layer in network.named_modules():
-            if hasattr(layer, "get_delta_weight"):
-                weight = state[f"{name}.weight"]
-                delta = layer.get_delta_weight(model.active_adapter)
-                state[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
-    return state
 
 
 def load_model_weights(model: Any, path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Protocol, TypeVar
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.hub.video_reading import VideoError
@@ -175,8 +174,3 @@ def _with_images(task: VlmTask, count: int) -> VlmTask:
         for turn in task.messages
     ]
     return replace(task, messages=messages, images=[""] * count, videos=[])
-
-
-def correct_of(answers: Answers) -> Tensor:
-    """(B,) float32, 1 for right answers and NaN for those that could not be judged."""
-    return torch.tensor(answers.correct, dtype=torch.float32)

@@ -14,12 +14,11 @@ from mmrl.training.settings import EvaluationConfig, RunConfig, TrainerConfig
 from mmrl.vlm.data.dataset import OWN_OPTIONS, DataConfig
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import ModelConfig
-from mmrl.vlm.tspo.picking import LOGPROBS
+from mmrl.vlm.tspo.picking import LOGPROBS, METHODS
 
 SCORES = ("logp_ref", "turns")
 """Scores of the policy further to log-probabilities; the picks are turn 0, trained tokens turn 1."""
 ANSWERERS = ("oracle", "vlm")
-METHODS = ("topk", "bin-max")
 
 
 @dataclass
@@ -119,7 +118,7 @@ class AnswererConfig:
 class TspoEvaluationConfig(EvaluationConfig):
     """Evaluation without noise, compared with evenly spaced frames and those that are most like the question."""
 
-    method: str = rare(choice("topk", METHODS))
+    method: str = rare(choice("topk", lambda: METHODS))
     """topk: the best frames (LongVideoBench, MLVU, LVBench); bin-max: the best of each part (Video-MME)."""
     count: int = rare(bounded(0, at_least=0))
     """Frames picked; 0 = as many as in training."""

@@ -23,7 +23,7 @@ from mmrl.training.evaluation import Measure, Row, Trial, with_interval
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.tspo.answerers import Answerer, without_unreadable
 from mmrl.vlm.tspo.config import TspoEvaluationConfig
-from mmrl.vlm.tspo.picking import bin_max_frames, top_frames, uniform_frames
+from mmrl.vlm.tspo.picking import METHODS, top_frames, uniform_frames
 from mmrl.vlm.tspo.policy import TspoPolicy, VideoFeatures
 from mmrl.vlm.tspo.tasks import NeedleTask
 
@@ -195,8 +195,7 @@ class PickMeasure(Measure[NeedleTask]):
         if strategy == "clip_topk":
             similarity = torch.cosine_similarity(features.frames, features.text[None], dim=-1)
             return top_frames(similarity, count).tolist()
-        choose = top_frames if self.evaluation.method == "topk" else bin_max_frames
-        return choose(scores, count).tolist()
+        return METHODS[self.evaluation.method](scores, count).tolist()
 
 
 def _of_needle(needle: np.ndarray, count: int) -> list[int]:

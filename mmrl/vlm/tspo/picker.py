@@ -11,7 +11,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, load_agent
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
-from mmrl.vlm.tspo.picking import bin_max_frames, top_frames
+from mmrl.vlm.tspo.picking import METHODS
 from mmrl.vlm.tspo.tasks import open_candidates
 
 if TYPE_CHECKING:
@@ -55,13 +55,12 @@ class FramePicker:
             UserError: unknown method.
             VideoError: the video cannot be read.
         """
-        methods = {"topk": top_frames, "bin-max": bin_max_frames}
-        if method not in methods:
-            raise UserError(f"there is no method {method!r}; there are: {', '.join(methods)}")
+        if method not in METHODS:
+            raise UserError(f"there is no method {method!r}; there are: {', '.join(METHODS)}")
         candidates = open_candidates(str(video), self.settings.fps, self.settings.max_frames)
         features, text = self.store.frames(candidates), self.store.text(question)
         scores = self.agent(features[None], text[None])[0]
-        picks = methods[method](scores, count or self.settings.count).tolist()
+        picks = METHODS[method](scores, count or self.settings.count).tolist()
         images, seconds = candidates.images(picks), candidates.seconds
         return PickedFrames(
             [candidates.numbers[pick] for pick in picks],

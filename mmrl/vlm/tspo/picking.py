@@ -18,6 +18,8 @@ Source: arXiv 2508.04369, section 3.2; Hui-design/TSPO model/utils.py `gumbel_so
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -139,3 +141,7 @@ def uniform_frames(total: int, count: int) -> Tensor:
         (K,) int64, rising; fewer than `count` where there are fewer frames.
     """
     return torch.from_numpy(np.linspace(0, total - 1, min(count, total), dtype=np.int64))
+
+
+METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"topk": top_frames, "bin-max": bin_max_frames}
+"""From scores (T,) and the number of picks to the frames of an evaluation."""

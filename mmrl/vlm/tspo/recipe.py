@@ -39,13 +39,14 @@ from mmrl.runs.samples import SampleRecord
 from mmrl.runs.stopwatch import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.processes import stream_seed
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, Tally
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
 from mmrl.training.scoring import RewardErrors, failure_of
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import TaskError
+from mmrl.vlm.domain import Skipped
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, load_agent, save_agent
-from mmrl.vlm.tspo.answerers import Answerer, Answers, correct_of, make_answerer, without_unreadable
+from mmrl.vlm.tspo.answerers import Answerer, Answers, make_answerer, without_unreadable
 from mmrl.vlm.tspo.config import TspoConfig, objective_of
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
 from mmrl.vlm.tspo.measure import PickMeasure, picked_strip
@@ -64,7 +65,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
     def __init__(self, config: TspoConfig) -> None:
         super().__init__(config)
         self.objective = objective_of(config)
-        self.skipped, self.errors = Tally(), RewardErrors()
+        self.skipped, self.errors = Skipped(), RewardErrors()
         self.parts |= {"skipped": self.skipped, "errors": self.errors}
         self.train_tasks = self._load(config.data, "data")
         limit = config.evaluation.max_tasks or None
@@ -82,8 +83,9 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         with ExitStack() as undone:
             self.answerer: Answerer = make_answerer(config.answerer, reader)
             undone.callback(self.answerer.close)
-            for key, tasks in {"data": self.train_tasks, **_by_key(self.eval_tasks)}.items():
-                self.answerer.check(tasks, key)
+            self.answerer.check(self.train_tasks, "data")
+            for name, tasks in self.eval_tasks.items():
+                self.answerer.check(tasks, f"eval_data.{name}")
             undone.pop_all()
         self._warn_of_short_videos()
 
@@ -94,7 +96,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         with stopwatch("encode"):
             usable, features = self.encode(tasks)
         drawn = without_unreadable(
-            usable, features, lambda some, own: self._draw(policy, some, own, generator, step), self._skip
+            usable, features, lambda some, own: self._draw(policy, some, own, generator, step), self.skipped.note
         )
         if drawn is None:
             raise NoUsableTasksError(f"the picked frames of none of {len(tasks)} videos can be read")
@@ -125,7 +127,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             picks=picks,
             pick_mask=mask,
             texts=answers.texts,
-            correct=correct_of(answers),
+            correct=torch.tensor(answers.correct, dtype=torch.float32),
             temperature=temperature,
             noise=list(noise) if form == "noisy_product" else [],
         )
@@ -166,7 +168,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             evaluation=self.config.evaluation,
             count_of=lambda task: self.config.evaluation.count or self.picks_of(task),
             seed=stream_seed(self.config.seed, "bootstrap", split),
-            skip=self._skip,
+            skip=self.skipped.note,
         )
         return evaluate_tasks([measure], self.eval_tasks[split], self.config.evaluation.records, accelerator)
 
@@ -213,18 +215,13 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
                 frames = self.store.frames(task.video)
             except VideoError as error:
                 last = error
-                self._skip(TaskError(error.kind, task.id, str(error)))
+                self.skipped.note(TaskError(error.kind, task.id, str(error)))
                 continue
             usable.append(task)
             features.append(VideoFeatures(frames, self.store.text(task.query)))
         if not usable and not allow_none:
             raise NoUsableTasksError(f"none of {len(tasks)} videos could be used; the last one: {last}")
         return usable, features
-
-    def _skip(self, error: TaskError) -> None:
-        if not self.skipped[error.kind]:
-            LOGGER.warning("question skipped (%s): %s", error.kind, error)
-        self.skipped[error.kind] += 1
 
     def temperature(self, step: int) -> float:
         """Temperature of the picks after so many steps."""
@@ -315,7 +312,3 @@ def _make_agent(config: TspoConfig, width: int) -> TemporalAgent:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(config.seed, "agent"))
         return TemporalAgent(width, config.agent.heads, config.agent.window)
-
-
-def _by_key(splits: Mapping[str, Sequence[NeedleTask]]) -> dict[str, Sequence[NeedleTask]]:
-    return {f"eval_data.{name}": tasks for name, tasks in splits.items()}

@@ -22,7 +22,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -45,7 +44,7 @@ from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.drawing import draw_flow
 from robotics.flow3d.methods.clips import ClipSetConfig, clips_digest, instructions_of, load_clips
-from robotics.flow3d.methods.evaluation import FlowEvaluationConfig, VerdictMeasure
+from robotics.flow3d.methods.evaluation import FlowDomain, FlowEvaluationConfig, VerdictMeasure
 from robotics.flow3d.methods.samples import ExplorationConfig, FlowPayload, FlowSampling
 from robotics.flow3d.model.world_model import FlowWorldModel
 from robotics.flow3d.plan.judge import FlowJudge, WeightedVerifierConfig
@@ -116,7 +115,7 @@ class Flow3dAwmConfig(RunConfig):
         check_objective(make_objective(self.objective), SCORES, self.trainer.samples_per_task, labels)
 
 
-class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
+class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
     """AWM on guessed flow; see the module.
 
     Args:
@@ -184,20 +183,6 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Number of scenes, and verdicts that could not be had."""
         return {"data/clips": float(len(self.train_tasks)), **self.errors.take()}
-
-    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """Move the evaluation average."""
-        self.eval_ema.on_step_end(step.number + 1)
-
-    def save_parts(self, folder: Path) -> None:
-        """Write the evaluation average beside the model, as `eval_ema`."""
-        self.eval_ema.save(folder)
-
-    @classmethod
-    def export(cls, config: Flow3dAwmConfig, checkpoint: Path, output: Path) -> str:
-        """Write a folder that needs no other one; with an evaluation average, that of the weights it evaluated."""
-        FlowWorldModel.from_pretrained(EvalAverage.folder_of(checkpoint)).export(output)
-        return "robotics.flow3d.model.FlowWorldModel.from_pretrained"
 
     def close(self) -> None:
         """Free the verifiers' scenes."""

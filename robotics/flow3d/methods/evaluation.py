@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from diffusion.models.ema import EvalAverage, KeepsEvalAverage
 from mmrl.fields import bounded
 from mmrl.runs.samples import Outcome, SampleRecord
 from mmrl.runs.statistics import wilson_interval
@@ -27,6 +29,16 @@ GOALS = "goals_world_m"
 HEADLINE = "accuracy/within_5cm"
 ERRORS = ("ade_cm", "fde_cm", "ade_visible_cm", "fde_visible_cm", "best_ade_cm")
 SWAP = "accuracy/language_swap"
+
+
+class FlowDomain(KeepsEvalAverage):
+    """Evaluation average and export of recipes on a world model of flow."""
+
+    @classmethod
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
+        """Write a folder that needs no other one; with an evaluation average, that of the weights it evaluated."""
+        FlowWorldModel.from_pretrained(EvalAverage.folder_of(checkpoint)).export(output)
+        return "robotics.flow3d.model.FlowWorldModel.from_pretrained"
 
 
 @dataclass

@@ -50,7 +50,7 @@ from robotics.flow3d.methods.clips import (
     load_clips,
     stacked,
 )
-from robotics.flow3d.methods.evaluation import FlowEvaluationConfig, FlowMeasure
+from robotics.flow3d.methods.evaluation import FlowDomain, FlowEvaluationConfig, FlowMeasure
 from robotics.flow3d.model.context import FlowInputs
 from robotics.flow3d.model.settings import FlowModelConfig
 from robotics.flow3d.model.world_model import FlowWorldModel
@@ -136,7 +136,7 @@ class Flow3dConfig(BaseRunConfig):
             raise ValueError(f"episodes and eval_data share the names {', '.join(shared)}; give each set its own")
 
 
-class Flow3dRecipe(SupervisedRecipe[FlowWorldModel, Any]):
+class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
     """Supervised training of a world model; see the module.
 
     Args:
@@ -225,20 +225,6 @@ class Flow3dRecipe(SupervisedRecipe[FlowWorldModel, Any]):
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Number of clips."""
         return {"data/clips": float(len(self.clips))}
-
-    def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """Move the evaluation average."""
-        self.eval_ema.on_step_end(step.number + 1)
-
-    def save_parts(self, folder: Path) -> None:
-        """Write the evaluation average beside the model, as `eval_ema`; it is a world model's folder as well."""
-        self.eval_ema.save(folder)
-
-    @classmethod
-    def export(cls, config: Flow3dConfig, checkpoint: Path, output: Path) -> str:
-        """Write a folder that needs no other one; with an evaluation average, that of the weights it evaluated."""
-        FlowWorldModel.from_pretrained(EvalAverage.folder_of(checkpoint)).export(output)
-        return "robotics.flow3d.model.FlowWorldModel.from_pretrained"
 
 
 def _open_model(config: Flow3dConfig, clips: Sequence[FlowClip]) -> FlowWorldModel:

@@ -162,7 +162,7 @@ def test_pairs_with_equal_sides_are_an_error_or_counted(tmp_path):
         load_pairs(ImagePairConfig(path=str(path)))
     loaded = load_pairs(ImagePairConfig(path=str(path), on_bad_row="skip"))
     assert loaded.skipped == {"equal_sides": 1}
-    assert [pair.caption for pair in loaded.pairs] == ["a red circle", "a green triangle"]
+    assert [pair.caption for pair in loaded.tasks] == ["a red circle", "a green triangle"]
     write_pairs(path, ["a red circle"], images[:1], images[:1])
     with pytest.raises(UserError, match=r"no usable pair \(1 equal_sides\)"):
         load_pairs(ImagePairConfig(path=str(path), on_bad_row="skip"))
@@ -186,8 +186,8 @@ def test_pairs_in_files_of_their_own(tmp_path):
         load_pairs(ImagePairConfig(path=str(path)))
     loaded = load_pairs(ImagePairConfig(path=str(path), on_bad_row="skip"))
     assert loaded.skipped == {"equal_sides": 1, "missing_side": 2}
-    assert dict(loaded.pairs[0].numbers) == {"score_chosen": 1.0, "score_rejected": 0.5}
-    assert loaded.pairs[0].rejected()[0, 0, 0] == 20
+    assert dict(loaded.tasks[0].numbers) == {"score_chosen": 1.0, "score_rejected": 0.5}
+    assert loaded.tasks[0].rejected()[0, 0, 0] == 20
     config = dpo_config(tmp_path / "run")
     config.pairs = ImagePairConfig(path=str(path), on_bad_row="skip")
     recipe, reference = built(config)
@@ -250,8 +250,8 @@ def test_contradictions_are_refused_before_a_model_is_loaded(tmp_path, change, m
 
 def test_pairs_are_drawn_by_a_model_and_ordered_by_a_noisy_judge(tmp_path):
     options = {"model": str(tiny_model()), "count": 8, "kinds": ["single"], "steps": 2, "garbled": 0.5, "seed": 3}
-    clean = load_pairs(ImagePairConfig(path=str(build_pairs(str(tmp_path / "a.npz"), flipped=0.0, **options)))).pairs
-    flipped = load_pairs(ImagePairConfig(path=str(build_pairs(str(tmp_path / "b.npz"), flipped=1.0, **options)))).pairs
+    clean = load_pairs(ImagePairConfig(path=str(build_pairs(str(tmp_path / "a.npz"), flipped=0.0, **options)))).tasks
+    flipped = load_pairs(ImagePairConfig(path=str(build_pairs(str(tmp_path / "b.npz"), flipped=1.0, **options)))).tasks
     assert len(clean) == len(flipped) == 8
     assert all(pair.numbers["score_chosen"] >= pair.numbers["score_rejected"] for pair in clean)
     for one, other in zip(clean, flipped, strict=True):
@@ -259,5 +259,5 @@ def test_pairs_are_drawn_by_a_model_and_ordered_by_a_noisy_judge(tmp_path):
         assert one.numbers["score_chosen"] == other.numbers["score_rejected"]
     qualities = {pair.numbers["text_quality"] for pair in clean}
     assert qualities == {0.0, 10.0}
-    again = load_pairs(ImagePairConfig(path=str(build_pairs(str(tmp_path / "c.npz"), flipped=0.0, **options)))).pairs
+    again = load_pairs(ImagePairConfig(path=str(build_pairs(str(tmp_path / "c.npz"), flipped=0.0, **options)))).tasks
     assert [pair.caption for pair in again] == [pair.caption for pair in clean]

@@ -137,7 +137,7 @@ def test_what_is_missing_is_named():
 
 
 def test_an_image_reward_can_score_the_pairs(tmp_path):
-    pairs = load_pairs(ImagePairConfig(path=str(write_scenes(tmp_path / "pairs.npz")))).pairs
+    pairs = load_pairs(ImagePairConfig(path=str(write_scenes(tmp_path / "pairs.npz")))).tasks
     scored = score_pairs(pairs, "shapes_geneval")
     assert [p.numbers["score_chosen"] for p in scored] == [1.0] * len(pairs), "renders show their captions"
     assert max(p.numbers["score_rejected"] for p in scored) < 1.0, "and not another one"
@@ -159,8 +159,8 @@ def test_the_command_writes_the_pairs_that_stay(tmp_path, capsys):
     kept = tmp_path / "kept.npz"
     assert main([str(source), str(kept), "--keep", "3", "--pipeline", str(tiny_model())]) == 0
     assert "3 pairs written" in capsys.readouterr().out
-    before = {p.caption: p for p in load_pairs(ImagePairConfig(path=str(source))).pairs}
-    after = load_pairs(ImagePairConfig(path=str(kept))).pairs
+    before = {p.caption: p for p in load_pairs(ImagePairConfig(path=str(source))).tasks}
+    after = load_pairs(ImagePairConfig(path=str(kept))).tasks
     assert len(after) == 3
     for found in after:
         assert dict(found.numbers) == dict(before[found.caption].numbers)
