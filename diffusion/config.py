@@ -146,7 +146,7 @@ class DiffusionConfig(DiffusionParts, RunConfig):
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms that are optimised, and their weights."""
     heldout_rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms that are never optimised and always reported beside the others; at least one."""
+    """Reward terms that are never optimised and always reported besides the others; at least one."""
     combine: str = rare(choice("sum", COMBINATIONS))
     """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, their weighted sum
     normalised over the batch, then the objective's bound and factor."""

@@ -85,7 +85,7 @@ class DiffusionDomain(KeepsEvalAverage):
     parts: dict[str, Stateful]
 
     def open(self, config: Any, scoring: DiffusionConfig | GivenEvaluationConfig) -> None:
-        """Load prompts, rewards and pipeline; `scoring` says how images are drawn and scored."""
+        """Load prompts, rewards and pipeline; `scoring` has the settings of sampling and scoring."""
         self.skipped, self.errors = Tally(), RewardErrors()
         self.scoring = scoring
         self.train_tasks = self.load_train_tasks()
@@ -214,7 +214,7 @@ class DiffusionDomain(KeepsEvalAverage):
                 raise UserError(f"{key}: {error}") from error
 
     def _leave_out_long_prompts(self) -> None:
-        """Read files anew that hold prompts of which a tokenizer would drop a part."""
+        """Reread files with prompts of which a tokenizer would drop a part."""
         config = self.config
         limit = config.evaluation.max_tasks or None
         if any(isinstance(task, DiffusionTask) and self.cut_of(task.prompt) for task in self.train_tasks):

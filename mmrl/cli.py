@@ -165,7 +165,7 @@ def _stopped(stop: RunStopped, arguments: list[str]) -> int:
 
 
 def _how_to_continue(arguments: list[str], *, resumable: bool = False) -> str:
-    """The command that goes on; a run that is interrupted outside its loop has written nothing since it started."""
+    """Command that continues; a run interrupted outside its loop has written nothing since it started."""
     keeps_finished_parts = bool(arguments) and arguments[0] in ("compare", "demo")
     resume = ["--resume"] if resumable and not keeps_finished_parts and "--resume" not in arguments else []
     goes_on = resumable or keeps_finished_parts

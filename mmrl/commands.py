@@ -46,7 +46,7 @@ class Command(NamedTuple):
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line at once, on standard output unless told otherwise; what it cannot show is escaped."""
+    """Print a line at once, on standard output unless told otherwise; characters that it cannot show are escaped."""
     out = stream or sys.stdout
     encoding = getattr(out, "encoding", None) or "utf-8"
     # paths that are not UTF-8 and texts of data sets hold lone surrogates, which a strict stream refuses
@@ -215,7 +215,7 @@ def schema(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Check the installation (versions, devices, libraries), or a run folder, and say what to do."""
+    """Check the installation (versions, devices, libraries), or a run folder, and print how to fix problems."""
     from mmrl.doctor import run, run_on
 
     if args.run_folder is not None:

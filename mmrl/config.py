@@ -169,7 +169,7 @@ def _validated(config: Any, where: str) -> Any:
 
 
 def _unknown_key(error: Any, structured: Any) -> str:
-    """Name the key and the keys that exist beside it, also inside lists and dictionaries."""
+    """Name the key and its existing siblings, also inside lists and dictionaries."""
     from omegaconf import OmegaConf
 
     full_key = str(error.full_key)

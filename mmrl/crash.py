@@ -1,4 +1,4 @@
-"""Standard output and error of a command that has to go on when its log cannot grow."""
+"""Output streams that survive a full disk, and reports of crashes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Lasting:
 def lasting_streams() -> Iterator[None]:
     """Let standard output and error drop what cannot be written for as long as the context lasts.
 
-    A run whose log lies on a full disk then goes on and tells its end by its exit code.
+    A run whose log is on a full disk then continues and reports its end by its exit code.
     """
     before = sys.stdout, sys.stderr
     lasting = _Lasting(sys.stdout), _Lasting(sys.stderr)

@@ -13,7 +13,7 @@ class ConfigError(UserError, ValueError):
 
 
 class RunError(Exception):
-    """A run that could not go on; the message names the cause and where the evidence was saved."""
+    """A run that could not continue; the message names the cause and where the evidence was saved."""
 
 
 class RunStopped(Exception):  # noqa: N818 - not an error: the run did what the signal asked for

@@ -18,7 +18,7 @@ from mmrl.errors import ConfigError
 LARGEST = 2**63 - 1
 """Whole numbers beyond it fit neither tensors nor files."""
 PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (Integral,), float: (Real,), str: (str, os.PathLike)}
-"""Plain types, and what stands for them: the numbers of NumPy, paths."""
+"""Plain types and the types accepted for them, such as NumPy's numbers and paths."""
 
 
 def is_text(value: str) -> bool:
@@ -48,7 +48,7 @@ def value_problems(key: str, hint: Any, value: Any) -> Iterator[str]:
 
 
 def _inner(hint: Any, value: Any) -> Any:
-    """Annotation of the entries of a list or dictionary; Any where nothing is said."""
+    """Annotation of the entries of a list or dictionary; Any if there is none."""
     for option in _options(hint):
         arguments = typing.get_args(option)
         if arguments and isinstance(value, typing.get_origin(option) or ()):
@@ -81,7 +81,7 @@ class Bounds:
     or_function: bool = False
     """Whether a choice also takes the user's own `module:function`."""
     unit: str = ""
-    """Unit of the numbers, such as m or rad; empty where the field's name says it or there is none."""
+    """Unit of the numbers, such as m or rad; empty if the field's name has it or there is none."""
 
     @property
     def allowed(self) -> tuple[Any, ...]:

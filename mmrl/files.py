@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and questions about paths that no path can make fail."""
+"""Atomic writes, and checks of paths that never raise."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def remove_drafts(folder: Path) -> None:
 
 
 def _is_another(pid: int) -> bool:
-    """Whether there is a process of this number beside this one."""
+    """Whether another process has this id."""
     if pid == os.getpid():
         return False
     try:

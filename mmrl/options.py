@@ -31,7 +31,7 @@ class Option:
     """One key of a configuration."""
 
     key: str
-    """Dotted key; `<name>` stands for a name of the user's choice and `[]` for a place in a list."""
+    """Dotted key; `<name>` is a name of the user's choice and `[]` an index of a list."""
     help: str
     """Its sentence; empty where the source has none."""
     type: str
@@ -60,7 +60,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as a configuration file says it."""
+        """The default as written in a configuration file."""
         return self.default_from or _as_yaml(self.default)
 
 
@@ -166,7 +166,7 @@ def _walk(schema: type[Any], instance: Any, prefix: str, rare: bool = False) -> 
 
 
 def _by_kind(kinds: Kinds, key: str, rare: bool) -> Iterator[Option]:
-    """Options of every kind; one that several kinds have alike is listed once."""
+    """Options of every kind; one that several kinds share is listed once."""
     table = kinds.table()
     if kinds.named and len(table) > 1:
         bounds = f"one of {', '.join(table)}"
@@ -244,7 +244,7 @@ def _type_words(hint: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A default as JSON can say it."""
+    """A default as plain JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, dict):

@@ -138,7 +138,7 @@ class AwmLoss(LossTerm):
 
 
 def with_ratio(objective: ObjectiveConfig, settings: AwmSettings) -> ObjectiveConfig:
-    """The objective's ratio and clip rule as `settings.average` says, unless the configuration sets them itself."""
+    """The objective's ratio and clip rule for `settings.average`, unless the configuration sets them itself."""
     changes = AVERAGING[settings.average]
     return dataclasses.replace(objective, **{key: value | getattr(objective, key) for key, value in changes.items()})
 

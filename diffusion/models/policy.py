@@ -96,7 +96,7 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 
 
 def add_adapter(transformer: Any, settings: LoraSettings, seed: int) -> None:
-    """Put adapters beside linear layers; the random half is Gaussian, and both are float32."""
+    """Add adapters to linear layers; the random half is Gaussian, and both are float32."""
     ensure_torchvision()
     import peft
 

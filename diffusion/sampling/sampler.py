@@ -187,7 +187,7 @@ class SamplerConfig:
     """Guidance scale of evaluation images; empty = that of training."""
 
     def validate(self) -> None:
-        """Check that the window of steps lies among the steps; raises ValueError."""
+        """Check that the window is inside the range of steps; raises ValueError."""
         lowest = self.window_low + max(self.window, 1)
         highest = f"0, or between window_low + window={lowest} and steps={self.steps}"
         for name, valid, expected in (

@@ -188,7 +188,7 @@ class AgentDomain:
         return evaluate_tasks(measures, self.eval_tasks[split], config.evaluation.records, accelerator)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Whole groups as what was said and seen, rewards and advantages."""
+        """Whole groups as texts, images, rewards and advantages."""
         episodes, advantage = AgentPayload.of(rollouts).episodes, rollouts.advantage
         found = []
         for row in range(min(limit, rollouts.num_rows)):

@@ -43,7 +43,7 @@ class ArmConfig:
     config: str | None = None
     """Configuration file; null takes the experiment's `base`."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Values that this arm changes, by dotted key; {output_dir} in a text stands for the output folder."""
+    """Values that this arm changes, by dotted key; {output_dir} in a text is the output folder."""
     metrics: dict[str, str] = field(default_factory=dict)
     """Names of the experiment's metrics in runs of this arm, where its recipe calls them otherwise."""
     runs_of: str | None = None
@@ -138,7 +138,7 @@ class ExperimentConfig:
     name: str = MISSING
     """Name in the figure and in comparison.json."""
     arms: dict[str, ArmConfig | None] = field(default_factory=dict)
-    """The compared methods by name; an empty one is `base` as it stands."""
+    """The compared methods by name; an empty one is `base` unchanged."""
     baseline: str = MISSING
     """Arm that the others are compared with."""
     seeds: list[int] = field(default_factory=list)

@@ -199,7 +199,7 @@ class PolicyOutputs:
     """Current policy outputs of the decisions of some rollouts; carries the gradient."""
 
     logp: Tensor
-    """(B, T) nats, float32 or float64; anything may stand where the mask is 0."""
+    """(B, T) nats, float32 or float64; any value where the mask is 0."""
     entropy: Tensor | None = None
     """(B, T) nats, of the whole action distribution; needed by entropy "full"."""
     values: Tensor | None = None

@@ -22,7 +22,7 @@ AREA = "run"
 
 
 def check_run(run_dir: Path) -> list[Finding]:
-    """Check a run folder without changing it; the last finding says what can be resumed, and how."""
+    """Check a run folder without changing it; the last finding covers resuming."""
     if not (run_dir / "config.yaml").is_file() and not has_begun(run_dir):
         raise UserError(f"{run_dir} is not a run folder: it holds neither config.yaml nor results")
     checks: list[Callable[[Path], list[Finding]]] = [

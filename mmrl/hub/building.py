@@ -46,7 +46,7 @@ def base_entries(path: str, folder: Path) -> dict[str, str]:
 
 
 def base_path(entries: Mapping[str, Any], folder: Path) -> str:
-    """The base that `base_entries` named: where it lies from the folder, else where it lay."""
+    """Path of the base that `base_entries` named: relative to the folder if it is there, else absolute."""
     relative = entries.get("relative")
     if isinstance(relative, str) and (folder.resolve() / relative).is_dir():
         return str((folder.resolve() / relative).resolve())

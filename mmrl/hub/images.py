@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_IMAGE_PIXELS = 64_000_000
-"""Largest image that is decoded unless an option says otherwise: 192 MB as RGB."""
+"""Largest image that is decoded by default: 192 MB as RGB."""
 PILLOW_LIMIT = 178_956_970
 """Pillow itself refuses more."""
 BYTES_PER_PIXEL = 16
@@ -21,7 +21,7 @@ BYTES_PER_PIXEL = 16
 
 
 class ImageError(ValueError):
-    """An image that cannot be used; the message says why."""
+    """An image that cannot be used; the message is the reason."""
 
 
 def image_pixels_option() -> int:

@@ -16,13 +16,13 @@ from mmrl.errors import UserError
 from mmrl.files import expanded, is_file
 
 MAX_LINE_MB = 32
-"""Longest line of a .jsonl file in 10^6 bytes, unless an option says otherwise."""
+"""Longest line of a .jsonl file in 10^6 bytes, by default."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass
 class Row:
-    """One row as it was found: its place for messages, and its cells or what is wrong with it."""
+    """One row: its place for messages, and its cells or its problem."""
 
     place: str
     cells: dict[str, Any]

@@ -34,7 +34,7 @@ STEADY = (0.5, 1.5)
 RATE_TOLERANCE = 0.02
 """Largest relative difference of the container's rate from that of its frames; beyond it the frames are believed."""
 LATE_END_S = 1.0
-"""A Matroska file whose packets end earlier than its header says, by more than this, was cut off."""
+"""A Matroska file whose packets end earlier than its header's duration, by more than this, was cut off."""
 BATCH = 8
 """Frames that torchcodec decodes in a call."""
 
@@ -73,7 +73,7 @@ class VideoIndex:
     """Frame that is shown at each number; None where it is the frame of that number."""
 
     def frame_at(self, number: int) -> int:
-        """Place of the frame that is shown at a number of the grid."""
+        """Index of the frame that is shown at a number of the grid."""
         return number if self.shown is None else self.shown[number]
 
 
@@ -171,7 +171,7 @@ def _list_packets(container: Any, stream: Any) -> tuple[list[_Packet], float]:
 
 
 def _check_whole(container: Any, stream: Any, size: int, end_s: float) -> None:
-    """Compare the file with what its own index or header says."""
+    """Compare the file's size and duration with its index and header."""
     end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
     if end > size:
         raise VideoError("truncated_video", f"it ends early: its index goes to byte {end}, the file has {size}")
@@ -185,7 +185,7 @@ def _no_rate() -> float:
 
 
 def _grid(times_s: list[float], rate: float) -> tuple[float, list[int] | None]:
-    """Frames a second, and the frame that is shown at each place of an even grid; None where it is the frame itself."""
+    """Frames a second, and the index of the frame at each point of an even grid; None if they are equal."""
     if len(times_s) == 1:
         return rate or 1.0, None
     lasting = [late - early for early, late in itertools.pairwise(times_s)]
@@ -202,7 +202,7 @@ def _grid(times_s: list[float], rate: float) -> tuple[float, list[int] | None]:
 
 
 def _decode_pyav(index: VideoIndex, places: Sequence[int]) -> Iterator[Frame]:
-    """Frames at rising places; from a container without times in the order in which they come out."""
+    """Decode frames at rising indices; without times, in the order of the decoder."""
     if index.pts is None:
         yield from _decode_in_order(index, places)
         return
@@ -219,7 +219,7 @@ def _decode_pyav(index: VideoIndex, places: Sequence[int]) -> Iterator[Frame]:
 
 
 class _MissedError(Exception):
-    """A frame did not come out of the decoder at its place."""
+    """The decoder did not give a frame at its time."""
 
 
 def _decode_at_times(index: VideoIndex, places: Sequence[int], *, seeking: bool) -> Iterator[Frame]:
@@ -269,7 +269,7 @@ def _decoding(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def _upright(frame: Any, to_array: Callable[[Any], Frame]) -> Frame:
-    """RGB, turned as the display matrix says."""
+    """Convert to RGB, rotated by the display matrix."""
     if frame.is_corrupt:
         raise VideoError("unreadable_video", "one of its frames is damaged")
     pixels = to_array(frame)

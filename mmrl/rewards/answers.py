@@ -153,7 +153,7 @@ def _open_boxes(text: str) -> str:
 
 
 def gold_text(gold: Any) -> str:
-    """Return the right answer of a data set row as text, without the tags or the box it may stand in."""
+    """Return the right answer of a data set row as text, without the tags or the box around it."""
     if gold is None or isinstance(gold, bool | list | tuple | dict):
         raise ValueError(f"the right answer is {gold!r}; expected a text or a number")
     text = str(gold)

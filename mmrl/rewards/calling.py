@@ -141,7 +141,7 @@ def _ignores_interrupts() -> bool:
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-    text = " ".join(error_text(error).split())  # one line, whatever the user's code says
+    text = " ".join(error_text(error).split())  # one line, whatever the user's exception holds
     return f"{type(error).__name__}: {text}"[:MAX_MESSAGE_CHARS] + place
 
 

@@ -142,7 +142,7 @@ def _signature(fields: Mapping[str, Any]) -> Signature:
 
 
 def _strictly(spec: WorkerSpec, memory_mb: float | None, function: str) -> WorkerSpec:
-    """The same workers, shut in; they find the function's file and what lies beside it."""
+    """The same workers in a sandbox, which can read the function's file and its folder."""
     require_strict()
     place = function.rpartition(":")[0]
     folder = Path(place).expanduser().resolve().parent if place.endswith(".py") else Path.cwd()

@@ -22,7 +22,7 @@ LOGGER = logging.getLogger("mmrl")
 ROW_COLUMNS = ("answer", "completion_lengths", "grounding")
 STATE = "trainer_state"
 SPARE_LIMITS = 10.0
-"""All rows may together take so many times timeout_s beside one time for each row that a worker gets."""
+"""Spare time for all rows together, in multiples of timeout_s, besides one timeout_s for each row of a worker."""
 
 
 class Term(ABC):
@@ -134,7 +134,7 @@ class _IsolatedTerm(Term):
         try:
             return super().score(batch)
         finally:
-            if self.workers.strict:  # nothing that a row left running goes on beside the training
+            if self.workers.strict:  # nothing that a row started outlives its scoring
                 self.workers.close()
 
     def call_together(self, batch: Batch) -> list[Outcome] | Failure:

@@ -22,7 +22,7 @@ MOVED = (
     "evaluations.jsonl",
     "metrics.jsonl",
 )
-"""What a new beginning would add to or replace; the two that tell that a run has begun come last. `episodes` stays: its
+"""Files that a new run adds to or replaces; the two that mark a started run come last. `episodes` stays: its
 rows count for the weights that they were made with."""
 _STEP = re.compile(r"step-(\d+)")
 

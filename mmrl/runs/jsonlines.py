@@ -117,7 +117,7 @@ class ResumableRows:
     """One JSON line a row in `<folder>/<name>-<fingerprint>.jsonl`.
 
     The fingerprint is that of the conditions under which the rows were made, so rows of other weights or settings are
-    never mixed in; the conditions themselves lie beside them in a `.protocol.json`. Several processes write a file
+    never mixed in; the conditions themselves are in a `.protocol.json` of the same name. Several processes write a file
     each, and `write` joins them.
     """
 

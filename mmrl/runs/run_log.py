@@ -86,7 +86,7 @@ def peak_memory_mb(device: torch.device) -> float:
 LOGGER = logging.getLogger("mmrl")
 
 PATIENCE = 5
-"""Steps in a row after which something is said."""
+"""Consecutive steps after which a warning is given."""
 LITTLE_AGREEMENT = 0.1
 """Size of a mean rank correlation below which it is as good as none."""
 WARNINGS_FILE = "warnings.jsonl"
@@ -152,7 +152,7 @@ class RunWarnings:
             lines.close()
 
     def truncate_after(self, step: int) -> None:
-        """Drop the warnings of later steps, which a resumed run says again."""
+        """Drop the warnings of later steps, which a resumed run repeats."""
         if self.folder is not None:
             JsonLines(self.folder / WARNINGS_FILE).truncate_after(step)
 
@@ -211,7 +211,7 @@ def _constant(name: str) -> str:
 
 
 def read_warnings(run_dir: Path) -> list[str]:
-    """Warnings of a run, in the order in which they were said."""
+    """Warnings of a run in their order."""
     return [str(row["message"]) for row in read_jsonl(Path(run_dir) / WARNINGS_FILE) if "message" in row]
 
 
@@ -278,7 +278,7 @@ class RunLog:
             self.tracker.evaluation(step, tag, split, found)
 
     def truncate_after(self, step: int) -> None:
-        """Forget what was logged after a step, before a resumed run goes on from there."""
+        """Forget what was logged after a step, before a resumed run continues from there."""
         self.warnings.truncate_after(step)
         if self.tracker is not None:
             self.tracker.truncate_after(step)

@@ -17,7 +17,7 @@ import numpy as np
 SHARES = ("accuracy/", "success/")
 """Evaluation metrics that are shares of tasks, shown in per cent."""
 HEADLINES = (*SHARES, "score/")
-"""Evaluation metrics that say how good a policy is; by default the first of them decides which checkpoint is best."""
+"""Evaluation metrics of a policy's quality; by default the first of them decides which checkpoint is best."""
 
 _RESAMPLED_CELLS = 4_000_000  # indices held at once by the bootstrap, 32 MB
 

@@ -22,7 +22,7 @@ MOST_VALUES = 8
 """A column with more values than this is not broken down by unless it is asked for."""
 LONGEST_VALUE = 40
 NOT_PARTS = ("answer", "completion_lengths")
-"""Columns that say what is right, not what kind of question it is."""
+"""Columns that hold the right answer, not the kind of question."""
 
 
 def parts_of_tasks(columns: Sequence[Mapping[str, Any]], by: Sequence[str] | None) -> list[dict[str, str]]:

@@ -298,7 +298,7 @@ class LossTerm:
     name: ClassVar[str]
     """Key of the term's state in checkpoints."""
     outputs: frozenset[str] = frozenset()
-    """Policy outputs that the term reads beside the objective's: "entropy", "values", ..."""
+    """Policy outputs that the term reads besides the objective's: "entropy", "values", ..."""
     gradient: Literal["always", "never", "with_signal"] = "always"
     """The term trains the policy always; never (it only measures); or with_signal, only in minibatches with an
     advantage other than 0. Others then take no step, because AdamW would scale tiny gradients up to whole steps."""

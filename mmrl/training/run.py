@@ -34,7 +34,7 @@ LOGGER = logging.getLogger("mmrl")
 
 
 WRITE_REPORT = "mmrl.report.page:write_report"
-"""Named, not imported: the report reads runs and lies above training."""
+"""Named, not imported: the report reads runs and is in a layer above training."""
 
 
 def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool = False) -> Path:

@@ -76,7 +76,7 @@ class RunSaver:
         return not all_ranks(soon or not self.accelerator.is_main_process, self.accelerator)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint; a full disk is reported and training goes on with the older ones kept."""
+        """Write a checkpoint; a full disk is reported; training continues and keeps the older ones."""
         self.accelerator.wait_for_everyone()
         rng = merge_lists([capture_global_rng()], self.accelerator)
         self._waits_since = began = time.monotonic()

@@ -64,7 +64,7 @@ class RewardErrors:
         self._step.update(result.errors)
 
     def take(self) -> dict[str, float]:
-        """Failures of the step as metrics reward/errors/<term>/<kind>, over all processes; counting starts anew.
+        """Failures of the step as metrics reward/errors/<term>/<kind>, over all processes; resets the counts.
 
         Every process calls it. A kind that has been seen in the run is there with 0 in steps without it.
         """

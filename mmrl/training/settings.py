@@ -111,7 +111,7 @@ class CheckpointConfig:
     minutes: float = rare(bounded(15.0, at_least=0))
     """Minutes since the last checkpoint after which a step ends with one, whatever `every` says; 0 = never by time."""
     keep: int = bounded(2, at_least=0)
-    """Newest checkpoints kept, beside the best one; 0 = all."""
+    """Newest checkpoints kept, besides the best one; 0 = all."""
     best_metric: str = rare("")
     """Evaluation metric whose highest value marks the best checkpoint; empty = the first accuracy or score."""
 

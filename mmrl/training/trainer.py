@@ -157,7 +157,7 @@ class Trainer:
                 self.heap.trim()
 
     def save(self) -> None:
-        """Write a checkpoint; a full disk is reported and training goes on with the older ones kept."""
+        """Write a checkpoint; a full disk is reported; training continues and keeps the older ones."""
         self.saver.save(self.step)
 
     def resume(self, *, from_last_good: bool = False) -> None:

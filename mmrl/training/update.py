@@ -424,7 +424,7 @@ def _plain(metrics: dict[str, Metric]) -> dict[str, Metric]:
 
 
 def _over_steps(taken: list[dict[str, float]]) -> dict[str, float]:
-    """Mean over optimiser steps; the largest where the name says max."""
+    """Mean over optimiser steps; the maximum for names that end in max."""
     names = dict.fromkeys(name for metrics in taken for name in metrics)
     columns = {name: [metrics[name] for metrics in taken if name in metrics] for name in names}
     return {n: max(values) if n.endswith("_max") else sum(values) / len(values) for n, values in columns.items()}

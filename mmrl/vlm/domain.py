@@ -92,7 +92,7 @@ class VlmDomain:
         value_head: bool = False,
         trains_on_rewards: bool = True,
     ) -> None:
-        """Load questions, rewards and model; `scoring` says how answers are sampled and scored.
+        """Load questions, rewards and model; `scoring` has the settings of sampling and scoring.
 
         Raises:
             UserError: one of them cannot be used.

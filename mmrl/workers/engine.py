@@ -29,7 +29,7 @@ class WorkerFailure:
     evidence: str = ""
     """Traceback, or the last lines that the process wrote."""
     for_user: bool = False
-    """Whether the service says that the user asked for something impossible."""
+    """Whether the service blames the user's request."""
     stage: str = "answer"
     """Phase of the worker: start, prepare or answer; send where a request could not be made or sent."""
     exit_code: int | None = None
@@ -128,7 +128,7 @@ class WorkerSpec:
     """Limits of a worker that runs untrusted code (`mmrl.workers.sandbox`). None for a plain
     process."""
     readable: tuple[str, ...] = ()
-    """Files and folders that a strict worker needs beside the modules that this process finds."""
+    """Files and folders that a strict worker needs besides the modules that this process finds."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class WorkerHandle(Protocol):
     taken_at: float
     """`time.monotonic()` when the worker last took a part of a request."""
     loading_at: float
-    """`time.monotonic()` when the worker last said that it imports modules; 0 where it never did."""
+    """`time.monotonic()` of the worker's last report that it imports modules; 0 without one."""
     ending: Ending | None
     """Set once nothing more will come."""
 

@@ -158,7 +158,7 @@ class WorkerProcess:
         except BlockingIOError:
             return
         except OSError:
-            sent = len(self._outgoing)  # the end of its output tells why
+            sent = len(self._outgoing)  # the end of its output has the reason
         del self._outgoing[:sent]
         if not self._outgoing and self._writing:
             self._forget(self._stdin)

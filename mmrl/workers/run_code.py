@@ -59,7 +59,7 @@ class CodeResult:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it came to its end without an error."""
+        """Whether it ended without an error."""
         return self.exit_code == 0 and not self.stopped
 
 

@@ -69,7 +69,7 @@ def strict_command(limits: Limits, folder: str, readable: Sequence[str], report_
         "RLIMIT_CORE": (0, 0),
         "RLIMIT_NOFILE": (OPEN_FILES, OPEN_FILES),
         "RLIMIT_MEMLOCK": (0, 0),
-        "RLIMIT_CPU": (cpu, cpu + 1),  # the first is a signal that says which limit it was, the second kills
+        "RLIMIT_CPU": (cpu, cpu + 1),  # the first is a signal that names the limit, the second kills
     }
     if not _is_root():  # before Linux 5.14 all of the user's processes count, not only those of the namespace
         bounds["RLIMIT_NPROC"] = (limits.processes + _threads_of_user(),) * 2

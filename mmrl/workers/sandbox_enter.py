@@ -29,7 +29,7 @@ FORBIDDEN = """
 """Calls that reach the network, other processes, the machine, another view of the file system, or memory that no limit
 counts. Connected pairs of sockets, which pools use, stay possible."""
 ABSENT = "clone3 io_uring_setup io_uring_enter io_uring_register"
-"""Calls answered as by a kernel without them: their arguments lie in memory, where a filter cannot look."""
+"""Calls answered as by a kernel without them: their arguments are in memory, which a filter cannot read."""
 CLONE_THREAD = 0x10000
 NEW_NAMESPACES = (1 << bit for bit in (7, 17, 25, 26, 27, 28, 29, 30))
 TERMINAL_WRITES = (0x5412, 0x541C, 0x5423)
@@ -66,7 +66,7 @@ def main(settings: dict[str, Any], command: list[str]) -> None:
 
 
 def forbid_calls(forks: bool) -> None:
-    """Install the filter for this process and all that it starts; libseccomp knows the calls' numbers."""
+    """Install the filter for this process and all that it starts; libseccomp has the calls' numbers."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ALLOW)))

@@ -54,7 +54,7 @@ def decode(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 class _Encoder:
-    """JSON scalars and lists stand for themselves, an object with one key for everything else."""
+    """JSON scalars and lists as they are; everything else as an object with one key."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}

@@ -56,12 +56,12 @@ class ShapeGroup:
 
 @dataclass(frozen=True)
 class Scene:
-    """One or two groups of objects and, where there are two single objects, perhaps how they lie."""
+    """One or two groups of objects and, for two single objects, perhaps a relation between them."""
 
     groups: tuple[ShapeGroup, ...]
     """One or two groups; two differ in shape, as a count of shapes could not tell them apart otherwise."""
     relation: str | None = None
-    """Key of `RELATIONS`: where the first object lies, seen from the second."""
+    """Key of `RELATIONS`: direction of the first object from the second."""
 
     def __post_init__(self) -> None:
         shapes = {group.shape for group in self.groups}

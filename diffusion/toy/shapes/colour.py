@@ -15,7 +15,7 @@ from diffusion.toy.shapes.geneval import metadata_rows
 
 LARGEST_DISTANCE = 255.0 * math.sqrt(3.0)
 FAINT = 1e-3
-"""Weight spread evenly over the image, so that a colour that is absent lies in the middle."""
+"""Weight spread evenly over the image, so that the centre of an absent colour is the middle."""
 
 
 def caption_colour(

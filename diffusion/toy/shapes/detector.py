@@ -80,7 +80,7 @@ def detect(image: NDArray[np.uint8]) -> list[Detection]:
 def relative_position(
     box: tuple[float, float, float, float], other: tuple[float, float, float, float]
 ) -> frozenset[str]:
-    """Say where a box lies, seen from another one.
+    """Name the direction of a box from another one.
 
     The centres' offset, shortened in each direction by a tenth of both boxes' sizes, must be more than half of the
     centres' distance.

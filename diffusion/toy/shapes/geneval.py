@@ -65,7 +65,7 @@ def shapes_geneval_strict(
     metadata: Sequence[Mapping[str, Any] | None] | None = None,
     **_: Any,
 ) -> list[float]:
-    """Give 1 to an image that shows exactly what its caption says and 0 to every other one; see `shapes_geneval`."""
+    """Give 1 to an image that matches its caption exactly and 0 to every other one; see `shapes_geneval`."""
     return shapes_geneval(prompts, completions, metadata=metadata, strict=True)
 
 

@@ -198,7 +198,7 @@ def _render_examples(count: int, size: int, seed: int) -> _Examples:
 
 
 def _mixed_scenes() -> list[Scene]:
-    """Scenes that no caption of the task asks for, so that a colour says nothing about the shape beside it."""
+    """Scenes that no caption of the task asks for, so that a colour does not predict the shape next to it."""
     groups = [ShapeGroup(colour, shape, count) for colour, shape in LOOKS for count in (1, 2)]
     pairs = itertools.permutations(groups, 2)
     return [Scene(pair) for pair in pairs if pair[0].shape != pair[1].shape and pair[0].count + pair[1].count <= 3]

@@ -53,7 +53,7 @@ class ParsedAnswer:
     actions: tuple[Action, ...] = ()
     """Actions in the order of execution; empty after an error."""
     thought: str = ""
-    """Text of the answer beside its actions."""
+    """Text of the answer besides its actions."""
     error: str | None = None
     """Key of `PARSE_ERRORS`."""
     detail: str = ""
@@ -86,7 +86,7 @@ class ActionConfig:
     max_actions: int = rare(bounded(1, at_least=1, at_most=64))
     """Actions of one answer; more are an error where strict, and ignored otherwise."""
     on_parse_error: str = choice("terminate", ON_PARSE_ERROR)
-    """terminate: an answer without action ends the episode; noop: the turn is spent and the agent is told why."""
+    """terminate: an answer without action ends the episode; noop: the turn is spent and the agent gets the reason."""
 
     def parse(self, text: str) -> ParsedAnswer:
         """Read an answer with `parse_answer`."""

@@ -30,7 +30,7 @@ class MalformedError(ValueError):
 
 
 def as_image(value: Any) -> NDArray[np.uint8]:
-    """Convert a grey, RGB or RGBA uint8 array or a PIL image to a copy (H, W, 3) RGB; transparency lies over white."""
+    """Convert a grey, RGB or RGBA uint8 array or a PIL image to a copy (H, W, 3) RGB, transparency as white."""
     if hasattr(value, "convert") and hasattr(value, "getbands"):  # PIL, without importing it
         value = np.asarray(value.convert("RGBA" if "A" in value.getbands() or "transparency" in value.info else "RGB"))
     if isinstance(value, (str, bytes, dict)) or value is None:
@@ -90,7 +90,7 @@ class Outcome:
     truncated: bool
     """Whether a time limit of the environment ended the episode."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Anything else; `action_error`, where present, says why an action was not executed."""
+    """Anything else; `action_error`, if present, is the reason why an action was not executed."""
 
 
 class Environment(Protocol):

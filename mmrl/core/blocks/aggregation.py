@@ -68,7 +68,7 @@ class SequenceSum(Aggregation):
 
 @dataclass(frozen=True)
 class TurnMean(Aggregation):
-    """Mean over the turns of the step of each turn's mean: a turn counts as much however much is said in it.
+    """Mean over the turns of the step of each turn's mean: every turn counts the same, however long it is.
 
     Source: VL-DAC, arXiv 2508.04280; corl-team/VL-DAC a2c_ppo_acktr/algo/ppo.py, a batch of one environment step with
     accumulated gradients.

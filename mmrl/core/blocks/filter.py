@@ -225,7 +225,7 @@ class ResampleGroups(GroupFilter):
     high: float | None = rare(None)
     """Keep groups whose mean of `key` lies strictly below."""
     max_tries: int = rare(bounded(20, at_least=1))
-    """Sampling rounds before the step goes on with what there is (EasyR1: 20)."""
+    """Sampling rounds before the step continues with the groups it has (EasyR1: 20)."""
 
     @property
     def tries(self) -> int:

@@ -403,7 +403,7 @@ class Objective:
 
 
 def _average(mode: Aggregation, x: Tensor, mask: Tensor, counts: Denominators, rollouts: Rollouts) -> Tensor:
-    """Aggregate (B, T); only those that need turns get them, so that one's own block need not know of them."""
+    """Aggregate (B, T); only aggregations that need turns get them, so a user's own block can ignore them."""
     return mode(x, mask, counts, *((rollouts.turn,) if "turns" in mode.needs else ()))
 
 

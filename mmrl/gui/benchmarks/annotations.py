@@ -19,7 +19,7 @@ Groups: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
 class RowError(Exception):
-    """A row that does not have the benchmark's format; the message says what was found and what was expected."""
+    """A row that does not have the benchmark's format; the message names the found and the expected value."""
 
 
 class BoxForm(StrEnum):
@@ -56,7 +56,7 @@ class Annotation:
     form: BoxForm | None
     """Meaning of a box; None for polygons and refusals."""
     size: Size | None = None
-    """(width, height) of the image as annotated; None where the row does not say."""
+    """(width, height) of the image as annotated; None if the row has none."""
     groups: Groups = field(default_factory=dict)
     """Values of the sample in each column that results are broken down by."""
 

@@ -43,7 +43,7 @@ class AepoConfig(GroundingParts, VlmConfig):
     """An AEPO run."""
 
     rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms beside `point`."""
+    """Reward terms besides `point`."""
     accuracy_reward: str = FIRST_CORRECT
     """Reward term whose value 1 counts as a right answer in evaluations: the first point is inside."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="aepo"))

@@ -19,7 +19,7 @@ class GroundingSftConfig(GroundingParts, SftConfig):
     """A supervised run on screens; `target_key` stays `completion`, which the answers are written to."""
 
     evaluation: VlmEvaluationConfig = field(default_factory=lambda: scoring_evaluation(accuracy_reward=FIRST_CORRECT))
-    """Evaluation; `rewards` are terms beside `point`."""
+    """Evaluation; `rewards` are terms besides `point`."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""

@@ -41,7 +41,7 @@ class GroundingSettings:
     """Image size and coordinates of a model that finds points on screens."""
 
     family: str = choice("qwen2_5_vl", lambda: FAMILIES)
-    """Family of the model: qwen2_vl, qwen2_5_vl or qwen3_vl; it says in which space points are and how screens are
+    """Family of the model: qwen2_vl, qwen2_5_vl or qwen3_vl; it sets the coordinate space of points and how screens are
     resized."""
     space: str = rare(choice("", lambda: ("", *CoordinateSpace)))
     """Meaning of the two numbers of a point; empty takes the family's."""

@@ -311,7 +311,7 @@ def corpus() -> list[str]:
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model whose tokenizer knows the words of these screens; options of build_tiny_vlm."""
+    """Build a tiny random Qwen model whose tokenizer has the words of these screens; options of build_tiny_vlm."""
     from mmrl.vlm.toy.tiny import build_tiny_vlm
 
     return build_tiny_vlm(

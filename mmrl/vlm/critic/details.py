@@ -97,7 +97,7 @@ def listed_details(critique: str) -> list[str]:
 
 
 def is_satisfied(critique: str) -> bool:
-    """Whether a critique finds nothing wrong: it lists nothing, or says "correct" and never "incorrect".
+    """Whether a critique finds nothing wrong: it lists nothing, or has the word "correct" and not "incorrect".
 
     Source: kyrieLei/Critic-V inference/reason_critic.py (its stopping rule).
     """

@@ -242,7 +242,7 @@ class PromptLayout:
     merge_size: int
     """Patches on a side that the vision tower merges into one token."""
     tokens_per_second: float | None
-    """Rotary positions that a video advances in a second; None where timestamps stand between its frames."""
+    """Rotary positions that a video advances in a second; None with timestamps between its frames."""
 
 
 def encode_prompt(

@@ -456,7 +456,7 @@ class _GroupAttention:
             torch.index_select(buffers.values_in, 0, self.slots.row, out=buffers.slot_values)
 
     def _arrange(self, prompt: Tensor) -> None:
-        """Give each row its slot; everything that has their shape is made anew."""
+        """Give each row its slot, and allocate all tensors of the rows' shape again."""
         self.slots = _Slots(prompt, len(self.lengths))
         width = self.prefix_keys[0].shape[2]
         padding = torch.arange(width, device=prompt.device) >= self.lengths[:, None]

@@ -41,7 +41,7 @@ class PackedRows:
     positions: Tensor
     """(3, B, L) int64."""
     visual: Tensor
-    """(B, L) bool, tokens that stand for a feature of the vision tower."""
+    """(B, L) bool, placeholder tokens of the vision tower's features."""
     features: Tensor
     """(n,) int64, row of the feature table for each True of `visual`, row by row."""
 

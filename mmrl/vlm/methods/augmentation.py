@@ -40,7 +40,7 @@ class AugmentationSettings:
     """question: the hint is text of the question; answer: the answer begins with it, which models that follow no
     instructions can use too."""
     hint_template: str = rare("{question} Hint: {hint}")
-    """Question with a hint, for `hint_place: question`; {question} stands for the text of the question."""
+    """Question with a hint, for `hint_place: question`; {question} is replaced by the text of the question."""
     answer_template: str = "{question} The answer is {answer}. Explain how to find it."
     """Question that traces are sampled for."""
     think_start: str = rare("<think>")

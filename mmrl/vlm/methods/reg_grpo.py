@@ -150,7 +150,7 @@ class RegGrpoRecipe(VlmRecipe):
         return "\n".join(lines)
 
     def _check_data(self) -> None:
-        """Refuse hints without answers, and say where no question comes back."""
+        """Refuse hints without answers, and warn if no question can come back."""
         settings, trainer = self.config.augmentation, self.config.trainer
         if settings.hint_scale:
             without = next((task for task in self.train_tasks if not _answer_of(task)), None)

@@ -41,7 +41,7 @@ class GivenAnswersConfig(VlmParts, BaseRunConfig):
 
     @property
     def scoring(self) -> AnswerScoring:
-        """The part of `evaluation` that says how answers are sampled and scored."""
+        """Settings in `evaluation` for sampling and scoring answers."""
         assert isinstance(self.evaluation, AnswerScoring)
         return self.evaluation
 

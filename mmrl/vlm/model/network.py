@@ -231,7 +231,7 @@ def load_value_head(head: nn.Module, path: Path) -> None:
 
 
 def _read_model(network: Any, path: Path) -> dict[str, Tensor]:
-    """State of a model folder, through transformers, which knows sharded files and older key names."""
+    """State of a model folder, through transformers, which reads sharded files and older key names."""
     with quiet_transformers():
         saved, report = type(network).from_pretrained(
             path, dtype=network.dtype, local_files_only=True, output_loading_info=True

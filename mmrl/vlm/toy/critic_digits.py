@@ -249,7 +249,7 @@ def _misread(digits: Sequence[int], rng: np.random.Generator) -> list[int]:
 
 
 def _compared(read: Sequence[object], said: str) -> str:
-    """Each digit that was read, the one that was said, and whether they are equal."""
+    """Each digit that was read, the one that was stated, and whether they are equal."""
     return "".join(f"{a}{b}{'=' if str(a) == b else '!'}" for a, b in zip(read, said, strict=True))
 
 

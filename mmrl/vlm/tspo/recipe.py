@@ -237,7 +237,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         self.noted["tspo/temperature"] = self.temperature(step.number + 1)
 
     def data_digest(self) -> str:
-        """Digest of the questions with their videos and needles; where the files lie does not count."""
+        """Digest of the questions with their videos and needles; the files' folder does not count."""
         return content_digest([task.contents() for task in self.train_tasks])
 
     @classmethod

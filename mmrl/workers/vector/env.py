@@ -279,7 +279,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         return {row: {"failed": True, "failure": f"{failure.kind}: {failure.reason}"} for row in rows}
 
     def _restart(self, slots: Sequence[int], *, keep: bool = False) -> dict[int, Any]:
-        """Begin episodes in fresh processes; the flags of the step stay where they tell of the failure."""
+        """Begin episodes in fresh processes; the flags of the step keep the failure."""
         rows = [row for slot in slots for row in self._rows[slot]]
         if not keep:
             for name in ("reward", "terminated", "truncated", "failed"):
@@ -342,7 +342,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def _common_space(name: str, said: Sequence[Mapping[str, Any]]) -> gymnasium.Space[Any]:
-    """The space that all environments say they have."""
+    """The space that all environments report."""
     found = [build_space(tree) for one in said for tree in one[name]]
     for row, space in enumerate(found):
         if space != found[0]:

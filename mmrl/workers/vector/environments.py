@@ -51,7 +51,7 @@ class VectorSettings:
     reset_retries: int = bounded(2, at_least=0)
     """Retries, each in a fresh process, of an episode that did not begin."""
     max_restarts: int = bounded(20, at_least=1)
-    """Restarts a process without one episode that came to its end, after which the run stops."""
+    """Restarts of a process without a complete episode after which the run stops."""
 
     def worker_spec(self, purpose: str) -> WorkerSpec:
         """Say how a worker is started."""
@@ -88,7 +88,7 @@ class Environments:
         self.pool = WorkerPool(spec, workers, max_restarts=settings.max_restarts, goal=goal)
 
     def start(self) -> list[dict[str, Any]]:
-        """Start all workers; returns what each says of its environments."""
+        """Start all workers; returns each worker's report of its environments."""
         hello = self.pool.start()
         if isinstance(hello, WorkerFailure):
             raise self.error("did not start", hello)
@@ -117,7 +117,7 @@ class Environments:
         return [value for part in found for value in part or ()]
 
     def error(self, what: str, failure: WorkerFailure) -> UserError | RunError:
-        """The exception for a failure after which nothing can go on."""
+        """The exception for a failure that ends the run."""
         if failure.for_user:
             return UserError(failure.reason)
         return RunError(f"the environment {self.name} {what}; it {failure.kind}: {failure.reason}\n{failure.evidence}")

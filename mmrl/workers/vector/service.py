@@ -1,4 +1,4 @@
-"""The worker's side of `PoolVectorEnv`: a few environments whose actions and observations lie in shared memory.
+"""The worker's side of `PoolVectorEnv`: a few environments whose actions and observations are in shared memory.
 
 An empty request is a step of all of them; its answer is empty too unless an environment has something in `info`. A
 worker loads this file and those that it names by their paths, on Python 3.8 and numpy; gymnasium comes with the
@@ -95,7 +95,7 @@ class VectorService:
         self._action = spaces.describe(first.action_space, "action")
 
     def _describe(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Spaces of every environment here, and what the first one says of itself."""
+        """Spaces of every environment here, and the metadata of the first one."""
         first = self._envs[0]
         metadata = {key: value for key, value in dict(first.metadata or {}).items() if _can_be_sent(value)}
         return {

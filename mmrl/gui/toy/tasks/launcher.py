@@ -20,7 +20,7 @@ def make_named(draw: Random, sub_goals: int, distractors: int) -> Case:
 
 
 def make_wished(draw: Random, sub_goals: int, distractors: int) -> Case:
-    """A case that says what its apps are for."""
+    """A case that names the purpose of its apps."""
     return _make(draw, sub_goals, distractors, by_name=False)
 
 
