@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from typing import Any, TypeVar
-
 import torch
 from torch import Tensor
 
 _FLOATS = (torch.float32, torch.float64)
-_Value = TypeVar("_Value")
-
-
-def look_up(table: Mapping[str, _Value], name: str, what: str) -> _Value:
-    """Return `table[name]`; the ValueError of a missing name lists what exists."""
-    if name not in table:
-        raise ValueError(unknown_name(name, table, what))
-    return table[name]
-
-
-def unknown_name(name: object, known: Mapping[str, Any] | Sequence[str], what: str) -> str:
-    """Return the message for a name that does not exist, with the closest one that does."""
-    close = get_close_matches(str(name), list(known), n=1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
-    return f"There is no {what} '{name}'.{hint} Available: {', '.join(sorted(known))}."
 
 
 def check_rows(group: Tensor, reward: Tensor) -> int:
@@ -76,15 +57,4 @@ def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer
         raise ValueError(
             f"{name} must be float32 or float64, because ratios of log-probabilities are lost in "
             f"{value.dtype}. Convert the logits with .float() before the log-softmax."
-        )
-
-
-def check_choice_of_fields(present: Sequence[set[str]]) -> None:
-    """Check that all rollouts to be joined carry the same optional fields."""
-    everywhere = set.intersection(*present)
-    somewhere = set.union(*present)
-    if everywhere != somewhere:
-        raise ValueError(
-            f"concat needs the same fields in every part; only some have {sorted(somewhere - everywhere)}. "
-            "Add them to the others or set them to None before joining."
         )

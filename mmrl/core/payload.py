@@ -24,8 +24,6 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch import Tensor
 
-from mmrl.core.checks import check_choice_of_fields
-
 _Kind = Literal["row", "decision", "group", "shared", "nested"]
 _REQUIRED: Any = object()
 
@@ -153,7 +151,7 @@ def select_fields(batch: Any, rows: Tensor, groups: Tensor) -> dict[str, Any]:
 
 def join_fields(parts: Sequence[Any]) -> dict[str, Any]:
     """Join every field of some batches; decisions are padded to the longest part."""
-    check_choice_of_fields([_required(part) for part in parts])
+    _check_choice_of_fields([_required(part) for part in parts])
     counts = [_counts(part) for part in parts]
     joined = {}
     for name, layout, _ in _fields(parts[0]):
@@ -294,3 +292,14 @@ def _move(value: Any, device: torch.device | str) -> Any:
 
 def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy"
+
+
+def _check_choice_of_fields(present: Sequence[set[str]]) -> None:
+    """Check that all rollouts to be joined carry the same optional fields."""
+    everywhere = set.intersection(*present)
+    somewhere = set.union(*present)
+    if everywhere != somewhere:
+        raise ValueError(
+            f"concat needs the same fields in every part; only some have {sorted(somewhere - everywhere)}. "
+            "Add them to the others or set them to None before joining."
+        )

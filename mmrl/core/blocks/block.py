@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, ClassVar, Self, TypeVar, get_type_hints
 
-from mmrl.core.checks import unknown_name
 from mmrl.fields import bounds_of, field_problems
 
 BlockT = TypeVar("BlockT", bound="Block")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -106,3 +107,17 @@ def _short(value: Any) -> str:
     if isinstance(value, Block):
         return value.summary()
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def look_up(table: Mapping[str, _Value], name: str, what: str) -> _Value:
+    """Return `table[name]`; the ValueError of a missing name lists what exists."""
+    if name not in table:
+        raise ValueError(unknown_name(name, table, what))
+    return table[name]
+
+
+def unknown_name(name: object, known: Mapping[str, Any] | Sequence[str], what: str) -> str:
+    """Return the message for a name that does not exist, with the closest one that does."""
+    close = get_close_matches(str(name), list(known), n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    return f"There is no {what} '{name}'.{hint} Available: {', '.join(sorted(known))}."

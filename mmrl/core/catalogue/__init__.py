@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mmrl.core.blocks.block import look_up
 from mmrl.core.catalogue import critic, group, image, supervised
 from mmrl.core.catalogue import pairs as preference
-from mmrl.core.checks import look_up
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.objectives.pairwise import PreferenceObjective
 
