@@ -34,10 +34,10 @@ from diffusion.models.pipelines import encode_images
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionDomain
 from diffusion.sampling.trajectories import DiffusionPayload
+from mmrl.core.blocks.preference import SCORE
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.objectives.pairwise import PreferenceObjective
-from mmrl.core.pairs import SCORE
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare

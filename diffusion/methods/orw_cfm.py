@@ -31,7 +31,7 @@ from diffusion.matching.velocity import FlowMatching
 from diffusion.models.ema import EMAWeights
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
-from mmrl.core.groups import group_center
+from mmrl.core.blocks.advantage import group_center
 from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts

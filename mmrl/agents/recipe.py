@@ -29,7 +29,7 @@ from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
 from mmrl.agents.rollout.runner import EpisodeRunner
 from mmrl.core.blocks import CriticAdvantage
-from mmrl.core.groups import group_sum
+from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare

@@ -1,18 +1,21 @@
 """The policy-optimisation core: blocks, objectives and plain functions on tensors, without a model and without I/O."""
 
 from mmrl.core.blocks.advantage import (
+    group_center,
     group_mean,
     group_mean_global_std,
     group_mean_std,
     group_outcome_std,
+    group_std,
     leave_one_out,
+    masked_whiten,
 )
 from mmrl.core.blocks.clip import clipped_loss, policy_loss
+from mmrl.core.blocks.credit import value_loss
 from mmrl.core.blocks.divergence import entropy_from_logits, entropy_sampled, k1, k1p, k2, k3, k3p, kl_full
 from mmrl.core.blocks.filter import DynamicSamplingBuffer, FilterCounts, drop, zero_variance_groups
-from mmrl.core.blocks.value import value_loss
+from mmrl.core.blocks.preference import Pairs, pair_rows
 from mmrl.core.catalogue import CATALOGUE, PREFERENCES, get, get_preference
-from mmrl.core.groups import group_center, group_std, masked_whiten
 from mmrl.core.logprobs import LogProbs, gaussian_step_logprob, linear_logprobs, logprobs_from_logits
 from mmrl.core.loss import (
     Denominators,
@@ -30,7 +33,6 @@ from mmrl.core.loss import (
 from mmrl.core.objectives.decoupled import decoupled_advantages
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.objectives.pairwise import PreferenceObjective
-from mmrl.core.pairs import Pairs, pair_rows
 from mmrl.core.payload import Payload, nested, per_decision, per_group, per_row, shared
 from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go, turn_means, turn_starts
 from mmrl.core.rollouts import Rollouts

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from mmrl.core.blocks.advantage import group_std
 from mmrl.core.blocks.filter import zero_variance_groups
-from mmrl.core.groups import group_std
 from mmrl.core.rollouts import Rollouts
 from mmrl.files import write_atomically
 from mmrl.runs.folder import forget_after

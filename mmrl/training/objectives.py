@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from mmrl.core.blocks import ADVANTAGES, BLOCKS
-from mmrl.core.blocks.preference import PREFERENCE_BLOCKS
+from mmrl.core.blocks.preference import CHOSEN, PREFERENCE_BLOCKS
 from mmrl.core.catalogue import get, get_preference
 from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.objectives.pairwise import PreferenceObjective
-from mmrl.core.pairs import CHOSEN
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import by_kind, rare
 

@@ -1,6 +1,7 @@
 import pytest
 
 from mmrl.core import CATALOGUE, Objective, get
+from mmrl.core.block import changed as changed_block
 from mmrl.core.blocks import (
     BLOCKS,
     K1,
@@ -32,7 +33,6 @@ from mmrl.core.blocks import (
     ValueLoss,
     WhitenedReturns,
 )
-from mmrl.core.blocks.block import changed as changed_block
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

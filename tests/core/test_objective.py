@@ -26,7 +26,7 @@ from mmrl.core.blocks import (
     Unclipped,
     ValueLoss,
 )
-from mmrl.core.blocks.regression import group_deviations
+from mmrl.core.blocks.clip import group_deviations
 from mmrl.core.loss import metric_values
 from tests.core.builders import random_rollouts, widened
 

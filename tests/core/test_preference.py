@@ -8,18 +8,21 @@ import pytest
 import torch
 
 from mmrl.core import PREFERENCES, Denominators, PolicyOutputs, PreferenceObjective, Rollouts, get, get_preference
-from mmrl.core.blocks.block import changed
+from mmrl.core.block import changed
 from mmrl.core.blocks.preference import (
+    CHOSEN,
     PREFERENCE_BLOCKS,
+    SCORE,
     ChosenLikelihood,
     DecisionScore,
     IpoPair,
     MeanScore,
     NoPairLoss,
+    Pairs,
     SigmoidPair,
     SumScore,
+    pair_rows,
 )
-from mmrl.core.pairs import CHOSEN, SCORE, Pairs, pair_rows
 
 
 def pairs(seed: int = 0, groups: int = 4, width: int = 5) -> tuple[Rollouts, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.core import PolicyOutputs, PreferenceObjective, Rollouts, get_preference
-from mmrl.core.pairs import CHOSEN, SCORE
+from mmrl.core.blocks.preference import CHOSEN, SCORE
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 CASES = [

@@ -1,7 +1,10 @@
 """The blocks that objectives are made of, a file for each kind; the tables at the foot hold all kinds by name."""
 
+from mmrl.core.block import Block
 from mmrl.core.blocks.advantage import (
+    SCALINGS,
     Advantage,
+    AdvantageScaling,
     GroupMean,
     GroupMeanBatchStd,
     GroupMeanGlobalStd,
@@ -9,21 +12,12 @@ from mmrl.core.blocks.advantage import (
     GroupOutcomeStd,
     LeaveOneOut,
 )
-from mmrl.core.blocks.aggregation import (
-    AGGREGATIONS,
-    Aggregation,
-    FixedLength,
-    SequenceMean,
-    SequenceSum,
-    TokenMean,
-    TurnMean,
-)
-from mmrl.core.blocks.block import Block
 from mmrl.core.blocks.clip import (
     RATIOS,
     Bgpo,
     Cispo,
     Clip,
+    GroupRegression,
     GspoClip,
     PolicyGradient,
     PpoClip,
@@ -34,7 +28,7 @@ from mmrl.core.blocks.clip import (
     TokenRatio,
     Unclipped,
 )
-from mmrl.core.blocks.credit import CriticAdvantage, Gae, TurnGae, WhitenedReturns
+from mmrl.core.blocks.credit import VALUES, CriticAdvantage, Gae, SeparateCritic, TurnGae, ValueLoss, WhitenedReturns
 from mmrl.core.blocks.divergence import (
     DIVERGENCES,
     ENTROPIES,
@@ -50,9 +44,15 @@ from mmrl.core.blocks.divergence import (
     SampledEntropy,
 )
 from mmrl.core.blocks.filter import FILTERS, DropGroups, GroupFilter, KeepAll, ResampleGroups
-from mmrl.core.blocks.regression import GroupRegression
-from mmrl.core.blocks.scaling import SCALINGS, AdvantageScaling
-from mmrl.core.blocks.value import VALUES, SeparateCritic, ValueLoss
+from mmrl.core.loss import (
+    AGGREGATIONS,
+    Aggregation,
+    FixedLength,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+    TurnMean,
+)
 
 __all__ = [
     "ADVANTAGES",

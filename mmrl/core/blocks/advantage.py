@@ -6,15 +6,106 @@ credit along a row (GAE, returns) are in `mmrl/core/blocks/credit.py`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks.block import Block
-from mmrl.core.groups import group_center, group_count, group_std, masked_whiten
+from mmrl.core.block import Block
+from mmrl.core.loss import masked_mean, masked_sum
+from mmrl.core.returns import turn_means
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
+
+WHITEN_EPS = 1e-8
+
+
+def group_sum(x: Tensor, group: Tensor) -> Tensor:
+    """Sum (N,) of x (B,) over the rows of each group (B,) int64, 0..N-1."""
+    return x.new_zeros(_number_of_groups(group)).index_add(0, group, x)
+
+
+def group_count(group: Tensor, valid: Tensor) -> Tensor:
+    """Number (B,) int64 of valid (B,) bool rows in each row's group."""
+    return group_sum(valid.long(), group)[group]
+
+
+def group_extremes(x: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest valid value of each group, (N,) each; +inf and -inf for a group without a valid row."""
+    low = x.new_full((_number_of_groups(group),), float("inf"))
+    high = x.new_full((_number_of_groups(group),), float("-inf"))
+    return (
+        low.scatter_reduce(0, group, torch.where(valid, x, float("inf")), "amin"),
+        high.scatter_reduce(0, group, torch.where(valid, x, float("-inf")), "amax"),
+    )
+
+
+def group_center(reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """Subtract from each reward the mean of the valid rewards of its group.
+
+    Args:
+        reward: (B,).
+        group: (B,) int64, 0..N-1.
+        valid: (B,) bool, rows that take part.
+
+    Returns:
+        (B,); exactly 0 in a group whose valid rewards are all equal, and on rows that are not valid.
+    """
+    number = group_sum(valid.to(reward.dtype), group).clamp(min=1)
+    mean = group_sum(torch.where(valid, reward, 0.0), group) / number
+    # The mean of equal numbers may differ from them in the last bit, and dividing by the (then tiny) standard
+    # deviation would turn that bit into an advantage.
+    low, high = group_extremes(reward, group, valid)
+    return torch.where(valid & (high > low)[group], reward - mean[group], 0.0)
+
+
+def group_std(reward: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> Tensor:
+    """Return the standard deviation of the valid rewards of each row's group.
+
+    Args:
+        reward: (B,).
+        group: (B,) int64, 0..N-1.
+        valid: (B,) bool, rows that take part.
+        ddof: Subtracted from the number of rows in the variance.
+
+    Returns:
+        (B,); 0 where too few rows are valid.
+    """
+    squares = group_sum(group_center(reward, group, valid) ** 2, group)[group]
+    return (squares / (group_count(group, valid) - ddof).clamp(min=1)).sqrt()
+
+
+def masked_whiten(x: Tensor, mask: Tensor, eps_to: str = "variance") -> Tensor:
+    """Bring the masked values to mean 0 and (unbiased) variance 1, and everything else to 0.
+
+    Args:
+        x: (B, T).
+        mask: (B, T) {0, 1}.
+        eps_to: What 1e-8 is added to, see `whitening_factor`.
+
+    Returns:
+        (B, T); 0 everywhere if all masked values are equal.
+
+    Source: volcengine/verl masked_whiten, eps 1e-8 in the root; it leaves values where the mask is 0.
+    """
+    number = mask.sum()
+    mean = masked_sum(x, mask).sum() / number.clamp(min=1)
+    variance = masked_sum((x - mean) ** 2, mask).sum() / (number - 1).clamp(min=1)
+    return torch.where(mask > 0, (x - mean) * whitening_factor(variance, eps_to), 0.0)
+
+
+def whitening_factor(variance: Tensor, eps_to: str) -> Tensor:
+    """Factor that gives centred values variance 1."""
+    if eps_to == "deviation":
+        return 1.0 / (variance.sqrt() + WHITEN_EPS)
+    return torch.rsqrt(variance + WHITEN_EPS)
+
+
+def _number_of_groups(group: Tensor) -> int:
+    return int(group.max()) + 1 if len(group) else 0
+
 
 SINGLETONS = ("zero", "keep")
 
@@ -276,3 +367,70 @@ def _group_formula(rule: str, singleton: str) -> str:
 
 def _all_rows(reward: Tensor, valid: Tensor | None) -> Tensor:
     return torch.isfinite(reward) if valid is None else valid
+
+
+@dataclass(frozen=True)
+class AdvantageScaling(Block):
+    """Whitens, bounds and scales advantages, in this order."""
+
+    kind = "scaling"
+    whiten: str = rare(choice("none", ("none", "decisions", "rows", "turns")))
+    """Bring the advantages of the rollout step to mean 0 and variance 1, where these count as one sample each: all
+    trained "decisions" (PPO in verl), "rows" or "turns" with the mean of their decisions; "none" leaves them."""
+    clip: float | None = rare(bounded(None, above=0))
+    """Largest size of an advantage; larger ones are set to +-clip. None does not clip."""
+    eps_to: str = rare(choice("variance", ("variance", "deviation")))
+    """Whitening adds 1e-8 to the "variance", inside the root (verl), or to the standard "deviation" (VL-DAC)."""
+    scale: float = rare(bounded(1.0, above=0, below=math.inf))
+    """Factor, after clipping (AWM: 0.2 after a clip of 5, so that advantages stay within +-1)."""
+
+    def __call__(self, advantage: Tensor, rollouts: Rollouts) -> Tensor:
+        """Scaled advantages (B, T), 0 where nothing is trained."""
+        advantage = WHITENINGS[self.whiten](advantage, rollouts, self.eps_to)
+        if self.clip is not None:
+            advantage = advantage.clamp(-self.clip, self.clip)
+        return advantage * self.scale
+
+    def needed_turns(self) -> frozenset[str]:
+        """Inputs that whitening requires."""
+        return frozenset({"turns"}) if self.whiten == "turns" else frozenset()
+
+    def formula(self) -> str:
+        return "".join(self._steps())
+
+    def _steps(self) -> Iterator[str]:
+        if self.whiten != "none":
+            yield f"; then whitened over all trained {self.whiten}"
+        if self.clip is not None:
+            yield f"; then limited to +-{self.clip:g}"
+        if self.scale != 1:
+            yield f"; then times {self.scale:g}"
+
+
+def _not(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tensor:
+    return advantage
+
+
+def _over_decisions(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tensor:
+    return masked_whiten(advantage, rollouts.loss_mask, eps_to)
+
+
+def _over_rows(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tensor:
+    mask = rollouts.loss_mask
+    return _by_samples(advantage, masked_mean(advantage, mask)[mask.sum(1) > 0], mask, eps_to)
+
+
+def _over_turns(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tensor:
+    means, trained = turn_means(rollouts, advantage)
+    return _by_samples(advantage, means[trained], rollouts.loss_mask, eps_to)
+
+
+def _by_samples(advantage: Tensor, samples: Tensor, mask: Tensor, eps_to: str) -> Tensor:
+    """Shift and scale advantages by the mean and the deviation of samples (n,)."""
+    mean = samples.mean() if len(samples) else samples.new_zeros(())
+    variance = ((samples - mean) ** 2).sum() / max(len(samples) - 1, 1)
+    return torch.where(mask > 0, (advantage - mean) * whitening_factor(variance, eps_to), 0.0)
+
+
+WHITENINGS = {"none": _not, "decisions": _over_decisions, "rows": _over_rows, "turns": _over_turns}
+SCALINGS: dict[str, type[AdvantageScaling]] = {AdvantageScaling.kind: AdvantageScaling}

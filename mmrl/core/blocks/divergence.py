@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks.aggregation import Aggregation
-from mmrl.core.blocks.block import Block
-from mmrl.core.loss import PolicyOutputs, required
+from mmrl.core.block import Block
+from mmrl.core.loss import Aggregation, PolicyOutputs, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks.block import Block, unknown_name
-from mmrl.core.groups import group_extremes, group_sum
+from mmrl.core.block import Block, unknown_name
+from mmrl.core.blocks.advantage import group_extremes, group_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmrl.core.blocks.block import look_up
+from mmrl.core.block import look_up
 from mmrl.core.catalogue import critic, group, image, supervised
 from mmrl.core.catalogue import pairs as preference
 from mmrl.core.objectives.objective import Objective

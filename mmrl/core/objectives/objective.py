@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.block import changed
 from mmrl.core.blocks import (
     BLOCKS,
     Advantage,
@@ -30,11 +31,10 @@ from mmrl.core.blocks import (
     TokenRatio,
     ValueLoss,
 )
-from mmrl.core.blocks.aggregation import AGGREGATIONS
-from mmrl.core.blocks.block import changed
 from mmrl.core.blocks.clip import LOG_RATIO_LIMIT
 from mmrl.core.blocks.divergence import entropy_sampled, k3, row_weights
 from mmrl.core.loss import (
+    AGGREGATIONS,
     Denominators,
     LossOutput,
     Metric,

@@ -10,18 +10,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks.block import Block, changed
+from mmrl.core.block import Block, changed
 from mmrl.core.blocks.preference import (
     PREFERENCE_BLOCKS,
+    SCORE,
     ChosenLikelihood,
     NoPairLoss,
     PairLoss,
+    Pairs,
     PairScore,
     SigmoidPair,
     SumScore,
+    pair_rows,
 )
 from mmrl.core.loss import Denominators, LossOutput, Metric, PolicyOutputs, count, masked_mean, masked_sum, required
-from mmrl.core.pairs import SCORE, Pairs, pair_rows
 from mmrl.core.rollouts import Rollouts
 
 PAIRS, ANSWERS, DECISIONS = "pairs", "preferred_answers", "preferred_decisions"

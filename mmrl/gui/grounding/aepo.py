@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from accelerate import Accelerator
 
-from mmrl.core.groups import group_sum
+from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.gui.grounding.rewards import point_rewards
 from mmrl.gui.grounding.tasks import FIRST_CORRECT, GroundingParts, Screens

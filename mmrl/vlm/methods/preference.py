@@ -11,11 +11,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.blocks.preference import DecisionScore
+from mmrl.core.blocks.preference import SCORE, DecisionScore
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.objectives.pairwise import PreferenceObjective
-from mmrl.core.pairs import SCORE
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare

@@ -1,7 +1,7 @@
 """Reg-GRPO with difficulty-aware augmentation (DeepVideo-R1, arXiv 2506.07464), for images and videos.
 
 The objective `reg_grpo` regresses the standardised advantages of a group on its standardised sequence log-ratios, with
-a KL to the reference and without a clip (`mmrl.core.blocks.regression`). Several updates of the same rollouts
+a KL to the reference and without a clip (`mmrl.core.blocks.clip`). Several updates of the same rollouts
 (`trainer.epochs`) are what it is made for.
 
 How hard a question is: the mean reward of the last `window` samples less that of the question. A hard question is asked
