@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from mmrl.core import Objective, PolicyOutputs, Rollouts
-from mmrl.core.blocks import Clip, GroupMeanStd, TokenMean
+from mmrl.core.blocks.advantage import GroupMeanStd
+from mmrl.core.blocks.clip import Clip
+from mmrl.core.loss import TokenMean
 from mmrl.fields import bounded
 
 

@@ -28,8 +28,8 @@ from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_split
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
 from mmrl.agents.rollout.runner import EpisodeRunner
-from mmrl.core.blocks import CriticAdvantage
 from mmrl.core.blocks.advantage import group_sum
+from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare

@@ -109,6 +109,14 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def kinds(base: type[BlockT]) -> dict[str, type[BlockT]]:
+    """The kinds of a block by name: those of `base` and its subclasses that have a `kind`."""
+    found = {base.kind: base} if "kind" in vars(base) else {}
+    for block_class in base.__subclasses__():
+        found |= kinds(block_class)
+    return found
+
+
 def look_up(table: Mapping[str, _Value], name: str, what: str) -> _Value:
     """Return `table[name]`; the ValueError of a missing name lists what exists."""
     if name not in table:

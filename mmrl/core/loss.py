@@ -318,8 +318,3 @@ class FixedLength(Aggregation):
 
     def formula(self) -> str:
         return f"sum over all trained decisions of the step / (rows * {self.length})"
-
-
-AGGREGATIONS: dict[str, type[Aggregation]] = {
-    block.kind: block for block in (TokenMean, SequenceMean, SequenceSum, TurnMean, FixedLength)
-}

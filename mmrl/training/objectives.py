@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks import ADVANTAGES, BLOCKS
+from mmrl.core.blocks import BLOCKS
 from mmrl.core.blocks.preference import CHOSEN, PREFERENCE_BLOCKS
 from mmrl.core.catalogue import get, get_preference
 from mmrl.core.loss import Denominators, mean_metric
@@ -94,7 +94,7 @@ def check_objective(
 def check_group_size(samples_per_task: int, objective: Objective, scores: Collection[str]) -> None:
     """Refuse an estimator that compares the samples of a group where groups have one."""
     if "samples" in objective.advantage.needs and samples_per_task < 2:
-        alone = sorted(kind for kind, block in ADVANTAGES.items() if block.needs <= set(scores))
+        alone = sorted(kind for kind, block in BLOCKS["advantage"].items() if block.needs <= set(scores))
         raise ValueError(
             f"samples_per_task is {samples_per_task}, but the advantage '{objective.advantage.kind}' compares the "
             f"samples of a group, so every advantage would be 0; use 2 or more, or an estimator that works "

@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from accelerate import Accelerator
 
-from mmrl.core.blocks import KeepAll
-from mmrl.core.blocks.filter import DynamicSamplingBuffer
+from mmrl.core.blocks.filter import DynamicSamplingBuffer, KeepAll
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, RunStopped, UserError
 from mmrl.runs.run_log import RunLog, batch_metrics, restart_peak_memory

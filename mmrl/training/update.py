@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.blocks import CriticAdvantage
 from mmrl.core.blocks.advantage import group_sum
+from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.loss import Denominators, Metric, count, merge_metrics, metric_values
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmrl.core import Denominators, Metric, count, masked_mean, max_metric, mean_metric, merge_metrics
-from mmrl.core.blocks import AGGREGATIONS
+from mmrl.core.blocks import BLOCKS
 from mmrl.core.loss import metric_values
 from tests.core.builders import random_rollouts
 
@@ -16,7 +16,7 @@ TURN = torch.tensor([[3, 3, -1], [0, 1, 1], [0, 0, 0]])
 
 
 def aggregate(x, mask, mode, denominators, turn=TURN):
-    return AGGREGATIONS[mode]()(x, mask, denominators, turn)
+    return BLOCKS["aggregation"][mode]()(x, mask, denominators, turn)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_global_token_mean_of_uneven_micro_batches():
     assert sum(shares).item() == pytest.approx(0.65)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", BLOCKS["aggregation"])
 def test_poison_on_untrained_decisions_reaches_neither_value_nor_gradient(mode):
     x = torch.where(MASK > 0, X, torch.nan).requires_grad_()
     value = aggregate(x, MASK, mode, count(MASK, length=4))
@@ -68,7 +68,7 @@ def test_poison_on_untrained_decisions_reaches_neither_value_nor_gradient(mode):
     assert (x.grad[MASK == 0] == 0).all()
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", BLOCKS["aggregation"])
 def test_padding_changes_nothing(mode):
     r = random_rollouts()
     wide = [torch.nn.functional.pad(x, (0, 3), value=v) for x, v in ((r.values, 5.0), (r.mask, 0.0))]
@@ -78,7 +78,7 @@ def test_padding_changes_nothing(mode):
     torch.testing.assert_close(aggregate(*wide, mode, count(wide[1], length=7, turns=9), wide_turn), expected)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", BLOCKS["aggregation"])
 def test_nothing_trained_gives_zero(mode):
     assert aggregate(X, torch.zeros_like(MASK), mode, count(torch.zeros_like(MASK), length=4)).item() == 0.0
 

@@ -2,37 +2,22 @@ import pytest
 
 from mmrl.core import CATALOGUE, Objective, get
 from mmrl.core.block import changed as changed_block
-from mmrl.core.blocks import (
-    BLOCKS,
-    K1,
-    K2,
-    K3,
-    AdvantageScaling,
+from mmrl.core.blocks import BLOCKS
+from mmrl.core.blocks.advantage import AdvantageScaling, GroupMeanGlobalStd, GroupMeanStd
+from mmrl.core.blocks.clip import (
     Bgpo,
     Cispo,
-    DropGroups,
-    ExactKl,
-    FixedLength,
-    FullEntropy,
-    Gae,
-    GroupMeanGlobalStd,
-    GroupMeanStd,
     GspoClip,
-    K3StraightThrough,
-    KeepAll,
     PolicyGradient,
     PpoClip,
-    ResampleGroups,
-    SampledEntropy,
     SequenceFullRatio,
-    SequenceMean,
     SequenceProductRatio,
     SequenceRatio,
-    TokenMean,
-    TurnGae,
-    ValueLoss,
-    WhitenedReturns,
 )
+from mmrl.core.blocks.credit import Gae, TurnGae, ValueLoss, WhitenedReturns
+from mmrl.core.blocks.divergence import K1, K2, K3, ExactKl, FullEntropy, K3StraightThrough, SampledEntropy
+from mmrl.core.blocks.filter import DropGroups, KeepAll, ResampleGroups
+from mmrl.core.loss import FixedLength, SequenceMean, TokenMean
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

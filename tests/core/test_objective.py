@@ -2,32 +2,22 @@ import pytest
 import torch
 
 from mmrl.core import CATALOGUE, Denominators, Objective, PolicyOutputs, get, merge_metrics
-from mmrl.core.blocks import (
-    K1,
-    K3,
-    AdvantageScaling,
+from mmrl.core.blocks.advantage import AdvantageScaling, GroupMean, GroupMeanGlobalStd
+from mmrl.core.blocks.clip import (
     Bgpo,
     Cispo,
-    ExactKl,
-    FullEntropy,
-    Gae,
-    GroupMean,
-    GroupMeanGlobalStd,
     GroupRegression,
     PolicyGradient,
     PpoClip,
-    SampledEntropy,
     SequenceFullRatio,
-    SequenceMean,
     SequenceProductRatio,
     SequenceRatio,
-    SequenceSum,
-    TurnGae,
     Unclipped,
-    ValueLoss,
+    group_deviations,
 )
-from mmrl.core.blocks.clip import group_deviations
-from mmrl.core.loss import metric_values
+from mmrl.core.blocks.credit import Gae, TurnGae, ValueLoss
+from mmrl.core.blocks.divergence import K1, K3, ExactKl, FullEntropy, SampledEntropy
+from mmrl.core.loss import SequenceMean, SequenceSum, metric_values
 from tests.core.builders import random_rollouts, widened
 
 EXTRA = {

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from mmrl.core import policy_loss
-from mmrl.core.blocks import CLIPS, RATIOS
+from mmrl.core.blocks import BLOCKS
 from tests.core.builders import random_rollouts
 
 
 def log_ratio(logp, logp_old, mask, level):
-    return RATIOS[level]()(logp, logp_old, mask)
+    return BLOCKS["ratio"][level]()(logp, logp_old, mask)
 
 
 def one(ratio, advantage, name="ppo_clip", **bounds):
@@ -17,7 +17,7 @@ def one(ratio, advantage, name="ppo_clip", **bounds):
     logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     logp_old = torch.tensor([[-1.0 - math.log(ratio)]], dtype=torch.float64)
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
-    loss, indicators = policy_loss(logp, logp_old, advantages, torch.ones_like(logp), CLIPS[name](**bounds))
+    loss, indicators = policy_loss(logp, logp_old, advantages, torch.ones_like(logp), BLOCKS["clip"][name](**bounds))
     (slope,) = torch.autograd.grad(loss.sum(), logp)
     clipped = tuple(int(value.item()) for value in indicators.values())
     return loss.item(), slope.item(), clipped
@@ -88,7 +88,7 @@ def test_bgpo_bounds_the_ratio_of_the_mean_log_likelihood_and_touches_it(advanta
     # Samples of one bound on a log-likelihood, all with the same advantage.
     difference = torch.randn(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     constant = torch.full_like(difference, advantage)
-    bgpo = CLIPS["bgpo"]()
+    bgpo = BLOCKS["clip"]["bgpo"]()
     bound = bgpo(difference, difference, constant)[0].mean(1)
     assert (bound > -advantage * difference.mean(1).exp()).all()
     here = torch.zeros_like(difference, requires_grad=True)
@@ -110,15 +110,15 @@ def test_negating_the_advantage_swaps_the_bounds(name, ratio):
     assert (here[1] == 0) == (mirrored[1] == 0)
 
 
-@pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.parametrize("level", RATIOS)
+@pytest.mark.parametrize("name", BLOCKS["clip"])
+@pytest.mark.parametrize("level", BLOCKS["ratio"])
 def test_gradients_match_finite_differences(name, level):
     r = random_rollouts(seed=2, groups=2, samples=2, width=4)
     advantage = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     move = 0.1 * torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     logp = (r.logp_old + move).requires_grad_()
     fixed = logp.detach().clone()
-    clip = CLIPS[name](**({"low": 0.05, "high": 0.05} if "low" in CLIPS[name].options() else {}))
+    clip = BLOCKS["clip"][name](**({"low": 0.05, "high": 0.05} if "low" in BLOCKS["clip"][name].options() else {}))
 
     def loss(x):
         log_rho = log_ratio(x, r.logp_old, r.mask, level)
@@ -156,7 +156,7 @@ def test_the_two_sequence_forms_have_equal_gradients_for_row_means():
 
     def gradient(level):
         logp = (r.logp_old + 0.3).requires_grad_()
-        ratio, unclipped = RATIOS[level](), CLIPS["unclipped"]()
+        ratio, unclipped = BLOCKS["ratio"][level](), BLOCKS["clip"]["unclipped"]()
         loss = policy_loss(logp, r.logp_old, row_advantage, r.mask, unclipped, ratio)[0]
         row_means = (loss * r.mask).sum(1) / r.lengths
         return torch.autograd.grad(row_means.mean(), logp)[0]
@@ -174,14 +174,14 @@ def test_log_ratios_are_limited():
     assert log_ratio(far, old, mask, "sequence_product").max() == 20
 
 
-@pytest.mark.parametrize("level", RATIOS)
+@pytest.mark.parametrize("level", BLOCKS["ratio"])
 def test_the_old_policy_is_constant(level):
     r = random_rollouts()
     old = r.logp_old.clone().requires_grad_()
     assert not log_ratio(r.logp_old, old, r.mask, level).requires_grad
 
 
-@pytest.mark.parametrize("level", RATIOS)
+@pytest.mark.parametrize("level", BLOCKS["ratio"])
 def test_what_stands_on_untrained_decisions_does_not_matter(level):
     r = random_rollouts()
     logp = (r.logp_old + 0.1).masked_fill(r.mask == 0, float("nan")).requires_grad_()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.core import CATALOGUE, PolicyOutputs, get
-from mmrl.core.blocks import ADVANTAGES
+from mmrl.core.blocks import BLOCKS
 from tests.core import reference
 from tests.core.builders import reference_numbers, rollouts_from
 
@@ -27,7 +27,7 @@ def estimator(case):
     name, *pairs = case.split()
     values = dict(pair.split("=") for pair in pairs)
     kinds = {"singleton": str, "mask_carry": str, "ddof": int}
-    return ADVANTAGES[name](**{key: kinds.get(key, float)(value) for key, value in values.items()})
+    return BLOCKS["advantage"][name](**{key: kinds.get(key, float)(value) for key, value in values.items()})
 
 
 def test_the_file_is_what_the_reference_computes():
@@ -44,7 +44,7 @@ def test_advantages(case, dtype, tolerance):
 
 
 def test_every_estimator_has_a_case():
-    assert {case.split()[0] for case in DATA["advantages"]} == set(ADVANTAGES)
+    assert {case.split()[0] for case in DATA["advantages"]} == set(BLOCKS["advantage"])
 
 
 def loss_of(name, dtype):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmrl.core import Objective, get
-from mmrl.core.blocks import GroupRegression, PpoClip, SequenceProductRatio, SequenceRatio, TokenRatio
+from mmrl.core.blocks.clip import GroupRegression, PpoClip, SequenceProductRatio, SequenceRatio, TokenRatio
 from mmrl.core.loss import PolicyOutputs
 from tests.core.builders import random_rollouts
 

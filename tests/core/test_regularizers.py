@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from mmrl.core import AdaptiveKL, entropy_from_logits, entropy_sampled, kl_full, value_loss
-from mmrl.core.blocks import DIVERGENCES
+from mmrl.core.blocks import BLOCKS
 
-ESTIMATORS = [kind for kind, block in DIVERGENCES.items() if "logp_ref" in block.needs]
+ESTIMATORS = [kind for kind, block in BLOCKS["kl"].items() if "logp_ref" in block.needs]
 
 
 def kl(logp, logp_ref, kind, clamp=True):
-    options = {"clamp": clamp} if "clamp" in DIVERGENCES[kind].options() else {}
-    return DIVERGENCES[kind](**options).estimate(logp, logp_ref)
+    options = {"clamp": clamp} if "clamp" in BLOCKS["kl"][kind].options() else {}
+    return BLOCKS["kl"][kind](**options).estimate(logp, logp_ref)
 
 
 def at(kind, d, clamp=True):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmrl.core import Rollouts
-from mmrl.core.blocks import WhitenedReturns
 from mmrl.core.blocks import divergence as regularizers
+from mmrl.core.blocks.credit import WhitenedReturns
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mmrl.core import Objective, Rollouts, decoupled_advantages
-from mmrl.core.blocks import GroupMeanStd
+from mmrl.core.blocks.advantage import GroupMeanStd
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 

@@ -6,18 +6,10 @@ import pytest
 import torch
 
 from mmrl.core import Objective, PolicyOutputs, Rollouts
-from mmrl.core.blocks import (
-    K3,
-    FixedLength,
-    GroupMean,
-    GroupMeanGlobalStd,
-    GroupMeanStd,
-    PpoClip,
-    SequenceFullRatio,
-    SequenceMean,
-    TokenMean,
-    TokenRatio,
-)
+from mmrl.core.blocks.advantage import GroupMean, GroupMeanGlobalStd, GroupMeanStd
+from mmrl.core.blocks.clip import PpoClip, SequenceFullRatio, TokenRatio
+from mmrl.core.blocks.divergence import K3
+from mmrl.core.loss import FixedLength, SequenceMean, TokenMean
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 AGGREGATIONS = {

@@ -433,4 +433,3 @@ def _by_samples(advantage: Tensor, samples: Tensor, mask: Tensor, eps_to: str) -
 
 
 WHITENINGS = {"none": _not, "decisions": _over_decisions, "rows": _over_rows, "turns": _over_turns}
-SCALINGS: dict[str, type[AdvantageScaling]] = {AdvantageScaling.kind: AdvantageScaling}

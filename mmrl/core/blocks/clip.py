@@ -138,11 +138,6 @@ class SequenceProductRatio(Ratio):
         return "sum_t (logp_it - logp_old_it)"
 
 
-RATIOS: dict[str, type[Ratio]] = {
-    block.kind: block for block in (TokenRatio, SequenceRatio, SequenceFullRatio, SequenceProductRatio)
-}
-
-
 Loss = tuple[Tensor, dict[str, Tensor]]
 """The loss (B, T), to be minimised, and (B, T) indicators to be averaged over the mask, by metric name."""
 

@@ -161,7 +161,12 @@ def value_loss(
 
 
 @dataclass(frozen=True)
-class ValueLoss(Block):
+class CriticLoss(Block):
+    """How the critic of an estimator learns."""
+
+
+@dataclass(frozen=True)
+class ValueLoss(CriticLoss):
     """Squared error of the critic on the returns, clipped if asked for; see `value_loss`."""
 
     kind = "squared_error"
@@ -182,7 +187,7 @@ class ValueLoss(Block):
 
 
 @dataclass(frozen=True)
-class SeparateCritic(Block):
+class SeparateCritic(CriticLoss):
     """No term in the loss: the recipe trains the critic apart from the policy, with its own optimiser."""
 
     kind = "separate"
@@ -190,6 +195,3 @@ class SeparateCritic(Block):
 
     def formula(self) -> str:
         return "the critic is trained apart"
-
-
-VALUES: dict[str, type[Block]] = {block.kind: block for block in (ValueLoss, SeparateCritic)}

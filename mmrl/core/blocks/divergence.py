@@ -301,9 +301,3 @@ def row_weights(rollouts: Rollouts) -> Tensor:
     """Factor of each row's divergence (B, 1): `extras["kl_weight"]` (B,), or 1."""
     weight = rollouts.extras.get("kl_weight")
     return torch.ones_like(rollouts.reward)[:, None] if weight is None else weight.detach()[:, None]
-
-
-DIVERGENCES: dict[str, type[Divergence]] = {
-    block.kind: block for block in (K1, K2, K3, K1StraightThrough, K3StraightThrough, ExactKl)
-}
-ENTROPIES: dict[str, type[Entropy]] = {block.kind: block for block in (SampledEntropy, FullEntropy)}

@@ -255,6 +255,3 @@ def _rule(key: str, low: float | None, high: float | None) -> str:
 def _order_problems(low: float | None, high: float | None, where: str) -> Iterator[str]:
     if low is not None and high is not None and low >= high:
         yield f"{where}.low {low} must lie below {where}.high {high}; no group could be kept."
-
-
-FILTERS: dict[str, type[GroupFilter]] = {block.kind: block for block in (KeepAll, DropGroups, ResampleGroups)}

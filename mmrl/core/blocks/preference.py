@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmrl.core.block import Block
+from mmrl.core.block import Block, kinds
 from mmrl.core.loss import masked_mean, masked_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
@@ -333,15 +333,9 @@ class ChosenLikelihood(Block):
         return f"{self.coef:g} * mean over {over} (-logp_it)"
 
 
-PAIR_LOSSES: dict[str, type[PairLoss]] = {
-    block.kind: block
-    for block in (SigmoidPair, RobustPair, HingePair, IpoPair, SppoPair, SppoHardPair, RefuelPair, NoPairLoss)
-}
-PAIR_SCORES: dict[str, type[PairScore]] = {block.kind: block for block in (SumScore, MeanScore, DecisionScore)}
-LIKELIHOODS: dict[str, type[ChosenLikelihood]] = {ChosenLikelihood.kind: ChosenLikelihood}
 PREFERENCE_BLOCKS: dict[str, dict[str, type[Block]]] = {
-    "loss": dict(PAIR_LOSSES),
-    "score": dict(PAIR_SCORES),
-    "likelihood": dict(LIKELIHOODS),
+    "loss": kinds(PairLoss),
+    "score": kinds(PairScore),
+    "likelihood": kinds(ChosenLikelihood),
 }
 """Field of a preference objective to the kinds of block that it takes."""

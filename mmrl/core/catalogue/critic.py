@@ -1,17 +1,10 @@
 """Objectives that give credit along a row: with a critic, or by returns whitened over the batch."""
 
-from mmrl.core.blocks import (
-    K1,
-    K3,
-    AdvantageScaling,
-    Gae,
-    PpoClip,
-    TokenMean,
-    TurnGae,
-    TurnMean,
-    ValueLoss,
-    WhitenedReturns,
-)
+from mmrl.core.blocks.advantage import AdvantageScaling
+from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.credit import Gae, TurnGae, ValueLoss, WhitenedReturns
+from mmrl.core.blocks.divergence import K1, K3
+from mmrl.core.loss import TokenMean, TurnMean
 from mmrl.core.objectives.objective import Objective
 
 ROWS = (

@@ -1,25 +1,18 @@
 """Objectives that compare the samples of a group."""
 
-from mmrl.core.blocks import (
-    K1,
-    K2,
-    K3,
+from mmrl.core.blocks.advantage import GroupMean, GroupMeanBatchStd, GroupMeanStd, LeaveOneOut
+from mmrl.core.blocks.clip import (
     Cispo,
-    FixedLength,
-    GroupMean,
-    GroupMeanBatchStd,
-    GroupMeanStd,
     GroupRegression,
     GspoClip,
-    LeaveOneOut,
     PpoClip,
-    ResampleGroups,
-    SequenceMean,
     SequenceProductRatio,
     SequenceRatio,
-    TokenMean,
     Unclipped,
 )
+from mmrl.core.blocks.divergence import K1, K2, K3
+from mmrl.core.blocks.filter import ResampleGroups
+from mmrl.core.loss import FixedLength, SequenceMean, TokenMean
 from mmrl.core.objectives.objective import Objective
 
 ROWS = (

@@ -1,6 +1,9 @@
 """Objectives of diffusion and flow models; a decision is a denoising step or a noisy version of an image."""
 
-from mmrl.core.blocks import AdvantageScaling, ExactKl, GroupMeanGlobalStd, GroupMeanStd, PpoClip, TokenMean
+from mmrl.core.blocks.advantage import AdvantageScaling, GroupMeanGlobalStd, GroupMeanStd
+from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.divergence import ExactKl
+from mmrl.core.loss import TokenMean
 from mmrl.core.objectives.objective import Objective
 
 ROWS = (

@@ -1,6 +1,8 @@
 """Objectives that learn from given answers."""
 
-from mmrl.core.blocks import GroupMeanStd, PolicyGradient, TokenMean
+from mmrl.core.blocks.advantage import GroupMeanStd
+from mmrl.core.blocks.clip import PolicyGradient
+from mmrl.core.loss import TokenMean
 from mmrl.core.objectives.objective import Objective
 
 ROWS = (Objective("sft", GroupMeanStd(), PolicyGradient(), TokenMean(), citation="maximum likelihood"),)

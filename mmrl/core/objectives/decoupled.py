@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks import AdvantageScaling
+from mmrl.core.blocks.advantage import AdvantageScaling
 from mmrl.core.loss import masked_mean
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts

@@ -10,35 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.block import changed
-from mmrl.core.blocks import (
-    BLOCKS,
-    Advantage,
-    AdvantageScaling,
-    Aggregation,
-    Block,
-    Clip,
-    Divergence,
-    Entropy,
-    FixedLength,
-    GroupFilter,
-    GroupMeanStd,
-    KeepAll,
-    PpoClip,
-    Ratio,
-    SeparateCritic,
-    TokenMean,
-    TokenRatio,
-    ValueLoss,
-)
-from mmrl.core.blocks.clip import LOG_RATIO_LIMIT
-from mmrl.core.blocks.divergence import entropy_sampled, k3, row_weights
+from mmrl.core.block import Block, changed
+from mmrl.core.blocks import BLOCKS
+from mmrl.core.blocks.advantage import Advantage, AdvantageScaling, GroupMeanStd
+from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, Clip, PpoClip, Ratio, TokenRatio
+from mmrl.core.blocks.credit import CriticLoss, ValueLoss
+from mmrl.core.blocks.divergence import Divergence, Entropy, entropy_sampled, k3, row_weights
+from mmrl.core.blocks.filter import GroupFilter, KeepAll
 from mmrl.core.loss import (
-    AGGREGATIONS,
+    Aggregation,
     Denominators,
+    FixedLength,
     LossOutput,
     Metric,
     PolicyOutputs,
+    TokenMean,
     count,
     masked_sum,
     max_metric,
@@ -78,7 +64,7 @@ class Objective:
     """Divergence from the reference."""
     entropy: Entropy | None = None
     """Entropy bonus."""
-    value: ValueLoss | SeparateCritic | None = None
+    value: CriticLoss | None = None
     """Loss of the critic, for estimators that have one."""
     filter: GroupFilter = field(default_factory=KeepAll)
     """Choice of the groups that go into the update."""
@@ -413,7 +399,7 @@ def _with_aggregation(options: Mapping[str, Any], key: str) -> dict[str, Any]:
     given = made.get("aggregation")
     if key == "kl" and given is not None and not isinstance(given, Aggregation):
         named = {"kind": given} if isinstance(given, str) else given
-        made["aggregation"] = changed(None, named, AGGREGATIONS, "kl.aggregation")
+        made["aggregation"] = changed(None, named, BLOCKS["aggregation"], "kl.aggregation")
     return made
 
 

@@ -23,8 +23,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from mmrl.core.blocks import GroupMeanStd
-from mmrl.core.blocks.advantage import group_sum
+from mmrl.core.blocks.advantage import GroupMeanStd, group_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.rewards.loading import load_function

@@ -10,9 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from mmrl.core.blocks import Aggregation
 from mmrl.core.blocks.divergence import k3
-from mmrl.core.loss import Denominators, masked_sum, mean_metric, token_mean
+from mmrl.core.loss import Aggregation, Denominators, masked_sum, mean_metric, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare

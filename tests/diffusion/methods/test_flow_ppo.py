@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffusion.sampling.sampler import text_of
-from mmrl.core.blocks import Gae, SeparateCritic
+from mmrl.core.blocks.credit import Gae, SeparateCritic
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.core.blocks import FullEntropy, Gae, SampledEntropy, ValueLoss
+from mmrl.core.blocks.credit import Gae, ValueLoss
+from mmrl.core.blocks.divergence import FullEntropy, SampledEntropy
 from mmrl.core.catalogue import get
 from mmrl.errors import UserError
 from mmrl.training.processes import _buckets
