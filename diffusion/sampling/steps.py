@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields
 
 ELBO_NOISE_LEVEL = 0.7
 ELBO_SIGMA_LIMIT = 0.99
@@ -49,6 +50,9 @@ class StepResult:
 
 class StepKernel(ABC):
     """The Gaussian that one step draws from."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation of the latents after the step.
@@ -112,14 +116,10 @@ class FlowSdeStep(StepKernel):
     Source: Flow-GRPO, arXiv 2505.05470, eq. 9; yifan123/flow_grpo flow_grpo/diffusers_patch/sd3_sde_with_logprob.py.
     """
 
-    sigma_max: float
+    sigma_max: float = bounded(above=0, below=1)
     """Stands in for sigma in 1 - sigma at sigma = 1, where g would be infinite: the grid's second time."""
-    noise_level: float = 0.7
+    noise_level: float = bounded(0.7, at_least=0)
     """0 gives the ODE."""
-
-    def __post_init__(self) -> None:
-        _require(self.noise_level >= 0, f"noise_level is {self.noise_level}; must be at least 0")
-        _require(0 < self.sigma_max < 1, f"sigma_max is {self.sigma_max}; must be between 0 and 1, as sigmas[1] is")
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         # only the denominator is replaced: g stays finite at sigma 1 and keeps its form elsewhere
@@ -134,11 +134,8 @@ class DanceSdeStep(StepKernel):
     Source: DanceGRPO, arXiv 2505.07818; XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py, flux_step.
     """
 
-    eta: float = 0.3
+    eta: float = bounded(0.3, at_least=0)
     """0 gives the ODE."""
-
-    def __post_init__(self) -> None:
-        _require(self.eta >= 0, f"eta is {self.eta}; must be at least 0")
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         return _reverse_sde(v, x, s, s_next, torch.full_like(s, self.eta))
@@ -156,11 +153,8 @@ class CpsStep(StepKernel):
     Source: Flow-CPS, arXiv 2509.05952; X-GenGroup/Flow-Factory, flow-matching scheduler, dynamics "CPS".
     """
 
-    noise_level: float = 0.8
+    noise_level: float = bounded(0.8, at_least=0, at_most=1)
     """0 gives the ODE, 1 replaces all of the noise."""
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.noise_level <= 1, f"noise_level is {self.noise_level}; must be between 0 and 1")
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         angle = self.noise_level * math.pi / 2
@@ -190,11 +184,8 @@ class DdimStep(StepKernel):
         ddpo_pytorch/diffusers_patch/ddim_with_logprob.py.
     """
 
-    eta: float = 1.0
+    eta: float = bounded(1.0, at_least=0, at_most=1)
     """1 is the ancestral sampler of DDPM; 0 is deterministic."""
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.eta <= 1, f"eta is {self.eta}; must be between 0 and 1")
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         noise, a, a_next = v, s, s_next
@@ -323,11 +314,6 @@ def _reverse_sde(v: Tensor, x: Tensor, s: Tensor, s_next: Tensor, spread: Tensor
 
 def _row_mean(x: Tensor) -> Tensor:
     return x.flatten(1).mean(1)
-
-
-def _require(good: bool, problem: str) -> None:
-    if not good:
-        raise UserError(problem)
 
 
 def _elbo_weight(sigma: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.rewards.loading import load_function
 from mmrl.training.processes import make_generator
-from mmrl.vlm.critic.details import MOST_ERRORS, Altered, alter_numbers, critique_score, insert_errors, listed_details
+from mmrl.vlm.critic.details import MOST_ERRORS, alter_numbers, critique_score, insert_errors, listed_details
 from mmrl.vlm.critic.questions import ask_instead, check_no_marks, load_source, question_text, write_questions
 from mmrl.vlm.data.messages import make_template
 from mmrl.vlm.data.task import TaskError, VlmTask
@@ -86,25 +86,19 @@ def build_false_answers(
     put_in: Any = alter_numbers if insert is None else load_function(insert, what="insert")
     rng = np.random.default_rng([seed, 21])
     loaded = load_source(answers, "answers")
-    made: list[tuple[VlmTask, VlmTask, Altered]] = []
+    rows: list[tuple[VlmTask, VlmTask, dict[str, Any]]] = []
     for task in loaded.tasks:
         try:
             altered = insert_errors(_right_answer(task, right_key), rng, least=least, most=most, insert=put_in)
-            made.append((task, critique_task(task, altered.text, render), altered))
+            critique = "; ".join(altered.errors) or "none"
+            columns = {"false_answer": altered.text, "inserted": altered.errors, "answer": critique}
+            rows.append((task, critique_task(task, altered.text, render), columns))
         except ValueError as error:
             loaded.leave_out(TaskError("no_details", task.id, str(error)))
         except TaskError as error:
             loaded.leave_out(error)
-    loaded.tasks = [task for task, _, _ in made]
+    loaded.tasks = [task for task, _, _ in rows]
     loaded.check_left("the answers")
-    rows = [
-        (
-            task,
-            asked,
-            {"false_answer": altered.text, "inserted": altered.errors, "answer": "; ".join(altered.errors) or "none"},
-        )
-        for task, asked, altered in made
-    ]
     return write_questions(path, rows)
 
 

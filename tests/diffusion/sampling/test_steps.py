@@ -313,7 +313,7 @@ def test_guarded_log_ratio_is_unbiased_where_the_plain_one_is_not():
         ("flow_sde", {"sigma_max": 1.0}, "sigma_max is 1.0"),
         ("flow_sde", {"sigma_max": 0.9, "noise_level": -1}, "noise_level is -1"),
         ("dance_sde", {"eta": -0.1}, "eta is -0.1"),
-        ("cps", {"noise_level": 1.2}, "noise_level is 1.2; must be between 0 and 1"),
+        ("cps", {"noise_level": 1.2}, r"noise_level is 1\.2; must be in \[0, 1\]"),
         ("ddim", {"eta": float("nan")}, "eta is nan"),
     ],
 )
