@@ -159,7 +159,7 @@ def training_cost(policy: DiffusionPolicy, accelerator: Accelerator) -> Iterator
     """Keep evaluations out of a policy's cost."""
     spent = dict(policy.cost)
     yield {f"cost/{name}": float(sum(merge_lists([value], accelerator))) for name, value in spent.items()}
-    policy.cost.update(spent)
+    policy.cost.load_state_dict(spent)
 
 
 def latent_diversity(latents: Tensor) -> float:

@@ -61,19 +61,6 @@ class Process(Protocol):
         ...
 
 
-class _Cost:
-    """Counts of a policy's rows, as checkpoints hold them."""
-
-    def __init__(self, counts: dict[str, int]) -> None:
-        self.counts = counts
-
-    def state_dict(self) -> dict[str, int]:
-        return dict(self.counts)
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.counts.update(state)
-
-
 class DiffusionDomain(KeepsEvalAverage):
     """Model, prompts, rewards, evaluation and reports of recipes on a diffusion or flow model."""
 
@@ -107,7 +94,7 @@ class DiffusionDomain(KeepsEvalAverage):
         self.parts |= {
             "skipped": self.skipped,
             "errors": self.errors,
-            "cost": _Cost(self.policy.cost),
+            "cost": self.policy.cost,
             "eval_ema": self.eval_ema,
         }
 

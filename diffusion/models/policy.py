@@ -36,6 +36,7 @@ from mmrl.hub.building import base_entries, build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.checkpoint import check_model
 from mmrl.training.processes import avoid_refused_instructions
+from mmrl.training.recipe import Tally
 
 
 @dataclass
@@ -180,7 +181,7 @@ class DiffusionPolicy(nn.Module):
         """C, H, W of one image's latents at the configured size."""
         self.image_tokens = image_tokens(pipeline, self.latent_shape)
         """Tokens that the transformer sees of one image."""
-        self.cost = {"forward_rows": 0, "train_rows": 0}
+        self.cost = Tally(forward_rows=0, train_rows=0)
         """Rows that went through the transformer without and with a graph, copies of the policy included."""
         self.embeddings = PromptEmbeddings(pipeline, max_sequence_length=config.max_sequence_length)
         if config.lora.enabled:

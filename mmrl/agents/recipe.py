@@ -173,6 +173,8 @@ class AgentDomain:
             temperature = None if greedy else config.evaluation.temperature
             return self.run_episodes(policy, tasks, seeds, greedy, video, temperature=temperature)
 
+        evaluation = config.evaluation
+        protocols = ["greedy"] * bool(evaluation.greedy) + ["sampled"] * bool(evaluation.samples)
         measures = [
             AgentMeasure(
                 run_episodes=run,
@@ -183,7 +185,7 @@ class AgentDomain:
                 folder=Path(config.output_dir) / "videos" if recorded and number == 0 else None,
                 label=f"step-{step.number:06d}-{split}",
             )
-            for number, protocol in enumerate(self._protocols())
+            for number, protocol in enumerate(protocols)
         ]
         return evaluate_tasks(measures, self.eval_tasks[split], config.evaluation.records, accelerator)
 
@@ -224,10 +226,6 @@ class AgentDomain:
     def close(self) -> None:
         """End the environments."""
         self.pool.close()
-
-    def _protocols(self) -> list[str]:
-        evaluation = self.config.evaluation
-        return [name for name, wanted in (("greedy", evaluation.greedy), ("sampled", evaluation.samples)) if wanted]
 
     def _note(self, episodes: Sequence[Episode]) -> None:
         sound = [episode for episode in episodes if episode.has_result]

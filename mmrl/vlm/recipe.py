@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.objectives.objective import Objective, PolicyOutputs
+from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
 from mmrl.runs.stopwatch import stopwatch
@@ -54,8 +54,9 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens)
         self.open(config, questions or Questions(), config, value_head=self.objective.needs_values)
         self.sampler: Sampler[VlmPolicy, Prompt, Samples] = PolicySampler(config.sampler, self._keep_prefill())
-        self._controller = _kl_controller(config, self.objective)
-        if self._controller is not None:
+        self._controller: AdaptiveKL | None = None
+        if (target := config.adaptive_kl.target) is not None:
+            self._controller = AdaptiveKL(self.objective.kl_coef, target, config.adaptive_kl.horizon)
             self.parts["adaptive_kl"] = self._controller
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
@@ -65,6 +66,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         size = self.config.trainer.samples_per_task
         self.sampler.load(policy, step.number)
         samples = self.sampler.sample(prompts, size, generator)
+        truncates = self.config.sampler.top_p < 1.0 or self.config.sampler.top_k > 0
         payload = VlmPayload(prompts, usable, samples.response_ids, samples.texts, samples.finish)
         if self.view is not None:
             with stopwatch("encode"):
@@ -75,7 +77,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             logp_old=samples.logp,
             reward=torch.full((len(samples.texts),), float("nan"), device=samples.mask.device),
             payload=payload,
-            extras={"nucleus_mass": samples.nucleus_mass} if self._truncates else {},
+            extras={"nucleus_mass": samples.nucleus_mass} if truncates else {},
         )
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
@@ -140,20 +142,11 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             return KeepPrefill.GRAPH
         return KeepPrefill.VALUES if scores_before_update(trainer, self.objective) else KeepPrefill.NOTHING
 
-    @property
-    def _truncates(self) -> bool:
-        return self.config.sampler.top_p < 1.0 or self.config.sampler.top_k > 0
-
     def _nucleus_mass(self, rollouts: Rollouts) -> dict[str, float]:
-        if not self._truncates or "nucleus_mass" not in rollouts.extras:
+        if "nucleus_mass" not in rollouts.extras:
             return {}
         total = (rollouts.extras["nucleus_mass"] * rollouts.mask).sum() / rollouts.mask.sum().clamp(min=1)
         return {"response/nucleus_mass": float(total)}
 
     def _set_kl_coef(self, value: float) -> None:
         self.objective = self.objective.with_kl_coef(value)
-
-
-def _kl_controller(config: VlmConfig, objective: Objective) -> AdaptiveKL | None:
-    chosen = config.adaptive_kl
-    return None if chosen.target is None else AdaptiveKL(objective.kl_coef, chosen.target, chosen.horizon)

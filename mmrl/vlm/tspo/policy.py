@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -67,18 +67,6 @@ class TspoPayload(Payload):
     """Temperature that the picks were drawn at."""
 
 
-@dataclass
-class Scoring:
-    """Temperatures and form of the log-probabilities in one step."""
-
-    temperature: float
-    """Scores of the agent are divided by it."""
-    logprob: str = "mean_marginal"
-    """Row of `mmrl.vlm.tspo.picking.LOGPROBS`."""
-    token_temperature: float = field(default=1.0)
-    """Logits of a trained language model are divided by it."""
-
-
 class TspoPolicy(nn.Module):
     """The agent and, where it is trained too, the model that answers."""
 
@@ -104,23 +92,23 @@ class TspoPolicy(nn.Module):
         real = torch.arange(padded.shape[1], device=self.device) < lengths[:, None]
         return scores.masked_fill(~real, NEVER)
 
-    def forward(self, rollouts: Rollouts, scoring: Scoring) -> PolicyOutputs:
-        """Log-probabilities (B, T) of picks and, of a trained model, of tokens.
+    def forward(self, rollouts: Rollouts, logprob: str, token_temperature: float) -> PolicyOutputs:
+        """Log-probabilities (B, T) of picks in one of `LOGPROBS`' forms and, of a trained model, of tokens.
 
         Gradient: into the agent, and into the model through its tokens.
         """
         payload = TspoPayload.of(rollouts)
         group = rollouts.group.to(self.device)
-        logits = self.logits(payload.features, scoring.temperature)[group]
+        logits = self.logits(payload.features, payload.temperature)[group]
         noise = None
         if payload.noise:
             noise = torch.zeros_like(logits)
             for row, own in enumerate(payload.noise):
                 noise[row, : len(own)] = own.to(logits.device)
         picks, mask = payload.picks.to(self.device), payload.pick_mask.to(self.device)
-        parts = [pick_logprobs(scoring.logprob, logits, picks, mask, noise)]
+        parts = [pick_logprobs(logprob, logits, picks, mask, noise)]
         if self.reader is not None:
-            parts.append(self._token_logprobs(rollouts, payload, scoring.token_temperature))
+            parts.append(self._token_logprobs(rollouts, payload, token_temperature))
         return PolicyOutputs(logp=torch.cat(parts, 1)[:, : rollouts.num_decisions])
 
     def _token_logprobs(self, rollouts: Rollouts, payload: TspoPayload, temperature: float) -> Tensor:

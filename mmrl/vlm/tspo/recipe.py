@@ -51,7 +51,7 @@ from mmrl.vlm.tspo.config import TspoConfig, objective_of
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
 from mmrl.vlm.tspo.measure import PickMeasure, picked_strip
 from mmrl.vlm.tspo.picking import draw_picks, gumbel_noise, pick_logprobs, temperature_at
-from mmrl.vlm.tspo.policy import Scoring, TspoPayload, TspoPolicy, VideoFeatures
+from mmrl.vlm.tspo.policy import TspoPayload, TspoPolicy, VideoFeatures
 from mmrl.vlm.tspo.tasks import NeedleTask, load_needle_tasks
 
 LOGGER = logging.getLogger("mmrl")
@@ -79,7 +79,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         trained = reader if config.answerer.train else None
         agent = _make_agent(config, self.store.encoder.width)
         rate = config.trainer.learning_rate
-        self.policy = TspoPolicy(agent, self._settings(), trained, (config.answerer.learning_rate or rate) / rate)
+        settings = AgentSettings(features.path, features.fps, features.max_frames, config.picks.count)
+        self.policy = TspoPolicy(agent, settings, trained, (config.answerer.learning_rate or rate) / rate)
         with ExitStack() as undone:
             self.answerer: Answerer = make_answerer(config.answerer, reader)
             undone.callback(self.answerer.close)
@@ -155,9 +156,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probability of each pick and of each trained token, at the temperatures of the draw."""
-        picks, reader = self.config.picks, self.config.answerer.sampler
-        scoring = Scoring(TspoPayload.of(rollouts).temperature, picks.logprob, reader.temperature)
-        return policy(rollouts, scoring)  # type: ignore[no-any-return]
+        config = self.config
+        return policy(rollouts, config.picks.logprob, config.answerer.sampler.temperature)  # type: ignore[no-any-return]
 
     def evaluate(self, policy: TspoPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Needle recall and accuracy of the agent's best frames, of even ones and of those most like the question."""
@@ -285,10 +285,6 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         if key == "data":
             self.skipped.update(skipped)
         return tasks
-
-    def _settings(self) -> AgentSettings:
-        features = self.config.features
-        return AgentSettings(features.path, features.fps, features.max_frames, self.config.picks.count)
 
     def _warn_of_short_videos(self) -> None:
         short = [task for task in self.train_tasks if len(task.video) <= self.config.picks.of(task.specific)]
