@@ -128,25 +128,11 @@ class TextRows:
         return len(self.index)
 
     def select(self, rows: Tensor | slice) -> TextRows:
-        """Other rows of the same prompts; the embeddings are shared.
-
-        Args:
-            rows: (B',) int64 on the CPU, or a slice.
-
-        Returns:
-            The B' rows.
-        """
+        """Other rows of the same prompts, (B',) int64 on the CPU or a slice; the embeddings are shared."""
         return TextRows(self.tokens, self.pooled, self.index[rows])
 
     def followed_by(self, other: TextRows) -> TextRows:
-        """These rows and then those of another object.
-
-        Args:
-            other: rows with tokens of the same length and width.
-
-        Returns:
-            Both, over U + U' prompts.
-        """
+        """These rows and then those of another object with tokens of the same length and width."""
         return TextRows(
             torch.cat([self.tokens, other.tokens]),
             torch.cat([self.pooled, other.pooled]),
@@ -154,11 +140,9 @@ class TextRows:
         )
 
     def expanded(self) -> tuple[Tensor, Tensor]:
-        """One embedding for each row.
+        """Tokens (B, L, D) and pooled (B, P), one embedding for each row.
 
-        Returns:
-            Tokens (B, L, D) and pooled (B, P). Where all rows have one prompt, or each prompt has one row in order,
-            they are views and cost no memory; rows of several prompts are no strides over one tensor and are gathered.
+        They are views without memory of their own where all rows have one prompt, or each prompt has one row in order.
         """
         return self._for_rows(self.tokens), self._for_rows(self.pooled)
 
@@ -228,15 +212,10 @@ class PromptEmbeddings:
         return self.rows([prompt], rows, allow_empty=True)
 
     def free_encoders(self) -> int:
-        """Take the text encoders out of the pipeline, so that they leave memory.
+        """Take the text encoders out of the pipeline and return their bytes; only prompts in memory remain available.
 
-        Afterwards only prompts in memory can be had, and the pipeline is saved without text encoders.
-
-        Returns:
-            Bytes of weights that the pipeline no longer holds.
-
-        Raises:
-            UserError: embeddings were evicted and could not be made again.
+        The pipeline is then saved without text encoders. Raises UserError if embeddings were evicted, which could not
+        be made again.
         """
         if self._evicted:
             raise UserError(

@@ -327,12 +327,7 @@ def inject_successes(
 
 
 def source_metrics(rollouts: Rollouts, logp: Tensor) -> dict[str, Metric]:
-    """Ratios and distances of fresh and of replayed rows apart.
-
-    Args:
-        rollouts: rows with `logp_old` as the loss uses it, and the extras "replayed" and "logp_sampled".
-        logp: (B, T) nats, now.
-    """
+    """Ratios and distances of fresh and of replayed rows apart, from log-probs (B, T) in nats as they are now."""
     logp, replayed = logp.detach(), rollouts.extras[REPLAYED][:, None] > 0
     moved = logp - rollouts.extras[SAMPLED]
     values = {

@@ -108,13 +108,9 @@ def instruction_loss(logits: Tensor, succeeded: Tensor) -> Tensor:
 def step_loss(
     logits: tuple[Tensor, Tensor], next_logits: tuple[Tensor, Tensor], has_next: Tensor, succeeds: Tensor
 ) -> Tensor:
-    """Sum of the cross-entropies of both heads, before and after the step, all with the return from the step on.
+    """Sum of the cross-entropies of both heads (M, 2), before and after the step, with the return from the step on.
 
-    Args:
-        logits: (M, 2) of each head, before the steps.
-        next_logits: (M, 2) of each head, after them.
-        has_next: (M,) bool; where an episode is over, nothing is known of the state after it.
-        succeeds: (M,) int64.
+    Where an episode is over, `has_next` (M,) is False, and nothing is known of the state after it.
 
     Source: DigiRL-agent/digirl digirl/algorithms/digirl/trainer.py, critic_loss.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from mmrl.fields import choice, rare
 from mmrl.files import is_file
 from mmrl.gui.grounding.coords import CoordinateSpace, coordinate_space
 from mmrl.gui.grounding.samples import GroundingSample
-from mmrl.gui.grounding.tasks import TEMPLATE, THINK, GroundingSettings
+from mmrl.gui.grounding.tasks import TEMPLATE, THINK, GroundingSettings, template_fields
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import VlmTask
 
@@ -61,7 +60,8 @@ class PromptConfig:
     def validate(self) -> None:
         """Check the templates; raises UserError."""
         for name in ("system", "user", "refusal"):
-            _check_template(f"prompt.{name}", getattr(self, name), needs_instruction=name == "user")
+            if (text := getattr(self, name)) is not None:
+                _check_template(f"prompt.{name}", text, asks=name == "user")
 
     def resolved(self, model_path: str = "") -> PromptPreset:
         """The preset with the given texts instead of its own; `run` reads them from the run's folder."""
@@ -85,7 +85,7 @@ def preset_of_run(model_path: str) -> PromptPreset:
         raise UserError(f"{file} has no part 'grounding': the run was not trained on screens; choose a prompt.preset")
     known = {field.name for field in dataclasses.fields(GroundingSettings)}
     settings = GroundingSettings(**{str(name): value for name, value in values.items() if name in known})
-    _check_template(f"{file}: grounding.template", settings.template, needs_instruction=True)
+    _check_template(f"{file}: grounding.template", settings.template, asks=True)
     data = content.get("data")
     texts = [data.get("system_prompt") if isinstance(data, dict) else None]
     texts += [settings.think_prompt] if settings.think else []
@@ -128,18 +128,10 @@ def begin_answer(prompt: Prompt, tokens: list[int]) -> Prompt:
     )
 
 
-def _check_template(name: str, text: str | None, needs_instruction: bool) -> None:
-    if text is None:
-        return
-    try:
-        fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
-    except ValueError as error:
-        raise UserError(f"{name}: {error}; write {{{{ and }}}} for braces") from None
-    allowed = {"width", "height", *(["instruction"] if needs_instruction else [])}
-    if fields - allowed:
-        raise UserError(f"{name} names {{{min(fields - allowed)}}}; it may use {', '.join(sorted(allowed))}")
-    if needs_instruction and "instruction" not in fields:
-        raise UserError(f"{name} never uses {{instruction}}, so the question would be lost")
+def _check_template(name: str, text: str, asks: bool) -> None:
+    allowed = {"width", "height", *(["instruction"] if asks else [])}
+    if unknown := template_fields(name, text, asks=asks) - allowed:
+        raise UserError(f"{name} names {{{min(unknown)}}}; it may use {', '.join(sorted(allowed))}")
 
 
 COMPUTER_USE = {

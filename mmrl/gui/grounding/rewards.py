@@ -142,17 +142,9 @@ def score_answer(
     *,
     no_think: bool = False,
 ) -> PointScore:
-    """Score one answer; never raises, whatever the text.
+    """Score one answer, given its target in pixels of the original image; never raises, whatever the text.
 
-    Args:
-        text: the decoded answer.
-        target: in pixels of the original image.
-        rules: format and reward.
-        locate: maps a point of the answer to pixels of the original image.
-        no_think: whether the answer has no think block; False makes a missing or wrong block a wrong format.
-
-    Returns:
-        Score and parts.
+    `locate` maps a point of the answer to such pixels; with `no_think` the answer has no think block.
 
     Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`calculate_point_reward`).
     """

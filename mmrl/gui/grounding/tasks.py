@@ -36,6 +36,17 @@ THINK = (
 )
 
 
+def template_fields(name: str, text: str, *, asks: bool = True) -> set[str]:
+    """Fields of a template; one that `asks` has to use the instruction. Raises UserError."""
+    try:
+        fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+    except ValueError as error:
+        raise UserError(f"{name}: {error}; write {{{{ and }}}} for braces") from None
+    if asks and "instruction" not in fields:
+        raise UserError(f"{name} never uses {{instruction}}, so the question would be lost")
+    return fields
+
+
 @dataclass
 class GroundingSettings:
     """Image size and coordinates of a model that finds points on screens."""
@@ -62,12 +73,7 @@ class GroundingSettings:
 
     def validate(self) -> None:
         """Check the template; raises UserError."""
-        try:
-            names = {name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None}
-        except ValueError as error:
-            raise UserError(f"grounding.template: {error}; write {{{{ and }}}} for braces") from None
-        if "instruction" not in names:
-            raise UserError("grounding.template never uses {instruction}, so the question would be lost")
+        template_fields("grounding.template", self.template)
 
     @property
     def point_space(self) -> CoordinateSpace:

@@ -66,14 +66,9 @@ class ApoConfig(VlmConfig):
 
 
 def difficulty(correct: Tensor, group: Tensor) -> Tensor:
-    """Share of wrong samples in each row's group.
+    """Share d (B,) of wrong samples in each row's group; 1 where no sample of the group was scored.
 
-    Args:
-        correct: (B,) 1 for right, 0 for wrong, NaN for samples that could not be scored, which do not count.
-        group: (B,) group of each row.
-
-    Returns:
-        (B,) d in [0, 1]; 1 where no sample of the group was scored.
+    `correct` (B,) is 1 for right, 0 for wrong and NaN for samples without a score, which do not count.
 
     Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
     """
@@ -83,16 +78,10 @@ def difficulty(correct: Tensor, group: Tensor) -> Tensor:
 
 
 def length_multipliers(lengths: Tensor, correct: Tensor, group: Tensor, base: float) -> Tensor:
-    """STCR: factor on the advantage of wrong samples that are longer than the mean correct one.
+    """STCR: factor 1 + s (B,), s in [0, 1), on the advantage of wrong samples longer than the mean correct one.
 
-    Args:
-        lengths: (B,) response tokens with the end token.
-        correct: (B,) 1 for right, 0 for wrong, NaN for samples that could not be scored, which do not count.
-        group: (B,) group of each row.
-        base: b of 1 - b^-delta.
-
-    Returns:
-        (B,) 1 + s, s in [0, 1); 1 in groups without a correct sample and where nothing was scored.
+    `lengths` (B,) are response tokens with the end token, `correct` is that of `difficulty`, and `base` is b of
+    1 - b^-delta. The factor is 1 in groups without a correct sample.
 
     Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
     """
@@ -106,15 +95,7 @@ def length_multipliers(lengths: Tensor, correct: Tensor, group: Tensor, base: fl
 
 
 def kl_weights(advantage: Tensor, hardness: Tensor, shape: Callable[[Tensor], Tensor]) -> Tensor:
-    """DADS: weight of each sample's KL penalty.
-
-    Args:
-        advantage: (B,) sign decides positive or negative.
-        hardness: (B,) d from `difficulty`.
-        shape: weight of a positive sample as a function of d.
-
-    Returns:
-        (B,) weights; 1 for negatives and where d is 0 or 1.
+    """DADS: weight (B,) of each sample's KL penalty, `shape` of the difficulty d (B,); 1 where A <= 0 or d is 0 or 1.
 
     Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
     """
