@@ -128,11 +128,25 @@ class TextRows:
         return len(self.index)
 
     def select(self, rows: Tensor | slice) -> TextRows:
-        """Other rows of the same prompts, (B',) int64 on the CPU or a slice; the embeddings are shared."""
+        """Other rows of the same prompts; the embeddings are shared.
+
+        Args:
+            rows: (B',) int64 on the CPU, or a slice.
+
+        Returns:
+            The B' rows.
+        """
         return TextRows(self.tokens, self.pooled, self.index[rows])
 
     def followed_by(self, other: TextRows) -> TextRows:
-        """These rows and then those of another object with tokens of the same length and width."""
+        """These rows and then those of another object.
+
+        Args:
+            other: rows with tokens of the same length and width.
+
+        Returns:
+            Both, over U + U' prompts.
+        """
         return TextRows(
             torch.cat([self.tokens, other.tokens]),
             torch.cat([self.pooled, other.pooled]),
@@ -140,9 +154,11 @@ class TextRows:
         )
 
     def expanded(self) -> tuple[Tensor, Tensor]:
-        """Tokens (B, L, D) and pooled (B, P), one embedding for each row.
+        """One embedding for each row.
 
-        They are views without memory of their own where all rows have one prompt, or each prompt has one row in order.
+        Returns:
+            Tokens (B, L, D) and pooled (B, P). Where all rows have one prompt, or each prompt has one row in order,
+            they are views and cost no memory; rows of several prompts are no strides over one tensor and are gathered.
         """
         return self._for_rows(self.tokens), self._for_rows(self.pooled)
 
@@ -212,10 +228,15 @@ class PromptEmbeddings:
         return self.rows([prompt], rows, allow_empty=True)
 
     def free_encoders(self) -> int:
-        """Take the text encoders out of the pipeline and return their bytes; only prompts in memory remain available.
+        """Take the text encoders out of the pipeline, so that they leave memory.
 
-        The pipeline is then saved without text encoders. Raises UserError if embeddings were evicted, which could not
-        be made again.
+        Afterwards only prompts in memory can be had, and the pipeline is saved without text encoders.
+
+        Returns:
+            Bytes of weights that the pipeline no longer holds.
+
+        Raises:
+            UserError: embeddings were evicted and could not be made again.
         """
         if self._evicted:
             raise UserError(

@@ -49,7 +49,12 @@ class EMAWeights:
     def update(self, decay: float) -> None:
         """Move the average towards the policy: average <- decay * average + (1 - decay) * policy.
 
-        `decay` is the share of the old average that is kept, 0..1; 0 copies the policy bit for bit.
+        Args:
+            decay: share of the OLD average that is kept, 0..1; 0 copies the policy bit for bit.
+
+        Raises:
+            UserError: a decay outside 0..1.
+            RuntimeError: the average is in the policy's place, see `applied`.
         """
         if not 0.0 <= decay <= 1.0:
             raise UserError(f"decay={decay} must be between 0 and 1")
@@ -67,10 +72,15 @@ class EMAWeights:
 
     @contextlib.contextmanager
     def applied(self, policy: nn.Module | None = None) -> Iterator[None]:
-        """Put the average in the place of a policy's parameters, by name; None is the policy that is averaged.
+        """Put the average in the policy's place; afterwards, also after an exception, the policy is what it was.
 
-        Afterwards, also after an exception, the policy is bit for bit what it was: what is written into the parameters
-        meanwhile is lost. Raises RuntimeError if the average is already in the policy's place.
+        It is restored bit for bit. What is written into the parameters meanwhile is lost.
+
+        Args:
+            policy: the module whose parameters are replaced, by name; None is the policy that is averaged.
+
+        Raises:
+            RuntimeError: the average is already in the policy's place.
 
         Gradient: the exchange is no part of any graph; a graph from before it can no longer be walked back.
         """
@@ -91,7 +101,15 @@ class EMAWeights:
         return {name: value.clone() for name, value in self._values.items()} or None
 
     def load_state_dict(self, state: Mapping[str, Tensor] | None) -> None:
-        """Restore `state_dict`; an average that a checkpoint does not hold starts from the policy."""
+        """Restore `state_dict`; an average that a checkpoint does not hold starts from the policy.
+
+        Args:
+            state: values by parameter name.
+
+        Raises:
+            UserError: they belong to other parameters.
+            RuntimeError: the average is in the policy's place.
+        """
         self._check_apart()
         if state is None or not self._values:
             return

@@ -155,15 +155,33 @@ class VlmPolicy(nn.Module):
     def encode(
         self, task: VlmTask, images: Sequence[Image.Image] | None = None, videos: Sequence[Frames] | None = None
     ) -> Prompt:
-        """Turn a task into a prompt, with other images or frames where they are given; raises TaskError."""
+        """Turn a task into a prompt.
+
+        Args:
+            task: question with its images and videos.
+            images: use these in place of the task's.
+            videos: use these frames in place of the task's videos.
+
+        Raises:
+            TaskError: the question cannot be encoded.
+        """
         return encode_prompt(task, self.processor, self.layout, images, videos)
 
     def encode_turn(
         self, task: VlmTask, images: Sequence[Image.Image] | None = None, *, answered: bool = True
     ) -> Prompt:
-        """Turn the user's next message into the tokens between two answers, with positions from 0; raises TaskError.
+        """Turn the user's next message into the tokens between two answers of the model.
 
-        `answered` says whether the answer before it has its end token; else the result begins with one.
+        Args:
+            task: the message, with its images.
+            images: use these in place of the task's.
+            answered: whether the answer before it has its end token; else the result begins with one.
+
+        Returns:
+            Tokens and pixels, with positions from 0.
+
+        Raises:
+            TaskError: the message cannot be encoded.
         """
         return encode_turn(task, self.processor, self.layout, answered=answered, images=images)
 
