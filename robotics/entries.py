@@ -103,5 +103,5 @@ METRICS = {
     "bc/token_accuracy": "Share of action tokens whose most likely value is the demonstrated one.",
     "bc/action_error": "Mean distance of the most likely action to the demonstrated one, in -1..1.",
     "bc/std": "Mean standard deviation of a Gaussian action head, in -1..1.",
-    "data/moments": "Moments of demonstrations that are trained on.",
+    "data/transitions": "Transitions of the demonstrations.",
 }

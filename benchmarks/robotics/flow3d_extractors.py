@@ -18,7 +18,7 @@ from mmrl.files import replaced, write_atomically
 from robotics.data.layout import write_json
 from robotics.flow3d.clip import grid_in_mask
 from robotics.flow3d.extract.backends import Tracks
-from robotics.flow3d.extract.building import FILMED_ACTORS
+from robotics.flow3d.extract.building import DEFAULT_ACTORS
 from robotics.flow3d.extract.camera import grey_frames, klt_tracks
 from robotics.flow3d.extract.depth import DenoisedDepth
 from robotics.flow3d.extract.detectors import EarlyMotion, RevealedDepth
@@ -117,18 +117,18 @@ Row = dict[str, Any]
 def compare_extractors(
     sizes_px: Sequence[int] = (128, 256),
     noises: Sequence[float] = (0.0, 0.01),
-    films: int = 1,
+    videos: int = 1,
     backends: Sequence[str] = (),
 ) -> Iterator[Row]:
     """Judge backends on every task and actor; `noises` are relative standard deviations of each pixel's depth."""
     for size in sizes_px:
-        for number, filmed in enumerate(_films(size, films)):
-            film = replace(filmed, gripper_mask=None)  # which no user has
+        for number, recorded in enumerate(_videos(size, videos)):
+            clean = replace(recorded, gripper_mask=None)  # which no user has
             for noise in noises:
-                video = _noisy(film, noise, number)
+                video = _noisy(clean, noise, number)
                 for name in backends or BACKENDS:
-                    known = {"backend": name, "size_px": size, "noise": noise, "film": number}
-                    yield known | {key: film.meta[key] for key in ("task", "family", "actor")} | _judge(name, video)
+                    known = {"backend": name, "size_px": size, "noise": noise, "video": number}
+                    yield known | {key: clean.meta[key] for key in ("task", "family", "actor")} | _judge(name, video)
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
@@ -158,11 +158,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/flow3d-extractors"), help="folder to write")
     parser.add_argument("--sizes", type=int, nargs="+", default=[128, 256], help="pixels a side")
     parser.add_argument("--noises", type=float, nargs="+", default=[0.0, 0.01], help="relative deviations of depth")
-    parser.add_argument("--films", type=int, default=1, help="of each task and actor")
+    parser.add_argument("--videos", type=int, default=1, help="of each task and actor")
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), default=[], help="default: all")
     args = parser.parse_args(argv)
     rows = []
-    for row in compare_extractors(args.sizes, args.noises, args.films, args.backends):
+    for row in compare_extractors(args.sizes, args.noises, args.videos, args.backends):
         rows.append(row)
         _say(
             f"{row['backend']}, {row['size_px']} px, noise {row['noise']}, {row['actor']}, {row['task']}: "
@@ -217,7 +217,7 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _films(size_px: int, count: int) -> Iterator[RgbdVideo]:
+def _videos(size_px: int, count: int) -> Iterator[RgbdVideo]:
     from robotics.scenes.objects.demonstrator import Demonstrator
     from robotics.scenes.objects.scene import FlowScene, SceneConfig
     from robotics.scenes.objects.tasks import FLOW_TASKS
@@ -225,35 +225,35 @@ def _films(size_px: int, count: int) -> Iterator[RgbdVideo]:
     number = 0
     for task, known in FLOW_TASKS.items():
         shapes = known.shape_names(False)
-        for actor in FILMED_ACTORS:
+        for actor in DEFAULT_ACTORS:
             shape = shapes[number % len(shapes)]
             config = SceneConfig(task=task, actor=actor, shape=shape, width=size_px, height=size_px)
             with FlowScene(config) as scene:
-                yield from _filmed(Demonstrator(scene), 1000 * number, count)
+                yield from _recorded(Demonstrator(scene), 1000 * number, count)
             number += 1
 
 
-def _filmed(demonstrator: Any, first_seed: int, count: int) -> Iterator[RgbdVideo]:
+def _recorded(demonstrator: Any, first_seed: int, count: int) -> Iterator[RgbdVideo]:
     """Videos of the first episodes from a seed on that the actor can demonstrate."""
     found = 0
     for seed in range(first_seed, first_seed + TRIES * count):
         demonstrator.scene.reset(seed)
         try:
-            film = demonstrator.video()
+            video = demonstrator.video()
         except RunError:  # out of the arm's reach
             continue
-        yield film
+        yield video
         if (found := found + 1) == count:
             return
     raise UserError(f"only {found} of {TRIES * count} episodes can be demonstrated")
 
 
-def _noisy(film: RgbdVideo, noise: float, seed: int) -> RgbdVideo:
+def _noisy(clean: RgbdVideo, noise: float, seed: int) -> RgbdVideo:
     if not noise:
-        return film
-    depth_m = film.known_depth_m
+        return clean
+    depth_m = clean.known_depth_m
     errors = np.random.default_rng([seed, 7]).standard_normal(depth_m.shape, dtype=np.float32)
-    return replace(film, depth_m=depth_m * (1 + np.float32(noise) * errors))
+    return replace(clean, depth_m=depth_m * (1 + np.float32(noise) * errors))
 
 
 def _judge(name: str, video: RgbdVideo) -> Row:
@@ -282,7 +282,7 @@ def _summary(key: tuple[str, int, float], rows: Sequence[Row]) -> Row:
     }
     backend, size, noise = key
     return (
-        {"backend": backend, "size_px": size, "noise": noise, "films": len(rows)}
+        {"backend": backend, "size_px": size, "noise": noise, "videos": len(rows)}
         | shares
         | {name: median(name) for name in medians}
     )

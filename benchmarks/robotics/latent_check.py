@@ -29,9 +29,14 @@ from mmrl.training.processes import make_generator
 from mmrl.training.recipe import Step
 from robotics.episodes.payload import EpisodePayload
 from robotics.episodes.tasks import episode_id
-from robotics.methods.agreement import advantage_correlation, rank_agreement
 from robotics.methods.latents import LATENTS, LatentConfig, make_latent
-from robotics.methods.progress import ProgressSettings, SuccessMemory, progress_rewards
+from robotics.methods.progress import (
+    ProgressSettings,
+    SuccessMemory,
+    advantage_correlation,
+    progress_rewards,
+    rank_agreement,
+)
 from robotics.methods.srpo import SrpoConfig, SrpoRecipe
 from robotics.methods.trajectory_latent import TrajectoryLatent
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +18,8 @@ from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice, rare
 from robotics.episodes.payload import EpisodePayload
 from robotics.policies.base.policy import INPUT_SHAPES, PolicyInputs
+from robotics.policies.base.statistics import ActionStatistics
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim, begin_episodes
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from robotics.policies.base.statistics import ActionStatistics
-    from robotics.sim.episodes import RobotObservation, RobotSim
 
 SCALES = ("none", "bounds_q99")
 

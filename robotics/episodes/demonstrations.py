@@ -9,22 +9,20 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.files import expanded
+from mmrl.hub.building import build_if_missing
 from mmrl.runs.fingerprint import content_digest
+from robotics.data import EpisodeData, LeRobotReader
 from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.base.statistics import ActionStatistics, StateStatistics
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from robotics.data import EpisodeData, LeRobotReader
 
 LOGGER = logging.getLogger("mmrl")
 IMAGES_READ = 256
@@ -192,9 +190,6 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
     Raises:
         UserError: no such dataset, or no usable episode in it.
     """
-    from mmrl.hub.building import build_if_missing
-    from robotics.data import LeRobotReader
-
     build_if_missing(config, "demonstrations")
     reader = LeRobotReader(expanded(config.path))
     limit = config.max_episodes or len(reader.episodes)

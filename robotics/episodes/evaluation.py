@@ -6,18 +6,20 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from mmrl.errors import RunError
 from mmrl.fields import bounded, rare
+from mmrl.hub.video import write_mp4
 from mmrl.runs.jsonlines import ResumableRows, short_digest
 from mmrl.runs.run_log import metric_label
 from mmrl.runs.samples import Outcome, SampleRecord
@@ -31,10 +33,6 @@ from robotics.policies.base.policy import ActionPolicy
 from robotics.scenes.videos import Caption, write_caption
 from robotics.sim.episodes import EpisodeSpec, RobotSim, keeps_past
 from robotics.sim.opening import SimConfig, open_video_sim
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 LOGGER = logging.getLogger("mmrl")
 PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
@@ -80,8 +78,6 @@ class ReplayVideos:
                 self._write_one(sim, row)
 
     def _write_one(self, sim: RobotSim, row: dict[str, Any]) -> None:
-        from mmrl.hub.video import write_mp4
-
         episode = episode_of(row)
         try:
             frames, success = replay_episode(sim, episode, np.asarray(row["actions"], np.float32), self.chunk)
@@ -153,7 +149,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
     conditions: Mapping[str, Any]
     """Further conditions of the rows, such as the numerical precision and digests of the user's code."""
     others: Mapping[EpisodeSpec, EpisodeSpec] = field(default_factory=dict)
-    """By episode, the one whose images the swapped protocols show."""
+    """The episode whose images the swapped protocols show, by episode."""
     videos: ReplayVideos | None = None
     """Replays the first failures and successes; None makes no videos."""
     shows_progress: bool = False
@@ -268,20 +264,25 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
         return with_interval(name, list(by_state.values()), rng)
 
 
-def success_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Successes of each task and overall, with Wilson intervals and how the failures ended."""
-    names = list(dict.fromkeys(row["task"] for row in rows))
-    width = max([len(name) for name in names] + [len("all tasks")])
+def success_table(
+    rows: Sequence[Row],
+    kind_of: Callable[[Row], str] = lambda row: row["task"],
+    ending_of: Callable[[Row], str] = lambda row: row["reason"] or row["ending"],
+    total: str = "all tasks",
+) -> str:
+    """Successes of each kind of episode and overall, with Wilson intervals and how the failures ended."""
+    kinds = list(dict.fromkeys(map(kind_of, rows)))
+    width = max(map(len, [*kinds, total]))
     lines = [f"{'task':<{width}}  success  95 % interval    failures"]
-    for name in [*names, None]:
-        own = [row for row in rows if name in (None, row["task"])]
+    for kind in [*kinds, None]:
+        own = [row for row in rows if kind in (None, kind_of(row))]
         finished = [row for row in own if not row["failed"]]
         done = sum(row["success"] for row in finished)
         low, high = wilson_interval(done, len(finished))
         share = done / len(finished) if finished else float("nan")
-        reasons = Counter(row["reason"] or row["ending"] for row in own if not row["success"] or row["failed"])
-        ends = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-        label = "all tasks" if name is None else name
+        reasons = Counter(ending_of(row) for row in own if not row["success"] or row["failed"])
+        ends = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        label = total if kind is None else kind
         lines.append(f"{label:<{width}}  {done:>3}/{len(finished):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {ends}")
     return "\n".join(lines)
 

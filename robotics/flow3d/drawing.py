@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from robotics.flow3d.clip import VISIBLE, U, V
+from robotics.flow3d.clip import VISIBLE, FlowClip, U, V
 from robotics.flow3d.geometry import FloatArray, ImageArray
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
-
-    from robotics.flow3d.clip import FlowClip
 
 
 WIDTH_PX = 384
@@ -24,17 +22,9 @@ FIRST, LAST = np.array([60, 110, 255]), np.array([255, 70, 40])
 def draw_flow(
     rgb: ImageArray, points: FloatArray, flow: FloatArray, truth: FloatArray | None = None, width_px: int = WIDTH_PX
 ) -> Image:
-    """Draw the path of every point, from blue to red over time.
+    """Draw the paths of query points (N, N, 3) along a flow (T, N, N, 4) over an image, from blue to red over time.
 
-    Args:
-        rgb: (H, W, 3) first image.
-        points: (N, N, 3) query points.
-        flow: (T, N, N, 4) their flow, thinner where a point is not visible; T of 0 draws the points alone.
-        truth: (T, N, N, 4) true flow, drawn below as thin white lines.
-        width_px: of the drawing.
-
-    Returns:
-        The drawing.
+    Lines are thinner where a point is not visible; the true flow is drawn below as thin white lines.
     """
     from PIL import Image, ImageDraw
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.geometry import FloatArray, project
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import Observation
 
 
 class FlowModel(Protocol):

@@ -45,15 +45,7 @@ def project(points_cam_m: FloatArray, K: FloatArray) -> FloatArray:
 
 
 def lift(uvz: FloatArray, K: FloatArray) -> FloatArray:
-    """The inverse of `project`.
-
-    Args:
-        uvz: (..., 3) u and v in pixels, z in metres.
-        K: (3, 3) intrinsics.
-
-    Returns:
-        (..., 3) points in the camera frame.
-    """
+    """Points (..., 3) in the camera frame of u, v in pixels and z in metres (..., 3); the inverse of `project`."""
     depth = uvz[..., 2:]
     across = (uvz[..., :2] - K[:2, 2]) / np.array([K[0, 0], K[1, 1]]) * depth
     return np.concatenate([across, depth], -1)

@@ -10,18 +10,17 @@ Source: kevinzakka/mink, examples/arm_ik.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, rare
+from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, angle_rad
 
 if TYPE_CHECKING:
     import mujoco
-
-    from robotics.flow3d.clip import Observation
 
 
 DT_S = 1.0
@@ -93,7 +92,10 @@ class ArmIk:
     """Kinematics of one arm."""
 
     def __init__(self, arm: FlowArm, settings: IkSettings | None = None) -> None:
-        mink = _import_mink()
+        try:
+            import mink
+        except ImportError:
+            raise UserError("inverse kinematics needs mink, which is not installed; pip install mink") from None
         self.arm, self.settings = arm, settings or IkSettings()
         check_config(self.settings, "ik")
         model = self.model = arm.load()
@@ -210,14 +212,6 @@ class ArmIk:
         posture = self._middle.copy()
         posture[self._columns] = joint_rad
         return posture
-
-
-def _import_mink() -> Any:
-    try:
-        import mink
-    except ImportError:
-        raise UserError("inverse kinematics needs mink, which is not installed; pip install mink") from None
-    return mink
 
 
 def _find_names(model: mujoco.MjModel, arm: FlowArm) -> tuple[list[int], int]:

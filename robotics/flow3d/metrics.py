@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.flow3d.clip import VISIBLE
+from robotics.flow3d.clip import VISIBLE, FlowClip
 from robotics.flow3d.geometry import FloatArray, angle_rad, lift
 from robotics.flow3d.rigid_motion import fit_motions
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import FlowClip
-
 
 NEAR_M = 0.05
 """Distance within which a point counts as correct."""
@@ -75,7 +70,7 @@ def flow_errors(predicted: FloatArray, clip: FlowClip) -> FlowErrors:
     """Compare sampled flows (K, T, N, N, 4) with a clip."""
     found = lift(predicted[..., :VISIBLE], clip.observation.K).reshape(len(predicted), len(clip.flow), -1, 3)
     true, start = clip.flow_cam_m, clip.points_cam_m
-    each = [flow_metrics(guess, true, clip.visible) for guess in found]
+    each = [flow_metrics(sample, true, clip.visible) for sample in found]
     still = flow_metrics(np.broadcast_to(start, true.shape), true)
 
     def mean(name: str, factor: float = 100.0) -> float:
@@ -103,5 +98,5 @@ def goal_reached(end_m: FloatArray, goals_m: dict[str, list[float]], instruction
 
 def _rotation_deg(start: FloatArray, found: FloatArray, true: FloatArray) -> float:
     wanted = fit_motions(start, true[None]).T_t_0[0]
-    fitted = [fit_motions(start, guess[None], scale_m=LEARNED_M).T_t_0[0] for guess in found]
+    fitted = [fit_motions(start, sample[None], scale_m=LEARNED_M).T_t_0[0] for sample in found]
     return float(np.degrees(angle_rad(np.stack(fitted), wanted)).mean())

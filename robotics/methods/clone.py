@@ -41,7 +41,7 @@ class TransitionPayload(Payload):
     """B transitions of demonstrations."""
 
     inputs: PolicyInputs = per_row()
-    """What the robot observed."""
+    """Observations of the robot."""
     actions: Tensor = per_row()
     """(B, K, A) float32, in the policy's -1..1."""
     mask: Tensor = per_row()
@@ -100,8 +100,8 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         found, wanted = len(self.config.demonstrations.views), self.policy.views
         if found != (len(views_of(self.sim)) if wanted is None else wanted):
             raise UserError(
-                f"demonstrations.views names {found} cameras beside demonstrations.camera, but the policy sees "
-                f"{len(views_of(self.sim)) if wanted is None else wanted} beside the first"
+                f"demonstrations.views names {found} cameras in addition to demonstrations.camera, but the policy sees "
+                f"{len(views_of(self.sim)) if wanted is None else wanted} in addition to the first"
             )
 
     def load_train_tasks(self) -> Sequence[Any]:
@@ -132,7 +132,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         )
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Not defined: the loss is the policy's own, and nothing else scores demonstrations."""
+        """Not defined: demonstrations are used by the policy's own loss only."""
         raise NotImplementedError("behaviour cloning has no log-probabilities of decisions")
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
@@ -157,7 +157,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Number of transitions and of skipped demonstrations."""
         return {
-            "data/moments": float(self.demonstrations.num_transitions),
+            "data/transitions": float(self.demonstrations.num_transitions),
             "data/skipped": float(self.demonstrations.skipped),
         }
 

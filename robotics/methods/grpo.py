@@ -6,9 +6,8 @@
 with the dual clip 3 for negative advantages, no KL and no critic; groups whose episodes all have the same reward have
 no gradient, and minibatches of such groups alone take no optimiser step. `reward: sparse` is 1 for success and else 0.
 `reward: dense` is the simulator's own reward at the end of the episode (in the tabletop tasks a number from 0 to 1 that
-grows with progress, 1 at success), on its own scale. `reward: flow` is the way that the object came along a flow which
-a world model, or the simulator, predicts from the first picture, with 1 for success; see
-`robotics.flow3d.reward.following`.
+grows with progress, 1 at success), on its own scale. `reward: flow` is the progress of the object along a flow that a
+world model, or the simulator, predicts from the first image, and 1 for success; see `robotics.flow3d.reward.following`.
 
 Source: SimpleVLA-RL (arXiv 2509.09674, PRIME-RL/SimpleVLA-RL) and the GRPO arm of SRPO (arXiv 2511.15605,
 sii-research/siiRL examples/embodied_srpo_trainer) for clip range, aggregation and filter.
@@ -31,7 +30,7 @@ from mmrl.training.processes import sum_over_processes
 from mmrl.training.recipe import Step, Tally
 from robotics.episodes.payload import EpisodePayload
 from robotics.flow3d.reward.following import FlowFollowing, FlowRewardConfig
-from robotics.methods.agreement import rank_agreement
+from robotics.methods.progress import rank_agreement
 from robotics.methods.recipe import RobotConfig, RobotRecipe
 from robotics.policies.base.policy import ActionPolicy
 from robotics.sim.episodes import RobotSim
@@ -60,7 +59,7 @@ class RobotGrpoConfig(RobotConfig):
 
 
 class RobotGrpoRecipe(RobotRecipe):
-    """Success, a dense reward or the way along a flow; see the module."""
+    """Success, a dense reward or progress along a flow; see the module."""
 
     config: RobotGrpoConfig
 
@@ -83,7 +82,7 @@ class RobotGrpoRecipe(RobotRecipe):
         return payload.success.float() if self.config.reward == "sparse" else payload.progress, terms
 
     def close(self) -> None:
-        """End the simulator and free the renderers of first pictures."""
+        """End the simulator and free the renderers of first images."""
         super().close()
         if self._following is not None:
             self._following.close()

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, check_config, choice, rare
-from robotics.methods.trajectory_latent import TrajectoryLatent, check_frames, check_path
+from mmrl.hub.building import build_if_missing
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from robotics.methods.trajectory_latent import TrajectoryLatent, check_frames
 from robotics.methods.video_encoder import VideoEncoder, fit_frames
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 PADS = ("cycle", "edge")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -29,23 +28,34 @@ SMALLEST_STD = 1e-6
 
 
 @dataclass
-class Vjepa2Settings:
-    """Settings of the V-JEPA 2 latent."""
+class NetworkSettings:
+    """Settings of latents that run a network."""
 
     path: str = ""
-    """Folder or hub name of a V-JEPA 2 model for transformers, e.g. facebook/vjepa2-vitg-fpc64-384."""
-    pad: str = rare(choice("cycle", PADS))
-    """Padding of a clip that is too short: the clip again from its start (code), or its last frame (edge)."""
+    """Folder of the model."""
     batch_size: int = rare(bounded(1, at_least=1))
     """Trajectories at once."""
     device: str = "cpu"
-    """Where the model runs; in float16 on a GPU, in float32 on the CPU."""
+    """Device of the model."""
     cache: int = rare(bounded(4096, at_least=0))
     """Latents in the cache."""
 
     def validate(self) -> None:
         """Refuse an empty path; raises UserError."""
-        check_path(self.path, "vjepa2")
+        if not self.path:
+            kind = next(kind for kind, (settings, _) in LATENTS.items() if isinstance(self, settings))
+            raise UserError(f"latent.kind={kind} needs latent.path, the folder of its model")
+
+
+@dataclass
+class Vjepa2Settings(NetworkSettings):
+    """Settings of the V-JEPA 2 latent; runs in float16 on a GPU, in float32 on the CPU.
+
+    The path is a folder or hub name of a V-JEPA 2 model for transformers, such as facebook/vjepa2-vitg-fpc64-384.
+    """
+
+    pad: str = rare(choice("cycle", PADS))
+    """Padding of a clip that is too short: the clip again from its start (code), or its last frame (edge)."""
 
 
 class Vjepa2Latent(TrajectoryLatent):
@@ -108,8 +118,6 @@ def crop_clip(frames: NDArray[np.uint8], side: int) -> Tensor:
 
 
 def _load_vjepa2(path: str) -> Any:
-    from mmrl.hub.compat import ensure_torchvision, quiet_transformers
-
     ensure_torchvision()
     from transformers import VJEPA2Model
 
@@ -149,23 +157,13 @@ class LatentConfig:
 
 
 @dataclass
-class VideoSettings:
-    """Settings of the latent of the small video encoder."""
+class VideoSettings(NetworkSettings):
+    """Settings of the latent of the small video encoder; the path is what `VideoEncoder.save_pretrained` wrote."""
 
-    path: str = ""
-    """Folder that `VideoEncoder.save_pretrained` wrote."""
     pooling: str = rare("mean_and_end")
     """mean over time, end, or both, concatenated; a mean alone tells only where the robot spent its time."""
     batch_size: int = rare(bounded(16, at_least=1))
     """Trajectories at once."""
-    device: str = "cpu"
-    """Where the model runs."""
-    cache: int = rare(bounded(4096, at_least=0))
-    """Latents in the cache."""
-
-    def validate(self) -> None:
-        """Refuse an empty path; raises UserError."""
-        check_path(self.path, "video")
 
 
 @dataclass
@@ -308,8 +306,6 @@ def make_latent(config: LatentConfig) -> TrajectoryLatent:
     Raises:
         UserError: no such kind or option, or a model that cannot be read.
     """
-    from mmrl.hub.building import build_if_missing
-
     check_config(config, "latent")
     build_if_missing(config, "latent")
     settings = _settings_of(config)

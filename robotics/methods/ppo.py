@@ -174,12 +174,12 @@ def _objective() -> ObjectiveConfig:
 
 @dataclass
 class ChunkRewardConfig:
-    """What a chunk of actions is paid for."""
+    """Reward of a chunk of actions."""
 
     success: float = rare(bounded(1.0, at_least=0))
-    """Solving the task."""
+    """Reward for solving the task."""
     progress: float = rare(bounded(0.0, at_least=0))
-    """What it added to the simulator's own reward."""
+    """Weight of the increase of the simulator's own reward."""
 
     def validate(self) -> None:
         """Refuse a reward of nothing; raises ValueError."""
@@ -193,11 +193,11 @@ class RobotPpoConfig(RobotConfig):
 
     scored_outputs: ClassVar[tuple[str, ...]] = (*SCORES, "values", "turns")
     reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
-    """What a chunk is paid for."""
+    """Reward of a chunk."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic."""
     shuffle_success: bool = False
-    """Control: deal the successes out at random among the episodes of a task; metrics still count the real ones."""
+    """Control: shuffle the successes among the episodes of a task; metrics still count the real ones."""
     objective: ObjectiveConfig = field(default_factory=_objective)
     """Credit, clip range and value loss; the advantage needs a critic."""
     trainer: TrainerConfig = field(
@@ -210,8 +210,8 @@ class RobotPpoConfig(RobotConfig):
         super().validate()
         if self.shuffle_success and self.reward.progress:
             raise ValueError(
-                f"shuffle_success deals successes out at random, but reward.progress is {self.reward.progress:g} and "
-                "would still pay real progress; set it to 0"
+                f"shuffle_success shuffles successes, but reward.progress is {self.reward.progress:g} and would still "
+                "reward real progress; set it to 0"
             )
 
 
@@ -305,17 +305,13 @@ class RobotPpoRecipe(RobotRecipe):
         return self.policy.decisions if self.config.logp_level == "token" else 1
 
     def critic_inputs(self, rollouts: Rollouts) -> Tensor:
-        """What the critic is given before each chunk (B, C, ...)."""
+        """Inputs of the critic before each chunk (B, C, ...)."""
         payload = EpisodePayload.of(rollouts)
         return critic_inputs(payload, rollouts.group, self.task_names, self.sim.horizon)
 
 
 def chunk_rewards(payload: EpisodePayload, success: float, progress: float) -> Tensor:
-    """Reward of each chunk: for solving the task, and for what it added to the environment's own reward.
-
-    Returns:
-        (B, C) float32, 0 for chunks that were not reached and for rows whose environment failed.
-    """
+    """(B, C) reward of each chunk for success and progress; 0 if it was not reached or the environment failed."""
     assert payload.chunk_rewards is not None
     reached = payload.steps > 0
     later = nn.functional.pad(reached[:, 1:], (0, 1))
@@ -326,17 +322,7 @@ def chunk_rewards(payload: EpisodePayload, success: float, progress: float) -> T
 
 
 def shuffled_successes(success: Tensor, failed: Tensor, tasks: Sequence[str], generator: torch.Generator) -> Tensor:
-    """Deal the successes out among the episodes of a task at random, the control of a reward for success.
-
-    Args:
-        success: (B,) bool.
-        failed: (B,) bool, episodes whose environment failed; they keep what they have.
-        tasks: name of each episode's task.
-        generator: of the permutations.
-
-    Returns:
-        (B,) bool, with as many successes of each task as before.
-    """
+    """Shuffle the successes (B,) of each task, as a control; episodes whose environment failed (B,) keep theirs."""
     shuffled = success.clone()
     for task in dict.fromkeys(tasks):
         rows = torch.tensor([here == task for here in tasks], device=shuffled.device) & ~failed

@@ -24,6 +24,7 @@ NORM_NAMES = ("minmax", "zscore", "absolute", "initial")
 SMALLEST_RANGE = 1e-6
 MIDDLE = 0.5
 CONSTANT_ENTRY = 1e-7
+FEWEST_RANKED = 3
 
 
 @dataclass(frozen=True)
@@ -174,21 +175,13 @@ def progress_rewards(
     form = settings.form
     points, success, valid = _check_rows(latents, success, valid, tasks)
     starts = _check_first(first, points, valid, form.norm)
-    references = references or {}
-    fallback = _task_successes(points, success & valid, tasks, references) if settings.task_fallback else {}
+    known, fallback = _find_references(points, success & valid, tasks, references or {}, settings.task_fallback)
     reward = np.where(valid, success.astype(np.float64), np.nan if form.invalid == "nan" else 0.0)
     distance = np.full(len(points), np.nan)
     centres: dict[Hashable, NDArray[np.float32]] = {}
     clusters: list[NDArray[np.int64]] = []
-    num_without_reference = num_fallback = 0
-    rows_by_label = _rows_by_label(tasks)
-    for label, rows in rows_by_label.items():
-        reference = _join(points[rows[success[rows] & valid[rows]]], references.get(label))
-        if not len(reference):
-            reference = _join(reference, fallback.get(label))
-            num_fallback += bool(len(reference))
-        failures = rows[~success[rows] & valid[rows]]
-        num_without_reference += not len(reference)
+    for label, rows in _rows_by_label(tasks).items():
+        reference, failures = known[label], rows[~success[rows] & valid[rows]]
         if not len(reference) or not len(failures):
             continue
         clusters.append(cluster_labels(reference, settings))
@@ -207,24 +200,38 @@ def progress_rewards(
         centres=centres,
         clusters=float(np.mean([found.max() + 1 for found in clusters])) if clusters else 0.0,
         noise_fraction=float(np.mean(np.concatenate(clusters) < 0)) if clusters else 0.0,
-        tasks_without_reference=num_without_reference,
-        tasks_with_fallback=num_fallback,
-        tasks=len(rows_by_label),
+        tasks_without_reference=sum(not len(reference) for reference in known.values()),
+        tasks_with_fallback=len(fallback),
+        tasks=len(known),
         invalid=int((~valid).sum()),
     )
 
 
-def _task_successes(
-    points: _Floats, success: NDArray[np.bool_], states: Sequence[Hashable], remembered: Mapping[Hashable, ArrayLike]
-) -> dict[Hashable, NDArray[np.float32]]:
-    """(M, E) by initial state of the batch: its task's successes, of the batch and remembered of any state."""
-    tasks = np.array([task_of_id(str(state)) for state in states])
-    earlier: dict[str, list[NDArray[np.float32]]] = {}
-    for state, kept in remembered.items():
-        earlier.setdefault(task_of_id(str(state)), []).append(np.asarray(kept, np.float32))
-    latents = points.astype(np.float32)
-    known = {task: np.concatenate([latents[success & (tasks == task)], *earlier.get(task, [])]) for task in set(tasks)}
-    return {state: known[task] for state, task in zip(states, tasks, strict=True)}
+def _find_references(
+    points: _Floats,
+    success: NDArray[np.bool_],
+    labels: Sequence[Hashable],
+    remembered: Mapping[Hashable, ArrayLike],
+    task_fallback: bool,
+) -> tuple[dict[Hashable, _Floats], list[Hashable]]:
+    """Successes (M, E) to compare each label's failures with, and the labels that borrow those of their whole task."""
+    found = {
+        label: _join(points[rows[success[rows]]], remembered.get(label))
+        for label, rows in _rows_by_label(labels).items()
+    }
+    empty = [label for label, reference in found.items() if not len(reference)] if task_fallback else []
+    fallback: list[Hashable] = []
+    if empty:
+        tasks = np.array([task_of_id(str(label)) for label in labels])
+        for label in empty:
+            task = task_of_id(str(label))
+            earlier = [
+                np.asarray(kept, np.float32) for state, kept in remembered.items() if task_of_id(str(state)) == task
+            ]
+            borrowed = np.concatenate([points[success & (tasks == task)].astype(np.float32), *earlier])
+            found[label] = _join(found[label], borrowed)
+            fallback += [label] if len(borrowed) else []
+    return found, fallback
 
 
 def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[np.int64]:
@@ -297,6 +304,41 @@ class SuccessMemory:
         pairs = zip(state["tasks"], state["latents"], strict=True)
         kept = {task: latents.numpy(force=True)[-self.keep :].astype(np.float32) for task, latents in pairs}
         self.latents = kept if self.keep else {}
+
+
+def rank_agreement(reward: ArrayLike, progress: ArrayLike, group: ArrayLike) -> float:
+    """Spearman's correlation of the rewards (F,) of failures with another measure of progress (F,), within groups (F,).
+
+    Group-normalised advantages keep the order within a group but not the level of its rewards, so the order is what
+    makes a latent useful. The mean over groups is weighted by their failures; groups with fewer than 3 of them, or
+    whose values are all equal, do not count. NaN rows are left out; NaN if no group counts.
+    """
+    from scipy.stats import spearmanr
+
+    mine, other, labels = np.asarray(reward, np.float64), np.asarray(progress, np.float64), np.asarray(group)
+    known = np.isfinite(mine) & np.isfinite(other)
+    found, weights = [], []
+    for label in np.unique(labels):
+        rows = known & (labels == label)
+        if rows.sum() >= FEWEST_RANKED and np.ptp(mine[rows]) > 0 and np.ptp(other[rows]) > 0:
+            found.append(float(spearmanr(mine[rows], other[rows]).statistic))
+            weights.append(int(rows.sum()))
+    return float(np.average(found, weights=weights)) if found else float("nan")
+
+
+def advantage_correlation(mine: ArrayLike, other: ArrayLike, progress: ArrayLike, failed: ArrayLike) -> float:
+    """Pearson's correlation of advantages (B,) with those (B,) that another measure of progress (B,) would give.
+
+    Rank agreement looks at the order of a state's failures only; this also depends on how much more the better ones
+    count, and on how failures compare with successes. `failed` (B,) is 1 for a failure; NaN rows are left out. NaN
+    where either side is constant, or where the measure is the same for all failures.
+    """
+    columns = np.asarray([mine, other, progress, failed], np.float64)
+    first, second, measure, lost = columns[:, np.isfinite(columns).all(0)]
+    measure = measure[lost > 0]
+    if not len(measure) or not (np.ptp(measure) > 0 and np.ptp(first) > 0 and np.ptp(second) > 0):
+        return float("nan")
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def _check_rows(

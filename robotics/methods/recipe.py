@@ -50,7 +50,7 @@ from robotics.sim.opening import SimConfig, open_sim
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
 SCORES = ("entropy", "logp_ref")
-"""What a robot policy scores beside log-probabilities."""
+"""Scores of a robot policy in addition to log-probabilities."""
 DRAWING = ("tabletop", "gymnasium")
 """Simulators that `sim.randomization` is for."""
 SHOWN_TASKS = 12
@@ -64,7 +64,7 @@ class RobotParts:
     model: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
     """The policy."""
     sim: SimConfig = field(default_factory=SimConfig)
-    """Where episodes run."""
+    """The simulator of the episodes."""
     eval_data: dict[str, EpisodeSetConfig] = field(default_factory=dict)
     """Initial states of evaluation by name; the first split is the headline."""
     acting: ActingSettings = field(default_factory=ActingSettings)
@@ -93,7 +93,7 @@ class RobotConfig(RobotParts, RunConfig):
     compares_samples: ClassVar[bool] = True
     """Whether advantages compare the episodes of an initial state."""
     scored_outputs: ClassVar[tuple[str, ...]] = SCORES
-    """What the recipe scores beside log-probabilities."""
+    """Scores of the recipe in addition to log-probabilities."""
 
     data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
     """Initial states of training."""
@@ -103,7 +103,7 @@ class RobotConfig(RobotParts, RunConfig):
     evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
     """Evaluation over fixed initial states."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
-    """What is optimised."""
+    """The objective."""
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="sampler"))
     """Batch sizes, optimiser and guards; log-probabilities as sampled are exact and need no second pass."""
 
@@ -313,14 +313,7 @@ def _users_parts(config: RobotConfig) -> dict[str, str]:
 
 
 def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level: str = "token") -> Rollouts:
-    """Turn finished episodes into rollouts.
-
-    Args:
-        episodes: B episodes whose `payload.episodes` has one entry a group.
-        group: (B,) int64.
-        policy: tells which decisions of a chunk were executed.
-        level: token or chunk, see `RobotConfig.logp_level`.
-    """
+    """Rollouts of B finished episodes, whose `payload.episodes` has one entry a group; `level` is `logp_level`."""
     payload, logp = episodes.payload, episodes.logp
     mask = policy.executed_mask(payload.steps)
     if level == "chunk":
@@ -347,7 +340,7 @@ def _chunks_that_count(
 
 
 def _inputs(payload: EpisodePayload, group: Tensor, rows: Tensor, chunks: Tensor) -> PolicyInputs:
-    """What the policy saw before some chunks, without a past: `ActionPolicy.past` says why scoring needs none."""
+    """Observations before some chunks, without a past: see `ActionPolicy.past` for why scoring needs none."""
     instructions = [payload.episodes[number].instruction for number in group.tolist()]
     return PolicyInputs(
         images=None if payload.images is None else payload.images[rows, chunks],

@@ -18,7 +18,7 @@ reward tells most (`filter.key: success` with bounds drops them as the release d
 `progress.preset: initial_state` is for initial states that come back, as in LIBERO's suites: references are the last 32
 successes of the same initial state, kept from step to step, and a failure earns 0.6 clip(1 - d_i / d_i0, 0, 1) with
 d_i0 the distance of its own first frame. `objective.advantage.kind: group_outcome_std` scales advantages by the
-deviation of success alone, so that a rare success keeps its weight beside failures that earn something.
+deviation of success alone, so that a rare success keeps its weight among failures that earn a reward.
 `progress.task_fallback` compares the failures of a state that was never solved with successes from other states of its
 task.
 
@@ -50,9 +50,15 @@ from mmrl.training.processes import global_advantages, merge_lists, stream_seed,
 from mmrl.training.recipe import Step, Tally
 from robotics.episodes.payload import EpisodePayload
 from robotics.episodes.tasks import episode_id
-from robotics.methods.agreement import advantage_correlation, rank_agreement
 from robotics.methods.latents import LATENTS, LatentConfig, StateLatent, make_latent
-from robotics.methods.progress import ProgressSettings, SuccessMemory, progress_rewards, shuffled_failures
+from robotics.methods.progress import (
+    ProgressSettings,
+    SuccessMemory,
+    advantage_correlation,
+    progress_rewards,
+    rank_agreement,
+    shuffled_failures,
+)
 from robotics.methods.recipe import RobotConfig, RobotRecipe
 from robotics.policies.base.policy import ActionPolicy
 from robotics.sim.episodes import EpisodeSpec, RobotSim
@@ -69,7 +75,7 @@ class SrpoConfig(RobotConfig):
     latent: LatentConfig = field(default_factory=LatentConfig)
     """Latent by which episodes are compared."""
     shuffle_failures: bool = False
-    """Deal the rewards of an initial state's failures out among them at random: the control for experiments."""
+    """Control: shuffle the rewards of each initial state's failures among them."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
     """Advantage, clip range and aggregation."""
 
@@ -143,7 +149,7 @@ class SrpoRecipe(RobotRecipe):
         self.noted["srpo/invalid_latents"] = float(self.invalid["episodes"])
 
     def _label(self, episode: EpisodeSpec) -> str:
-        """With whose successes an episode is compared."""
+        """Label of the successes that an episode is compared with."""
         return episode.task if self.form.references == "task" else episode_id(episode)
 
     def _fit_latent(self, payload: EpisodePayload) -> None:
@@ -193,7 +199,7 @@ class SrpoRecipe(RobotRecipe):
         """Rewards (B,) of these rows among those of all processes.
 
         A failure is compared with the successes of its label on any process, so the rows of all processes are gathered,
-        their groups numbered anew, and all rewards computed on every process, which then keeps its own part.
+        their groups renumbered, and all rewards computed on every process, which then keeps its own part.
         """
         state = PartialState()
         parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))

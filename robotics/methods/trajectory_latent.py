@@ -10,14 +10,10 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-
-from mmrl.errors import UserError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 REASON_CHARACTERS = 200
 
@@ -73,19 +69,10 @@ class TrajectoryLatent(ABC):
         one_by_one: bool = False,
         reuse: bool = True,
     ) -> EmbeddedTrajectories:
-        """Embed trajectories of any lengths.
+        """Embed trajectories of frames (F_i, H, W, 3) uint8, None without images, and states (P_i, S).
 
-        Args:
-            frames: (F_i, H, W, 3) uint8 images of each, in order; None without images.
-            states: (P_i, S) float32 states of each, in order.
-            one_by_one: batches of one, so that a latent is bit for bit the same whatever the other rows are.
-            reuse: read and fill the cache, whose keys are digests of the input.
-
-        Returns:
-            Latents, and which rows have none and why. Up to rounding, a latent does not depend on the other rows.
-
-        Raises:
-            ValueError: the numbers of frames and states differ.
+        `one_by_one` embeds batches of one, so that a latent is bit for bit the same whatever the other rows are;
+        `reuse` reads and fills the cache, whose keys are digests of the input.
         """
         if len(frames) != len(states):
             raise ValueError(f"{len(frames)} trajectories of frames and {len(states)} of states")
@@ -147,12 +134,6 @@ class TrajectoryLatent(ABC):
     def _compute(self, inputs: list[NDArray[Any]]) -> NDArray[np.float32]:
         """(b, E) latents of prepared inputs; by default the inputs themselves."""
         return np.stack(inputs)
-
-
-def check_path(path: str, kind: str) -> None:
-    """Refuse a latent that runs a network without the folder of its model; raises UserError."""
-    if not path:
-        raise UserError(f"latent.kind={kind} needs latent.path, the folder of its model")
 
 
 def check_frames(frames: NDArray[np.uint8] | None) -> NDArray[np.uint8]:

@@ -28,23 +28,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
-from mmrl.files import read_json_object, replaced, write_atomically
-from robotics.policies.base.saved import make_config
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from mmrl.files import read_json_object, write_atomically
+from robotics.data import LeRobotReader
+from robotics.policies.base.saved import make_config, read_weights, write_weights
 
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
 KIND = "mmrl_video_encoder"
 DOWNSCALE = 8
 END_SHARE = 4
@@ -80,7 +78,7 @@ class VideoTraining:
     """Optimiser steps."""
     batch: int = bounded(16, at_least=1)
     """Trajectories a step."""
-    moments: int = bounded(12, at_least=2)
+    frames: int = bounded(12, at_least=2)
     """Frames of each trajectory, at random times; every pair of them is one example."""
     scale: float = bounded(4.0, above=0, finite=True)
     """Distance of the latents of the two ends of a trajectory."""
@@ -154,25 +152,20 @@ class VideoEncoder(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write weights and sizes; the folder is created if it is missing."""
-        from safetensors.torch import save_file
-
-        weights = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
-        with replaced(Path(folder) / WEIGHTS_FILE) as draft:
-            save_file(weights, draft)
+        write_weights(self, Path(folder))
         described = {"model_type": KIND, **asdict(self.config)}
         write_atomically(Path(folder) / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
         """Read a folder of `save_pretrained`, in evaluation mode on the CPU; raises UserError if it does not fit."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        encoder = cls(_read_config(Path(folder) / CONFIG_FILE))
-        try:
-            encoder.load_state_dict(load_file(Path(folder) / WEIGHTS_FILE))
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise UserError(f"the weights of the video encoder in {Path(folder)} cannot be read: {error}") from error
+        file = Path(folder) / CONFIG_FILE
+        saved = read_json_object(file)
+        kind = saved.pop("model_type", None)
+        if kind != KIND:
+            raise UserError(f"{file} describes a {kind or 'model without model_type'}; expected {KIND}")
+        encoder = cls(make_config(VideoEncoderConfig, saved, str(file)))
+        read_weights(encoder, Path(folder))
         return encoder.eval()
 
 
@@ -223,8 +216,6 @@ def train_video_encoder(
 
 def build_video_encoder(path: str, *, data: str, camera: str = "front", max_episodes: int = 0, **training: Any) -> Path:
     """Build function for configurations: train an encoder on the images of a dataset and save it."""
-    from robotics.data import LeRobotReader
-
     reader = LeRobotReader(data)
     if camera not in reader.cameras:
         raise UserError(f"{data} has no camera '{camera}'; there are: {', '.join(reader.cameras)}")
@@ -251,10 +242,10 @@ def _rate_at(step: int, steps: int) -> float:
 
 
 def _draw_frames(videos: list[Tensor], how: VideoTraining, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noisy frames (batch, moments, H, W, 3) in 0..1, and their times (batch, moments) in 0..1."""
+    """Noisy frames (batch, frames, H, W, 3) in 0..1, and their times (batch, frames) in 0..1."""
     chosen = torch.randint(len(videos), (how.batch,), generator=generator).tolist()
     lasts = torch.tensor([len(videos[number]) - 1 for number in chosen])[:, None]
-    index = (torch.rand(how.batch, how.moments, generator=generator) * lasts).round().long()
+    index = (torch.rand(how.batch, how.frames, generator=generator) * lasts).round().long()
     frames = torch.stack([videos[number][row] for number, row in zip(chosen, index, strict=True)])
     noise = how.pixel_noise * torch.randn(frames.shape, generator=generator)
     return frames.float() / 255 + noise, index / lasts
@@ -289,14 +280,6 @@ def _pool(latents: Tensor, pooling: str) -> Tensor:
     if pooling not in POOLINGS:
         raise UserError(f"pooling is {pooling!r}; there are: {', '.join(POOLINGS)}")
     return POOLINGS[pooling](latents)
-
-
-def _read_config(file: Path) -> VideoEncoderConfig:
-    saved = read_json_object(file)
-    kind = saved.pop("model_type", None)
-    if kind != KIND:
-        raise UserError(f"{file} describes a {kind or 'model without model_type'}; expected {KIND}")
-    return make_config(VideoEncoderConfig, saved, str(file))
 
 
 def _end(latents: Tensor) -> Tensor:

@@ -105,6 +105,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
             logp = []
             for number in range(self.config.steps):
                 mean, std = self._transition(seen, chain[-1], number, ode=greedy)
+                # greedy still draws the noise, so that a generator is at the same place in both modes
                 std = std * (0.0 if greedy else temperature)
                 chain.append(mean + std[:, None] * self._noise(size, generator))
                 logp.append(self._score(chain[-1], mean, std))
@@ -152,6 +153,8 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         now, later = self.sigmas[number], self.sigmas[number + 1]
         velocity = self.velocity(seen, latents, now.expand(len(latents)))
         if self.config.parameterisation == "x0":
+            # x_sigma = (1 - sigma) x0 + sigma e, so the velocity e - x0 is (x_sigma - x0) / sigma; the last step starts
+            # at sigma = 1 / S, never at 0
             velocity = (latents - velocity) / now
         return (OdeStep() if ode else self._kernel).transition(velocity, latents, now, later)
 

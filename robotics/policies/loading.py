@@ -7,21 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, by_kind, check_config, choice
+from mmrl.fields import bounded, by_kind, choice
 from mmrl.files import expanded
-from robotics.policies.base.policy import ActionPolicy, open_policy
+from mmrl.rewards.loading import load_function
+from robotics.policies.base.encoder import EncoderConfig
+from robotics.policies.base.policy import SAVED_POLICIES, ActionPolicy, open_policy
+from robotics.policies.base.saved import make_config, read_config
+from robotics.policies.lerobot.server import LeRobotServerConfig
 from robotics.policies.module import ModuleAdapter
 from robotics.sim.episodes import RobotSim, views_of
 
-if TYPE_CHECKING:
-    from robotics.policies.lerobot.server import LeRobotServerConfig
-
-Served = TypeVar("Served", bound="LeRobotServerConfig")
+Options = TypeVar("Options")
+Served = TypeVar("Served", bound=LeRobotServerConfig)
 
 OPTIONS = {
     "small": "robotics.policies.small:SmallVlaConfig",
@@ -90,8 +92,6 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
 
 def _saved(config: ActionPolicyConfig) -> ActionPolicy:
     """A saved policy, with the changes to its model's settings."""
-    from robotics.policies.base.saved import read_config
-
     changes = dict(config.options.get("vlm", {}))
     if not changes:
         return open_policy(config.path)
@@ -105,18 +105,10 @@ def _saved(config: ActionPolicyConfig) -> ActionPolicy:
 
 def _encoded(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
     """A policy on the observation encoder: sizes from the simulator, then the user's options."""
-    from robotics.policies.base.encoder import EncoderConfig
-    from robotics.policies.base.policy import SAVED_POLICIES
-
     policy_class = _imported(SAVED_POLICIES[config.kind])
-    options = dict(config.options)
-    encoder = dict(options.pop("encoder", {}))
-    _check_known("model.options", options, policy_class.config_class)
-    _check_known("model.options.encoder", encoder, EncoderConfig)
-    sizes: dict[str, Any] = {"image_size": sim.image_size, "state_size": sim.state_size or None} | encoder
-    made = policy_class.config_class(
-        action_size=sim.action_size, chunk=config.chunk, **options, encoder=EncoderConfig(**sizes)
-    )
+    sizes = {"image_size": sim.image_size, "state_size": sim.state_size or None} | config.options.get("encoder", {})
+    options = {**config.options, "encoder": _options(EncoderConfig, sizes, "model.options.encoder")}
+    made = _options(policy_class.config_class, options, action_size=sim.action_size, chunk=config.chunk)
     policy: ActionPolicy = policy_class.build(made, sim.tasks().values(), seed)
     return policy
 
@@ -124,11 +116,10 @@ def _encoded(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPoli
 def _vlm(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
     from robotics.policies.vlm import VlmActionConfig, VlmActionPolicy
 
-    options = dict(config.options)
-    vlm = dict(options.pop("vlm", {}))
-    _check_known("model.options", options, VlmActionConfig)
-    head = {"action_size": sim.action_size, "chunk": config.chunk, "seed": seed, **options}
-    return VlmActionPolicy.from_model(_model_config(vlm), VlmActionConfig(**head))
+    options = {"seed": seed, **config.options}
+    vlm = options.pop("vlm", {})
+    head = _options(VlmActionConfig, options, action_size=sim.action_size, chunk=config.chunk)
+    return VlmActionPolicy.from_model(_model_config(vlm), head)
 
 
 def _lerobot(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
@@ -145,9 +136,7 @@ def _lerobot_flow(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> Actio
 
 def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Served:
     """Options of a served policy, with the bounds of the environment's own actions where `action_box` asks for them."""
-    _check_known("model.options", config.options, kind)
-    options = kind(**config.options)
-    _check(options)
+    options = _options(kind, config.options)
     if not options.action_box:
         return options
     bounds = getattr(sim, "action_bounds", None)
@@ -157,16 +146,15 @@ def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Se
             "sim.kind gymnasium does; give model.options.action_low and action_high"
         )
     low, high = (list(bound) for bound in bounds)
-    options = dataclasses.replace(options, action_box=False, action_low=low, action_high=high)
-    _check(options)
-    return options
+    return _options(kind, {**config.options, "action_box": False, "action_low": low, "action_high": high})
 
 
-def _check(options: LeRobotServerConfig) -> None:
-    try:
-        check_config(options)
-    except ValueError as error:
-        raise UserError(f"model.options: {error}") from error
+def _options(kind: type[Options], given: dict[str, Any], where: str = "model.options", **own: int) -> Options:
+    """A policy's configuration from the user's options and, not among them, what the simulator or `chunk` sets."""
+    allowed = sorted({entry.name for entry in dataclasses.fields(kind)} - set(own))  # type: ignore[arg-type]
+    if unknown := sorted(set(given) - set(allowed)):
+        raise UserError(f"{where} has {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+    return make_config(kind, {**given, **own}, where)
 
 
 def _openvla(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
@@ -174,15 +162,12 @@ def _openvla(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPoli
     from robotics.policies.openvla.regression import OpenVlaRegressionPolicy
     from robotics.policies.openvla.tokens import OpenVlaPolicy
 
-    _check_known("model.options", config.options, OpenVlaConfig)
-    settings = OpenVlaConfig(chunk=config.chunk, **config.options)
+    settings = _options(OpenVlaConfig, config.options, chunk=config.chunk)
     has_head = find_part(expanded(settings.folder), HEAD) is not None
     return (OpenVlaRegressionPolicy if has_head else OpenVlaPolicy)(settings)
 
 
 def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:
-    from mmrl.rewards.loading import load_function
-
     made = load_function(config.kind, what="model.kind")(**config.options)
     if isinstance(made, ActionPolicy):
         return made
@@ -202,13 +187,6 @@ def _model_config(*entries: dict[str, Any]) -> Any:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), *entries))
     except OmegaConfBaseException as error:
         raise UserError(f"model.options.vlm: {' '.join(str(error).split())}") from error
-
-
-def _check_known(where: str, given: dict[str, Any], kind: type[Any]) -> None:
-    known = {entry.name for entry in dataclasses.fields(kind)} - {"action_size", "chunk"}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise UserError(f"{where} has {', '.join(unknown)}; allowed: {', '.join(sorted(known))}")
 
 
 def _imported(spec: str) -> Any:

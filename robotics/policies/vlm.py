@@ -163,15 +163,9 @@ class VlmActionPolicy(TokenPolicy):
 
     @classmethod
     def from_pretrained(cls, path: Path | str, model: ModelConfig | None = None) -> Self:
-        """Load what `save_pretrained` wrote, on the CPU.
+        """Load what `save_pretrained` wrote, on the CPU; raises UserError for another or a damaged folder.
 
-        Args:
-            path: folder.
-            model: precision, LoRA and other settings of the model, path excluded; None = those that it was saved with,
-                so that adapters stay adapters.
-
-        Raises:
-            UserError: the folder is not one, or is damaged.
+        `model` replaces the saved settings of the model, such as precision and LoRA, but not its path.
         """
         folder = Path(path)
         entries = read_config(folder)

@@ -216,10 +216,10 @@ def test_failures_are_left_out_and_counted(tmp_path, filmed):
     lengths = [len(episode) for episode in reader]
     recipe, metrics = loaded()
     assert metrics["data/skipped"] == 1
-    assert metrics["data/moments"] == lengths[0] + lengths[2]
+    assert metrics["data/transitions"] == lengths[0] + lengths[2]
     assert set(recipe.demonstrations.instructions) == {"go right"}
-    assert loaded(only_success=False)[1] == {"data/moments": float(sum(lengths)), "data/skipped": 0.0}
-    assert loaded(max_episodes=1)[1] == {"data/moments": float(lengths[0]), "data/skipped": 0.0}
+    assert loaded(only_success=False)[1] == {"data/transitions": float(sum(lengths)), "data/skipped": 0.0}
+    assert loaded(max_episodes=1)[1] == {"data/transitions": float(lengths[0]), "data/skipped": 0.0}
 
 
 def test_pictures_are_those_of_the_camera(tmp_path, filmed):

@@ -8,7 +8,6 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from robotics.methods.agreement import advantage_correlation, rank_agreement
 from robotics.methods.progress import (
     NORM_NAMES,
     NORMS,
@@ -16,8 +15,10 @@ from robotics.methods.progress import (
     ProgressForm,
     ProgressSettings,
     SuccessMemory,
+    advantage_correlation,
     cluster_labels,
     progress_rewards,
+    rank_agreement,
     shuffled_failures,
 )
 

@@ -96,7 +96,7 @@ def test_training_makes_the_distance_to_successes_follow_what_is_left_of_the_way
 def test_equal_seeds_give_equal_weights_and_leave_the_global_generator_alone():
     def weights(seed):
         state = torch.get_rng_state()
-        encoder = train_video_encoder(random_films(), TINY, VideoTraining(steps=3, batch=4, moments=3, seed=seed))
+        encoder = train_video_encoder(random_films(), TINY, VideoTraining(steps=3, batch=4, frames=3, seed=seed))
         assert torch.equal(state, torch.get_rng_state())
         return torch.cat([weight.flatten() for weight in encoder.state_dict().values()])
 
@@ -129,7 +129,7 @@ def test_a_damaged_or_foreign_folder_is_refused(tmp_path):
     VideoEncoder(TINY).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"size": 12}))
-    with pytest.raises(UserError, match="weights of the video encoder"):
+    with pytest.raises(UserError, match="weights in"):
         VideoEncoder.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"depth": 1}))
     with pytest.raises(UserError, match="unknown entries"):
@@ -187,7 +187,7 @@ def test_sizes_that_do_not_fit_are_refused(changed, message):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"steps": 0}, {"moments": 1}, {"scale": 0.0}, {"learning_rate": -1.0}, {"pixel_noise": float("nan")}]
+    "changed", [{"steps": 0}, {"frames": 1}, {"scale": 0.0}, {"learning_rate": -1.0}, {"pixel_noise": float("nan")}]
 )
 def test_training_out_of_range_is_refused(changed):
     with pytest.raises(UserError, match=next(iter(changed))):

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
-from robotics.flow3d.clip import VISIBLE
+from robotics.flow3d.clip import VISIBLE, Observation
+from robotics.flow3d.flow_model import FlowModel
 from robotics.flow3d.geometry import FloatArray
 from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.grasps import PROPOSERS
 from robotics.flow3d.plan.judge import VerifierConfig
 from robotics.flow3d.plan.verdict import PredicateVerifier, Verifier
 from robotics.scenes.objects.demonstrator import Demonstrator
-from robotics.scenes.objects.scene import FLOW_ARMS, SceneConfig
+from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
+from robotics.scenes.objects.tabletop import FlowTabletop
 from robotics.scenes.objects.tasks import FLOW_TASKS, find_flow_task
 from robotics.scenes.tasks import SPLITS
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import Observation
-    from robotics.flow3d.flow_model import FlowModel
-    from robotics.scenes.objects.scene import FlowScene
-    from robotics.scenes.objects.tabletop import FlowTabletop
 
 
 @dataclass(frozen=True)

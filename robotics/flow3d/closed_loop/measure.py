@@ -19,9 +19,9 @@ from mmrl.fields import bounded
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.jsonlines import ResumableRows, short_digest
 from mmrl.runs.samples import Outcome, SampleRecord
-from mmrl.runs.statistics import wilson_interval
 from mmrl.training.evaluation import Measure, Trial, part_metric, with_interval
 from mmrl.training.settings import EvaluationConfig
+from robotics.episodes.evaluation import success_table
 from robotics.flow3d.closed_loop.episodes import FlowEpisode, LoopConfig
 from robotics.flow3d.closed_loop.runner import EpisodeRunner, Row, Source
 from robotics.flow3d.flow_model import FlowModel
@@ -77,9 +77,9 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         for trial in batch:
             video = self._video(trial.task)
             row = {"index": trial.index, "repeat": trial.repeat, **self.runner.run(trial.task, video)}
-            row["film"] = str(video.relative_to(self.run_dir)) if video is not None and video.is_file() else None
+            row["video"] = str(video.relative_to(self.run_dir)) if video is not None and video.is_file() else None
             if trial.index < self.evaluation.records:
-                row["pictures"] = self.runner.images()
+                row["images"] = self.runner.images()
             rows.append(row)
         return rows
 
@@ -95,7 +95,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
             id=row["id"],
             prompt=f"{row['arm']}: {row['instruction']}",
             response=f"{len(tries)} predictions, {errors}",
-            outputs=row.get("pictures", []),
+            outputs=row.get("images", []),
             reward=float(row["success"]),
             finish=_ending(row),
             correct=row["success"],
@@ -114,7 +114,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         """The episodes file of this model, these settings and episodes."""
         digest = short_digest("\n".join(map(repr, tasks)).encode())
         conditions = {"episodes": digest, **self.conditions}
-        return ResumableRows(self.run_dir / "episodes", self.split, conditions, {"pictures"})
+        return ResumableRows(self.run_dir / "episodes", self.split, conditions, {"images"})
 
     def finish(self, rows: Sequence[Row], saved: ResumableRows | None) -> None:
         """Log the table of successes."""
@@ -159,24 +159,19 @@ def evaluate_flow(
 
 
 def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Metrics of episodes.
+    """Metrics of the rows of `EpisodeRunner.run`.
 
-    Args:
-        rows: see `EpisodeRunner.run`; those that failed with an error are only counted.
-
-    Returns:
-        success/closed_loop with Wilson's 95 % interval, overall and by task, family, arm, shape and what is held out;
-        success/of_families, the mean over place, pour, insert and drawer; flow/ade_cm, flow/fde_cm and
-        flow/rotation_deg; accuracy/language_swap; the verifier's precision and recall; tries an episode; episodes
-        with an error, and those that ended early, by reason.
+    success/closed_loop with Wilson's 95 % interval, overall and by task, family, arm, shape and held-out property;
+    success/of_families, the mean over place, pour, insert and drawer; errors of the flow; accuracy/language_swap; the
+    verifier's precision and recall; tries per episode; counts of errors and early ends.
     """
     valid = [row for row in rows if not row["failed"]]
-    found = _success(valid, SUCCESS)
+    found = with_interval(SUCCESS, [[float(row["success"])] for row in valid], None)
     for column in PARTS:
         values = list(dict.fromkeys(row[column] for row in valid))
         for value in values if len(values) > 1 or column == "arm" else ():
-            own = [row for row in valid if row[column] == value]
-            found |= _success(own, part_metric(SUCCESS, column, value))
+            own = [[float(row["success"])] for row in valid if row[column] == value]
+            found |= with_interval(part_metric(SUCCESS, column, value), own, None)
     families = [
         np.mean([row["success"] for row in valid if row["family"] == name])
         for name in dict.fromkeys(row["family"] for row in valid)
@@ -186,7 +181,7 @@ def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
         known = [row[name] for row in valid if row[name] is not None]
         middle = np.median if name == "rotation_deg" else np.mean
         found[f"flow/{name}"] = float(middle(known)) if known else float("nan")
-    found |= _swap(valid) | _verifier(valid)
+    found |= swap_metrics(valid) | _verifier(valid)
     found["plan/tries"] = float(np.mean([len(row["tries"]) for row in valid])) if valid else float("nan")
     found["episode/failed/closed_loop"] = float(len(rows) - len(valid))
     for reason, count in Counter(row["failure"] for row in valid if row["failure"]).most_common():
@@ -196,20 +191,7 @@ def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 def loop_table(rows: Sequence[Row]) -> str:
     """Successes of each task with each arm and overall, with Wilson intervals and how the failures ended."""
-    kinds = list(dict.fromkeys((row["task"], row["arm"]) for row in rows))
-    width = max([len(f"{task} {arm}") for task, arm in kinds] + [len("all")])
-    lines = [f"{'':<{width}}  success  95 % interval    failures"]
-    for kind in [*kinds, None]:
-        own = [row for row in rows if kind is None or (row["task"], row["arm"]) == kind]
-        valid = [row for row in own if not row["failed"]]
-        done = sum(row["success"] for row in valid)
-        low, high = wilson_interval(done, len(valid))
-        share = done / len(valid) if valid else float("nan")
-        ends = Counter(_ending(row) for row in own if not row["success"])
-        label = "all" if kind is None else " ".join(kind)
-        said = ", ".join(f"{count} {reason}" for reason, count in ends.most_common())
-        lines.append(f"{label:<{width}}  {done:>3}/{len(valid):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {said}")
-    return "\n".join(lines)
+    return success_table(rows, lambda row: f"{row['task']} {row['arm']}", _ending, "all")
 
 
 def _ending(row: Row) -> str:
@@ -220,13 +202,10 @@ def _ending(row: Row) -> str:
     return str(row["failure"]) or "not " + ", not ".join(row["failed_criteria"])
 
 
-def _success(rows: Sequence[Row], name: str) -> dict[str, float]:
-    return with_interval(name, [[float(row["success"])] for row in rows], None)
-
-
-def _swap(rows: Sequence[Row]) -> dict[str, float]:
-    swaps = [float(hit) for row in rows for hit in row["swaps"]]
-    return with_interval(SWAP, [[hit] for hit in swaps], None) if swaps else {}
+def swap_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """How often the object goes to the goal that another instruction names, with its interval."""
+    swaps = [[float(hit)] for row in rows for hit in row["swaps"]]
+    return with_interval(SWAP, swaps, None) if swaps else {}
 
 
 def _verifier(rows: Sequence[Row]) -> dict[str, float]:

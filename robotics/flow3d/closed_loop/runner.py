@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from mmrl.fields import check_config
+from mmrl.hub.video import write_mp4
 from robotics.flow3d.clip import FlowClip
-from robotics.flow3d.closed_loop.episodes import LoopConfig, verifier_in
+from robotics.flow3d.closed_loop.episodes import FlowEpisode, LoopConfig, verifier_in
 from robotics.flow3d.drawing import draw_flow, draw_paths
 from robotics.flow3d.flow_model import FlowModel
 from robotics.flow3d.geometry import ImageArray
 from robotics.flow3d.metrics import flow_errors, goal_reached
 from robotics.flow3d.plan.judge import open_verifier
 from robotics.flow3d.plan.planner import FlowPlanner
+from robotics.flow3d.plan.result import PlanResult, PlanRound, PlanTry
 from robotics.scenes.objects.demonstrator import Demonstrator
+from robotics.scenes.objects.scene import SceneConfig
 from robotics.scenes.objects.tabletop import FlowTabletop
 from robotics.scenes.objects.tasks import FLOW_TASKS
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from robotics.flow3d.closed_loop.episodes import FlowEpisode
-    from robotics.flow3d.plan.result import PlanResult, PlanRound, PlanTry
-    from robotics.scenes.objects.scene import SceneConfig
-    from robotics.scenes.objects.tabletop import FlowTabletop
 
 
 SIDE_PX = 384
@@ -47,56 +47,36 @@ Source = FlowModel | Callable[[FlowTabletop], FlowModel]
 """A flow model, or a function that makes one for a scene, such as `TrueFlow`."""
 
 
-class EpisodeVideo:
-    """Records a run and writes it at the end; does nothing without a path."""
+@contextmanager
+def recorded_frames(robot: FlowTabletop) -> Iterator[list[ImageArray]]:
+    """Frames of a scene at its start and then every `TICKS` ticks until the context ends."""
+    frames: list[ImageArray] = []
+    ticks = itertools.count(1)
+    settings = RenderSettings(SIDE_PX, SIDE_PX, camera="scene", multisampling=True)
+    with closing(FrameRenderer(robot.model, settings)) as renderer:
 
-    def __init__(self, robot: FlowTabletop, path: Path | None) -> None:
-        self._robot, self._path = robot, path
-        self._frames: list[ImageArray] = []
-        self._renderer: FrameRenderer | None = None
-        self._ticks = 0
-        self.result: PlanResult | None = None
-        """Result of the run; set before the end."""
-        self.success = False
-        """Whether the task is done; set before the end."""
+        def record() -> None:
+            update_poses(robot.model, robot.data)
+            frames.append(renderer.rgb(robot.data).copy())
 
-    def __enter__(self) -> Self:
-        if self._path is not None:
-            settings = RenderSettings(SIDE_PX, SIDE_PX, camera="scene", multisampling=True)
-            self._renderer = FrameRenderer(self._robot.model, settings)
-            self._robot.on_frame = self._on_tick
-            self._record()
-        return self
+        record()
+        robot.on_frame = lambda _: record() if next(ticks) % TICKS == 0 else None
+        try:
+            yield frames
+        finally:
+            robot.on_frame = None
 
-    def __exit__(self, *exception: object) -> None:
-        if self._renderer is None or self._path is None:
-            return
-        self._robot.on_frame = None
-        self._renderer.close()
-        if self.result is not None:
-            self._write(self._path, self.result)
 
-    def _on_tick(self, robot: FlowTabletop) -> None:
-        self._ticks += 1
-        if self._ticks % TICKS == 0:
-            self._record()
-
-    def _record(self) -> None:
-        assert self._renderer is not None
-        update_poses(self._robot.model, self._robot.data)
-        self._frames.append(self._renderer.rgb(self._robot.data).copy())
-
-    def _write(self, path: Path, result: PlanResult) -> None:
-        from mmrl.hub.video import write_mp4
-
-        overlay = _overlay(result, self._robot.config.width)
-        text = f"{self._robot.arm.name}: {result.instruction}"
-        end = "done" if self.success else f"not done{f': {result.failure}' if result.failure else ''}"
-        shown = [_frame(self._frames[0], None, text)] * STILL
-        shown += [_frame(self._frames[0], overlay, text)] * STILL
-        shown += [_frame(each, overlay, text) for each in self._frames[1:]]
-        shown += [_frame(self._frames[-1], overlay, f"{text} ({end})")] * STILL
-        write_mp4(path, np.stack(shown), FPS)
+def write_video(path: Path, robot: FlowTabletop, frames: list[ImageArray], result: PlanResult, success: bool) -> None:
+    """Write the frames of a run as mp4: the first one, the flow over it, the execution, and how it ended."""
+    overlay = _overlay(result, robot.config.width)
+    text = f"{robot.arm.name}: {result.instruction}"
+    end = "done" if success else f"not done{f': {result.failure}' if result.failure else ''}"
+    shown = [_frame(frames[0], None, text)] * STILL
+    shown += [_frame(frames[0], overlay, text)] * STILL
+    shown += [_frame(each, overlay, text) for each in frames[1:]]
+    shown += [_frame(frames[-1], overlay, f"{text} ({end})")] * STILL
+    write_mp4(path, np.stack(shown), FPS)
 
 
 def _overlay(result: PlanResult, width_px: int) -> Image.Image | None:
@@ -202,10 +182,11 @@ class EpisodeRunner:
     def _run(self, episode: FlowEpisode, video: Path | None) -> Row:
         robot, planner = self._prepare(episode)
         seed = self.settings.seed * 1_000_003 + 1009 * episode.number
-        with EpisodeVideo(robot, video) as recording:
+        with nullcontext() if video is None else recorded_frames(robot) as frames:
             result = planner.run(robot, seed=seed)
-            self._last, outcome = result, robot.success()
-            recording.result, recording.success = result, outcome.success
+        self._last, outcome = result, robot.success()
+        if video is not None and frames:
+            write_video(video, robot, frames, result, outcome.success)
         # Predictions are judged against the scene at the start.
         robot.reset(episode.number)
         return {

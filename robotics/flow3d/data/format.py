@@ -20,10 +20,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
@@ -35,11 +38,7 @@ from robotics.flow3d.clip import FlowClip, FlowEncoding, Observation
 from robotics.flow3d.geometry import DepthArray, lift
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     import pyarrow as pa
-    from numpy.typing import NDArray
 
 
 LARGEST_CODE = 2**16 - 1
@@ -130,13 +129,6 @@ def clip_of(row: Mapping[str, Any]) -> FlowClip:
     meta = {"split": row["split"]} | ({"task": row["task"]} if row["task"] else {}) | json.loads(row["meta"])
     flow = np.asarray(row["flow"], dtype=np.float64).reshape(-1, grid, grid, 4)
     return FlowClip(observation, points.reshape(grid, grid, 3), flow, row["source"], json.loads(row["quality"]), meta)
-
-
-def batch_of(row: dict[str, Any], schema: pa.Schema) -> pa.RecordBatch:
-    """One row as a batch."""
-    import pyarrow as pa
-
-    return pa.RecordBatch.from_pylist([row], schema=schema)
 
 
 def rows_of(table: pa.Table) -> list[dict[str, Any]]:

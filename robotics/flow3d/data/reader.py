@@ -6,8 +6,8 @@ import difflib
 import hashlib
 import itertools
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,12 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.files import expanded
 from robotics.data.layout import named_errors
-from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.clip import FlowClip, FlowEncoding
 from robotics.flow3d.data.format import DatasetInfo, clip_of, rows_of
 from robotics.flow3d.data.writer import SHARD, numbered, read_group, read_tally, shard_errors
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from robotics.flow3d.clip import FlowEncoding
 
 COLUMNS = ("split", "source", "task")
 KEPT_GROUPS = 4
@@ -71,7 +69,7 @@ class FlowReader(Sequence[FlowClip]):
         if not self._places:
             asked = ", ".join(f"{group} {' or '.join(sorted(names))}" for group, names in self._wanted.items())
             raise UserError(f"{self.folder} has no clips{f' of {asked} together' if asked else ''}")
-        self._groups: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
+        self._group = lru_cache(KEPT_GROUPS)(lambda shard, group: read_group(self._shards[shard], group))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -161,15 +159,6 @@ class FlowReader(Sequence[FlowClip]):
         with shard_errors(path):
             groups = pq.read_metadata(path).num_row_groups
         return ((group, read_group(path, group, columns)) for group in range(groups))
-
-    def _group(self, shard: int, group: int) -> pa.Table:
-        key = (shard, group)
-        if key not in self._groups:
-            self._groups[key] = read_group(self._shards[shard], group)
-            while len(self._groups) > KEPT_GROUPS:
-                self._groups.popitem(last=False)
-        self._groups.move_to_end(key)
-        return self._groups[key]
 
     def _clip(self, row: dict[str, Any], path: Path) -> FlowClip:
         try:

@@ -10,24 +10,21 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.files import expanded, is_file, remove_drafts, replaced, write_atomically
 from robotics.data.layout import named_errors
-from robotics.flow3d.data.format import INFO, DatasetInfo, Tally, batch_of, clip_schema, dataset_card, row_of, rows_of
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.data.format import INFO, DatasetInfo, Tally, clip_schema, dataset_card, row_of, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     import pyarrow as pa
-
-    from robotics.flow3d.clip import FlowClip
 
 
 FOLDER = "data"
@@ -129,11 +126,13 @@ class _Journal:
         self.split, self.number = split, number
         self.path, self.clips = folder / FOLDER / f".{split}-{number:05d}.journal", 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("wb")
+        self._file, self._schema = self.path.open("wb"), schema
         self._stream = pa.ipc.new_stream(self._file, schema)
 
-    def add(self, batch: pa.RecordBatch) -> None:
-        self._stream.write_batch(batch)
+    def add(self, row: dict[str, Any]) -> None:
+        import pyarrow as pa
+
+        self._stream.write_batch(pa.RecordBatch.from_pylist([row], schema=self._schema))
         self._file.flush()
         self.clips += 1
 
@@ -176,7 +175,8 @@ class FlowWriter:
         self._numbers: dict[str, int] = {}
         self._journals: dict[str, _Journal] = {}
         remove_drafts(self.folder)
-        self._count_shards()
+        for split, number, path in numbered(self.folder, SHARD):
+            self._count(split, number, path, read_tally(path))
         self._recover()
         self._write_summary()
 
@@ -196,8 +196,10 @@ class FlowWriter:
         if not SPLIT.fullmatch(split):
             raise UserError(f"split is {split!r}; must be letters, digits and underscores, such as train")
         row = row_of(clip, split, self.settings.depth_unit_m)
-        journal = self._journals.get(split) or self._new_journal(split)
-        journal.add(batch_of(row, self._schema))
+        if split not in self._journals:
+            self._journals[split] = _Journal(self.folder, split, self._numbers.get(split, 0), self._schema)
+        journal = self._journals[split]
+        journal.add(row)
         if journal.clips >= self.settings.clips_per_shard:
             self._finish(journal)
             self._write_summary()
@@ -227,10 +229,6 @@ class FlowWriter:
             raise UserError(f"{self.folder} is not empty and has no {INFO}; give a new folder or one of this format")
         return DatasetInfo(num_frames, grid) if title is None else DatasetInfo(num_frames, grid, title)
 
-    def _count_shards(self) -> None:
-        for split, number, path in numbered(self.folder, SHARD):
-            self._count(split, number, path, read_tally(path))
-
     def _count(self, split: str, number: int, path: Path, tally: Tally) -> None:
         self.info.tally.merge(tally)
         self.info.shards[path.relative_to(self.folder).as_posix()] = tally.clips.total()
@@ -242,11 +240,6 @@ class FlowWriter:
             if not self._shard_path(split, number).exists() and (batches := journal_batches(path)):
                 self._seal(split, number, batches)
             path.unlink()
-
-    def _new_journal(self, split: str) -> _Journal:
-        journal = _Journal(self.folder, split, self._numbers.get(split, 0), self._schema)
-        self._journals[split] = journal
-        return journal
 
     def _finish(self, journal: _Journal) -> None:
         del self._journals[journal.split]

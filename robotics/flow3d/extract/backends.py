@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray
-
-if TYPE_CHECKING:
-    from robotics.flow3d.video import RgbdVideo
+from robotics.flow3d.video import RgbdVideo
 
 
 @dataclass(frozen=True)
@@ -36,19 +34,7 @@ class Tracker(Protocol):
     """Follows points of the first frame through a video."""
 
     def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:
-        """Follow points.
-
-        Args:
-            video: with depth, if the tracker needs it.
-            mask: (H, W) the object in the first frame.
-            uv_px: (n, 2) points in the first frame.
-
-        Returns:
-            The tracks; frame 0 is `uv_px`.
-
-        Raises:
-            RejectedVideo: the object was lost.
-        """
+        """Follow points (n, 2) of the first frame on an object with mask (H, W); raises RejectedVideo if it is lost."""
 
 
 class DepthSource(Protocol):

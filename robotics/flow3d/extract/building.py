@@ -17,21 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, replaced
+from mmrl.rewards.loading import load_function
 from robotics.data.layout import write_json
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.data import FlowWriter
+from robotics.flow3d.drawing import flow_strip
 from robotics.flow3d.extract.depth import SensorDepth
 from robotics.flow3d.extract.extractor import FlowExtractor
 from robotics.flow3d.extract.simulated import SimSegmentation, SimState
-from robotics.flow3d.video import RejectedVideo
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import FlowClip
-    from robotics.flow3d.video import RgbdVideo
+from robotics.flow3d.extract.sources import LeRobotVideos, read_rgbd_folder
+from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 LOGGER = logging.getLogger("mmrl")
 STRIPS = 12
@@ -70,8 +69,6 @@ def build_from_folder(
     Raises:
         UserError: there are no videos, none of them gives a clip, or one is damaged; or the folder exists already.
     """
-    from robotics.flow3d.extract.sources import read_rgbd_folder
-
     found = sorted(one.parent for one in expanded(Path(videos)).glob("*/camera.json"))
     if not found:
         raise UserError(f"{videos} has no folder with a camera.json in it; see the docstring of read_rgbd_folder")
@@ -123,8 +120,6 @@ def build_from_lerobot(
     Raises:
         UserError: as in `build_from_folder` and `LeRobotVideos`.
     """
-    from robotics.flow3d.extract.sources import LeRobotVideos
-
     source = LeRobotVideos(dataset, camera=camera, depth=depth, K=K, depth_unit_m=depth_unit_m, T_world_cam=T_world_cam)
     chosen = _extractor(FlowEncoding(num_frames=num_frames, grid=grid), begin, extractor, extractor_options)
     read = [partial(source.__getitem__, index) for index in range(len(source))[: episodes or None]]
@@ -135,8 +130,8 @@ def build_from_scenes(
     path: str,
     *,
     backend: str = "offline",
-    pictures: int = 200,
-    held_out_pictures: int = 20,
+    videos: int = 200,
+    held_out_videos: int = 20,
     tasks: Sequence[str] = (),
     actors: Sequence[str] = (),
     image_size: int = 128,
@@ -144,7 +139,7 @@ def build_from_scenes(
     num_frames: int = 8,
     grid: int = 4,
     begin: str = "motion",
-    first_picture: int = 0,
+    first_video: int = 0,
 ) -> Path:
     """Record demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learnt.
 
@@ -152,8 +147,8 @@ def build_from_scenes(
         path: folder to write.
         backend: offline (`revealed_depth` and `rigid_chain`), or simulator (its own masks and poses). With the same
             other options both see the same videos.
-        pictures: videos of the split train.
-        held_out_pictures: videos of the split held_out, with layouts that training data do not show.
+        videos: videos of the split train.
+        held_out_videos: videos of the split held_out, with layouts that training data do not show.
         tasks: keys of `FLOW_TASKS`; all when empty.
         actors: who may be in view; hand, free gripper and Panda when empty.
         image_size: side of the images in pixels.
@@ -161,7 +156,7 @@ def build_from_scenes(
         num_frames: T, frames of a flow.
         grid: N, query points a side.
         begin: of `FlowExtractor`.
-        first_picture: number of the first video of each split.
+        first_video: number of the first video of each split.
 
     Returns:
         The folder.
@@ -172,15 +167,17 @@ def build_from_scenes(
     if backend not in BACKENDS:
         raise UserError(f"backend is {backend!r}; there are {', '.join(BACKENDS)}")
     chosen = FlowExtractor(FlowEncoding(num_frames=num_frames, grid=grid), begin=begin, **BACKENDS[backend])
-    counts = {"train": pictures, "held_out": held_out_pictures}
-    videos = _scene_videos(counts, first_picture, tasks, actors, image_size, depth_noise)
-    return write_clips(path, videos, chosen, f"Flow of tasks at a table, {backend} extraction")
+    counts = {"train": videos, "held_out": held_out_videos}
+    recorded = _scene_videos(counts, first_video, tasks, actors, image_size, depth_noise)
+    return write_clips(path, recorded, chosen, f"Flow of tasks at a table, {backend} extraction")
 
 
 def write_clips(
     path: str, videos: Iterable[tuple[str, Callable[[], RgbdVideo]]], extractor: FlowExtractor, title: str
 ) -> Path:
     """Extract clips of videos, each a split and a function that reads it, and write them with the extraction report."""
+    from PIL import Image
+
     if expanded(Path(path)).exists():
         raise UserError(f"{path} exists already; name another folder or remove it")
     refused: Counter[str] = Counter()
@@ -199,7 +196,9 @@ def write_clips(
                 writer.add(clip, split=split)
                 count += 1
                 if count <= STRIPS:
-                    _draw(draft / "strips" / f"{count - 1:03d}.png", clip)
+                    strips = draft / "strips"
+                    strips.mkdir(exist_ok=True)
+                    Image.fromarray(flow_strip(clip)).save(strips / f"{count - 1:03d}.png")
         if not count:
             raise UserError(f"none of {total} videos gives a clip: {dict(refused)}; see extract.REASONS")
         report = {"videos": total, "clips": count, "left_out": dict(refused), "numbers": numbers}
@@ -220,24 +219,18 @@ def _scene_videos(
     from robotics.scenes.objects.scene import SceneConfig
     from robotics.scenes.objects.tasks import FLOW_TASKS
 
+    skipped: list[str] = []
     for split, count in counts.items():
         scene = SceneConfig(layouts=split, width=image_size, height=image_size, depth_noise=depth_noise)
-        config = DemonstrationConfig(tuple(tasks or FLOW_TASKS), tuple(actors or FILMED_ACTORS), scene=scene)
-        skipped: list[str] = []
-        for video in videos(range(first, first + count), config, on_skip=partial(_note, skipped)):
-            # The simulator's mask of the gripper is nothing that an extractor would have.
+        config = DemonstrationConfig(tuple(tasks or FLOW_TASKS), tuple(actors or DEFAULT_ACTORS), scene=scene)
+        for video in videos(range(first, first + count), config, on_skip=lambda _, reason: skipped.append(reason)):
+            # An extractor must find the gripper itself; the simulator's mask would give it away.
             yield split, partial(replace, video, gripper_mask=None)
-        if skipped:
-            LOGGER.info("%d of %d videos of %s cannot be shown, such as: %s", len(skipped), count, split, skipped[0])
-
-
-def _note(skipped: list[str], _: int, reason: str) -> None:
-    skipped.append(reason)
+    if skipped:
+        LOGGER.info("%d videos cannot be shown, such as: %s", len(skipped), skipped[0])
 
 
 def _extractor(encoding: FlowEncoding, begin: str, function: str, options: Mapping[str, Any] | None) -> FlowExtractor:
-    from mmrl.rewards.loading import load_function
-
     if function:
         made = load_function(function, what="extractor")(encoding, **dict(options or {}))
         if not isinstance(made, FlowExtractor):
@@ -257,20 +250,10 @@ def _split(
     return (("train" if index < train else "held_out", read) for index, read in enumerate(videos))
 
 
-def _draw(file: Path, clip: FlowClip) -> None:
-    from PIL import Image
-
-    from robotics.flow3d.drawing import flow_strip
-
-    file.parent.mkdir(exist_ok=True)
-    with replaced(file) as draft:
-        Image.fromarray(flow_strip(clip)).save(draft)
-
-
 BACKENDS: dict[str, dict[str, Any]] = {
     "offline": {},
     "simulator": {"detector": SimSegmentation(), "tracker": SimState(), "depth": SensorDepth()},
 }
 """Parts of `FlowExtractor` for videos of the scenes."""
-FILMED_ACTORS = ("hand", "free_gripper", "panda")
+DEFAULT_ACTORS = ("hand", "free_gripper", "panda")
 """Actors of the videos by default; the other arms are held out."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from robotics.flow3d.geometry import (
     lift,
     project,
 )
-
-if TYPE_CHECKING:
-    from robotics.flow3d.video import RgbdVideo
+from robotics.flow3d.video import RgbdVideo
 
 CORNERS, MIN_CORNERS = 200, 8
 """Corners searched in the first frame, and the number below which there is no estimate."""

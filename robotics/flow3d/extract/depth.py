@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
+from mmrl.hub.compat import ensure_torchvision
+from robotics.flow3d.extract.backends import DepthSource
 from robotics.flow3d.geometry import DepthArray
-
-if TYPE_CHECKING:
-    from robotics.flow3d.extract.backends import DepthSource
-    from robotics.flow3d.video import RgbdVideo
-
+from robotics.flow3d.video import RgbdVideo
 
 APART_PX = 8
 """Farther apart than the window of a smoothed pixel."""
@@ -48,7 +46,7 @@ class DenoisedDepth:
         noise = depth_noise_m(depth_m)
         if noise <= self.least_noise_m:
             return depth_m
-        return np.stack([smoothed(picture, noise, self.window_px) for picture in depth_m])
+        return np.stack([smoothed(frame_m, noise, self.window_px) for frame_m in depth_m])
 
 
 def depth_noise_m(depth_m: DepthArray) -> float:
@@ -82,11 +80,11 @@ def resting_depth(depth_m: DepthArray, change_m: float) -> DepthArray:
     """Depth (H, W) of the first frame, averaged over later frames of (L, H, W) until a pixel changes by `change_m`."""
     total, count = depth_m[0].astype(np.float64), np.ones(depth_m[0].shape)
     rests = np.isfinite(depth_m[0])
-    for picture in depth_m[1:]:
-        rests = rests & (np.abs(picture - total / count) < change_m)
+    for frame_m in depth_m[1:]:
+        rests = rests & (np.abs(frame_m - total / count) < change_m)
         if not rests.any():
             break
-        total, count = total + np.where(rests, picture, 0.0), count + rests
+        total, count = total + np.where(rests, frame_m, 0.0), count + rests
     return (total / count).astype(np.float32)
 
 
@@ -123,8 +121,6 @@ class ModelDepth:
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
-        from mmrl.hub.compat import ensure_torchvision
-
         ensure_torchvision()
         from transformers import AutoImageProcessor, AutoModelForDepthEstimation
 

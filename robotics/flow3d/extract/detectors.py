@@ -8,20 +8,15 @@ object that only comes nearer, such as the front of a drawer, only the part is f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.fields import bounded
 from robotics.flow3d.clip import grid_in_box
+from robotics.flow3d.extract.backends import Tracker
 from robotics.flow3d.extract.depth import depth_noise_m
 from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray
-from robotics.flow3d.video import RejectedVideo
-
-if TYPE_CHECKING:
-    from robotics.flow3d.extract.backends import Tracker
-    from robotics.flow3d.video import RgbdVideo
-
+from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 REGROWN_PX = 3
 """How far thin parts may stick out of the mask after its morphological opening."""

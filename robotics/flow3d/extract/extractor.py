@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.flow3d.clip import VISIBLE, FlowClip, FlowEncoding, Observation, frame_indices, grid_in_mask
+from robotics.flow3d.extract.backends import DepthSource, Detector, Tracker, Tracks
 from robotics.flow3d.extract.camera import camera_motion_px, seen_from_first
 from robotics.flow3d.extract.depth import DenoisedDepth
 from robotics.flow3d.extract.detectors import PUBLIC_SIDE_PX, RevealedDepth
 from robotics.flow3d.extract.rigid_chain import RigidChain
 from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, IndexArray, depth_at, lift
 from robotics.flow3d.rigid_motion import fit_motions
-from robotics.flow3d.video import RejectedVideo
-
-if TYPE_CHECKING:
-    from robotics.flow3d.extract.backends import DepthSource, Detector, Tracker, Tracks
-    from robotics.flow3d.video import RgbdVideo
+from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 BEGINNINGS = ("video", "motion")
 STARTED_M, STARTED = 0.005, 0.03

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
+from mmrl.hub.compat import ensure_torchvision
 from mmrl.rewards.loading import load_function
-from robotics.flow3d.extract.backends import Tracks
+from robotics.flow3d.extract.backends import Detector, Tracks
 from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, ImageArray
-from robotics.flow3d.video import RejectedVideo
-
-if TYPE_CHECKING:
-    from robotics.flow3d.extract.backends import Detector
-    from robotics.flow3d.video import RgbdVideo
+from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 
 @dataclass(frozen=True)
@@ -143,8 +140,6 @@ class WithoutGripper:
 
 
 def _load(name: str, model_class: str, processor_class: str, device: str) -> tuple[Any, Any]:
-    from mmrl.hub.compat import ensure_torchvision
-
     ensure_torchvision()
     import transformers
 

@@ -11,11 +11,11 @@ association, Chen & Medioni 1992, Newcombe et al. 2011 (KinectFusion).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.fields import bounded
+from robotics.flow3d.extract.backends import Tracks
 from robotics.flow3d.extract.camera import grey_frames, klt_step
 from robotics.flow3d.extract.depth import depth_noise_m, resting_depth
 from robotics.flow3d.extract.simulated import rigid_tracks
@@ -33,12 +33,7 @@ from robotics.flow3d.geometry import (
     project,
 )
 from robotics.flow3d.rigid_motion import ransac_kabsch
-from robotics.flow3d.video import RejectedVideo
-
-if TYPE_CHECKING:
-    from robotics.flow3d.extract.backends import Tracks
-    from robotics.flow3d.video import RgbdVideo
-
+from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 MIN_EIGENVALUE = 0.02
 """Share of the largest eigenvalue below which the surface does not determine a motion, such as the rotation of a round
@@ -228,99 +223,90 @@ class RigidChain:
     def track(self, video: RgbdVideo, mask: BoolArray, uv_px: FloatArray) -> Tracks:
         """Follow points; see `Tracker`."""
         noise = depth_noise_m(video.known_depth_m)
-        agree = max(0.008, 3 * noise) if self.agree_m is None else self.agree_m
-        poses, lost = self._poses(video, mask, agree, noise)
+        chain = _Chain(self, video, mask, noise)
+        poses, lost = chain.poses()
         share = lost / (len(video) - 1)
         if share > self.most_lost:
             raise RejectedVideo("lost_track", f"too few points in {100 * share:.0f} % of the frames")
-        rest = resting_depth(video.known_depth_m, 4 * noise)
-        tracks = rigid_tracks(video, uv_px, poses[:, None], max(0.01, agree), rest)
+        tracks = rigid_tracks(video, uv_px, poses[:, None], max(0.01, chain.agree_m), chain.rest_m)
         tracks.quality.update(lost_frames=share, depth_noise_m=noise)
         return tracks
 
-    def _poses(self, video: RgbdVideo, mask: BoolArray, agree_m: float, noise_m: float) -> tuple[FloatArray, int]:
+
+class _Chain:
+    """One object in one video; T (4, 4) is its motion since the first frame, in the camera frame."""
+
+    def __init__(self, settings: RigidChain, video: RgbdVideo, mask: BoolArray, noise_m: float) -> None:
+        self.settings, self.mask, self.noise_m = settings, mask, noise_m
+        self.K, self.depth_m, self.grey = video.intrinsics_px, video.known_depth_m, grey_frames(video.rgb)
+        self.agree_m = max(0.008, 3 * noise_m) if settings.agree_m is None else settings.agree_m
+        self.inlier_m = max(0.006, 3 * noise_m) if settings.inlier_m is None else settings.inlier_m
+        self.rest_m = resting_depth(self.depth_m, 4 * noise_m)
+        self.model = lift(_model(mask, self.rest_m, settings.most_points), self.K)
+        self.rng = np.random.default_rng(0)
+
+    def poses(self) -> tuple[FloatArray, int]:
         """(L, 4, 4) motions since the first frame, and the number of frames with too few points."""
-        K, depth_m, grey = video.intrinsics_px, video.known_depth_m, grey_frames(video.rgb)
-        inlier = max(0.006, 3 * noise_m) if self.inlier_m is None else self.inlier_m
-        model_uvz = _model(mask, resting_depth(depth_m, 4 * noise_m), self.most_points)
-        model, rng = lift(model_uvz, K), np.random.default_rng(0)
         T, poses, lost = np.eye(4), [np.eye(4)], 0
-        for frame in range(1, len(video)):
-            seen, uv = _visible(model, T, K, depth_m[frame - 1], agree_m)
-            there, good = self._follow(grey[frame - 1], grey[frame], uv)
-            moved = self._fit(model[seen][good], there[good], depth_m[frame], K, inlier, rng)
+        for frame in range(1, len(self.grey)):
+            seen, uv = self._visible(T, frame - 1, self.agree_m)
+            there, good = self._follow(self.grey[frame - 1], frame, uv, self.settings.levels)
+            moved = self._fit(seen[good], there[good], frame)
             lost += moved is None
-            T = self._supported(T, moved, model, K, depth_m[frame], agree_m)
-            if self.correct_texture:
-                T = self._against_first(T, model, mask, grey, depth_m, frame, K, agree_m, inlier, rng)
-            if self.correct_surface and noise_m < SMOOTH_M:
-                normals = surface_normals(depth_m[frame], K)
-                T = align_to_surface(T, model, depth_m[frame], normals, K, agree_m)
+            T = self._supported(T, moved, frame)
+            if self.settings.correct_texture:
+                T = self._against_first(T, frame)
+            if self.settings.correct_surface and self.noise_m < SMOOTH_M:
+                normals = surface_normals(self.depth_m[frame], self.K)
+                T = align_to_surface(T, self.model, self.depth_m[frame], normals, self.K, self.agree_m)
             poses.append(T)
         return np.stack(poses), lost
 
-    def _against_first(
-        self,
-        T: FloatArray,
-        model: FloatArray,
-        mask: BoolArray,
-        grey: list[ImageArray],
-        depth_m: DepthArray,
-        frame: int,
-        K: FloatArray,
-        agree_m: float,
-        inlier_m: float,
-        rng: np.random.Generator,
-    ) -> FloatArray:
-        expected = warped_image(T, grey[0], mask, depth_m[0], grey[frame], depth_m[frame], K, 2 * agree_m)
-        seen, uv = _visible(model, T, K, depth_m[frame], 2 * agree_m)
-        there, good = self._follow(expected, grey[frame], uv, levels=0)
-        near = good & (np.linalg.norm(there - uv, axis=-1) < self.window_px / 2)
-        better = self._fit(model[seen][near], there[near], depth_m[frame], K, inlier_m, rng)
-        return self._supported(T, better, model, K, depth_m[frame], agree_m)
+    def _against_first(self, T: FloatArray, frame: int) -> FloatArray:
+        """Correct the drift of T by flow from the first frame, warped to T, so that flow only has to find the error."""
+        now, depth_m, reach = self.grey[frame], self.depth_m[frame], 2 * self.agree_m
+        expected = warped_image(T, self.grey[0], self.mask, self.depth_m[0], now, depth_m, self.K, reach)
+        seen, uv = self._visible(T, frame, reach)
+        there, good = self._follow(expected, frame, uv, levels=0)
+        near = good & (np.linalg.norm(there - uv, axis=-1) < self.settings.window_px / 2)
+        return self._supported(T, self._fit(seen[near], there[near], frame), frame)
 
-    def _supported(
-        self,
-        T: FloatArray,
-        other: FloatArray | None,
-        model: FloatArray,
-        K: FloatArray,
-        depth_m: DepthArray,
-        agree_m: float,
-    ) -> FloatArray:
+    def _supported(self, T: FloatArray, other: FloatArray | None, frame: int) -> FloatArray:
         """The other pose, unless the depth image contradicts it: optical flow may have followed a hand instead."""
         if other is None:
             return T
-        kept, found = (_support(pose, model, K, depth_m, agree_m) for pose in (T, other))
+        kept, found = (self._support(pose, frame) for pose in (T, other))
         return other if found >= min(LEAST_SUPPORT * kept, kept - 1) else T
 
-    def _follow(
-        self, before: ImageArray, after: ImageArray, uv: FloatArray, levels: int | None = None
-    ) -> tuple[FloatArray, BoolArray]:
-        halvings = self.levels if levels is None else levels
-        return klt_step(before, after, uv, self.window_px, halvings, self.forward_backward_px)
+    def _support(self, T: FloatArray, frame: int) -> int:
+        """Number of visible points at T, minus those in front of the measured surface, which cannot be there."""
+        uvz = project(apply_pose(T, self.model), self.K)
+        behind = depth_at(self.depth_m[frame], uvz[:, :2]) - uvz[:, 2]
+        return int((np.abs(behind) < self.agree_m).sum() - (behind > self.agree_m).sum())
 
-    def _fit(
-        self,
-        model: FloatArray,
-        uv: FloatArray,
-        depth_m: DepthArray,
-        K: FloatArray,
-        inlier_m: float,
-        rng: np.random.Generator,
-    ) -> FloatArray | None:
-        depth = depth_at(depth_m, uv)
+    def _visible(self, T: FloatArray, frame: int, agree_m: float) -> tuple[IndexArray, FloatArray]:
+        """Indices (k,) of the model points that are visible at T, and their pixels (k, 2)."""
+        uvz = project(apply_pose(T, self.model), self.K)
+        seen = np.flatnonzero(np.abs(depth_at(self.depth_m[frame], uvz[:, :2]) - uvz[:, 2]) < agree_m)
+        return seen, uvz[seen, :2]
+
+    def _follow(self, before: ImageArray, frame: int, uv: FloatArray, levels: int) -> tuple[FloatArray, BoolArray]:
+        settings = self.settings
+        return klt_step(before, self.grey[frame], uv, settings.window_px, levels, settings.forward_backward_px)
+
+    def _fit(self, points: IndexArray, uv: FloatArray, frame: int) -> FloatArray | None:
+        """T that takes model points (k,) to pixels (k, 2) of a frame; None with too few points."""
+        depth = depth_at(self.depth_m[frame], uv)
         known = np.isfinite(depth)
         if known.sum() < MIN_POINTS:
             return None
-        target = lift(np.concatenate([uv, depth[:, None]], -1)[known], K)
-        source = model[known]
-        T = ransac_kabsch(source, target, tolerance_m=inlier_m, iterations=self.iterations, rng=rng)
-        fits = np.linalg.norm(apply_pose(T, source) - target, axis=-1) < inlier_m
+        uvz = np.concatenate([uv, depth[:, None]], -1)[known]
+        source, target = self.model[points[known]], lift(uvz, self.K)
+        T = ransac_kabsch(source, target, tolerance_m=self.inlier_m, iterations=self.settings.iterations, rng=self.rng)
+        fits = np.linalg.norm(apply_pose(T, source) - target, axis=-1) < self.inlier_m
         if fits.sum() < MIN_POINTS:
             return None
-        uvz = np.concatenate([uv, depth[:, None]], -1)[known]
-        return fit_reprojection(T, source[fits], uvz[fits], K, SIGMA_PX, inlier_m / 3)
+        return fit_reprojection(T, source[fits], uvz[fits], self.K, SIGMA_PX, self.inlier_m / 3)
 
 
 def _model(mask: BoolArray, depth_m: DepthArray, most: int) -> FloatArray:
@@ -331,19 +317,3 @@ def _model(mask: BoolArray, depth_m: DepthArray, most: int) -> FloatArray:
     chosen = np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int))
     rows, columns = rows[chosen], columns[chosen]
     return np.stack([columns + 0.5, rows + 0.5, depth_m[rows, columns].astype(np.float64)], -1)
-
-
-def _visible(
-    model: FloatArray, T: FloatArray, K: FloatArray, depth_m: DepthArray, agree_m: float
-) -> tuple[IndexArray, FloatArray]:
-    """Indices (k,) of the model points that are visible at a pose, and their pixels (k, 2)."""
-    uvz = project(apply_pose(T, model), K)
-    seen = np.flatnonzero(np.abs(depth_at(depth_m, uvz[:, :2]) - uvz[:, 2]) < agree_m)
-    return seen, uvz[seen, :2]
-
-
-def _support(T: FloatArray, model: FloatArray, K: FloatArray, depth_m: DepthArray, agree_m: float) -> int:
-    """Number of visible points at a pose, minus those in front of the measured surface, which cannot be there."""
-    uvz = project(apply_pose(T, model), K)
-    behind = depth_at(depth_m, uvz[:, :2]) - uvz[:, 2]
-    return int((np.abs(behind) < agree_m).sum() - (behind > agree_m).sum())

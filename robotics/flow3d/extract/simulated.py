@@ -52,7 +52,7 @@ def rigid_tracks(
     start = lift(np.concatenate([uv_px, np.nan_to_num(start_z, nan=1.0)[:, None]], -1), K)
     moved = apply_pose(np.broadcast_to(T_t_0, (len(video), len(uv_px), 4, 4)), start[None, :, None])[:, :, 0]
     uvz = project(moved, K)
-    seen = np.stack([depth_at(picture, places) for picture, places in zip(depth_m, uvz[..., :2], strict=True)])
+    seen = np.stack([depth_at(frame_m, places) for frame_m, places in zip(depth_m, uvz[..., :2], strict=True)])
     inside = (uvz[..., 0] >= 0) & (uvz[..., 0] < width) & (uvz[..., 1] >= 0) & (uvz[..., 1] < height)
     visible = inside & (np.abs(seen - uvz[..., 2]) < agree_m) & np.isfinite(start_z)
     behind = ~np.isfinite(uvz[..., 0]) | ~np.isfinite(start_z)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
@@ -19,10 +20,6 @@ from robotics.data.layout import named_errors
 from robotics.data.reader import EpisodeData, LeRobotReader
 from robotics.flow3d.geometry import DepthArray, ImageArray
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
-
 
 COLOURS = (".png", ".jpg", ".jpeg")
 DEPTHS = (".png", ".npy")
@@ -153,7 +150,7 @@ class LeRobotVideos(Sequence[RgbdVideo]):
         dataset: folder in the format v3.0.
         camera: name of the camera in colour.
         depth: name of the camera or feature with the depth of that camera; None for a depth model.
-        K: (3, 3) intrinsics in pixels of the stored pictures.
+        K: (3, 3) intrinsics in pixels of the stored images.
         depth_unit_m: metres of one unit, where depth is stored in whole numbers and not as a depth camera's.
         T_world_cam: (4, 4) pose of the camera, or (L, 4, 4) of one that moves; the identity when None.
 

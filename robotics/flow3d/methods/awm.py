@@ -1,18 +1,18 @@
-"""The world model fine-tuned on the verdict of a verifier: AWM on guessed flow.
+"""AWM on sampled flow: fine-tunes a world model on the verdicts of verifiers.
 
-K flows are guessed for each scene, each is judged by the verifiers, and the model moves towards the noise-to-flow paths
-of those that were accepted more often than the scene's others: the loss of AWM (see `diffusion.matching.awm_loss`)
-with a guess in place of an image and a verdict in place of a reward. No true flow is used.
+K flows are sampled for each scene and judged by the verifiers, and the model moves towards the noise-to-flow paths of
+those that were accepted more often than the scene's others: the loss of AWM (see `diffusion.matching.awm_loss`) with a
+flow in place of an image and a verdict in place of a reward. No true flow is used.
 
 Source: Xue et al., AWM, arXiv 2509.25050, for the loss; 3DFlowAction, arXiv 2506.06199, for world model and verifier.
-The combination is the suite's own, and so are the defaults beside the loss: 8 scenes of 8 guesses, 4 noisy versions of
-each guess, every weight trained.
+The combination is the suite's own, and so are the other defaults: 8 scenes of 8 samples, 4 noisy versions of each
+sample, all weights trained.
 
-A step in which no scene has guesses of different worth moves no weight: the distances to reference and moving average
-are tiny then, and AdamW would scale their gradients up to whole steps. `exploration` makes such steps rare.
+A step in which all samples of each scene have the same reward moves no weight: the distances to reference and moving
+average are tiny then, and AdamW would scale their gradients up to whole steps. `exploration` makes such steps rare.
 
-`shuffle_verdicts` is the control: verdicts are permuted among the guesses of a scene, which leaves their rates, and
-takes away what they say.
+`shuffle_verdicts` is the control: verdicts are permuted among the samples of a scene, which keeps their rates and
+removes their information.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from robotics.flow3d.plan.judge import FlowJudge, WeightedVerifierConfig
 
 LOGGER = logging.getLogger("mmrl")
 SCORES = ("kl_ref",)
-"""What a world model scores beside likelihoods: a velocity distance."""
+"""Scores of a world model in addition to likelihoods: a velocity distance."""
 
 
 def _trainer() -> TrainerConfig:
@@ -80,17 +80,17 @@ class Flow3dAwmConfig(RunConfig):
     model: SavedModelConfig = field(default_factory=SavedModelConfig)
     """The model."""
     data: ClipSetConfig = field(default_factory=ClipSetConfig)
-    """Scenes of training: first pictures, query points and instructions; their flow is not used."""
+    """Training scenes: first images, query points and instructions; their flow is not used."""
     eval_data: dict[str, ClipSetConfig] = field(default_factory=dict)
     """Held-out clips by name; the first split is the headline."""
     verifiers: list[WeightedVerifierConfig] = field(default_factory=lambda: [WeightedVerifierConfig()])
-    """Who judges; the reward of a guess is the weighted sum of their values."""
+    """Verifiers; the reward of a sample is the weighted sum of their values."""
     heldout_verifiers: list[WeightedVerifierConfig] = field(default_factory=list)
-    """Who judges as well, without an effect on training, so that a model that only pleases the others shows."""
+    """Further verifiers without an effect on training, which reveal a model that only exploits the others."""
     shuffle_verdicts: bool = False
-    """Control: permute the rewards among the guesses of each scene."""
+    """Control: permute the rewards among the samples of each scene."""
     exploration: ExplorationConfig = field(default_factory=ExplorationConfig)
-    """Random motion of the guesses of training, for models that guess nearly the same each time."""
+    """Random motion of the training samples, for models whose samples hardly differ."""
     awm: AwmSettings = field(default_factory=AwmSettings)
     """The matching loss."""
     timesteps: TimestepConfig = field(default_factory=lambda: TimestepConfig(count=4))
@@ -116,7 +116,7 @@ class Flow3dAwmConfig(RunConfig):
 
 
 class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
-    """AWM on guessed flow; see the module.
+    """AWM on sampled flow; see the module.
 
     Args:
         config: options of the run.
@@ -153,12 +153,12 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
     def rollout(
         self, policy: FlowWorldModel, tasks: Sequence[FlowClip], generator: torch.Generator, step: Step
     ) -> Rollouts:
-        """Guess K flows of each scene."""
+        """Sample K flows of each scene."""
         with self.awm.sampling_weights(policy):
             return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Weighted verdicts; NaN, and no gradient, for a guess that a verifier could not judge."""
+        """Weighted verdicts; NaN, and no gradient, for a sample that a verifier could not judge."""
         with stopwatch("verify"):
             payload, result = self._judged(rollouts)
         self.errors.count(result)
@@ -170,7 +170,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         return self.awm.scores(policy, rollouts, outputs, self.reference if "kl_ref" in outputs else None)
 
     def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
-        """Verdicts on held-out scenes, and errors of the guesses."""
+        """Verdicts on held-out scenes, and errors of the samples."""
         config = self.config
         measure = VerdictMeasure(policy, config.evaluation, config.seed, split, judge=self.judge)
         with self.eval_ema.applied(policy):
@@ -181,7 +181,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         return [self._record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Number of scenes, and verdicts that could not be had."""
+        """Number of scenes, and counts of missing verdicts."""
         return {"data/clips": float(len(self.train_tasks)), **self.errors.take()}
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
             self.judge.check(clips[0])
 
     def _judged(self, rollouts: Rollouts) -> tuple[FlowPayload, RewardResult]:
-        """The payload with reasons, and what the verdicts are worth."""
+        """The payload with reasons, and the rewards."""
         payload = FlowPayload.of(rollouts)
         written = payload.flow.float().cpu().numpy()
         groups = rollouts.group.cpu().numpy()
@@ -204,8 +204,8 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         reasons: list[str] = []
         result = RewardResult([], terms)
         for number, clip in enumerate(payload.clips):
-            guesses = self.policy.encoding.decode(written[groups == number], clip.points, clip.observation.size_px)
-            verdicts = self.judge.judge(clip, guesses)
+            flows = self.policy.encoding.decode(written[groups == number], clip.points, clip.observation.size_px)
+            verdicts = self.judge.judge(clip, flows)
             for name, values in self.judge.values(verdicts).items():
                 terms.setdefault(name, []).extend(values)
                 unknown = [found[name].reason for found in verdicts if found[name].ok is None]
@@ -231,13 +231,13 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         clip = payload.clips[int(rollouts.group[row])]
         seen = clip.observation
         written = payload.flow[row].float().cpu().numpy()
-        guess = self.policy.encoding.decode(written, clip.points, seen.size_px)
+        flow = self.policy.encoding.decode(written, clip.points, seen.size_px)
         reward = float(rollouts.reward[row])
         return SampleRecord(
             id=f"{clip.source}/{clip.meta.get('seed', '')}",
             prompt=seen.instruction,
             response=payload.reasons[row] if payload.reasons else "",
-            outputs=[draw_flow(seen.rgb, clip.points, guess)],
+            outputs=[draw_flow(seen.rgb, clip.points, flow)],
             reward=None if math.isnan(reward) else reward,
             terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
             advantage=None if advantage is None else float(advantage[row].mean()),

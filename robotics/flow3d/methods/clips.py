@@ -15,12 +15,14 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
+from mmrl.hub.building import build_if_missing
+from mmrl.rewards.loading import load_function
 from mmrl.runs.fingerprint import content_digest
-from robotics.flow3d.clip import VISIBLE, FlowClip, Z
+from robotics.flow3d.clip import VISIBLE, FlowClip, FlowEncoding, Z
+from robotics.flow3d.data import FlowReader
 from robotics.flow3d.geometry import BoolArray, DepthArray, ImageArray
 
 if TYPE_CHECKING:
-    from robotics.flow3d.clip import FlowEncoding
     from robotics.flow3d.model.context import FlowInputs
     from robotics.flow3d.model.world_model import FlowWorldModel
 
@@ -160,8 +162,6 @@ def stacked(clips: Sequence[TrainingClip]) -> tuple[FlowInputs, Tensor, Tensor]:
 
 
 def _of_function(config: ClipSetConfig, where: str) -> list[FlowClip]:
-    from mmrl.rewards.loading import load_function
-
     found = load_function(config.function, what=f"{where}.function")(**config.options)
     clips = []
     for clip in found:
@@ -174,9 +174,6 @@ def _of_function(config: ClipSetConfig, where: str) -> list[FlowClip]:
 
 
 def _of_folder(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
-    from mmrl.hub.building import build_if_missing
-    from robotics.flow3d.data import FlowReader
-
     build_if_missing(config, where)
     reader = FlowReader(
         config.path, split=config.split or None, sources=config.sources or None, tasks=config.tasks or None

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from diffusion.models.ema import EvalAverage, KeepsEvalAverage
 from mmrl.fields import bounded
 from mmrl.runs.samples import Outcome, SampleRecord
-from mmrl.runs.statistics import wilson_interval
 from mmrl.training.evaluation import Measure, Row, Trial, part_metric, parts_of_tasks, with_interval
 from mmrl.training.processes import stream_seed
 from mmrl.training.settings import EvaluationConfig
 from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.closed_loop.measure import swap_metrics
 from robotics.flow3d.drawing import draw_flow
+from robotics.flow3d.geometry import FloatArray
 from robotics.flow3d.metrics import FlowErrors, flow_errors, goal_reached
 from robotics.flow3d.model.world_model import FlowWorldModel, sample_seeds
 from robotics.flow3d.plan.judge import FlowJudge
@@ -28,7 +30,6 @@ GOALS = "goals_world_m"
 """Key of `FlowClip.meta`: instruction -> (3,) final mean of the query points."""
 HEADLINE = "accuracy/within_5cm"
 ERRORS = ("ade_cm", "fde_cm", "ade_visible_cm", "fde_visible_cm", "best_ade_cm")
-SWAP = "accuracy/language_swap"
 
 
 class FlowDomain(KeepsEvalAverage):
@@ -80,7 +81,8 @@ class FlowMeasure(Measure[FlowClip]):
 
     def run(self, batch: Sequence[Trial[FlowClip]], start: int) -> list[Row]:
         """Sample and compare the flow of some clips."""
-        samples = self._samples(batch)
+        clips, indices = [trial.task for trial in batch], [trial.index for trial in batch]
+        samples = self._samples(clips, indices, self.evaluation.samples)
         rows: list[Row] = []
         for trial, found in zip(batch, samples, strict=True):
             row = {"index": trial.index, "repeat": trial.repeat, "clip": trial.task, "samples": found, "swaps": []}
@@ -100,7 +102,7 @@ class FlowMeasure(Measure[FlowClip]):
         for name in ("zero_motion_ade_cm", "zero_motion_fde_cm"):
             found[f"flow/{name}"] = _mean(rows, name)
         found["flow/rotation_deg"] = float(np.median([row["errors"].rotation_deg for row in rows]))
-        return found | self._by_part(rows, tasks) | _swap_metrics(rows)
+        return found | self._by_part(rows, tasks) | swap_metrics(rows)
 
     def record(self, row: Row) -> SampleRecord:
         """The first samples over the truth in white, and the errors."""
@@ -121,41 +123,32 @@ class FlowMeasure(Measure[FlowClip]):
         known = {name: value for name, value in values.items() if value == value}
         return Outcome(f"{self.split}/{row['index']}", {HEADLINE: errors.within_5cm, **known})
 
-    def _samples(self, batch: Sequence[Trial[FlowClip]]) -> list[Any]:
-        """(K, T, N, N, 4) of each clip."""
-        import torch
-
-        model, count = self.model, self.evaluation.samples
-        clips = [trial.task for trial in batch]
+    def _samples(self, clips: Sequence[FlowClip], indices: Sequence[int], count: int) -> list[FloatArray]:
+        """(count, T, N, N, 4) samples of each clip, whose seeds depend on its index in the split."""
+        model = self.model
         inputs = model.inputs_of([clip.observation for clip in clips], [clip.points for clip in clips])
-        seeds = [sample_seeds(stream_seed(self.seed, self.split, trial.index), count) for trial in batch]
+        seeds = [sample_seeds(stream_seed(self.seed, self.split, index), count) for index in indices]
         written = model.sample(inputs, torch.cat(seeds)).float().cpu().numpy()
-        size = [clip.observation.size_px for clip in clips]
-        parts = np.split(written, len(clips))
         return [
-            model.encoding.decode(part, clip.points, own) for part, clip, own in zip(parts, clips, size, strict=True)
+            model.encoding.decode(part, clip.points, clip.observation.size_px)
+            for part, clip in zip(np.split(written, len(clips)), clips, strict=True)
         ]
 
     def _swap(self, batch: Sequence[Trial[FlowClip]], rows: list[Row]) -> None:
         """Record for every other instruction of a scene whether the object then goes to its goal."""
-        import torch
-
         asked = [
-            (row, trial.task, text)
-            for row, trial in zip(rows, batch, strict=True)
-            for text in trial.task.meta.get(GOALS, {})
-            if text != trial.task.observation.instruction.lower()
+            (row, dataclasses.replace(clip, observation=dataclasses.replace(clip.observation, instruction=text)))
+            for row, clip in zip(rows, (trial.task for trial in batch), strict=True)
+            for text in clip.meta.get(GOALS, {})
+            if text != clip.observation.instruction.lower()
         ]
         if not asked:
             return
-        seen = [dataclasses.replace(clip.observation, instruction=text) for _, clip, text in asked]
-        inputs = self.model.inputs_of(seen, [clip.points for _, clip, _ in asked])
-        seeds = [sample_seeds(stream_seed(self.seed, self.split, row["index"]), 1) for row, _, _ in asked]
-        written = self.model.sample(inputs, torch.cat(seeds)).float().cpu().numpy()
-        for (row, clip, text), part in zip(asked, written, strict=True):
-            flow = self.model.encoding.decode(part, clip.points, clip.observation.size_px)
-            end_m = clip.with_flow(flow).flow_world_m[-1]
-            row["swaps"].append(goal_reached(end_m, clip.meta[GOALS], text))
+        clips = [clip for _, clip in asked]
+        samples = self._samples(clips, [row["index"] for row, _ in asked], 1)
+        for (row, clip), flow in zip(asked, samples, strict=True):
+            end_m = clip.with_flow(flow[0]).flow_world_m[-1]
+            row["swaps"].append(goal_reached(end_m, clip.meta[GOALS], clip.observation.instruction))
 
     def _by_part(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
         columns = [{"task": clip.meta.get("task"), "source": clip.source} for clip in tasks]
@@ -169,14 +162,6 @@ class FlowMeasure(Measure[FlowClip]):
 
 def _mean(rows: Sequence[Row], name: str) -> float:
     return float(np.mean([getattr(row["errors"], name) for row in rows]))
-
-
-def _swap_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    swaps = [hit for row in rows for hit in row["swaps"]]
-    if not swaps:
-        return {}
-    low, high = wilson_interval(sum(swaps), len(swaps))
-    return {SWAP: float(np.mean(swaps)), f"{SWAP}/low": low, f"{SWAP}/high": high}
 
 
 def verdict_metric(name: str) -> str:
@@ -195,11 +180,10 @@ class VerdictMeasure(FlowMeasure):
         rows = super().run(batch, start)
         for row in rows:
             verdicts = self.judge.judge(row["clip"], row["samples"])
-            accepted = {name: [_number(found[name], found[name].ok) for found in verdicts] for name in verdicts[0]}
-            row |= {"accepted": accepted, "reasons": {name: found.reason for name, found in verdicts[0].items()}}
-            row["scores"] = {
-                name: [_number(found[name], found[name].score) for found in verdicts] for name in verdicts[0]
-            }
+            by_name = {name: [found[name] for found in verdicts] for name in verdicts[0]}
+            row["accepted"] = {name: [_number(each, each.ok) for each in own] for name, own in by_name.items()}
+            row["scores"] = {name: [_number(each, each.score) for each in own] for name, own in by_name.items()}
+            row["reasons"] = {name: own[0].reason for name, own in by_name.items()}
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
@@ -221,19 +205,23 @@ class VerdictMeasure(FlowMeasure):
         """The record of `FlowMeasure` with the verdicts on the first sample."""
         record = super().record(row)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in row["reasons"].items())
-        shares = {verdict_metric(name): _known_mean(values) for name, values in row["accepted"].items()}
-        return dataclasses.replace(record, response=f"{record.response}; {reasons}", terms={**record.terms, **shares})
+        return dataclasses.replace(
+            record, response=f"{record.response}; {reasons}", terms={**record.terms, **_accepted_shares(row)}
+        )
 
     def outcome(self, row: Row) -> Outcome:
         """Errors and shares of accepted samples of a clip, for paired comparisons."""
         outcome = super().outcome(row)
-        shares = {verdict_metric(name): _known_mean(values) for name, values in row["accepted"].items()}
-        known = {name: value for name, value in shares.items() if value == value}
+        known = {name: value for name, value in _accepted_shares(row).items() if value == value}
         return dataclasses.replace(outcome, scores={**outcome.scores, **known})
 
 
 def _number(verdict: Verdict, value: float | bool | None) -> float:
     return float("nan") if verdict.ok is None or value is None else float(value)
+
+
+def _accepted_shares(row: Row) -> dict[str, float]:
+    return {verdict_metric(name): _known_mean(values) for name, values in row["accepted"].items()}
 
 
 def _known(values: Sequence[float]) -> bool:

@@ -78,12 +78,12 @@ class WorldModelConfig(FlowModelConfig):
     """The model that is trained."""
 
     path: str = ""
-    """Folder of a saved world model to go on from; all that it is made of then comes from there."""
+    """Folder of a saved world model to continue from; it brings its own settings."""
     depth_range: str = rare(choice("data", DEPTH_RANGES))
     """Where encoding.z_min_m and z_max_m come from: data (98 % of the training depths and a tenth more at both ends)
     or given."""
     words: list[str] = field(default_factory=list)
-    """Words that the vocabulary has beside those of the training instructions, for instructions to come."""
+    """Words of future instructions, added to those of the training instructions."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class FlowPayload(Payload):
     """B clips with the noise that they are trained under; C, T, N as in an encoded flow."""
 
     inputs: FlowInputs = nested()
-    """Pictures, query points and instructions."""
+    """Images, query points and instructions."""
     flow: Tensor = per_row()
     """(B, C, T, N, N) encoded."""
     noise: Tensor = per_row()
@@ -207,7 +207,7 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
         return LossOutput(loss, {"loss/total": Metric.summed(loss.detach())})
 
     def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
-        """Errors of guessed flow on held-out clips, or success in closed loop over a set of episodes."""
+        """Errors of sampled flow on held-out clips, or success in closed loop over a set of episodes."""
         config = self.config
         with self.eval_ema.applied(policy), ExitStack() as stack:
             measure: Measure[Any] = FlowMeasure(policy, config.evaluation, config.seed, split)
@@ -220,7 +220,7 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
         """Formula of the loss."""
         process = self.policy.config.process
         what = {"eps": "noise", "v": "velocity", "x0": "flow"}[process.parameterisation]
-        return f"mean ({what}(x_t, t, picture, points, instruction) - {what})^2, {process.kind}"
+        return f"mean ({what}(x_t, t, image, points, instruction) - {what})^2, {process.kind}"
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Number of clips."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +25,11 @@ from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
-from robotics.flow3d.clip import VISIBLE, FlowClip
+from robotics.flow3d.clip import VISIBLE, FlowClip, Observation
 from robotics.flow3d.geometry import FloatArray, lift, project
 from robotics.flow3d.model.context import FlowInputs
 from robotics.flow3d.model.processes import RectifiedProcess, sigma_grid
 from robotics.flow3d.model.world_model import FlowWorldModel
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from robotics.flow3d.clip import Observation
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The world model: how the points of an object will move, given a picture and an instruction.
+"""The world model: how the points of an object will move, given an image and an instruction.
 
 A diffusion model over 3D flow (`FlowWorldModel`), three networks for it, and its training (`flow3d`).
 Importing the package loads none of its modules, only what is taken from it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch.nn import functional
 
 from mmrl.core.payload import Payload, per_row
 from mmrl.errors import UserError
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from robotics.flow3d.clip import FlowEncoding, Observation
 from robotics.flow3d.geometry import FloatArray, ImageArray
 from robotics.flow3d.model.settings import ConditionConfig
 from robotics.policies.base.encoder import (
@@ -29,9 +31,6 @@ from robotics.policies.base.encoder import (
     octave_code,
     octave_size,
 )
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import FlowEncoding, Observation
 
 CODE_SIZE = 72
 """Numbers of a point's code in the paper's network."""
@@ -309,8 +308,6 @@ def make_context(config: ConditionConfig, vocabulary: Vocabulary) -> SmallContex
 
 
 def _read_towers(config: ConditionConfig) -> dict[str, Any]:
-    from mmrl.hub.compat import ensure_torchvision, quiet_transformers
-
     ensure_torchvision()
     from transformers import CLIPTextModel, CLIPVisionModel
 

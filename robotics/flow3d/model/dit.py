@@ -121,6 +121,7 @@ class _FlowTransformer(nn.Module):
             FlowBlock(width, config.heads, context, factored=self.factored) for _ in range(config.blocks)
         )
         self.last, self.leave = Modulated(width), nn.Linear(width, numbers)
+        # the first prediction is zero: no motion, where the model predicts displacements
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
 
@@ -149,6 +150,7 @@ class TrajectoryDit(_FlowTransformer):
     def forward(self, noisy: Tensor, time: Tensor, context: Context) -> Tensor:
         """(B, C, T, N, N), (B,) of 0..1000 -> (B, C, T, N, N)."""
         channels, frames, side = noisy.shape[1:4]
+        # (B, C, T, N N) -> (B, N N, C T): all that a point will do is one token
         tokens = self.enter(noisy.flatten(3).permute(0, 3, 1, 2).flatten(2)) + self._cells(context)
         found = self._run(tokens, time, context, 1)
         return found.unflatten(-1, (channels, frames)).permute(0, 2, 3, 1).unflatten(-1, (side, side))
@@ -166,6 +168,7 @@ class FactoredDit(_FlowTransformer):
     def forward(self, noisy: Tensor, time: Tensor, context: Context) -> Tensor:
         """(B, C, T, N, N), (B,) of 0..1000 -> (B, C, T, N, N)."""
         frames, side = noisy.shape[2:4]
+        # (B, C, T, N N) -> (B, T, N N, C)
         tokens = self.enter(noisy.flatten(3).permute(0, 2, 3, 1)) + self._cells(context)[:, None] + self.frames
         found = self._run(tokens.flatten(1, 2), time, context, frames)
         return found.unflatten(1, (frames, side, side)).permute(0, 4, 1, 2, 3)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,13 @@ from mmrl.fields import check_config
 from mmrl.files import read_json_object, replaced, write_atomically
 from mmrl.hub.building import base_entries, base_path, sort_header
 from mmrl.runs.checkpoint import check_model
-from robotics.flow3d.clip import FlowEncoding
+from robotics.flow3d.clip import FlowEncoding, Observation
 from robotics.flow3d.geometry import FloatArray
 from robotics.flow3d.model.context import TOWERS, ClipContext, Context, FlowInputs, make_context, make_inputs
 from robotics.flow3d.model.dit import FactoredDit, TrajectoryDit
 from robotics.flow3d.model.processes import guided, make_process
 from robotics.flow3d.model.settings import BodyConfig, ConditionConfig, FlowModelConfig, ProcessConfig, UnetConfig
 from robotics.policies.base.encoder import Vocabulary
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import Observation
-
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 FOLDERS = ("text", "vision")
@@ -208,6 +204,7 @@ class FlowWorldModel(nn.Module):
             found = self._predict(context, noisy, time)
             return found if blank is None else guided(self._predict(blank, noisy, time), found, scale)
 
+        # noise of each row by its own seed: a sample does not depend on how many are drawn with it
         noise = row_noise(seeds, 1, self.flow_shape)[:, 0].to(self.device)
         return self.process.sample(predict, noise, steps or settings.steps)
 
@@ -306,7 +303,7 @@ class FlowWorldModel(nn.Module):
 
 
 def sample_seeds(seed: int, count: int) -> Tensor:
-    """(count,) int64 seeds of guesses; the first ones do not depend on the count."""
+    """(count,) int64 seeds of samples; the first ones do not depend on the count."""
     return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed))
 
 

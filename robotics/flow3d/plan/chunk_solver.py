@@ -13,19 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.flow3d.geometry import FloatArray, angle_rad, apply_pose, farthest_points, inverse_pose, make_pose
-from robotics.flow3d.object_motion import turn_by
+from robotics.flow3d.kinematics import ArmIk
 from robotics.flow3d.plan.reach import GraspPlan, ReachChecks, plan_along
-
-if TYPE_CHECKING:
-    from robotics.flow3d.kinematics import ArmIk
-    from robotics.flow3d.object_motion import ObjectMotion
+from robotics.flow3d.rigid_motion import ObjectMotion, turn_by
 
 SOLVERS = ("slsqp", "dual_annealing")
 RADIAN_M = 1.5
@@ -49,9 +45,9 @@ def collision_cost(
 
 def pose_consistency(first: FloatArray, second: FloatArray, rot_weight: float = 0.5) -> float:
     """Mean distance of poses (M, 4, 4) from the nearest of others (L, 4, 4), one radian worth `rot_weight` metres."""
-    way = np.linalg.norm(first[:, None, :3, 3] - second[None, :, :3, 3], axis=-1)
+    shift = np.linalg.norm(first[:, None, :3, 3] - second[None, :, :3, 3], axis=-1)
     turn = angle_rad(first[:, None], second[None])
-    return float((way + rot_weight * turn).min(1).mean())
+    return float((shift + rot_weight * turn).min(1).mean())
 
 
 def flow_keypoint_cost(keypoints_m: FloatArray, predicted_m: FloatArray, p: int = 2) -> float:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, apply_pose, inverse_pose, lift, project
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import Observation
 
 DILATE_PX = 2
 """Pixels around the object's mask that belong to neither part, since masks and depth disagree there."""

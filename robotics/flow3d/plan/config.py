@@ -34,7 +34,7 @@ class PlannerConfig:
     """Frames of the moving average of motions."""
     from_first_predicted: bool = rare(False)
     """Measure motions from the first predicted frame, as the public viewer does."""
-    least_way_m: float = rare(bounded(0.005, at_least=0))
+    least_motion_m: float = rare(bounded(0.005, at_least=0))
     """Least displacement of any point of the object."""
     renderer: str = rare(choice("numpy", lambda: (*RENDERERS, REPLAY)))
     """Renders the predicted outcome: points with numpy or open3d, or the simulator by `replay`."""

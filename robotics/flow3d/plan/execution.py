@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from mmrl.fields import bounded, choice, rare
+from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, apply_pose
-from robotics.flow3d.object_motion import interpolate_joints, interpolate_poses
+from robotics.flow3d.kinematics import ArmIk, FlowRobot
 from robotics.flow3d.plan.clouds import scene_cloud
 from robotics.flow3d.plan.reach import GraspPlan, ReachSettings, different_plans
 from robotics.flow3d.plan.result import Failure, PlanFailed, PlanResult, PlanRound
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import Observation
-    from robotics.flow3d.kinematics import ArmIk, FlowRobot
-    from robotics.flow3d.object_motion import ObjectMotion
+from robotics.flow3d.rigid_motion import ObjectMotion, interpolate_joints, interpolate_poses
 
 Result = TypeVar("Result")
 MIN_VISIBLE = 10
@@ -34,7 +31,7 @@ class ExecutionSettings:
     sub_steps: int = rare(bounded(4, at_least=1))
     """Interpolation steps between solved poses."""
     grasp_tries: int = rare(bounded(2, at_least=1))
-    """Most grasps, where the arm is stopped on its way or the fingers close on nothing."""
+    """Most grasps that are tried, where the arm is blocked or the fingers close on nothing."""
     look_again: bool = False
     """Look after each chunk, and end or replan where the object is not where it should be; off as in the paper."""
     replans: int = bounded(5, at_least=0)
@@ -86,6 +83,7 @@ class Executor:
     ) -> PlanFailed | None:
         """Move the object along the plan, chunk by chunk; `find_mask` gives the object's pixels in an observation."""
         plan, motion = _chosen(round_)
+        # only the last chunk has to arrive: an arm that lags within the motion catches up
         arrived, before = True, 0
         for end in range(self.settings.chunk, len(plan.frames) + self.settings.chunk, self.settings.chunk):
             frame = min(end, len(plan.frames)) - 1
@@ -112,13 +110,13 @@ class Executor:
         self.back_off()
 
     def back_off(self) -> None:
-        """Retract the hand along the fingers, out of view and of the next grasp's way."""
+        """Retract the hand along the fingers, out of view and clear of the next grasp."""
         here = self.joint_rad()
         there = self.ik.pose(here)
         back = there.copy()
         back[:3, 3] -= self.reach.standoff_m * there[:3, 2]
-        way, _ = interpolate_poses(np.stack([there, back]), step_m=self.reach.step_m)
-        path = self.ik.follow(way, here)
+        retreat, _ = interpolate_poses(np.stack([there, back]), step_m=self.reach.step_m)
+        path = self.ik.follow(retreat, here)
         self._move(path.joint_rad[: max(1, int(path.reached.sum()))])
 
     def go_to(self, joint_rad: FloatArray) -> None:

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, apply_pose
+from robotics.flow3d.kinematics import ArmIk, FlowArm
 from robotics.flow3d.plan.chunk_solver import refined_plans
-from robotics.flow3d.plan.clearance import ArmClearance
 from robotics.flow3d.plan.clouds import hidden_points, normals_towards, scene_cloud
+from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.grasps import PROPOSERS, Grasp, GraspProposer, ObjectSurface
 from robotics.flow3d.plan.prediction import one_line
-from robotics.flow3d.plan.reach import GraspPlan, Obstacles, ReachChecks, choose_grasps, held_path
+from robotics.flow3d.plan.reach import ArmClearance, GraspPlan, Obstacles, ReachChecks, choose_grasps, held_path
 from robotics.flow3d.plan.result import Failure, PlanFailed, PlanRound, PlanTry
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import Observation
-    from robotics.flow3d.kinematics import ArmIk, FlowArm
-    from robotics.flow3d.plan.config import PlannerConfig
-    from robotics.flow3d.plan.vlm import PartFinder
+from robotics.flow3d.plan.vlm import PartFinder
 
 SCENE_POINTS = 1500
 """Points of the scene that are checked for collisions; more take longer."""

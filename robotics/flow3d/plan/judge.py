@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
+from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.flow_model import FixedFlow
 from robotics.flow3d.geometry import FloatArray, ImageArray
 from robotics.flow3d.plan.config import PlannerConfig
@@ -28,10 +29,6 @@ from robotics.flow3d.plan.verdict import (
 from robotics.scenes.objects.criteria import Outcome
 from robotics.scenes.objects.scene import NOBODY, FlowScene
 from robotics.scenes.objects.tasks import FLOW_TASKS
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import FlowClip
-
 
 VERIFIERS = ("none", "always", "geometric", "oracle", "vlm", "endpoint")
 VALUES = ("ok", "score")
@@ -75,13 +72,13 @@ def open_verifier(config: VerifierConfig) -> Verifier | None:
     if config.kind == "vlm":
         from mmrl.vlm.engine.policy import load_policy
         from mmrl.vlm.model.config import ModelConfig
-        from robotics.flow3d.plan.vlm import VlmVerifier
+        from robotics.flow3d.plan.vlm import LocalModel, VlmVerifier
 
-        return VlmVerifier(load_policy(ModelConfig(path=config.path)))
+        return VlmVerifier(LocalModel(load_policy(ModelConfig(path=config.path))))
     if config.kind == "endpoint":
-        from robotics.flow3d.plan.vlm import EndpointVerifier
+        from robotics.flow3d.plan.vlm import ChatEndpoint, VlmVerifier
 
-        return EndpointVerifier(config.url, config.model, timeout_s=config.timeout_s)
+        return VlmVerifier(ChatEndpoint(config.url, config.model, config.timeout_s))
     return None
 
 

@@ -16,27 +16,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.flow_model import FlowModel
 from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray
-from robotics.flow3d.kinematics import ArmIk
+from robotics.flow3d.kinematics import ArmIk, FlowArm, FlowRobot
 from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.execution import Executor
 from robotics.flow3d.plan.grasp_search import GraspSearch
+from robotics.flow3d.plan.grasps import GraspProposer
 from robotics.flow3d.plan.prediction import Predictor, one_line
+from robotics.flow3d.plan.reach import GraspPlan
 from robotics.flow3d.plan.rendering import REPLAY, check_renderer, render_outcome
 from robotics.flow3d.plan.result import Failure, PlanFailed, PlanResult, PlanRound, PlanTry
 from robotics.flow3d.plan.verdict import PlanFacts, Verdict, Verifier, judged
-
-if TYPE_CHECKING:
-    from robotics.flow3d.kinematics import FlowArm, FlowRobot
-    from robotics.flow3d.plan.grasps import GraspProposer
-    from robotics.flow3d.plan.reach import GraspPlan
-    from robotics.flow3d.plan.vlm import PartFinder
+from robotics.flow3d.plan.vlm import PartFinder
 
 
 class FlowPlanner:
@@ -134,7 +130,7 @@ class FlowPlanner:
                 observation = dataclasses.replace(observation, instruction=instruction)
             result.instruction = observation.instruction
             try:
-                first_seed = seed + number * self.config.samples
+                first_seed = seed + number * self.config.samples  # a replan must not repeat the noise of earlier tries
                 round_ = self.plan(observation, executor.joint_rad(), seed=first_seed, held=held)
             except PlanFailed as failed:
                 result.rounds += [] if failed.round is None else [failed.round]
@@ -146,6 +142,7 @@ class FlowPlanner:
             if ended is None:
                 executor.finish(round_)
                 return
+            # a drifted object is still in the hand, and the next round only corrects the motion; a dropped one is not
             held = ended.failure is Failure.OBJECT_DRIFTED
             if number == again:
                 executor.let_go()
@@ -180,6 +177,7 @@ class FlowPlanner:
             raise PlanFailed(Failure.VERIFIER_DOWN, unsure[-1].reason)
         if usable and not unsure and self.config.when_rejected == "stop":
             raise PlanFailed(Failure.VERIFIER_REJECTS, usable[-1][1].reason)
+        # rejected plans are searched for a path only now: most are never needed, and the search is the slow part
         for each, _ in sorted(usable, key=lambda pair: -pair[1].score):
             if self._plans(round_, each):
                 return each

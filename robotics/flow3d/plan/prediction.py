@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,12 +10,10 @@ from mmrl.errors import UserError
 from robotics.flow3d.clip import FlowClip, Observation, grid_in_mask
 from robotics.flow3d.flow_model import FixedFlow, FlowModel
 from robotics.flow3d.geometry import BoolArray, FloatArray, depth_at
-from robotics.flow3d.object_motion import object_motion
 from robotics.flow3d.plan.clouds import find_object, object_points
+from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.result import Failure, PlanFailed, PlanRound, PlanTry
-
-if TYPE_CHECKING:
-    from robotics.flow3d.plan.config import PlannerConfig
+from robotics.flow3d.rigid_motion import object_motion
 
 VISIBLE_SHARE = 0.5
 """Visibility above which a point counts as visible."""
@@ -45,12 +42,18 @@ class Predictor:
             flow = np.asarray(self.model.predict(observation, points, 1, seed)[0], dtype=np.float64)
             clip = FlowClip(observation, points, flow)
         except Exception as error:  # any model; the loop must end cleanly
-            return _unusable(seed, np.zeros((0, *points.shape[:2], 4)), Failure.MODEL_FAILED, one_line(error))
+            return PlanTry(
+                seed, np.zeros((0, *points.shape[:2], 4)), failure=Failure.MODEL_FAILED, detail=one_line(error)
+            )
         if not np.isfinite(flow).all() or not (flow[..., 2] > 0).all():
-            return _unusable(seed, flow, Failure.DEGENERATE_GEOMETRY, "the flow is not finite, or behind the camera")
+            return PlanTry(
+                seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail="the flow is not finite, or behind the camera"
+            )
         seen = (clip.visible > VISIBLE_SHARE).sum(-1)
         if np.median(seen) < 3:
-            return _unusable(seed, flow, Failure.TOO_FEW_POINTS, f"{int(np.median(seen))} visible points a frame")
+            return PlanTry(
+                seed, flow, failure=Failure.TOO_FEW_POINTS, detail=f"{int(np.median(seen))} visible points a frame"
+            )
         motion = object_motion(
             clip,
             object_points(observation, round_.mask),
@@ -62,11 +65,11 @@ class Predictor:
         )
         if motion.fit.degenerate.any():
             detail = "the points that fit are on a line, so they determine no rotation"
-            return _unusable(seed, flow, Failure.DEGENERATE_GEOMETRY, detail)
+            return PlanTry(seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail=detail)
         moved = float(np.linalg.norm(motion.moved_world_m - motion.points_world_m, axis=-1).max())
-        if moved < config.least_way_m:
+        if moved < config.least_motion_m:
             detail = f"the flow moves the object by {1000 * moved:.1f} mm"
-            return _unusable(seed, flow, Failure.NO_MOVING_OBJECT, detail)
+            return PlanTry(seed, flow, failure=Failure.NO_MOVING_OBJECT, detail=detail)
         return PlanTry(seed, flow, motion)
 
     def mask(self, observation: Observation) -> BoolArray:
@@ -120,10 +123,6 @@ def _as_model(flow: FlowModel | FlowClip | FloatArray) -> FlowModel:
     if not callable(getattr(flow, "predict", None)):
         raise UserError(f"flow is a {type(flow).__name__}; must be a model with predict(), a FlowClip or an array")
     return flow
-
-
-def _unusable(seed: int, flow: FloatArray, failure: Failure, detail: str) -> PlanTry:
-    return PlanTry(seed, flow, failure=failure, detail=detail)
 
 
 def one_line(error: Exception) -> str:

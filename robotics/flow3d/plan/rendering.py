@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mmrl.errors import UserError
+from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, apply_pose, inverse_pose, project
 from robotics.flow3d.plan.clouds import scene_cloud
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import Observation
 
 HOLE_PX = 1
 """Gaps of up to twice this width in a rendered surface are closed."""

@@ -6,18 +6,16 @@ import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mmrl.files import replaced
+from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray
-
-if TYPE_CHECKING:
-    from robotics.flow3d.clip import Observation
-    from robotics.flow3d.object_motion import ObjectMotion
-    from robotics.flow3d.plan.reach import GraspPlan
-    from robotics.flow3d.plan.verdict import Verdict
+from robotics.flow3d.plan.reach import GraspPlan
+from robotics.flow3d.plan.verdict import Verdict
+from robotics.flow3d.rigid_motion import ObjectMotion
 
 
 class Failure(StrEnum):

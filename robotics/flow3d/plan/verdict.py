@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from mmrl.fields import bounded, check_config
 from robotics.flow3d.geometry import FloatArray, ImageArray, angle_rad
-
-if TYPE_CHECKING:
-    from robotics.flow3d.object_motion import ObjectMotion
+from robotics.flow3d.rigid_motion import ObjectMotion
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class GeometricLimits:
     """Displacement of the object's center in the last step; it should be at rest at the end."""
     step_rad: float = bounded(math.radians(60), above=0)
     """Rotation in one step."""
-    least_way_m: float = bounded(0.01, at_least=0)
+    least_motion_m: float = bounded(0.01, at_least=0)
     """Least mean displacement of the object's points; standing still does no task."""
 
 
@@ -130,7 +128,7 @@ class GeometricVerifier:
         T = np.concatenate([np.eye(4)[None], motion.T_t_0_world])
         moved = motion.moved_world_m
         centres = np.concatenate([motion.centre_m[None], moved.mean(1) - moved[0].mean(0) + motion.centre_m])
-        way_m = float(np.linalg.norm(moved - motion.points_world_m, axis=-1).mean(-1).max())
+        motion_m = float(np.linalg.norm(moved - motion.points_world_m, axis=-1).mean(-1).max())
         below_m = -math.inf if meta.support_z_m is None else meta.support_z_m - float(moved[..., 2].min())
         return {
             "not one rigid motion": _over(float(motion.fit.rmse_m.max()), limits.rmse_m),
@@ -139,7 +137,7 @@ class GeometricVerifier:
             "out of the workspace": _from_center(moved, limits.low_m, limits.high_m),
             "still moving at the end": _over(float(np.linalg.norm(centres[-1] - centres[-2])), limits.last_step_m),
             "turns too fast": _over(float(angle_rad(T[:-1], T[1:]).max()), limits.step_rad),
-            "hardly moves": 2 - way_m / limits.least_way_m if limits.least_way_m else 0.0,
+            "hardly moves": 2 - motion_m / limits.least_motion_m if limits.least_motion_m else 0.0,
         }
 
 

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from mmrl.errors import UserError
+from mmrl.hub.chat_endpoint import ModelRefused, ask_chat, check_url
+from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import BoolArray, FloatArray, ImageArray, IndexArray, farthest_points
 from robotics.flow3d.plan.clouds import world_points
 from robotics.flow3d.plan.verdict import PlanFacts, Verdict
 
 if TYPE_CHECKING:
     from mmrl.vlm.engine.policy import VlmPolicy
-    from robotics.flow3d.clip import Observation
 
 
 FENCE = re.compile(r"^```(?:json)?\s*\n(.*)\n```$", re.DOTALL)
@@ -49,7 +51,7 @@ ENLARGED_PX = 512
 
 
 class NoAnswer(RuntimeError):  # noqa: N818
-    """The model gave no answer: it refused, timed out, is down, or cannot read the question."""
+    """The model gave no usable answer: it refused, timed out, is down, cannot read the question, or named no mark."""
 
 
 class VlmClient(Protocol):
@@ -72,7 +74,6 @@ class LocalModel:
         """The greedy answer; see `VlmClient`."""
         from PIL import Image
 
-        from mmrl.errors import UserError
         from mmrl.vlm.data.task import TaskError, VlmTask
         from mmrl.vlm.engine.sampler import SamplerConfig, sample
 
@@ -102,18 +103,12 @@ class ChatEndpoint:
     """Longest answer."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable with the key; optional."""
-    owner: str = "endpoint"
-    """First word of error messages about the address."""
 
     def __post_init__(self) -> None:
-        from mmrl.hub.chat_endpoint import check_url
-
-        check_url(self.url, self.owner)
+        check_url(self.url, "endpoint")
 
     def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
         """The endpoint's answer; see `VlmClient`."""
-        from mmrl.hub.chat_endpoint import ModelRefused, ask_chat
-
         try:
             return ask_chat(
                 self.url,
@@ -171,49 +166,22 @@ def _problem(fields: object) -> str:
 
 
 class VlmVerifier:
-    """Asks a Qwen2.5-VL or Qwen3-VL in this process."""
+    """Asks a vision-language model: a `LocalModel`, or one behind a `ChatEndpoint`."""
 
-    def __init__(self, policy: VlmPolicy, max_new_tokens: int = 160) -> None:
-        self.client = LocalModel(policy, max_new_tokens)
-
-    def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
-        """Ask the model; see `Verifier`."""
-        return _verdict_of(self.client, before, after, instruction)
-
-
-class EndpointVerifier:
-    """Asks a model behind an OpenAI-compatible chat endpoint."""
-
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        timeout_s: float = 60.0,
-        max_tokens: int = 300,
-        api_key_env: str = "OPENAI_API_KEY",
-    ) -> None:
-        self.client = ChatEndpoint(url, model, timeout_s, max_tokens, api_key_env, owner="verifier")
+    def __init__(self, client: VlmClient) -> None:
+        self.client = client
 
     def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
-        """Ask the endpoint; see `Verifier`. `ok` is None after a refusal, a timeout or without a server."""
-        return _verdict_of(self.client, before, after, instruction)
-
-
-def _verdict_of(client: VlmClient, before: ImageArray, after: ImageArray, instruction: str) -> Verdict:
-    try:
-        answer = client.ask(SYSTEM, QUESTION.format(instruction=instruction), [before, after])
-    except NoAnswer as error:
-        return Verdict(None, 0.0, str(error))
-    return read_verdict(answer)
+        """Ask the model; see `Verifier`. `ok` is None where it gave no answer, such as without a server."""
+        try:
+            answer = self.client.ask(SYSTEM, QUESTION.format(instruction=instruction), [before, after])
+        except NoAnswer as error:
+            return Verdict(None, 0.0, str(error))
+        return read_verdict(answer)
 
 
 PartFinder: TypeAlias = "Callable[[Observation, BoolArray], FloatArray]"
 """(observation, mask (H, W) of the object's pixels with depth) -> point (3,) on the part in the world frame."""
-
-
-class PartUnknown(RuntimeError):  # noqa: N818
-    """The model gave no usable answer."""
 
 
 class AskedPart:
@@ -227,7 +195,7 @@ class AskedPart:
         self.client, self.marks = client, marks
 
     def __call__(self, observation: Observation, mask: BoolArray) -> FloatArray:
-        """Point (3,) on the chosen part; raises PartUnknown or NoAnswer."""
+        """Point (3,) on the chosen part; raises NoAnswer."""
         points, _ = world_points(observation)
         pixels = np.argwhere(mask)
         # Starting at the object's center makes the choice of marks deterministic.
@@ -261,8 +229,8 @@ def read_part(answer: str, marks: int) -> int:
     try:
         fields = read_json(answer)
     except ValueError:
-        raise PartUnknown(f"unusable answer (no JSON): {answer[:160]!r}") from None
+        raise NoAnswer(f"unusable answer (no JSON): {answer[:160]!r}") from None
     mark = fields.get("mark") if isinstance(fields, dict) else None
     if isinstance(mark, bool) or not isinstance(mark, int) or not 1 <= mark <= marks:
-        raise PartUnknown(f"unusable answer (mark is {mark!r}; there are 1 to {marks}): {answer[:160]!r}")
+        raise NoAnswer(f"unusable answer (mark is {mark!r}; there are 1 to {marks}): {answer[:160]!r}")
     return mark

@@ -19,26 +19,24 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.rewards.loading import load_function
 from mmrl.training.processes import stream_seed
+from robotics.episodes.payload import EpisodePayload
 from robotics.episodes.tasks import episode_id
 from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.geometry import apply_pose, inverse_pose
 from robotics.flow3d.reward.progress import BETA_PER_M, FlowProgress, flow_distances
+from robotics.flow3d.reward.tabletop_views import TabletopViews, check_moves_object
+from robotics.flow3d.rigid_motion import points_in_mask
 from robotics.sim.episodes import EpisodeSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from robotics.episodes.payload import EpisodePayload
-    from robotics.flow3d.reward.tabletop_views import TabletopViews
-    from robotics.sim.opening import SimConfig
+from robotics.sim.opening import SimConfig
 
 LOGGER = logging.getLogger("mmrl")
 DISTANCES = ("mean", "sum")
@@ -132,8 +130,6 @@ class FlowFollowing:
         if self._model is None:
             assert self._own is not None
             return self._own.clip(episode, self.config.num_frames, self.config.grid)
-        from robotics.flow3d.rigid_motion import points_in_mask
-
         seen = self._view(episode)
         if seen.mask is None or not seen.mask.any():
             raise UserError("the first observation has no mask of the object")
@@ -198,7 +194,5 @@ def _open_views(sim: SimConfig, tasks: Sequence[str]) -> TabletopViews:
             f"reward is flow with sim.kind {sim.kind}, whose first images have no depth; name flow.model and "
             "flow.view, or use sim.kind=tabletop"
         )
-    from robotics.flow3d.reward.tabletop_views import TabletopViews, check_moves_object
-
     check_moves_object(tasks)
     return TabletopViews(sim.arm, sim.image_size or VIEW_PX, sim.camera or "front")

@@ -94,4 +94,4 @@ def read_weights(module: nn.Module, path: Path) -> None:
         load_model(module, str(file))
     except (SafetensorError, RuntimeError) as error:  # a damaged file; other names or shapes
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the weights in {file} do not fit this policy or are damaged: {reason}") from error
+        raise UserError(f"the weights in {file} do not fit or are damaged: {reason}") from error

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
+
+import numpy as np
 
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, check_config, rare
@@ -23,11 +26,6 @@ from robotics.policies.base.saved import (
     write_weights,
 )
 from robotics.policies.base.statistics import ActionRange, check_bounds
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy as np
 
 LOGGER = logging.getLogger("mmrl")
 SERVICE = Path(__file__).resolve().with_name("service.py")

@@ -69,17 +69,10 @@ class Prismatic(nn.Module):
         causal: bool = False,
         after_patches: Tensor | None = None,
     ) -> Tensor:
-        """States of the last layer, normalised, at the positions that predict the tokens of a chunk.
+        """(B, T, C) states of the last layer, normalised, at the positions that predict the T `tokens` of a chunk.
 
-        Args:
-            pixels: (B, 3 n m, H, W), m images after each other, each as the n backbones take it, stacked by channel.
-            prompts: B texts (P,) int64, <s> first.
-            tokens: T.
-            causal: attend to earlier positions only.
-            after_patches: (B, n, C) embeddings behind the patches of each row; none when None.
-
-        Returns:
-            (B, T, C) in the dtype of the weights.
+        `pixels` are (B, 3 n m, H, W): m images, each as the n backbones take it, stacked by channel. `prompts` are B
+        texts (P,) int64 with <s> first, `after_patches` (B, n, C) embeddings that follow the patches of each row.
         """
         device, patches = pixels.device, self.projector(self.vision_backbone(pixels))
         if after_patches is not None:

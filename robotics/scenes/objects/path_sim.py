@@ -19,7 +19,7 @@ from mmrl.errors import RunError, UserError
 from robotics.flow3d.clip import FlowEncoding, grid_in_mask
 from robotics.flow3d.geometry import apply_pose, depth_at, lift
 from robotics.flow3d.kinematics import ArmIk
-from robotics.flow3d.object_motion import interpolate_poses
+from robotics.flow3d.rigid_motion import interpolate_poses
 from robotics.scenes.objects.path_demos import ACTIONS, APPROACH_POSES
 from robotics.scenes.objects.paths import HALF_TURN, NUMBERS, POSE_NUMBERS, angles_of_action, way_of_action, way_state
 from robotics.scenes.objects.scene import FLOW_ARMS, SceneConfig

@@ -1,4 +1,4 @@
-"""The comparison of extractors: one film as it is judged, and the table of made rows."""
+"""The comparison of extractors: one video as it is judged, and the table of made rows."""
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ def made(iou, median_cm, refused=False):
 def test_rows_are_summed_up_and_drawn(tmp_path):
     rows = [made(0.9, 1.0), made(0.6, 3.0), made(0.0, None, refused=True), made(0.5, 4.0)]
     (found,) = summary(rows)
-    assert (found["films"], found["found"], found["refused"], found["lost"]) == (4, 0.5, 0.25, 0.25)
+    assert (found["videos"], found["found"], found["refused"], found["lost"]) == (4, 0.5, 0.25, 0.25)
     assert (found["iou"], found["median_cm"]) == (0.55, 3.0)
     assert table(rows).splitlines()[2].startswith("| b | 64 | 1 % | 0.50 | 0.25 | 0.55 |")
     draw(rows, tmp_path / "x.png")
     assert np.asarray(Image.open(tmp_path / "x.png")).std() > 10
 
 
-def test_a_film_is_judged_by_every_backend(backend):
+def test_a_video_is_judged_by_every_backend(backend):
     rows = compare_extractors((64,), (0.0,))
     first, second = next(rows), next(rows)
     rows.close()

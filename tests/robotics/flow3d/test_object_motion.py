@@ -6,7 +6,7 @@ from scipy.spatial.transform import Rotation, Slerp
 
 from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.geometry import angle_rad, apply_pose, intrinsics, inverse_pose, make_pose, project
-from robotics.flow3d.object_motion import (
+from robotics.flow3d.rigid_motion import (
     camera_to_world_motion,
     gripper_poses,
     interpolate_joints,

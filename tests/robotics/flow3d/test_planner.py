@@ -21,7 +21,7 @@ from robotics.flow3d.plan.planner import FlowPlanner
 from robotics.flow3d.plan.reach import ReachSettings
 from robotics.flow3d.plan.result import Failure
 from robotics.flow3d.plan.verdict import GeometricVerifier, PredicateVerifier, Verdict
-from robotics.flow3d.plan.vlm import EndpointVerifier
+from robotics.flow3d.plan.vlm import ChatEndpoint, VlmVerifier
 from robotics.scenes.objects.tabletop import FlowTabletop
 from tests.robotics.flow3d.bench_arms import BenchArm
 from tests.robotics.flow3d.drawn import CENTRE, SIDE_PX, drawn_sphere
@@ -310,7 +310,7 @@ def test_a_simulator_draws_the_outcome_and_its_errors_end_nothing():
 def test_an_endpoint_that_is_down_refuses_or_talks_nonsense_ends_the_loop(chat_server, answer, ok, failure):
     chat_server.answers += [answer] * 2
     config = PlannerConfig(samples=2, when_rejected="stop")
-    verifier = EndpointVerifier(chat_server.url, "judge", timeout_s=5.0)
+    verifier = VlmVerifier(ChatEndpoint(chat_server.url, "judge", timeout_s=5.0))
     robot = FakeRobot(BenchArm("panda"))
     result = planner(StraightModel(GOAL), config=config, verifier=verifier).run(robot)
     assert result.failure is failure

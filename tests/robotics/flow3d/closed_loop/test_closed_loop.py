@@ -163,10 +163,10 @@ def test_mmrl_evaluate_writes_videos_and_a_report_and_runs_no_episode_twice(tmp_
     assert found["arms/success/closed_loop"] == 1
     folder = tmp_path / "eval"
     assert "<html" in (folder / "report.html").read_text(encoding="utf-8")
-    (film,) = (folder / "videos").glob("step-000000-arms-place_red-free_gripper-*.mp4")
-    assert film.stat().st_size > 10_000
+    (video,) = (folder / "videos").glob("step-000000-arms-place_red-free_gripper-*.mp4")
+    assert video.stat().st_size > 10_000
     (episodes,) = (folder / "episodes").glob("arms-*.jsonl")
-    assert json.loads(episodes.read_text())["film"] == f"videos/{film.name}"
+    assert json.loads(episodes.read_text())["video"] == f"videos/{video.name}"
     monkeypatch.setattr(EpisodeRunner, "run", lambda *arguments: pytest.fail("an episode ran again"))
     assert evaluate(entry, config) == found
 

@@ -5,7 +5,6 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.flow3d.geometry import angle_rad, apply_pose, make_pose
-from robotics.flow3d.object_motion import turn_by
 from robotics.flow3d.plan.chunk_solver import (
     ChunkSettings,
     collision_cost,
@@ -13,6 +12,7 @@ from robotics.flow3d.plan.chunk_solver import (
     pose_consistency,
     refine_chunk,
 )
+from robotics.flow3d.rigid_motion import turn_by
 
 GRIP = make_pose(np.diag([1.0, -1.0, -1.0]), np.array([0.5, 0.0, 0.06]))
 

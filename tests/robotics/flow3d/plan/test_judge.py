@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from robotics.flow3d.object_motion import ObjectMotion
 from robotics.flow3d.plan.judge import CriteriaVerifier, FlowJudge, WeightedVerifierConfig
 from robotics.flow3d.plan.verdict import PlanFacts, Verdict
+from robotics.flow3d.rigid_motion import ObjectMotion
 from robotics.scenes.objects.criteria import Outcome
 from robotics.scenes.objects.demonstrations import DemonstrationConfig, demonstrations
 from robotics.scenes.objects.scene import SceneConfig

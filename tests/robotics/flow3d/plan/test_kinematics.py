@@ -10,7 +10,7 @@ from robotics.flow3d.geometry import angle_rad, make_pose
 
 pytest.importorskip("mink")
 from robotics.flow3d.kinematics import ArmIk, IkSettings
-from robotics.flow3d.object_motion import interpolate_poses, turn_by
+from robotics.flow3d.rigid_motion import interpolate_poses, turn_by
 
 
 def test_poses_are_those_of_the_other_kinematics(arm):

@@ -10,9 +10,16 @@ import mujoco
 
 from robotics.flow3d.geometry import apply_pose, make_pose
 from robotics.flow3d.kinematics import ArmIk
-from robotics.flow3d.plan.clearance import ArmClearance
 from robotics.flow3d.plan.grasps import Grasp, primitive_grasps
-from robotics.flow3d.plan.reach import Obstacles, ReachChecks, ReachSettings, choose_grasps, different_plans, held_path
+from robotics.flow3d.plan.reach import (
+    ArmClearance,
+    Obstacles,
+    ReachChecks,
+    ReachSettings,
+    choose_grasps,
+    different_plans,
+    held_path,
+)
 from tests.robotics.flow3d.plan.test_grasps import box
 
 

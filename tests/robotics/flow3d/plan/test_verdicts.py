@@ -7,7 +7,6 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.flow3d.geometry import make_pose
-from robotics.flow3d.object_motion import ObjectMotion
 from robotics.flow3d.plan.verdict import (
     AlwaysVerifier,
     GeometricLimits,
@@ -17,8 +16,8 @@ from robotics.flow3d.plan.verdict import (
     Verdict,
     judged,
 )
-from robotics.flow3d.plan.vlm import EndpointVerifier, VlmVerifier, read_verdict
-from robotics.flow3d.rigid_motion import RigidFit
+from robotics.flow3d.plan.vlm import ChatEndpoint, LocalModel, VlmVerifier, read_verdict
+from robotics.flow3d.rigid_motion import ObjectMotion, RigidFit
 
 PICTURE = np.zeros((56, 56, 3), np.uint8)
 GOOD = {"object_moved": "the mug, onto the pad", "matches_task": True, "confidence": 0.9, "what_is_wrong": ""}
@@ -62,7 +61,7 @@ def test_the_score_of_geometry_grows_as_a_check_comes_nearer_to_holding():
     rmse = [ask(GeometricVerifier(), facts(rmse=value)).score for value in (0.01, 0.02, 0.04)]
     assert rmse[0] == 1.0
     assert rmse[0] > rmse[1] > rmse[2]
-    free = GeometricLimits(below_support_m=0.0, least_way_m=0.0)
+    free = GeometricLimits(below_support_m=0.0, least_motion_m=0.0)
     assert ask(GeometricVerifier(free), facts(ways=((0, 0, 0.0005),))).ok
     assert ask(GeometricVerifier(free), facts(ways=((0, 0, -0.05),))).reason == "through the support"
 
@@ -124,13 +123,13 @@ def test_nonsense_is_rejected_with_no_confidence(answer, culprit):
     assert f"unusable answer ({culprit})" in verdict.reason
 
 
-def test_endpoint_sees_both_pictures_and_the_task(chat_server, monkeypatch):
+def test_endpoint_sees_both_images_and_the_task(chat_server, monkeypatch):
     url, requests, answers = chat_server.url, chat_server.requests, chat_server.answers
     answers += [{"content": json.dumps(GOOD)}] * 2
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setenv("MY_KEY", "secret")
-    assert ask(EndpointVerifier(url, "judge")) == Verdict(True, 0.9, "the mug, onto the pad")
-    assert ask(EndpointVerifier(url, "judge", api_key_env="MY_KEY")).ok
+    assert ask(VlmVerifier(ChatEndpoint(url, "judge"))) == Verdict(True, 0.9, "the mug, onto the pad")
+    assert ask(VlmVerifier(ChatEndpoint(url, "judge", api_key_env="MY_KEY"))).ok
     first, second = requests
     system, user = first.body["messages"]
     assert "plan of a robot" in system["content"]
@@ -141,7 +140,7 @@ def test_endpoint_sees_both_pictures_and_the_task(chat_server, monkeypatch):
 
 def test_endpoint_that_refuses_stalls_or_fails_gives_a_verdict(chat_server):
     url, answers = chat_server.url, chat_server.answers
-    verifier = EndpointVerifier(url, "judge", timeout_s=0.5)
+    verifier = VlmVerifier(ChatEndpoint(url, "judge", timeout_s=0.5))
     for answer, start in (
         ({"content": None, "refusal": "not allowed"}, "refused: "),
         ({"content": None}, "refused: "),
@@ -153,12 +152,12 @@ def test_endpoint_that_refuses_stalls_or_fails_gives_a_verdict(chat_server):
         verdict = ask(verifier)
         assert (verdict.ok, verdict.score) == (None, 0.0)
         assert verdict.reason.startswith(start), verdict.reason
-    assert ask(EndpointVerifier("http://127.0.0.1:9/v1", "judge")).reason.startswith("down: ")
-    with pytest.raises(UserError, match="verifier: url is 'here'"):
-        EndpointVerifier("here", "judge")
+    assert ask(VlmVerifier(ChatEndpoint("http://127.0.0.1:9/v1", "judge"))).reason.startswith("down: ")
+    with pytest.raises(UserError, match="endpoint: url is 'here'"):
+        VlmVerifier(ChatEndpoint("here", "judge"))
 
 
-def test_a_model_of_the_suite_is_asked_with_both_pictures(tmp_path, monkeypatch):
+def test_a_model_of_the_suite_is_asked_with_both_images(tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="needs pip install 'mmrl-suite[vlm]'")
     from mmrl.vlm.engine.policy import load_policy
     from mmrl.vlm.model.config import ModelConfig
@@ -168,11 +167,11 @@ def test_a_model_of_the_suite_is_asked_with_both_pictures(tmp_path, monkeypatch)
     policy = load_policy(ModelConfig(path=str(folder)))
     tasks, encode = [], policy.encode
     monkeypatch.setattr(policy, "encode", lambda task: tasks.append(task) or encode(task))
-    verdict = ask(VlmVerifier(policy, max_new_tokens=4))
+    verdict = ask(VlmVerifier(LocalModel(policy, max_new_tokens=4)))
     assert (verdict.ok, verdict.score) == (False, 0.0), "random weights write no JSON"
     assert "unusable answer (no JSON)" in verdict.reason
     assert len(tasks[0].images) == 2
     policy.config.max_prompt_tokens = 3
-    unasked = ask(VlmVerifier(policy, max_new_tokens=4))
+    unasked = ask(VlmVerifier(LocalModel(policy, max_new_tokens=4)))
     assert unasked.ok is None
     assert "cannot read the question" in unasked.reason
