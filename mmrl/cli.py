@@ -8,7 +8,6 @@ command runs, so that `mmrl --help` answers at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import os
 import shlex
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mmrl.commands import COMMANDS, is_first_process, say
 from mmrl.crash import describe_crash, lasting_streams
-from mmrl.errors import RunError, RunStopped, UserError
+from mmrl.errors import RunError, RunStopped, UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 DISTRIBUTION = "mmrl-suite"
 LONGEST_LINE = 4000
@@ -110,7 +109,7 @@ def _check_command(arguments: list[str]) -> None:
     name = next(iter(arguments), "-")
     if name.startswith("-") or name in COMMANDS:
         return
-    raise UserError(f"unknown command '{name}'; {_suggestion(name, COMMANDS)}commands: {', '.join(COMMANDS)}")
+    raise UserError(f"unknown command '{name}'; {did_you_mean(name, COMMANDS)}commands: {', '.join(COMMANDS)}")
 
 
 def _checked_overrides(overrides: list[str]) -> list[str]:
@@ -119,11 +118,6 @@ def _checked_overrides(overrides: list[str]) -> list[str]:
         if not equals or not key.strip():
             raise UserError(f"override '{text}' is not of the form a.b=c, for example trainer.steps=10")
     return overrides
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean '{close[0]}'? " if close else ""
 
 
 def _quieten_libraries() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.errors import UserError
-from mmrl.fields import check_fields, inherited_by
+from mmrl.fields import check_fields
 from mmrl.files import is_file, write_atomically
 
 if TYPE_CHECKING:
@@ -126,7 +126,13 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf passes some of Python's own errors on
         key = getattr(error, "full_key", None) or _wrong_key(structured, values)
         raise UserError(f"{where}: '{key}': {_wrong_type(error, structured, key)}") from error
-    return _validated(filled, where)
+    try:
+        check_fields(filled)
+        if hasattr(filled, "validate"):
+            filled.validate()
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+    return filled
 
 
 def _without_nulls(schema: type[Any], values: Any) -> Any:
@@ -147,7 +153,7 @@ def _with_inherited(schema: type[Any], values: Any) -> Any:
 
     kept = copy.copy(values)
     for item in dataclasses.fields(schema):
-        inherited = inherited_by(item)
+        inherited = item.metadata.get("inherits")  # the field, and options that are not inherited
         if inherited is None or not all(isinstance(kept.get(key), DictConfig) for key in (item.name, inherited[0])):
             continue
         common = {key: value for key, value in kept[inherited[0]].items() if key not in inherited[1]}
@@ -156,16 +162,6 @@ def _with_inherited(schema: type[Any], values: Any) -> Any:
             name: OmegaConf.merge(common, part) if isinstance(part, DictConfig) else part for name, part in parts
         }
     return kept
-
-
-def _validated(config: Any, where: str) -> Any:
-    try:
-        check_fields(config)
-        if hasattr(config, "validate"):
-            config.validate()
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
-    return config
 
 
 def _unknown_key(error: Any, structured: Any) -> str:
@@ -181,8 +177,8 @@ def _unknown_key(error: Any, structured: Any) -> str:
     elsewhere = NAMES_ELSEWHERE.get(key)
     if elsewhere is not None and OmegaConf.select(structured, elsewhere[0]) is not None:
         hint = f"that is {elsewhere[0]} here{elsewhere[1]}; "
-    place = f" under '{parent}'" if parent else ""
-    return f"unknown key '{full_key}'; {hint}known keys{place}: {', '.join(known)}"
+    under = f" under '{parent}'" if parent else ""
+    return f"unknown key '{full_key}'; {hint}known keys{under}: {', '.join(known)}"
 
 
 def _wrong_type(error: Exception, structured: Any, key: str) -> str:
@@ -196,8 +192,9 @@ def _wrong_type(error: Exception, structured: Any, key: str) -> str:
     if isinstance(default, ListConfig):
         return f"expected a list such as [a, b] (default: {default!r})"
     if isinstance(default, DictConfig):
-        known = dataclasses.is_dataclass(OmegaConf.get_type(default))
-        return f"expected keys and values{_listed(default) if known else ' such as {a: 1}'}"
+        known = f"; known keys: {', '.join(map(str, default))}"
+        is_part = dataclasses.is_dataclass(OmegaConf.get_type(default))
+        return f"expected keys and values{known if is_part else ' such as {a: 1}'}"
     named = re.match(r"Invalid type assigned: (\w+) is not a subclass of (\w+)", str(error))
     if named is not None:
         return f"expected keys and values of {named[2]}, got the {named[1]} {str(error).splitlines()[0].split()[-1]!r}"
@@ -207,22 +204,18 @@ def _wrong_type(error: Exception, structured: Any, key: str) -> str:
     return f"{_first_line(error)}{'' if default is None else f' (default: {default!r})'}"
 
 
-def _listed(part: Any) -> str:
-    return f"; known keys: {', '.join(map(str, part))}"
-
-
 def _wrong_key(structured: Any, values: Any) -> str:
     """Dotted key of the first value that does not fit, for errors that do not name it."""
     from omegaconf import DictConfig, OmegaConf
 
     for name, value in OmegaConf.to_container(values).items():  # type: ignore[union-attr]
         key = str(name)
-        place = structured.get(key) if key in structured else None
+        part = structured.get(key) if key in structured else None
         try:
             OmegaConf.merge(structured, {key: value})
         except Exception:
-            inner = isinstance(value, dict) and isinstance(place, DictConfig) and OmegaConf.get_type(place) is not dict
-            return f"{key}.{_wrong_key(place, OmegaConf.create(value))}" if inner else key
+            inner = isinstance(value, dict) and isinstance(part, DictConfig) and OmegaConf.get_type(part) is not dict
+            return f"{key}.{_wrong_key(part, OmegaConf.create(value))}" if inner else key
     return "?"
 
 

@@ -1,6 +1,7 @@
 """Errors that end a command: a user's mistake (exit 2), a failed run (exit 1), a signal (exit 128 + n)."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 
 
@@ -23,6 +24,12 @@ class RunStopped(Exception):  # noqa: N818 - not an error: the run did what the 
         super().__init__(message)
         self.signum = signum
         self.resumable = resumable
+
+
+def did_you_mean(name: str, known: Iterable[object]) -> str:
+    """Suggest the closest known name, as the start of a sentence; empty if none is close."""
+    close = difflib.get_close_matches(name, map(str, known), n=1)
+    return f"did you mean '{close[0]}'? " if close else ""
 
 
 def require_packages(what: str, names: Sequence[str], extra: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import types
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypedDict, Unpack
 
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, did_you_mean
 
 LARGEST = 2**63 - 1
 """Whole numbers beyond it fit neither tensors nor files."""
@@ -104,9 +103,7 @@ class Bounds:
             return None
         if self.choices is None:
             return f"{key} is {value}; must be {self}"
-        close = difflib.get_close_matches(str(value), [str(name) for name in self.allowed], n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        return f"{key} is {value!r}; {hint}allowed: {self._listed()}"
+        return f"{key} is {value!r}; {did_you_mean(str(value), self.allowed)}allowed: {self._listed()}"
 
     def _listed(self) -> str:
         return f"{', '.join(map(str, self.allowed))}{f', or {FUNCTION}' if self.or_function else ''}"
@@ -192,11 +189,6 @@ def rare(default: Any) -> Any:
     return item
 
 
-def is_rare(item: dataclasses.Field[Any]) -> bool:
-    """Whether few users ever set a field."""
-    return bool(item.metadata.get("rare"))
-
-
 def by_kind(
     table: Callable[[], Mapping[str, type[Any]]],
     *,
@@ -212,16 +204,6 @@ def by_kind(
 def inheriting(source: str, *, own: tuple[str, ...]) -> Any:
     """A field of named parts; options that a part does not set, except `own`, are those of the field `source`."""
     return dataclasses.field(default_factory=dict, metadata={"inherits": (source, own)})
-
-
-def inherited_by(item: dataclasses.Field[Any]) -> tuple[str, tuple[str, ...]] | None:
-    """The field that the parts of a field inherit from, and the options that they do not inherit; or None."""
-    return item.metadata.get("inherits")
-
-
-def kinds_of(item: dataclasses.Field[Any]) -> Kinds | None:
-    """The declared kinds of a field, or None."""
-    return item.metadata.get("kinds")
 
 
 def bounds_of(item: dataclasses.Field[Any]) -> Bounds | None:

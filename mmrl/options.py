@@ -20,7 +20,7 @@ from typing import Any
 
 from mmrl.config import NAMES_ELSEWHERE
 from mmrl.errors import UserError
-from mmrl.fields import Bounds, Kinds, bounds_of, is_rare, kinds_of
+from mmrl.fields import Bounds, Kinds, bounds_of
 
 REQUIRED = "???"
 """Default of a value that must be given, as in OmegaConf."""
@@ -145,7 +145,8 @@ def _walk(schema: type[Any], instance: Any, prefix: str, rare: bool = False) -> 
         default = _default_of(item) if instance is None else getattr(instance, item.name)
         required = default is dataclasses.MISSING or default == REQUIRED
         part, suffix = _part_of(hint)
-        bounds, kinds, hidden = bounds_of(item), kinds_of(item), rare or is_rare(item)
+        bounds, kinds = bounds_of(item), item.metadata.get("kinds")
+        hidden = rare or "rare" in item.metadata
         yield Option(
             key=key,
             help=sentences.get(item.name, ""),

@@ -10,7 +10,6 @@ A table stands between two marks, which name what is in it:
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from mmrl.core.blocks import BLOCKS
 from mmrl.core.blocks.preference import PREFERENCE_BLOCKS
-from mmrl.errors import UserError
+from mmrl.errors import UserError, did_you_mean
 from mmrl.files import write_atomically
 from mmrl.listings import LISTINGS, markdown, markdown_table
 from mmrl.options import Option, options_of, select_options
@@ -64,9 +63,7 @@ def table(name: str) -> str:
     """Write the table of a name: recipes, objectives, rewards, blocks PART, options RECIPE [PREFIX] and so on."""
     kind, *arguments = name.split()
     if kind not in TABLES:
-        close = difflib.get_close_matches(kind, TABLES, n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        raise UserError(f"there is no table '{kind}'; {hint}tables: {', '.join(TABLES)}")
+        raise UserError(f"there is no table '{kind}'; {did_you_mean(kind, TABLES)}tables: {', '.join(TABLES)}")
     return TABLES[kind](*arguments)
 
 

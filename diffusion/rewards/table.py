@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, did_you_mean
 from mmrl.rewards import RewardConfig, RewardSum
 
 
@@ -97,9 +96,7 @@ def _bound(reward: ImageReward, options: Mapping[str, Any]) -> Callable[..., Any
 
 
 def _hint(wanted: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(wanted, known, n=1)
-    suggestion = f"did you mean {close[0]!r}? " if close else ""
-    return f"; {suggestion}known are: {', '.join(known) or 'none'}"
+    return f"; {did_you_mean(wanted, known)}known are: {', '.join(known) or 'none'}"
 
 
 COLUMNS = ("metadata",)

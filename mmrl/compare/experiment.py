@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -12,8 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mmrl.compare.overrides import dotted_overrides
-from mmrl.errors import UserError
+from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import bounded, choice
 from mmrl.files import is_file
 
@@ -203,8 +202,7 @@ class ExperimentConfig:
             if self.arm(self.source(arm)).config is None and self.base is None:
                 raise ValueError(f"arm '{arm}' has no `config` and there is no `base`")
         if self.baseline not in self.arms:
-            close = difflib.get_close_matches(self.baseline, self.arms, n=1)
-            hint = f"did you mean '{close[0]}'? " if close else ""
+            hint = did_you_mean(self.baseline, self.arms)
             raise ValueError(f"`baseline` is '{self.baseline}'; {hint}arms: {', '.join(self.arms)}")
 
     def _check_runs_of(self, arm: str) -> None:
@@ -272,6 +270,32 @@ def load_experiment(path: Path) -> ExperimentConfig:
     return experiment
 
 
+def dotted_overrides(values: Mapping[str, Any], output_dir: Path, prefix: str = "") -> list[str]:
+    """Command-line form of nested values."""
+    found = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found += dotted_overrides(value, output_dir, f"{prefix}{key}.")
+        else:
+            found.append(f"{prefix}{key}={_yaml_value(value, output_dir)}")
+    return found
+
+
+def _yaml_value(value: Any, output_dir: Path) -> str:
+    from omegaconf import OmegaConf
+
+    if isinstance(value, str):
+        text = value.replace("{output_dir}", str(output_dir))
+        try:
+            plain = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"])) == {"x": text}
+        except Exception:
+            plain = False  # not YAML at all; quoting makes it a text
+        return text if plain else json.dumps(text, ensure_ascii=False)
+    if isinstance(value, list):
+        return "[" + ", ".join(_yaml_value(item, output_dir) for item in value) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def _all_overrides(experiment: ExperimentConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "overrides", experiment.overrides
     for arm in experiment.arms:
@@ -304,8 +328,7 @@ def _check_cost(name: str, weights: Mapping[str, float]) -> None:
         raise ValueError(f"`work.costs.{name}` is empty; give weights of {', '.join(counters)}")
     for counter, weight in weights.items():
         if counter not in counters:
-            close = difflib.get_close_matches(counter, counters, n=1)
-            hint = f"did you mean '{close[0]}'? " if close else ""
+            hint = did_you_mean(counter, counters)
             raise ValueError(f"`work.costs.{name}` has no counter '{counter}'; {hint}counters: {', '.join(counters)}")
         if not (weight > 0 and math.isfinite(weight)):
             raise ValueError(f"`work.costs.{name}`: the weight of '{counter}' is {weight}; it must be positive")

@@ -12,7 +12,7 @@ import numpy as np
 from mmrl.compare.curves import evaluations, read_curves
 from mmrl.compare.experiment import ExperimentConfig
 from mmrl.compare.plans import RunPlan, is_finished
-from mmrl.compare.results import Comparison, Difference, WorkResult
+from mmrl.compare.results import Comparison, Difference
 from mmrl.compare.summary import plan_comparison
 from mmrl.report.charts import INK, colour_cycle, draw_legend, save_png, style_axes
 
@@ -30,62 +30,37 @@ Line = tuple[Sequence[float], Sequence[float]]
 def draw(experiment: ExperimentConfig, folder: Path, comparison: Comparison) -> None:
     """Write the figures into the output folder."""
     plans = plan_comparison(experiment, folder)
-    _draw_comparison(experiment, folder, comparison, plans)
-    if comparison.work is not None:
-        _draw_work(experiment, folder, comparison.work, plans)
+    curves = {
+        arm: [_curve(experiment, plan) for plan in by_seed.values() if is_finished(plan)]
+        for arm, by_seed in plans.items()
+    }
+    save_png(comparison_figure(comparison, curves), folder / "comparison.png")
+    work = comparison.work
+    if work is not None:
+        found = read_curves(experiment, plans)
+        by_cost = {
+            cost: {arm: [(run.costs[cost], run.values) for run in runs.values()] for arm, runs in found.items()}
+            for cost in work.costs
+        }
+        targets = [target for target in work.targets.values() if target is not None]
+        save_png(work_figure(experiment.name, work.metric, by_cost, targets), folder / "work.png")
 
 
-def _draw_comparison(
-    experiment: ExperimentConfig,
-    folder: Path,
-    comparison: Comparison,
-    plans: Mapping[str, Mapping[int, RunPlan]],
-) -> None:
-    curves = {}
-    for arm, by_seed in plans.items():
-        # an arm that reads the start has a point there, not the curve of the arm whose runs it reads
-        runs = [
-            evaluations(experiment, plan)[: 1 if plan.reads == "start" else None]
-            for plan in by_seed.values()
-            if is_finished(plan)
-        ]
-        curves[arm] = [
-            ([record["step"] for record in run], [record.get(experiment.metric, math.nan) for record in run])
-            for run in runs
-        ]
+def _curve(experiment: ExperimentConfig, plan: RunPlan) -> Line:
+    """The metric over a run's evaluations; of an arm that reads the start, the one point that it has."""
+    records = evaluations(experiment, plan)[: 1 if plan.reads == "start" else None]
+    return [record["step"] for record in records], [record.get(experiment.metric, math.nan) for record in records]
+
+
+def comparison_figure(comparison: Comparison, curves: Mapping[str, Sequence[Line]]) -> Figure:
+    """Three views of arms on shared seeds: values seed by seed, paired differences, curves over steps."""
+    from matplotlib.figure import Figure
+
+    metric = comparison.metric
     values = {
         arm: {seed: value for seed, value in entry.values.items() if value is not None}
         for arm, entry in comparison.arms.items()
     }
-    figure = comparison_figure(
-        experiment.name, experiment.metric, values, experiment.baseline, comparison.differences, curves
-    )
-    save_png(figure, folder / "comparison.png")
-
-
-def _draw_work(
-    experiment: ExperimentConfig, folder: Path, work: WorkResult, plans: Mapping[str, Mapping[int, RunPlan]]
-) -> None:
-    found = read_curves(experiment, plans)
-    by_cost = {
-        cost: {arm: [(run.costs[cost], run.values) for run in runs.values()] for arm, runs in found.items()}
-        for cost in work.costs
-    }
-    targets = [target for target in work.targets.values() if target is not None]
-    save_png(work_figure(experiment.name, work.metric, by_cost, targets), folder / "work.png")
-
-
-def comparison_figure(
-    title: str,
-    metric: str,
-    values: Mapping[str, Mapping[int, float]],
-    baseline: str,
-    differences: Mapping[str, Difference],
-    curves: Mapping[str, Sequence[Line]],
-) -> Figure:
-    """Three views of arms on shared seeds: values seed by seed, paired differences, curves over steps."""
-    from matplotlib.figure import Figure
-
     curves = {arm: [run for run in runs if len(run[0]) > 1] for arm, runs in curves.items()}
     panels = 3 if any(curves.values()) else 2
     figure = Figure(figsize=(4.6 * panels, 4.2), layout="constrained", facecolor="white")
@@ -94,10 +69,10 @@ def comparison_figure(
         style_axes(panel)
     colours = dict(zip(values, colour_cycle(), strict=False))
     _draw_pairs(axes[0], values, metric, colours)
-    _draw_differences(axes[1], differences, baseline, colours)
+    _draw_differences(axes[1], comparison.differences, comparison.baseline, colours)
     if panels == 3:
         _draw_bands(axes[2], curves, metric, colours)
-    figure.suptitle(title)
+    figure.suptitle(comparison.name)
     return figure
 
 

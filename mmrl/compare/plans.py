@@ -7,14 +7,13 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmrl.compare.experiment import ExperimentConfig
-from mmrl.compare.overrides import dotted_overrides, effective_overrides
+from mmrl.compare.experiment import ExperimentConfig, dotted_overrides
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 from mmrl.runs.lock import owner_of
@@ -39,7 +38,7 @@ class RunPlan:
 
     def fingerprint(self) -> dict[str, Any]:
         """Inputs of the run: a changed file, parent file or override gives another fingerprint."""
-        return {"config_sha256": _digest(self.config), "overrides": effective_overrides(self.overrides)}
+        return {"config_sha256": _digest(self.config), "overrides": _effective(self.overrides)}
 
 
 def plan_preparations(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
@@ -89,6 +88,16 @@ def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
         for arm in experiment.arms
         if experiment.source(arm) == arm
     ]
+
+
+def _effective(overrides: Sequence[str]) -> list[str]:
+    """Overrides without those that a later one of the same key takes back, in the order in which they count."""
+    last: dict[str, str] = {}
+    for text in overrides:
+        key = text.partition("=")[0]
+        last.pop(key, None)
+        last[key] = text
+    return list(last.values())
 
 
 def forget_digests() -> None:
@@ -179,7 +188,7 @@ def _same_run(plan: RunPlan, marker: Mapping[str, Any]) -> bool:
     overrides = marker.get("overrides") or []
     if not isinstance(overrides, list) or not all(isinstance(text, str) for text in overrides):
         return False
-    known = {**marker, "overrides": effective_overrides(overrides)}
+    known = {**marker, "overrides": _effective(overrides)}
     return all(known.get(key) == value for key, value in plan.fingerprint().items())
 
 

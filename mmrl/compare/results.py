@@ -28,17 +28,12 @@ class SeedValues:
 
 
 @dataclass
-class ArmResult:
+class ArmResult(SeedValues):
     """One arm's compared metric on the seeds of the comparison."""
 
-    chosen: dict[str, Any] | None
+    chosen: dict[str, Any] | None = None
     """The swept parameter and its chosen value; None without a sweep."""
-    values: dict[int, float | None]
-    mean: float | None
-    low: float | None
-    high: float | None
-    n: int
-    secondary: dict[str, SeedValues]
+    secondary: dict[str, SeedValues] = field(default_factory=dict)
     """Further metrics by name."""
     command: str = ""
     """Command of the arm's first run."""
@@ -260,7 +255,12 @@ def _work_lines(work: WorkResult, baseline: str) -> Iterator[str]:
     yield f"cost to reach {work.metric} = {_target_text(work, baseline)}{whole}, geometric mean of the ratios:"
     rows = [("cost", "arm", f"{baseline} / arm", "95 %", "reached by arm", f"by {baseline}")]
     rows += [
-        (cost, arm, *_ratio_text(ratio), _share(ratio.n, ratio.never), _share(ratio.n, ratio.baseline_never))
+        (
+            cost,
+            arm,
+            *_ratio_text(ratio),
+            *(f"{ratio.n - len(never)} of {ratio.n}" for never in (ratio.never, ratio.baseline_never)),
+        )
         for cost, table in work.costs.items()
         for arm, ratio in table.ratios.items()
     ]
@@ -292,10 +292,6 @@ def _ratio_text(ratio: Ratio) -> tuple[str, str]:
     if ratio.at_most is not None and math.isfinite(ratio.at_most):
         return f"at most {ratio.at_most:.3g}x", ""
     return "unknown", ""
-
-
-def _share(n: int, never: Sequence[int]) -> str:
-    return f"{n - len(never)} of {n}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +164,8 @@ def _arms(
         for metric in experiment.secondary_metrics:
             measured = last_values(experiment, plans[arm], metric)
             secondary[metric] = _seed_values(dict(measured), measured)
-        found[arm] = ArmResult(
-            chosen=None if parameter is None else {parameter: chosen[arm]},
-            values=own.values,
-            mean=own.mean,
-            low=own.low,
-            high=own.high,
-            n=own.n,
-            secondary=secondary,
-        )
+        value = None if parameter is None else {parameter: chosen[arm]}
+        found[arm] = ArmResult(**vars(own), chosen=value, secondary=secondary)
     return found
 
 
@@ -195,12 +189,12 @@ def _difference(
     paired = [seed for seed in seeds if seed in values and seed in baseline]
     per_seed = {seed: values[seed] - baseline[seed] for seed in paired}
     missing = [seed for seed in seeds if seed not in paired]
-    ties = list(per_seed.values()).count(0.0)
+    result = Difference(per_seed, missing, ties=list(per_seed.values()).count(0.0))
     if not paired:
-        return Difference(per_seed, missing, ties)
+        return result
     found = paired_difference([values[s] for s in paired], [baseline[s] for s in paired])
     wins = found.wins if higher_is_better else sum(x < 0 for x in per_seed.values())
-    return Difference(per_seed, missing, ties, found.mean, found.low, found.high, found.n, wins)
+    return replace(result, **found._asdict() | {"wins": wins})
 
 
 def _work(experiment: ExperimentConfig, curves: Curves) -> WorkResult | None:

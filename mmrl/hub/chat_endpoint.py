@@ -6,7 +6,6 @@ Request and answer are JSON with images as PNG in base64; nothing that comes ove
 from __future__ import annotations
 
 import base64
-import functools
 import http.client
 import io
 import json
@@ -107,8 +106,19 @@ class _Exchange:
 
     def open(self, request: urllib.request.Request) -> Any:
         """Send the request; returns the response, to be closed."""
-        opener = urllib.request.build_opener(_Http(self), _Https(self))
-        return opener.open(request, timeout=self._timeout_s)
+        plain, secure = _Http(), _Https()
+        plain.exchange = secure.exchange = self
+        return urllib.request.build_opener(plain, secure).open(request, timeout=self._timeout_s)
+
+    def connection(self, kind: type[http.client.HTTPConnection]) -> Any:
+        """A function that makes connections of a kind, for `do_open`."""
+
+        def make(host: str, **options: Any) -> http.client.HTTPConnection:
+            made = kind(host, **options)
+            made._create_connection = self.connect  # type: ignore[attr-defined]
+            return made
+
+        return make
 
     def connect(self, address: tuple[str, int], *_: Any, **__: Any) -> socket.socket:
         """Connect for what is left of the time, and cut the connection after it."""
@@ -131,29 +141,17 @@ class _Exchange:
 
 
 class _Http(urllib.request.HTTPHandler):
-    def __init__(self, exchange: _Exchange) -> None:
-        super().__init__()
-        self._exchange = exchange
+    exchange: _Exchange
 
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(functools.partial(_connection, http.client.HTTPConnection, self._exchange), req)
+        return self.do_open(self.exchange.connection(http.client.HTTPConnection), req)
 
 
 class _Https(urllib.request.HTTPSHandler):
-    def __init__(self, exchange: _Exchange) -> None:
-        super().__init__()
-        self._exchange = exchange
+    exchange: _Exchange
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(functools.partial(_connection, http.client.HTTPSConnection, self._exchange), req)
-
-
-def _connection(
-    kind: type[http.client.HTTPConnection], exchange: _Exchange, host: str, **options: Any
-) -> http.client.HTTPConnection:
-    connection = kind(host, **options)
-    connection._create_connection = exchange.connect  # type: ignore[attr-defined]
-    return connection
+        return self.do_open(self.exchange.connection(http.client.HTTPSConnection), req)
 
 
 def _cut(connected: socket.socket) -> None:

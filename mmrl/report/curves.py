@@ -21,13 +21,13 @@ def curves(run: RunFolder) -> list[dict[str, Any]]:
     """Figures of a run: accuracy and scores first, then training metrics by subject."""
     names = {name for name in _charted(run) if not name.startswith("time/") and len(_finite_values(run, name)) > 1}
     charts = _accuracy_charts(run) + _score_charts(run)
-    exact = {pattern for _, patterns, _ in CHARTS for pattern in patterns if "*" not in pattern}
-    for title, patterns, log_scale in CHARTS:
+    exact = {pattern for patterns in CHARTS.values() for pattern in patterns if "*" not in pattern}
+    for title, patterns in CHARTS.items():
         chosen = _chosen(names, patterns, exact)
-        charts += _by_kind(run, title, chosen, log_scale)
+        charts += _by_kind(run, title, chosen)
         names -= set(chosen)
     for family in sorted({name.split("/")[0] for name in names}):
-        charts += _by_kind(run, family, [name for name in sorted(names) if name.split("/")[0] == family], False)
+        charts += _by_kind(run, family, [name for name in sorted(names) if name.split("/")[0] == family])
     return charts + _time_charts(run)
 
 
@@ -58,7 +58,7 @@ def _finite_values(run: RunFolder, name: str) -> set[float]:
     return {record[name] for record in run.metrics if math.isfinite(record.get(name, math.nan))}
 
 
-def _by_kind(run: RunFolder, title: str, names: Sequence[str], log_scale: bool) -> list[dict[str, Any]]:
+def _by_kind(run: RunFolder, title: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """One figure for each kind of number among some metrics; the kind is named where there are several."""
     kinds: dict[str, list[str]] = {}
     for name in names:
@@ -68,7 +68,7 @@ def _by_kind(run: RunFolder, title: str, names: Sequence[str], log_scale: bool) 
         _figure(
             title if len(kinds) == 1 else f"{title}, {kind}",
             chosen,
-            line_chart(_series(run, chosen), log_scale=log_scale, smooth=smooth),
+            line_chart(_series(run, chosen), log_scale=title in LOGARITHMIC, smooth=smooth),
         )
         for kind, chosen in kinds.items()
     ]
@@ -100,34 +100,30 @@ def _accuracy_charts(run: RunFolder) -> list[dict[str, Any]]:
         protocols = measured(records, SHARES)
         if len(records) < 2 or not protocols:
             continue
-        steps = [record["step"] for record in records]
-        series = {
-            label(name): (steps, *zip(*(estimate(record, name) for record in records), strict=True))
-            for name in protocols
-        }
         title = f"{protocols[0].partition('/')[0].capitalize()} on {split}"
-        charts.append(_figure(title, protocols, interval_chart(series)))  # type: ignore[arg-type]
+        charts.append(_shares(title, records, {name: label(name) for name in protocols}))
         charts += _part_charts(title, records, protocols[0])
     return charts
 
 
 def _part_charts(title: str, records: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
     """The first protocol by the values of each data column."""
-    parts: dict[str, list[str]] = {}
+    parts: dict[str, dict[str, str]] = {}
     for name in dict.fromkeys(name for record in records for name in record):
         column, _, value = name.removeprefix(f"{metric}/").partition("=")
         if name.startswith(f"{metric}/") and value and not name.endswith(("/low", "/high")):
-            parts.setdefault(column, []).append(name)
+            parts.setdefault(column, {})[name] = value
+    return [_shares(f"{title} by {column}, {label(metric)}", records, names) for column, names in parts.items()]
+
+
+def _shares(title: str, records: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
+    """Shares with their intervals over steps: metric to its label in the legend."""
     steps = [record["step"] for record in records]
-    charts = []
-    for column, names in parts.items():
-        series = {
-            name.partition("=")[2]: (steps, *zip(*(estimate(record, name) for record in records), strict=True))
-            for name in names
-        }
-        image = interval_chart(series)  # type: ignore[arg-type]
-        charts.append(_figure(f"{title} by {column}, {label(metric)}", names, image))
-    return charts
+    series: Any = {
+        shown: (steps, *zip(*(estimate(record, name) for record in records), strict=True))
+        for name, shown in names.items()
+    }
+    return _figure(title, list(names), interval_chart(series))
 
 
 def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
@@ -135,19 +131,14 @@ def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
     for split in run.splits:
         records = run.of_split(split)
         scores, others = (measured(records, prefixes) for prefixes in (JUDGED, UNJUDGED))
+        title, steps = f"Scores and held-out rewards on {split}", [record["step"] for record in records]
         costs = {axis: positions for axis in COSTS if len(set(positions := _cost(records, axis))) > 1} if scores else {}
         for axis, positions in costs.items():
-            charts.append(
-                _panels(f"Scores and held-out rewards on {split} by {axis}", scores, records, positions, axis)
-            )
-        if len(records) > 1:
-            steps = [record["step"] for record in records]
-            charts += (
-                [_panels(f"Scores and held-out rewards on {split}", scores, records, steps)]
-                if scores and not costs
-                else []
-            )
-            charts += [_panels(f"Diversity and distance on {split}", others, records, steps)] if others else []
+            charts.append(_panels(f"{title} by {axis}", scores, records, positions, axis))
+        if len(records) > 1 and scores and not costs:
+            charts.append(_panels(title, scores, records, steps))
+        if len(records) > 1 and others:
+            charts.append(_panels(f"Diversity and distance on {split}", others, records, steps))
     return charts
 
 
@@ -244,34 +235,31 @@ KINDS = {
     ),
 }
 """Kind of number to how the definitions of such metrics begin; the first that fits."""
-CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
-    ("Reward", ("reward/mean", "reward/std"), False),
-    ("Reward terms", ("reward/*",), False),
-    ("Divergence from the reference and the sampling policy", ("policy/kl_ref", "policy/kl_old"), False),
-    ("Entropy", ("policy/entropy",), False),
-    ("Loss terms", ("loss/*",), False),
-    ("Implicit rewards", ("rewards/chosen", "rewards/rejected", "rewards/margins"), False),
-    ("Log-probabilities of the two sides", ("logps/chosen", "logps/rejected"), False),
-    ("Order of pairs", ("rewards/accuracies", "logps/accuracies"), False),
-    ("Importance ratio", ("policy/ratio_mean", "policy/ratio_max"), False),
-    (
-        "Shares",
-        (
-            "reward/zero_variance_groups",
-            "update/zero_advantage_groups",
-            "response/finished_fraction",
-            "policy/clip_fraction_low",
-            "policy/clip_fraction_high",
-        ),
-        False,
+CHARTS: dict[str, tuple[str, ...]] = {
+    "Reward": ("reward/mean", "reward/std"),
+    "Reward terms": ("reward/*",),
+    "Divergence from the reference and the sampling policy": ("policy/kl_ref", "policy/kl_old"),
+    "Entropy": ("policy/entropy",),
+    "Loss terms": ("loss/*",),
+    "Implicit rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins"),
+    "Log-probabilities of the two sides": ("logps/chosen", "logps/rejected"),
+    "Order of pairs": ("rewards/accuracies", "logps/accuracies"),
+    "Importance ratio": ("policy/ratio_mean", "policy/ratio_max"),
+    "Shares": (
+        "reward/zero_variance_groups",
+        "update/zero_advantage_groups",
+        "response/finished_fraction",
+        "policy/clip_fraction_low",
+        "policy/clip_fraction_high",
     ),
-    ("Response length", ("response/length_mean", "response/length_max"), False),
-    ("Gradient norm", ("optim/grad_norm",), True),
-    ("Learning rate", ("optim/lr",), False),
-    ("Coefficients", ("policy/kl_coef", "papo/gamma"), False),
-    ("PAPO", ("papo/*",), False),
-    ("APO", ("apo/*",), False),
-    ("Questions made easier or harder", ("augment/hinted", "augment/noised"), False),
-    ("Tokens per second", ("tokens/per_second",), False),
-    ("Peak memory in megabytes", ("memory/peak_mb",), False),
-)
+    "Response length": ("response/length_mean", "response/length_max"),
+    "Gradient norm": ("optim/grad_norm",),
+    "Learning rate": ("optim/lr",),
+    "Coefficients": ("policy/kl_coef", "papo/gamma"),
+    "PAPO": ("papo/*",),
+    "APO": ("apo/*",),
+    "Questions made easier or harder": ("augment/hinted", "augment/noised"),
+    "Tokens per second": ("tokens/per_second",),
+    "Peak memory in megabytes": ("memory/peak_mb",),
+}
+LOGARITHMIC = {"Gradient norm"}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, did_you_mean
 from mmrl.gui.benchmarks.annotations import (
     Annotation,
     BoxForm,
@@ -72,9 +71,7 @@ def find_benchmark(name: str) -> Benchmark:
     """The benchmark of that name."""
     if name in BENCHMARKS:
         return BENCHMARKS[name]
-    close = difflib.get_close_matches(name, BENCHMARKS, n=1)
-    hint = f"did you mean '{close[0]}'? " if close else ""
-    raise UserError(f"unknown benchmark '{name}'; {hint}there are: {', '.join(BENCHMARKS)}")
+    raise UserError(f"unknown benchmark '{name}'; {did_you_mean(name, BENCHMARKS)}there are: {', '.join(BENCHMARKS)}")
 
 
 def recognise(file: Path, columns: Iterable[str]) -> Benchmark:

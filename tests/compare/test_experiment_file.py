@@ -1,0 +1,80 @@
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from mmrl.compare.experiment import dotted_overrides, load_experiment
+from mmrl.compare.plans import plan_arm_run
+from mmrl.compare.run import run_experiment, train_command
+from mmrl.errors import RunError, UserError
+
+
+def test_the_record_shows_the_command_that_a_user_would_type(lab):
+    path = lab.write()
+    with pytest.raises(RunError):
+        run_experiment(path, lab.output, only_report=True, announce=lab.lines.append)
+    command = lab.result()["arms"]["papo"]["command"]
+    assert command.startswith(f"mmrl train {lab.folder}/base.yaml gain=0.05 seed=1 output_dir=")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sedes": [1]}, "unknown key 'sedes'; did you mean 'seeds'"),
+        ({"arms": {"papo": {"override": {}}, "grpo": {}}}, "unknown key 'arms.papo.override'"),
+        ({"jobs": "many"}, "jobs"),
+        ({"metric": None}, "'metric' must be given"),
+        ({"baseline": "grop"}, "did you mean 'grpo'"),
+        ({"arms": {"grpo": {}}}, "at least two"),
+        ({"arms": {"a/b": {}, "grpo": {}}}, "folder name"),
+        ({"arms": {"a": {"runs_of": "b"}, "grpo": {}}}, "arms with runs: grpo"),
+        ({"arms": {"a": {"runs_of": "grpo"}, "grpo": {}}}, "with which `metrics` it differs"),
+        ({"arms": {"a": {"runs_of": "grpo", "overrides": {"gain": 1}}, "grpo": {}}}, "no config and no overrides"),
+        ({"seeds": []}, "`seeds` is empty"),
+        ({"seeds": [1, 1]}, "repeats a seed"),
+        ({"sweep": {"values": [1.0], "seeds": [3, 4]}}, r"seeds \[3\]"),
+        ({"sweep": {"values": [], "seeds": [4]}}, r"sweep\.values"),
+        ({"sweep": {"values": [1.0], "seeds": [9], "parameter": "gain"}}, "which `sweep` chooses"),
+        (
+            {"sweep": {"values": [1.0], "seeds": [9], "overrides": {"trainer": {"learning_rate": 1}}}},
+            r"`sweep\.overrides` sets 'trainer\.learning_rate', which `sweep` chooses",
+        ),
+        ({"overrides": {"seed": 3}}, "sets 'seed'"),
+        ({"arms": {"papo": {"overrides": {"output_dir": "x"}}, "grpo": {}}}, "sets 'output_dir'"),
+        ({"base": "nowhere.yaml"}, "there is no file nowhere.yaml"),
+        ({"base": None}, "no `config` and there is no `base`"),
+        ({"prepare": [{"config": "nowhere.yaml", "run_dir": "x"}]}, r"prepare\[0\]"),
+        ({"jobs": 0}, "at least 1"),
+    ],
+)
+def test_bad_experiment_files_are_refused_before_anything_runs(lab, changes, message):
+    with pytest.raises(UserError, match=message):
+        lab.run(**changes)
+    assert not lab.output.exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, 0.001, 1e-05, True, None, "text", "true", "3", "1e-3", "a: b", "[x", "#", "", "é", [1, "2", None], {}],
+)
+def test_overrides_survive_the_command_line(value):
+    text = dotted_overrides({"a": {"b": value}}, Path("out"))
+    assert OmegaConf.to_container(OmegaConf.from_dotlist(text)) == {"a": {"b": value}}
+
+
+def test_nested_and_dotted_keys_are_the_same(lab):
+    nested = plan_arm_run(load_experiment(lab.write(overrides={"a": {"b": 1, "c": 2}})), lab.output, "grpo", 1)
+    dotted = plan_arm_run(load_experiment(lab.write(overrides={"a.b": 1, "a.c": 2})), lab.output, "grpo", 1)
+    assert nested == dotted
+    assert nested.overrides == ("a.b=1", "a.c=2", "seed=1")
+
+
+def test_the_real_command_trains_with_the_overrides(lab):
+    plan = plan_arm_run(load_experiment(lab.write()), lab.output, "papo", 2)
+    command = train_command(plan, resume=True)
+    config = str(lab.folder / "base.yaml")
+    folder = f"output_dir={lab.output}/runs/papo/seed-2"
+    assert command == [
+        *[sys.executable, "-m", "mmrl.cli", "train", config, "gain=0.05", "seed=2", folder, "--resume"],
+    ]

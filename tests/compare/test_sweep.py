@@ -1,0 +1,56 @@
+import json
+
+import pytest
+
+from mmrl.errors import RunError
+
+
+def test_the_sweep_chooses_a_value_for_each_arm(lab):
+    sweep = {"values": [0.001, 0.01, 0.1], "seeds": [11, 12]}
+    result = lab.run(sweep=sweep, seeds=[1, 2])
+    assert result["sweep"]["chosen"] == {"papo": 0.01, "grpo": 0.01}
+    rows = result["sweep"]["arms"]["grpo"]["rows"]
+    assert [row["mean"] for row in rows] == pytest.approx([0.606, 0.615, 0.525])
+    assert rows[0]["values"] == pytest.approx({"11": 0.601, "12": 0.611})
+    assert result["sweep"]["arms"]["grpo"]["at_edge"] is False
+    assert result["arms"]["papo"]["chosen"] == {"trainer.learning_rate": 0.01}
+    settings = json.loads((lab.output / "runs/papo/seed-1/settings.json").read_text())
+    assert settings["trainer.learning_rate"] == "0.01"
+
+
+def test_a_shared_sweep_chooses_the_value_of_the_best_mean_over_arms(lab):
+    arms = {"papo": {"overrides": {"best": 0.005}}, "grpo": {}}
+    sweep = {"values": [0.001, 0.01], "seeds": [11, 12]}
+    assert lab.run(arms=arms, sweep=sweep, seeds=[1])["sweep"]["chosen"] == {"papo": 0.001, "grpo": 0.01}
+    result = lab.run(arms=arms, sweep={**sweep, "shared": True}, seeds=[1])
+    assert result["sweep"]["chosen"] == {"papo": 0.01, "grpo": 0.01}
+    assert {arm: result["arms"][arm]["chosen"]["trainer.learning_rate"] for arm in arms} == {"papo": 0.01, "grpo": 0.01}
+    assert lab.starts("sweep/papo/0.001/seed-11") == ["fresh"]  # the runs of the sweep are the same
+
+
+def test_a_shared_sweep_leaves_out_values_that_an_arm_did_not_finish(lab):
+    sweep = {"values": [0.01, 0.1], "seeds": [11, 12], "shared": True}
+    arms = {"papo": {"overrides": {"trouble12": "crash"}}, "grpo": {}}
+    with pytest.raises(RunError, match="no value of the sweep finished in all arms"):
+        lab.run(arms=arms, sweep=sweep)
+
+
+def test_runs_of_the_sweep_may_be_shorter(lab):
+    sweep = {"values": [0.001, 0.01], "seeds": [11], "overrides": {"trainer": {"steps": 1}}}
+    result = lab.run(sweep=sweep, seeds=[1, 2], overrides={"trainer.steps": 3})
+    assert result["sweep"]["overrides"] == {"trainer": {"steps": 1}}
+    short = json.loads((lab.output / "sweep/papo/0.01/seed-11/settings.json").read_text())
+    long = json.loads((lab.output / "runs/papo/seed-1/settings.json").read_text())
+    assert (short["trainer.steps"], long["trainer.steps"]) == ("1", "3")
+
+
+def test_the_sweep_survives_failed_runs_and_says_when_nothing_is_left(lab):
+    sweep = {"values": [0.01, 0.1], "seeds": [11, 12]}
+    arms = {"papo": {"overrides": {"trouble11": "crash"}}, "grpo": {}}
+    result = lab.run(arms=arms, sweep=sweep)
+    assert result["sweep"]["arms"]["papo"]["rows"][0]["values"] == pytest.approx({"11": None, "12": 0.62})
+    assert result["sweep"]["arms"]["papo"]["at_edge"] is True
+    assert len(result["failures"]) == 2
+    with pytest.raises(RunError, match="sweep of arm 'papo'"):
+        lab.run(arms=arms, sweep={**sweep, "seeds": [11]})
+    assert lab.result()["status"] == "failed"

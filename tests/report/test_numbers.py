@@ -1,0 +1,76 @@
+import math
+
+import pytest
+
+from mmrl.report.charts import moving_average, panel_chart
+from mmrl.report.tables import derived_numbers, stage_shares
+
+
+def test_derived_numbers_by_hand():
+    metrics = [
+        {
+            "step": step,
+            "reward/mean": reward,
+            "reward/errors": 2.0,
+            "reward/zero_variance_groups": 0.5,
+            "time/step": 4.0,
+            "time/rollout": 3.0,
+            "time/update": 0.5,
+            "tokens/total": 100.0 * step,
+            "samples/total": 16.0 * step,
+            "data/skipped": 1.0 * step,
+        }
+        for step, reward in enumerate([0.1, 0.5, math.nan, 0.3], start=1)
+    ]
+    rows = {name: (value, remark) for name, value, remark in derived_numbers(metrics, {})}
+    assert rows["reward at the start"][0] == "0.1"
+    assert rows["reward at the end"] == ("0.3", "last step, +0.2 against the start")
+    assert rows["best reward"] == ("0.5", "step 2")
+    assert rows["groups with equal rewards"][0] == "50.0 %"
+    assert rows["samples"][0] == "64"
+    assert rows["time of all steps"] == ("16.0 s", "4 s a step")
+    assert rows["tokens per second"][0] == "25"
+    assert rows["time by stage"] == ("rollout 75.0 %", "update 12.5 %, other 12.5 %")
+    assert rows["samples no reward could score"][0] == "8"
+    assert rows["rows skipped"][0] == "4"
+    assert "optimiser steps skipped" not in rows
+    assert sum(stage_shares(metrics).values()) == pytest.approx(1)
+    result = {"steps": 4, "optimiser_steps": 1200, "optimiser_steps_without_gradient": 3}
+    rows = {name: (value, remark) for name, value, remark in derived_numbers(metrics, result)}
+    assert rows["steps"] == ("4", "1,200 optimiser steps, 3 more left out, where no group had a gradient")
+
+
+def test_moving_average_skips_gaps():
+    assert moving_average([1.0, 2.0, 3.0, 4.0], 3) == pytest.approx([1.5, 2.0, 3.0, 3.5])
+    gap = moving_average([1.0, math.nan, 3.0, math.nan, math.nan, math.nan], 3)
+    assert gap[:4] == pytest.approx([1.0, 2.0, 3.0, 3.0])
+    assert math.isnan(gap[5])
+    assert moving_average([math.nan, 2.0], 1)[1] == 2.0
+
+
+def test_panels_have_an_axis_each_and_share_the_horizontal_one():
+    unlike = {
+        "share": ([0, 1], [0.1, 0.2], [0.0, 0.1], [0.2, 0.3]),
+        "bytes": ([0, 1], [900, 800], *[[math.nan] * 2] * 2),
+    }
+    svg = panel_chart(unlike, "images").decode()
+    assert svg.count('<g id="axes_') == 2
+    assert svg.count("<!-- images -->") == 1
+    for label in unlike:
+        assert f"<!-- {label} -->" in svg
+
+
+def test_videos_of_the_first_and_last_evaluation_are_embedded(tmp_path):
+    from mmrl.report.gallery import LARGEST_BYTES, videos_of
+
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for step in (0, 10, 20):
+        (folder / f"step-{step:06d}-held_out-success-reach-3.mp4").write_bytes(b"film")
+    (folder / "step-000020-held_out-failure-reach-4.mp4").write_bytes(b"x" * (LARGEST_BYTES + 1))
+    (folder / "notes.mp4").write_bytes(b"")
+    videos = videos_of(tmp_path)
+    assert [video["title"][:11] for video in videos] == ["step 000000", "step 000020", "step 000020"]
+    assert videos[0]["source"] == "data:video/mp4;base64,ZmlsbQ=="
+    assert videos[1]["source"] is None
+    assert videos_of(tmp_path / "nothing") == []
