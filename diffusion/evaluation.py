@@ -92,8 +92,8 @@ class ImageMeasure(Measure[DiffusionTask]):
         usable = latents.nan_to_num(0.0, 0.0, 0.0)
         failure = failure_of(scored)
         rows = []
-        for place, trial in enumerate(batch):
-            own = slice(place * count, (place + 1) * count)
+        for index, trial in enumerate(batch):
+            own = slice(index * count, (index + 1) * count)
             noise = stream_seed(self.seed, self.split, trial.index)
             rows.append(
                 {

@@ -299,10 +299,10 @@ def score_images(
 
 def _with_missing(found: RewardResult, rows: Sequence[int], total: int) -> RewardResult:
     """Results of some rows as results of all: NaN, and counted, where there was no image."""
-    place = {row: number for number, row in enumerate(rows)}
+    index = {row: number for number, row in enumerate(rows)}
 
     def fill(values: Sequence[float]) -> list[float]:
-        return [values[place[row]] if row in place else float("nan") for row in range(total)]
+        return [values[index[row]] if row in index else float("nan") for row in range(total)]
 
     missing = total - len(rows)
     errors = found.errors | ({"latents/overflow": missing} if missing else {})

@@ -36,8 +36,8 @@ def value_problems(key: str, hint: Any, value: Any) -> Iterator[str]:
             yield from value_problems(f"{key}.{name}", _inner(hint, value), part)
         yield from (problem for name in value for problem in value_problems(f"a key of {key}", Any, name))
     elif isinstance(value, (list, tuple)):
-        for place, part in enumerate(value):
-            yield from value_problems(f"{key}[{place}]", _inner(hint, value), part)
+        for index, part in enumerate(value):
+            yield from value_problems(f"{key}[{index}]", _inner(hint, value), part)
     allowed = [option for option in _options(hint) if option is not Any]
     if allowed and all(option in PLAIN or option is type(None) for option in allowed):
         standing = tuple(kind for option in allowed for kind in PLAIN.get(option, (type(None),)))
@@ -264,5 +264,5 @@ def _nested(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         for name, part in value.items():
             yield from _nested(part, f"{key}.{name}")
     elif isinstance(value, (list, tuple)):
-        for place, part in enumerate(value):
-            yield from _nested(part, f"{key}[{place}]")
+        for index, part in enumerate(value):
+            yield from _nested(part, f"{key}[{index}]")

@@ -97,7 +97,7 @@ def select_pairs(
         if config.kind == "random":
             order = np.random.default_rng(config.seed).permutation(len(pairs)).tolist()
         chosen = sorted(order[:keep])
-        return Selection([pairs[place] for place in chosen], torch.zeros(len(chosen), dtype=torch.float64), {})
+        return Selection([pairs[index] for index in chosen], torch.zeros(len(chosen), dtype=torch.float64), {})
     if config.reward is not None:
         pairs = score_pairs(pairs, config.reward)
     weights = {"margin": 1.0, "quality": config.alpha, "diversity": config.gamma}
@@ -112,7 +112,7 @@ def select_pairs(
     importance = torch.stack(parts).sum(0)
     best = torch.argsort(importance, descending=True, stable=True)[:keep]
     kept = {name: term[best] for name, term in terms.items()}
-    return Selection([pairs[place] for place in best.tolist()], importance[best], kept)
+    return Selection([pairs[index] for index in best.tolist()], importance[best], kept)
 
 
 def score_pairs(pairs: Sequence[ImagePair], reward: str) -> list[ImagePair]:
@@ -196,8 +196,8 @@ def _diversity(captions: Sequence[str], neighbours: int, embed: Callable[[Sequen
     if len(distinct) < 2:
         return torch.zeros(len(captions), dtype=torch.float64)
     term = torch.log1p(neighbour_distances(embed(distinct), neighbours))
-    place = {caption: number for number, caption in enumerate(distinct)}
-    return term[torch.tensor([place[caption] for caption in captions])]
+    index = {caption: number for number, caption in enumerate(distinct)}
+    return term[torch.tensor([index[caption] for caption in captions])]
 
 
 def _standardised(term: Tensor) -> Tensor:

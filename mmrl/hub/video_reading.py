@@ -110,14 +110,14 @@ def decode_frames(index: VideoIndex, numbers: Sequence[int]) -> Iterator[Frame]:
     Yields:
         (H, W, 3) uint8 RGB for each number.
     """
-    places = [index.frame_at(number) for number in numbers]
+    indices = [index.frame_at(number) for number in numbers]
     decode = _torchcodec_decoder() or _decode_pyav
-    coming = decode(index, list(dict.fromkeys(places)))
+    coming = decode(index, list(dict.fromkeys(indices)))
     last, frame = -1, None
-    for place in places:
-        if place != last:
+    for wanted in indices:
+        if wanted != last:
             frame = None  # let go of it before the next one is decoded
-            last, frame = place, next(coming)
+            last, frame = wanted, next(coming)
         assert frame is not None
         yield frame
 
@@ -201,35 +201,35 @@ def _grid(times_s: list[float], rate: float) -> tuple[float, list[int] | None]:
     return fps, [bisect.bisect_right(times_s, time) - 1 for time in reached]
 
 
-def _decode_pyav(index: VideoIndex, places: Sequence[int]) -> Iterator[Frame]:
+def _decode_pyav(index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
     """Decode frames at rising indices; without times, in the order of the decoder."""
     if index.pts is None:
-        yield from _decode_in_order(index, places)
+        yield from _decode_in_order(index, indices)
         return
     done = 0
     for seeking in (True, False):  # some files have key frames that a seek does not find
         try:
-            for frame in _decode_at_times(index, places[done:], seeking=seeking):
+            for frame in _decode_at_times(index, indices[done:], seeking=seeking):
                 yield frame
                 done += 1
         except _MissedError:
             continue
         return
-    raise VideoError("unreadable_video", f"frame {places[done]} of {index.total} cannot be decoded")
+    raise VideoError("unreadable_video", f"frame {indices[done]} of {index.total} cannot be decoded")
 
 
 class _MissedError(Exception):
     """The decoder did not give a frame at its time."""
 
 
-def _decode_at_times(index: VideoIndex, places: Sequence[int], *, seeking: bool) -> Iterator[Frame]:
+def _decode_at_times(index: VideoIndex, indices: Sequence[int], *, seeking: bool) -> Iterator[Frame]:
     assert index.pts is not None
     with _opened(index.path) as container:
         stream = _video_stream(container)
         coming, last = _decoding(container, stream), None
         to_array = frame_to_array()
-        for place in places:
-            target = index.pts[place]
+        for wanted in indices:
+            target = index.pts[wanted]
             key = bisect.bisect_right(index.key_pts, target) - 1
             if seeking and key >= 0 and (last is None or index.key_pts[key] > last):
                 container.seek(index.key_pts[key], stream=stream)
@@ -241,14 +241,14 @@ def _decode_at_times(index: VideoIndex, places: Sequence[int], *, seeking: bool)
             yield _upright(frame, to_array)
 
 
-def _decode_in_order(index: VideoIndex, places: Sequence[int]) -> Iterator[Frame]:
+def _decode_in_order(index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
     with _opened(index.path) as container:
         coming = enumerate(_decoding(container, _video_stream(container)))
         to_array = frame_to_array()
-        for place in places:
-            frame = next((frame for number, frame in coming if number == place), None)
+        for wanted in indices:
+            frame = next((frame for number, frame in coming if number == wanted), None)
             if frame is None:
-                raise VideoError("truncated_video", f"it ends early: frame {place} of {index.total} does not come")
+                raise VideoError("truncated_video", f"it ends early: frame {wanted} of {index.total} does not come")
             yield _upright(frame, to_array)
 
 
@@ -294,19 +294,19 @@ def _torchcodec_decoder() -> Callable[[VideoIndex, Sequence[int]], Iterator[Fram
     return functools.partial(_decode_torchcodec, VideoDecoder)
 
 
-def _decode_torchcodec(make_decoder: Any, index: VideoIndex, places: Sequence[int]) -> Iterator[Frame]:
+def _decode_torchcodec(make_decoder: Any, index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
     if index.pts is None:
-        yield from _decode_pyav(index, places)
+        yield from _decode_pyav(index, indices)
         return
     try:
         decoder = make_decoder(index.path, dimension_order="NHWC", seek_mode="exact")
         if decoder.metadata.num_frames == len(index.pts):
-            for first in range(0, len(places), BATCH):
-                yield from decoder.get_frames_at(list(places[first : first + BATCH])).data.numpy()
+            for first in range(0, len(indices), BATCH):
+                yield from decoder.get_frames_at(list(indices[first : first + BATCH])).data.numpy()
             return
     except (RuntimeError, ValueError, IndexError) as error:
         raise VideoError("unreadable_video", f"torchcodec cannot decode it: {error}") from None
-    yield from _decode_pyav(index, places)
+    yield from _decode_pyav(index, indices)
 
 
 WITHOUT_TIMES = ("avi", "h264", "hevc", "m4v")

@@ -181,7 +181,7 @@ def _answered(groups: dict[str, list[SampleRecord]]) -> dict[str, list[SampleRec
 
 def _spread(steps: Sequence[int], count: int) -> list[int]:
     chosen = min(count, len(steps))
-    return [steps[round(place * (len(steps) + 1) / (chosen + 1)) - 1] for place in range(1, chosen + 1)]
+    return [steps[round(index * (len(steps) + 1) / (chosen + 1)) - 1] for index in range(1, chosen + 1)]
 
 
 def _rollout_task(group: Sequence[SampleRecord]) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def headline(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
                 {
                     "split": split,
                     "protocols": [label(name) for name in protocols],
-                    "rows": [_headline_row(points, place, protocols) for place in range(len(points))],
+                    "rows": [_headline_row(points, index, protocols) for index in range(len(points))],
                 }
             )
     return tables
@@ -217,7 +217,7 @@ def _row(label: str, row: dict[str, Any]) -> tuple[str, ...]:
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Cells under one another; a row of one cell is a heading and widens nothing but the first column."""
     columns = max(map(len, rows))
-    widths = [max(len(row[place]) for row in rows if len(row) > place) for place in range(columns)]
+    widths = [max(len(row[index]) for row in rows if len(row) > index) for index in range(columns)]
     return [
         "  "
         + "   ".join(
@@ -244,9 +244,9 @@ def score_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     return tables
 
 
-def _headline_row(points: Sequence[EvaluationPoint], place: int, protocols: Sequence[str]) -> dict[str, Any]:
-    point = points[place]
-    earlier = points[place - 1] if place else None
+def _headline_row(points: Sequence[EvaluationPoint], index: int, protocols: Sequence[str]) -> dict[str, Any]:
+    point = points[index]
+    earlier = points[index - 1] if index else None
     cells = [_metric_cell(point, earlier, name, _percent) for name in protocols]
     return {"label": point.label, "step": point.record["step"], "count": point.count, "cells": cells}
 

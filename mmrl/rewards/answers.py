@@ -92,14 +92,14 @@ def answer_blocks(text: str) -> list[str] | None:
 def boxes(text: str) -> list[str]:
     r"""Return the contents of all closed \boxed{...}, braces balanced, an inner box as part of the outer."""
     found: list[str] = []
-    place = text.find(BOX)
-    while place >= 0:
-        start = place + len(BOX)
+    index = text.find(BOX)
+    while index >= 0:
+        start = index + len(BOX)
         end = _closing_brace(text, start)
         if end is None:
             return found
         found.append(text[start:end])
-        place = text.find(BOX, end)
+        index = text.find(BOX, end)
     return found
 
 

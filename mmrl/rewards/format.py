@@ -44,13 +44,13 @@ def _fullmatch(text: str, style: str) -> bool:
     boxed, after removing whitespace around <, > and /: <think>.*</think>.*\boxed{.*}.*
     """
     if style == "boxed":
-        place = 0
+        index = 0
         text = _tighten(text)
         for part in ("<think>", "</think>", "\\boxed{", "}"):
-            found = text.find(part, place)
+            found = text.find(part, index)
             if found < 0 or (part == "<think>" and found > 0):
                 return False
-            place = found + len(part)
+            index = found + len(part)
         return True
     middle = re.compile(r"</think>\s*<answer>").search(text, len("<think>"))
     if not text.startswith("<think>") or middle is None:
@@ -77,8 +77,8 @@ def _strict(text: str, style: str) -> bool:
 
 def _around(text: str, style: str) -> tuple[str, str] | None:
     """Return the text before the think block and after the answer block, None when they are not as wanted."""
-    places = [text.find(tag) for tag in TAGS[style]]
-    if -1 in places or places != sorted(places) or any(text.count(tag) != 1 for tag in TAGS[style]):
+    indices = [text.find(tag) for tag in TAGS[style]]
+    if -1 in indices or indices != sorted(indices) or any(text.count(tag) != 1 for tag in TAGS[style]):
         return None
     before, _, rest = text.partition("<think>")
     thought, _, rest = rest.partition("</think>")

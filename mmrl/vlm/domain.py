@@ -382,8 +382,8 @@ class AnswerMeasure(Measure[VlmTask]):
         tokens = token_lists(drawn.response_ids, drawn.mask)
         result = self.score([row["task"] for row in repeated], [row["prompt"] for row in repeated], drawn.texts, tokens)
         failure = failure_of(result)
-        for place, row in enumerate(rows):
-            first, stop = place * count, (place + 1) * count
+        for index, row in enumerate(rows):
+            first, stop = index * count, (index + 1) * count
             row["scores"].update(self._scores(result.terms, mode, slice(first, stop)))
             row[f"{mode}/length"] = lengths[first:stop]
             row["failure"] = failure and row.get("failure", failure)
@@ -404,13 +404,13 @@ class AnswerMeasure(Measure[VlmTask]):
         }
         return {f"accuracy/{mode}": right, **others}
 
-    def _first_answer(self, drawn: Samples, reward: float, terms: Any, place: int) -> Row:
+    def _first_answer(self, drawn: Samples, reward: float, terms: Any, index: int) -> Row:
         return {
-            "response": drawn.texts[place],
-            "finish": drawn.finish[place],
+            "response": drawn.texts[index],
+            "finish": drawn.finish[index],
             "reward": reward,
-            "terms": {name: values[place] for name, values in terms.items()},
-            "correct": terms[self.domain.accuracy_term][place] == 1.0,
+            "terms": {name: values[index] for name, values in terms.items()},
+            "correct": terms[self.domain.accuracy_term][index] == 1.0,
         }
 
 

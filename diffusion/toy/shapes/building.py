@@ -133,7 +133,7 @@ def build_pairs(
 
     rng = np.random.default_rng([seed, 11])
     captions = [scene.caption for scene in all_scenes(kinds)]
-    wanted = [captions[place] for _ in range(-(-count // len(captions))) for place in rng.permutation(len(captions))]
+    wanted = [captions[index] for _ in range(-(-count // len(captions))) for index in rng.permutation(len(captions))]
     wanted = wanted[:count]
     policy = load_policy(ModelConfig(path=model, max_sequence_length=max_sequence_length))
     images = _draw(policy, [caption for caption in wanted for _ in (0, 1)], rng, steps, guidance)
@@ -142,13 +142,13 @@ def build_pairs(
     first_wins ^= rng.random(count) < flipped
     order = np.where(first_wins[:, None], [[0, 1]], [[1, 0]])
     sides = np.take_along_axis(scores, order, 1)
-    places = 2 * np.arange(count)[:, None] + order
+    indices = 2 * np.arange(count)[:, None] + order
     shown = [_garble(text, rng) if rng.random() < garbled else text for text in wanted]
     return write_pairs(
         path,
         shown,
-        images[places[:, 0]],
-        images[places[:, 1]],
+        images[indices[:, 0]],
+        images[indices[:, 1]],
         score_chosen=sides[:, 0].tolist(),
         score_rejected=sides[:, 1].tolist(),
         text_quality=caption_quality(shown),
@@ -168,8 +168,8 @@ def _draw(policy: Any, captions: Sequence[str], rng: np.random.Generator, steps:
     from diffusion.sampling.sampler import SamplerConfig, sample_latents, text_of
 
     tasks = [DiffusionTask(caption, caption) for caption in dict.fromkeys(captions)]
-    place = {task.prompt: number for number, task in enumerate(tasks)}
-    text = text_of(policy, tasks, torch.tensor([place[caption] for caption in captions]))
+    index = {task.prompt: number for number, task in enumerate(tasks)}
+    text = text_of(policy, tasks, torch.tensor([index[caption] for caption in captions]))
     seeds = torch.from_numpy(rng.integers(2**62, size=(len(captions), 2)))
     config = SamplerConfig(steps=steps, guidance=guidance)
     with torch.no_grad():
@@ -181,7 +181,7 @@ def _garble(caption: str, rng: np.random.Generator) -> str:
     """The words in an order that is no caption."""
     words = caption.split()
     while _readable(" ".join(words)):
-        words = [words[place] for place in rng.permutation(len(words))]
+        words = [words[index] for index in rng.permutation(len(words))]
     return " ".join(words)
 
 

@@ -320,7 +320,7 @@ def inject_successes(
         drawn = buffer.draw(task.id, step, make_generator(seed, "replay", step, task.id, times[task.id]))
         if drawn is None:
             continue
-        slot = next((place for place, episode in enumerate(group) if not episode.has_result), 0)
+        slot = next((index for index, episode in enumerate(group) if not episode.has_result), 0)
         group[slot] = _with_shared_prompt(restore_episode(drawn[0], task), group)
         injected[number] = slot, drawn[1]
     return injected

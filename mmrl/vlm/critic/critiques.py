@@ -109,7 +109,7 @@ def ordered_pairs(
 
     Source: kyrieLei/Critic-V data_utils/utils/format.py (`dpo_format`).
     """
-    usable = [place for place, text in enumerate(critiques) if text.strip() and (allow_empty or listed_details(text))]
+    usable = [index for index, text in enumerate(critiques) if text.strip() and (allow_empty or listed_details(text))]
     return [(a, b) for a, b in itertools.permutations(usable, 2) if scores[a] > scores[b]]
 
 
@@ -171,7 +171,7 @@ def build_pairs(
         ranked = _shuffled(different, rng) if shuffle_scores else different
         pairs = ordered_pairs(list(ranked), list(ranked.values()), allow_empty=allow_empty)
         if 0 < pairs_per_answer < len(pairs):
-            pairs = [pairs[place] for place in sorted(rng.choice(len(pairs), pairs_per_answer, replace=False))]
+            pairs = [pairs[index] for index in sorted(rng.choice(len(pairs), pairs_per_answer, replace=False))]
         sides = list(ranked.items())
         for better, worse in pairs:
             (chosen, high), (rejected, low) = sides[better], sides[worse]
@@ -187,7 +187,7 @@ def build_pairs(
 
 def _shuffled(scores: Mapping[str, float], rng: np.random.Generator) -> dict[str, float]:
     values = list(scores.values())
-    return {text: values[place] for text, place in zip(scores, rng.permutation(len(values)), strict=True)}
+    return {text: values[index] for text, index in zip(scores, rng.permutation(len(values)), strict=True)}
 
 
 def _right_answer(task: VlmTask, key: str) -> str:

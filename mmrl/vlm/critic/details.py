@@ -50,12 +50,12 @@ def alter_numbers(answer: str, count: int, rng: np.random.Generator) -> Altered:
     found = list(NUMBER.finditer(answer))
     if not found:
         raise ValueError(f"the answer {answer!r:.80} has no number, which the built-in errors replace")
-    places = sorted(int(place) for place in rng.choice(len(found), min(count, len(found)), replace=False))
+    indices = sorted(int(index) for index in rng.choice(len(found), min(count, len(found)), replace=False))
     text, end = "", 0
-    for place in places:
-        text += answer[end : found[place].start()] + _other_number(found[place][0], rng)
-        end = found[place].end()
-    return Altered(text + answer[end:], [f"number {place + 1}" for place in places])
+    for index in indices:
+        text += answer[end : found[index].start()] + _other_number(found[index][0], rng)
+        end = found[index].end()
+    return Altered(text + answer[end:], [f"number {index + 1}" for index in indices])
 
 
 def insert_errors(

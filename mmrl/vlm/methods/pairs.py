@@ -187,11 +187,11 @@ class PairMeasure(Measure[VlmTask]):
                 "index": index_of[task.id],
                 "repeat": 0,
                 "task": task,
-                "prompt": payload.prompts[place].text,
-                "sides": payload.texts[2 * place : 2 * place + 2],
-                "numbers": {name: values[place] for name, values in columns.items()},
+                "prompt": payload.prompts[index].text,
+                "sides": payload.texts[2 * index : 2 * index + 2],
+                "numbers": {name: values[index] for name, values in columns.items()},
             }
-            for place, task in enumerate(payload.tasks)
+            for index, task in enumerate(payload.tasks)
         ]
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:

@@ -65,7 +65,7 @@ def write_clip(path: Path, shots: Sequence[Shot], *, fps: float, noise: float = 
 
 def first_frames(shots: Sequence[Shot]) -> list[int]:
     """Number of the first frame of each shot."""
-    return [sum(shot.frames for shot in shots[:place]) for place in range(len(shots))]
+    return [sum(shot.frames for shot in shots[:index]) for index in range(len(shots))]
 
 
 def _draw_shot(shot: Shot, noise: float, rng: np.random.Generator) -> Iterator[np.ndarray]:

@@ -242,9 +242,9 @@ def _plain_reading(digits: Sequence[int]) -> dict[str, str]:
 
 
 def _misread(digits: Sequence[int], rng: np.random.Generator) -> list[int]:
-    place = int(rng.integers(len(digits)))
+    index = int(rng.integers(len(digits)))
     other = list(digits)
-    other[place] = (digits[place] + int(rng.integers(1, 10))) % 10
+    other[index] = (digits[index] + int(rng.integers(1, 10))) % 10
     return other
 
 

@@ -109,7 +109,7 @@ def _ask(
 ) -> dict[str, Any]:
     seen = [int(scans_and_labels()[1][scan]) for scan in shown]
     answer = QUESTIONS[kind].answer(seen, before)
-    asked = next(place for place, shot in enumerate(shots) if shot.scan == shown[seen.index(answer)])
+    asked = next(index for index, shot in enumerate(shots) if shot.scan == shown[seen.index(answer)])
     said = " ".join(str(digit) for digit in seen)
     return {
         "problem": f"<video>{rng.choice(QUESTIONS[kind].texts)}",

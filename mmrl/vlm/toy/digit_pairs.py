@@ -64,8 +64,8 @@ def _wrong_answer(rng: np.random.Generator, kind: str, digits: Sequence[int], mi
     """A worked answer with one digit misread, or with all digits right and another scene's answer."""
     question = QUESTIONS[kind]
     other = list(digits)
-    place = int(rng.integers(len(digits)))
-    other[place] = (digits[place] + int(rng.integers(1, 10))) % 10
+    index = int(rng.integers(len(digits)))
+    other[index] = (digits[index] + int(rng.integers(1, 10))) % 10
     if rng.random() < misread:
         return _worked(other, question.answer(other))
     answer = right = question.answer(digits)

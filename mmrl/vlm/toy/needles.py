@@ -151,9 +151,9 @@ def _draw_shots(rng: np.random.Generator, pool: np.ndarray, frames: int, decoys:
     used = CUE_FRAMES + (DIGIT_FRAMES + GAP_FRAMES) * len(shown) + GAP_FRAMES
     spare = rng.multinomial(frames - used, np.full(len(shown) + 1, 1 / (len(shown) + 1)))
     shots: list[Shot] = []
-    for place, scan in enumerate(shown):
-        shots += _empty(GAP_FRAMES + int(spare[place]))
-        if place == right:
+    for index, scan in enumerate(shown):
+        shots += _empty(GAP_FRAMES + int(spare[index]))
+        if index == right:
             flash = len(shots)
             shots.append(Shot(CUE_FRAMES, cue=True))
         shots.append(Shot(DIGIT_FRAMES, scan))
@@ -186,8 +186,8 @@ def _save_reading(rng: np.random.Generator, clip: _Clip, picks: int, file: Path,
     from PIL import Image
 
     names = []
-    for place, number in enumerate(_draw_reading(rng, clip.flash, len(clip.frames), picks)):
-        name = f"{file.name}-{place}.png"
+    for index, number in enumerate(_draw_reading(rng, clip.flash, len(clip.frames), picks)):
+        name = f"{file.name}-{index}.png"
         Image.fromarray(clip.frames[number]).save(file.with_name(name), compress_level=1)
         names.append(f"{folder}/{name}")
     return {

@@ -133,7 +133,7 @@ def _make_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {word: place for place, word in enumerate([*SPECIAL, *_words()])}
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *_words()])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Whitespace()

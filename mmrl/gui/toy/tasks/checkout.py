@@ -16,7 +16,7 @@ MOST_ITEMS = 4
 def make(draw: Random, sub_goals: int, distractors: int) -> Case:
     """A case; distractors are further things in the cart."""
     names = draw.sample(ITEMS, min(MOST_ITEMS, 1 + distractors))
-    items = [{"id": f"p{place}", "name": name} for place, name in enumerate(names)]
+    items = [{"id": f"p{index}", "name": name} for index, name in enumerate(names)]
     counted = draw.choice(items)
     possible: dict[str, tuple[Any, str]] = {
         "count": ({"id": counted["id"], "count": 2}, f"buy 2 of {counted['name']}"),

@@ -16,14 +16,14 @@ def make(draw: Random, sub_goals: int, distractors: int) -> Case:
     """A case; distractors are mails that have to stay, some of them from a sender or on a subject of a wanted one."""
     count = min(MOST_MAILS, sub_goals + distractors)
     pairs = list(zip(draw.sample(SENDERS, count), draw.sample(SUBJECTS, count), strict=True))
-    for place in range(sub_goals, count):  # half of a wanted mail's heading
+    for index in range(sub_goals, count):  # half of a wanted mail's heading
         if draw.random() < 0.5:
             sender, subject = pairs[draw.randrange(sub_goals)]
-            mixed = (sender, pairs[place][1]) if draw.random() < 0.5 else (pairs[place][0], subject)
-            pairs[place] = mixed if mixed not in pairs else pairs[place]
+            mixed = (sender, pairs[index][1]) if draw.random() < 0.5 else (pairs[index][0], subject)
+            pairs[index] = mixed if mixed not in pairs else pairs[index]
     mails = [
-        {"id": f"m{place}", "sender": sender, "subject": subject, "body": f"Hello, this is about: {subject.lower()}."}
-        for place, (sender, subject) in enumerate(pairs)
+        {"id": f"m{index}", "sender": sender, "subject": subject, "body": f"Hello, this is about: {subject.lower()}."}
+        for index, (sender, subject) in enumerate(pairs)
     ]
     wanted = [{"id": mail["id"], "kind": draw.choice(sorted(WISHES))} for mail in mails[:sub_goals]]
     text = ", ".join(

@@ -15,12 +15,12 @@ def make(draw: Random, sub_goals: int, distractors: int) -> Case:
     """A case; distractors are entries of the same name in other colours."""
     names = draw.sample(NAMES, len(NAMES))
     entries = []
-    for place, name in enumerate(names):
-        colours = 1 + distractors if place < sub_goals else 1
+    for index, name in enumerate(names):
+        colours = 1 + distractors if index < sub_goals else 1
         entries += [(name, colour) for colour in draw.sample(DETAILS, min(colours, len(DETAILS)))]
     wanted = [next(entry for entry in entries if entry[0] == name) for name in names[:sub_goals]]
     draw.shuffle(entries)
-    items = [{"id": f"i{place}", "name": name, "detail": detail} for place, (name, detail) in enumerate(entries)]
+    items = [{"id": f"i{index}", "name": name, "detail": detail} for index, (name, detail) in enumerate(entries)]
     ids = [item["id"] for want in wanted for item in items if (item["name"], item["detail"]) == want]
     asked = " and ".join(f"the {detail} {name.lower()}" for name, detail in wanted)
     return Case(f"Find and choose {asked}.", {"title": "Shop", "items": items, "wanted": ids})

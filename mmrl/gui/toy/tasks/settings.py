@@ -48,13 +48,13 @@ def _other(draw: Random, option: dict[str, Any]) -> str:
 def expert(case: Case, view: View) -> Move:
     """The next move."""
     wanted = {want["id"]: want["value"] for want in case.config["wanted"]}
-    for place, tab in enumerate(case.config["tabs"]):
+    for index, tab in enumerate(case.config["tabs"]):
         for option in tab["options"]:
             value = wanted.get(option["id"], option["value"])
             if view.state["values"][option["id"]] == value:
                 continue
-            if view.state["tab"] != place:
-                return click(view, f"tab{place}")
+            if view.state["tab"] != index:
+                return click(view, f"tab{index}")
             if option["kind"] == "switch":
                 return click(view, option["id"])
             return pick(view, option["id"], value) or ("wait", {})

@@ -18,7 +18,7 @@ def make(draw: Random, sub_goals: int, distractors: int) -> Case:
     wanted = [{"kind": kind, "name": (new if kind == "add" else old).pop()} for kind in kinds]
     names = [want["name"] for want in wanted if want["kind"] != "add"] + old[:distractors]
     draw.shuffle(names)
-    items = [{"id": f"e{place}", "name": name, "done": False} for place, name in enumerate(names)]
+    items = [{"id": f"e{index}", "name": name, "done": False} for index, name in enumerate(names)]
     text = ", ".join(WISHES[want["kind"]].format(want["name"]) for want in wanted)
     return Case(f"{text[0].upper()}{text[1:]}.", {"title": "To do", "items": items, "wanted": wanted})
 
