@@ -160,25 +160,21 @@ def compare(args: argparse.Namespace) -> int:
 
 def list_entries(args: argparse.Namespace) -> int:
     """List the recipes, objectives and rewards with their sources."""
+    from mmrl.listings import markdown
+
     for kind in [args.kind] if args.kind else list(LISTED):
         if args.markdown:
-            _print_tables(kind)
+            for name in LISTED[kind]:
+                say(markdown(name))
         else:
             _print_rows(kind)
     return 0
 
 
-def _print_tables(kind: str) -> None:
-    from mmrl.listings import markdown
-
-    for name in LISTED[kind]:
-        say(markdown(name))
-
-
 def _print_rows(kind: str) -> None:
-    from mmrl.listings import LISTINGS
+    from mmrl.listings import rows_of
 
-    rows = [(row, start) for name, start in LISTED[kind].items() for row in LISTINGS[name]()]
+    rows = [(row, start) for name, start in LISTED[kind].items() for row in rows_of(name)]
     width = max(len(row.name) for row, _ in rows)
     say(f"{kind}:")
     for row, start in rows:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from mmrl.entries import load_target
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 """Configurations of a checkout; an installed wheel has none."""
@@ -21,9 +23,18 @@ class Row(NamedTuple):
     source: str
 
 
+def rows_of(name: str) -> list[Row]:
+    """Read the entries of a list."""
+    table = load_target(LISTINGS[name][0])
+    return [
+        Row(key, entry.parts() if hasattr(entry, "parts") else entry.summary, entry.citation)
+        for key, entry in table.items()
+    ]
+
+
 def markdown(name: str) -> str:
     """Write a list as a Markdown table; recipes with their configurations, where there is a checkout."""
-    columns, rows = COLUMNS[name], [(f"`{row.name}`", row.summary, row.source) for row in LISTINGS[name]()]
+    columns, rows = LISTINGS[name][1], [(f"`{row.name}`", row.summary, row.source) for row in rows_of(name)]
     if name != "recipes" or not CONFIGS.is_dir():
         return markdown_table(columns, rows)
     files: dict[str | None, list[str]] = defaultdict(list)
@@ -49,47 +60,11 @@ def _cell(text: str) -> str:
     return linked.replace("|", "\\|")
 
 
-def _recipes() -> list[Row]:
-    from mmrl.recipes import RECIPES
-
-    return [Row(name, entry.summary, entry.citation) for name, entry in RECIPES.items()]
-
-
-def _objectives() -> list[Row]:
-    from mmrl.core.catalogue import CATALOGUE
-
-    return [Row(name, objective.parts(), objective.citation) for name, objective in CATALOGUE.items()]
-
-
-def _preferences() -> list[Row]:
-    from mmrl.core.catalogue import PREFERENCES
-
-    return [Row(name, objective.parts(), objective.citation) for name, objective in PREFERENCES.items()]
-
-
-def _rewards() -> list[Row]:
-    from mmrl.rewards import REWARDS
-
-    return [Row(name, entry.summary, entry.citation) for name, entry in REWARDS.items()]
-
-
-def _image_rewards() -> list[Row]:
-    from diffusion.rewards import IMAGE_REWARDS
-
-    return [Row(name, entry.summary, entry.citation) for name, entry in IMAGE_REWARDS.items()]
-
-
-LISTINGS: dict[str, Callable[[], list[Row]]] = {
-    "recipes": _recipes,
-    "objectives": _objectives,
-    "preferences": _preferences,
-    "rewards": _rewards,
-    "image_rewards": _image_rewards,
+LISTINGS = {
+    "recipes": ("mmrl.recipes:RECIPES", ("recipe", "what it does", "source")),
+    "objectives": ("mmrl.core.catalogue:CATALOGUE", ("objective", "parts", "source")),
+    "preferences": ("mmrl.core.catalogue:PREFERENCES", ("preference objective", "parts", "source")),
+    "rewards": ("mmrl.rewards:REWARDS", ("reward", "what earns it", "source")),
+    "image_rewards": ("diffusion.rewards:IMAGE_REWARDS", ("reward", "what earns it", "source")),
 }
-COLUMNS = {
-    "recipes": ("recipe", "what it does", "source"),
-    "objectives": ("objective", "parts", "source"),
-    "preferences": ("preference objective", "parts", "source"),
-    "rewards": ("reward", "what earns it", "source"),
-    "image_rewards": ("reward", "what earns it", "source"),
-}
+"""Lists by name: the table as `module:name`, imported when it is shown, and the columns in Markdown."""

@@ -117,7 +117,9 @@ def _check_threads(threads: int, cores: int) -> Finding:
 def check_torchvision(ensure: Callable[[], str] | None = None) -> list[Finding]:
     """Whether torchvision imports by itself, only with its operators declared, or not at all."""
     try:
-        state = (ensure or _load_ensure_torchvision())()
+        if ensure is None:
+            from mmrl.hub.compat import ensure_torchvision as ensure
+        state = ensure()
     except Exception as error:
         advice = f"install the release that belongs to the installed torch: {_torchvision_command()}"
         return [Finding("torchvision", "import", "warn", one_line(error), advice)]
@@ -128,12 +130,6 @@ def check_torchvision(ensure: Callable[[], str] | None = None) -> list[Finding]:
         return [Finding("torchvision", "import", "ok", found, f"optional, for all of it: {_torchvision_command()}")]
     found = "absent: images work through the slower processors, videos do not"
     return [Finding("torchvision", "import", "note", found, _torchvision_command())]
-
-
-def _load_ensure_torchvision() -> Callable[[], str]:
-    from mmrl.hub.compat import ensure_torchvision
-
-    return ensure_torchvision
 
 
 def _torchvision_command() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mmrl.config import load_run
 from mmrl.doctor.machine import Finding, one_line
@@ -137,11 +136,11 @@ def _base(run_dir: Path) -> list[Finding]:
     if file is None or not file.is_file():
         return []
     entries = read_json_object(file)
-    place = base_path(entries, file.parent)
-    if "relative" in entries and not Path(place).is_dir():
-        advice = f"put it back to {place}, or where it lay from the run: {entries['relative']}"
-        return [Finding(AREA, "base model", "fail", f"{place} is missing", advice)]
-    return [Finding(AREA, "base model", "ok", place)]
+    path = base_path(entries, file.parent)
+    if "relative" in entries and not Path(path).is_dir():
+        advice = f"put it back to {path}, or where it lay from the run: {entries['relative']}"
+        return [Finding(AREA, "base model", "fail", f"{path} is missing", advice)]
+    return [Finding(AREA, "base model", "ok", path)]
 
 
 def _resume(run_dir: Path) -> list[Finding]:
@@ -149,7 +148,8 @@ def _resume(run_dir: Path) -> list[Finding]:
     steps = checkpoints.steps()
     whole = [step for step in steps if checkpoints.damage(checkpoints.path(step)) is None]
     command = f"mmrl train {shlex.quote(str(run_dir / 'config.yaml'))} output_dir={shlex.quote(str(run_dir))} --resume"
-    if _result(run_dir).get("status") == "done":
+    result = run_dir / "result.json"
+    if result.is_file() and read_json_object(result).get("status") == "done":
         return [Finding(AREA, "resume", "ok", "the run is finished", f"to go on: {command} trainer.steps=<more>")]
     if not steps:
         return [Finding(AREA, "resume", "ok", "no checkpoint: the run starts again from the beginning", command)]
@@ -160,7 +160,3 @@ def _resume(run_dir: Path) -> list[Finding]:
         text = f"continues from step {whole[-1]}, the newest whole one"
         return [Finding(AREA, "resume", "warn", text, f"{command} --from-last-good")]
     return [Finding(AREA, "resume", "ok", f"continues from step {whole[-1]}", command)]
-
-
-def _result(run_dir: Path) -> dict[str, Any]:
-    return read_json_object(run_dir / "result.json") if (run_dir / "result.json").is_file() else {}

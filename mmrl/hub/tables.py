@@ -198,7 +198,7 @@ def _quiet(datasets: Any) -> Iterator[None]:
 def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:
     """Turn a data set's columns into cells, images left in the memory-mapped table as `ArrowImage`."""
     stored = dataset.with_format("arrow")
-    image_columns = [key for key, kind in _arrow_types(stored).items() if _is_image(kind)]
+    image_columns = [column.name for column in stored.features.arrow_schema if _is_image(column.type)]
     step = 1024
     for start in range(0, len(dataset), step):
         table = stored[start : min(start + step, len(dataset))]
@@ -209,10 +209,6 @@ def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:
             for key in image_columns:
                 cells[key] = _image_cell(stored, start + offset, key, counts[key][offset])
             yield Row(f"{name} row {start + offset + 1}", cells)
-
-
-def _arrow_types(stored: Any) -> dict[str, Any]:
-    return {column.name: column.type for column in stored.features.arrow_schema}
 
 
 def _is_image(kind: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
         ("steps", "optimiser_steps", "optimiser_steps_without_gradient", "samples", "tokens"), (int, float)
     ),
 }
-"""Fields of result.json that the report shows."""
+"""Fields of result.json that the report shows, and their types; values of other types are left out."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,12 @@ def read_run(folder: Path) -> RunFolder:
         evaluations = list({record.get("split", ""): record for record in rows}.values())
     run = RunFolder(folder, {}, read_metrics(folder), evaluations)
     try:
-        result = json.loads(run.text("result.json") or "{}")
+        found = json.loads(run.text("result.json") or "{}")
     except ValueError:
-        result = {}
-    return RunFolder(folder, _sound_result(result), run.metrics, run.evaluations)
-
-
-def _sound_result(result: Any) -> dict[str, Any]:
-    """Fields of result.json that the report shows, without values of another type than a run writes."""
-    if not isinstance(result, dict):
-        return {}
-    return {name: result[name] for name, kind in RESULT_TYPES.items() if isinstance(result.get(name), kind)}
+        return run
+    result = found if isinstance(found, dict) else {}
+    sound = {name: result[name] for name, kind in RESULT_TYPES.items() if isinstance(result.get(name), kind)}
+    return replace(run, result=sound)
 
 
 def evaluation_points(runs: Sequence[RunFolder], split: str) -> list[EvaluationPoint]:
