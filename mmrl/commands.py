@@ -73,7 +73,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     from mmrl.config import load_run
 
     if args.from_last_good and not args.resume:
-        raise UserError("--from-last-good says where --resume continues; give both")
+        raise UserError("--from-last-good needs --resume")
     entry, config = load_run(args.config, args.overrides)
     if not entry.trains:
         raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
@@ -220,7 +220,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def demo(args: argparse.Namespace) -> int:
-    """A tiny model from its data to a report, such as a warm start and reinforcement learning."""
+    """Run a demo: a tiny model from its data to a report, such as a warm start and reinforcement learning."""
     module, folder = DEMOS[args.name]
     for line in importlib.import_module(module).run(args.output or Path(folder)):
         say(line)
@@ -242,7 +242,7 @@ def sim(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Answer the observations of robots with action chunks, over a websocket that openpi's client speaks to."""
+    """Serve action chunks for the observations of robots over a websocket, for openpi's client."""
     from mmrl.config import fill
 
     rooms = importlib.import_module("robotics.serving")
@@ -255,7 +255,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def gui(args: argparse.Namespace) -> int:
-    """Screens for training, and checks of grounding benchmarks."""
+    """Generate screens for training, and check grounding benchmarks."""
     return int(args.run_gui(args, say))  # of the table in `mmrl.gui.commands`
 
 
@@ -293,7 +293,9 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     _add_overrides(parser)
     parser.add_argument("--resume", action="store_true", help="continue the run from its last checkpoint")
     parser.add_argument(
-        "--from-last-good", action="store_true", help="with --resume: where that is damaged, from the last whole one"
+        "--from-last-good",
+        action="store_true",
+        help="with --resume: if that checkpoint is damaged, continue from the last whole one",
     )
 
 
@@ -344,7 +346,7 @@ def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN_DIR", type=Path, nargs="?", help="a run to check; default: none")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("runs"), help="where runs will go")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("runs"), help="folder for future runs")
 
 
 def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -366,7 +368,9 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help="experts: fields of the simulator, such as tasks=[push]; play: such as arm=ur5e, layout=3, split=train",
     )
-    parser.add_argument("--folder", metavar="DIR", type=Path, help="setup: where to; default: MMRL_SUITES or the cache")
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, help="setup: target folder; default: MMRL_SUITES or the cache"
+    )
     parser.add_argument("--episodes", metavar="N", type=int, help="default: 5 of each task (experts), 1 (play)")
     replay = "experts: also replay each episode's actions in the others, without observing"
     parser.add_argument("--replay", action="store_true", help=replay)
