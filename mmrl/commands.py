@@ -295,7 +295,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-last-good",
         action="store_true",
-        help="with --resume: if that checkpoint is damaged, continue from the last whole one",
+        help="with --resume: from the last undamaged checkpoint",
     )
 
 
@@ -368,9 +368,7 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help="experts: fields of the simulator, such as tasks=[push]; play: such as arm=ur5e, layout=3, split=train",
     )
-    parser.add_argument(
-        "--folder", metavar="DIR", type=Path, help="setup: target folder; default: MMRL_SUITES or the cache"
-    )
+    parser.add_argument("--folder", metavar="DIR", type=Path, help="setup: folder; default: MMRL_SUITES or the cache")
     parser.add_argument("--episodes", metavar="N", type=int, help="default: 5 of each task (experts), 1 (play)")
     replay = "experts: also replay each episode's actions in the others, without observing"
     parser.add_argument("--replay", action="store_true", help=replay)
