@@ -9,7 +9,7 @@ WORKERS ?= 2
 .PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-slow test-faults lint format docs site clean
 
 help:
-	@echo "make setup           create $(VENV) and install everything the targets below need"
+	@echo "make setup           create $(VENV) and install everything that the targets below need"
 	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 5 minutes"
 	@echo "make demo-diffusion  a tiny flow model learns to draw digits, then AWM; writes images; about 2 minutes"
 	@echo "make demo-robot      a robot arm learns from demonstrations, then with PPO; writes videos; about 9 minutes"
@@ -19,11 +19,11 @@ help:
 	@echo "make bench           time and memory of the vision-language updates against row-per-sample code, as JSON; about 30 minutes"
 	@echo "make test            lint, then the test suite; one package: PACKAGE=core, workers, rewards, vlm, diffusion, robotics, ..."
 	@echo "make test-slow       the tests that take minutes"
-	@echo "make test-faults     kills, damaged inputs, full disks and the like; at most 20 minutes; sizes: FAULTS='--kills 600'"
+	@echo "make test-faults     kill runs, damage inputs, fill disks; at most 20 minutes; options: FAULTS='--kills 600'"
 	@echo "make lint            ruff (rules and formatting) and mypy"
 	@echo "make format          let ruff fix and format"
 	@echo "make site            documentation and API reference as HTML in build/site; fails on a broken link"
-	@echo "make docs            rewrite what is generated from the code: tables of README.md and docs/, drawing of the packages"
+	@echo "make docs            regenerate the tables of README.md and docs/ and the drawing of the packages from the code"
 	@echo "make clean           remove $(VENV), caches and build output; runs/ and data/ stay"
 
 setup:
