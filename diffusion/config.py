@@ -39,7 +39,7 @@ def image_trainer() -> TrainerConfig:
 
 
 def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
-    """Refuse what a run on noisy versions cannot do, before a model is there; raises ValueError."""
+    """Refuse options that a run on noisy versions does not have, before a model is loaded; raises ValueError."""
     if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
         raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
     grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times

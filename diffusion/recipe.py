@@ -105,7 +105,7 @@ class DiffusionDomain(KeepsEvalAverage):
         return loaded.tasks
 
     def score_images(self, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]) -> RewardResult:
-        """Score images uint8 (B, height, width, 3) as the function `score_images` does, and log what failed first."""
+        """Score images uint8 (B, height, width, 3) as the function `score_images` does, and log the first failure."""
         result = score_images(self.rewards, tasks, images, finite)
         self.errors.warn(result)
         return result

@@ -1,4 +1,4 @@
-"""The commands of `mmrl`: their arguments and what each of them runs; COMMANDS at the foot names them.
+"""The commands of `mmrl` and their arguments; the table COMMANDS at the foot names them.
 
 A command imports what it needs when it runs.
 """
@@ -31,7 +31,7 @@ LISTED = {
     "objectives": {"objectives": "", "preferences": "pairs: "},
     "rewards": {"rewards": "", "image_rewards": "images: "},
 }
-"""Kinds of `mmrl list`, the lists that each of them shows and what their sentences begin with."""
+"""Kinds of `mmrl list`, with the lists of each and the prefix of their sentences."""
 
 
 class Command(NamedTuple):
@@ -228,7 +228,7 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def sim(args: argparse.Namespace) -> int:
-    """Install a simulator suite in a Python of its own, check a simulator with its experts, or show episodes."""
+    """Install a simulator suite in a separate Python, check a simulator with its experts, or show episodes."""
     rooms = importlib.import_module("robotics.commands")
     if args.action == "setup":
         rooms.setup(args.name, args.folder, say)

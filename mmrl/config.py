@@ -1,4 +1,4 @@
-"""Configuration files: YAML over dataclass defaults, dotted overrides, and errors that name the key and what exists."""
+"""Configuration files: YAML over dataclass defaults, dotted overrides, and errors that name the known keys."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _unknown_key(error: Any, structured: Any) -> str:
 
 
 def _wrong_type(error: Exception, structured: Any, key: str) -> str:
-    """Say what the key takes; omegaconf describes lists and nested parts by its own classes."""
+    """Describe the values of the key; omegaconf describes lists and nested parts by its own classes."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     try:
@@ -238,4 +238,4 @@ NAMES_ELSEWHERE: dict[str, tuple[str, str]] = {
     "scale_rewards": ("objective.advantage", ": {kind: ...}"),
     "importance_sampling_level": ("objective.ratio", ": {kind: ...}"),
 }
-"""Options of TRL and transformers that have another name here: the key, and what to add about it."""
+"""Options of TRL and transformers that have another name here: the key, and a remark."""

@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 
 
 class _Lasting:
-    """A text stream that drops what cannot be written, as on a full disk; a closed pipe is still an error."""
+    """A text stream that drops output it cannot write, as on a full disk; a closed pipe is still an error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -27,7 +27,7 @@ class _Lasting:
         return len(text)
 
     def flush(self) -> None:
-        """Write what is held back, or leave it for later."""
+        """Write buffered text, or leave it for later."""
         self._keep_going(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class _Lasting:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Let standard output and error drop what cannot be written for as long as the context lasts.
+    """Let standard output and error drop output that cannot be written while the context lasts.
 
     A run whose log is on a full disk then continues and reports its end by its exit code.
     """
@@ -56,7 +56,7 @@ def lasting_streams() -> Iterator[None]:
     finally:
         sys.stdout, sys.stderr = before
         for stream in (stream for stream in lasting if stream.failed):
-            # what is still held back would fail once more at exit and change the exit code
+            # buffered text would fail again at exit and change the exit code
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 class UserError(Exception):
-    """A mistake in a command, configuration or input; the message names the culprit and what is allowed."""
+    """A mistake in a command, configuration or input; the message names the culprit and the allowed values."""
 
 
 class ConfigError(UserError, ValueError):

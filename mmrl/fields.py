@@ -98,7 +98,7 @@ class Bounds:
         return f"{text}, in {self.unit}" if self.unit else text
 
     def problem(self, key: str, value: Any) -> str | None:
-        """One line that names the key, the value and what is allowed; None where the value is fine."""
+        """One line with the key, the value and the allowed values; None if the value is fine."""
         if value is None or self._holds(value):
             return None
         if self.choices is None:

@@ -20,7 +20,7 @@ LARGEST_JSON = 64 * 2**20
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file of settings that somebody may have changed."""
+    """Read a JSON file of settings, which a user may have edited."""
     if not is_file(path):
         raise UserError(f"there is no file {path}")
     try:
@@ -52,7 +52,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what killed processes had not finished to write with `replaced`, in a folder and those below it."""
+    """Remove unfinished drafts that killed processes left of `replaced`, in a folder and its subfolders."""
     for path in sorted(folder.rglob(".*.partial*")):
         found = DRAFT.fullmatch(path.name)
         if found is not None and not _is_another(int(found[1])):
@@ -81,7 +81,7 @@ def expanded(path: Path | str) -> Path:
 
 
 def is_file(path: Path | str) -> bool:
-    """Whether there is such a file; False too for what cannot be a path: too long, with a NUL or half a character."""
+    """Whether the file exists; False also for an invalid path: too long, with a NUL or half a character."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):

@@ -65,7 +65,7 @@ class Option:
 
 
 def options_of(defaults: Any) -> list[Option]:
-    """List every option of a configuration, parts before what they hold."""
+    """List every option of a configuration, parts before their options."""
     if isinstance(defaults, type):
         return list(_walk(defaults, None, ""))
     return list(_walk(type(defaults), defaults, ""))
@@ -188,7 +188,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _part_of(hint: Any) -> tuple[type[Any] | None, str]:
-    """The dataclass that a field holds, and what its key continues with; None where it holds none."""
+    """The dataclass that a field holds, and the suffix of its key; None if it holds none."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         parts = [found for found in map(_part_of, arguments) if found[0] is not None]
@@ -208,7 +208,7 @@ def _default_of(item: dataclasses.Field[Any]) -> Any:
 
 
 def _sentences(schema: type[Any]) -> dict[str, str]:
-    """Field to the string under it, of the class and what it inherits."""
+    """Field to the string under it, of the class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         if dataclasses.is_dataclass(base):

@@ -53,7 +53,7 @@ class ImagePairConfig:
     """Location of the pairs."""
 
     path: str = MISSING
-    """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3) and perhaps the numbers
+    """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3) and optionally the numbers
     score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file whose columns prompt, chosen
     and rejected name image files beside it."""
     build: str | None = None

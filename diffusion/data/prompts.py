@@ -46,7 +46,7 @@ class PromptConfig:
     prompt_key: str = "prompt"
     """Column of the text."""
     max_tasks: int | None = bounded(None, at_least=1)
-    """Use only the first so many usable prompts."""
+    """Use only the first prompts, up to this number of usable ones."""
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +142,7 @@ def _text_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
 def _fault(
     cells: dict[str, Any], problem: str | None, config: PromptConfig, too_long: Callable[[str], str | None]
 ) -> tuple[str | None, str]:
-    """Kind and description of what is wrong with a row; kind None where it is good."""
+    """Kind and description of a row's problem; kind None if it is good."""
     if problem is not None:
         return "unreadable", problem
     key = config.prompt_key if config.prompt_key in cells else "prompt"

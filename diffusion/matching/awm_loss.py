@@ -115,7 +115,7 @@ class AwmLoss(LossTerm):
         return TermLoss({"loss/kl_ema": term}, metrics)
 
     def formula(self) -> str:
-        """The anchor, and what takes the place of a log-likelihood."""
+        """The anchor, and the substitute for a log-likelihood."""
         settings = self.settings
         anchor = f"          + {settings.ema_coef:g} mean |v - v_kl_ema|^2; " if settings.ema_coef else "  "
         return f"{anchor}logp = {settings.weighting} of the matching error"

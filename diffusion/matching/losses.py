@@ -38,7 +38,7 @@ class NoisyRows:
         return len(self.sigma)
 
     def select(self, rows: slice) -> NoisyRows:
-        """Some of the rows, for a smaller batch; the draws stay what they are."""
+        """Some of the rows, for a smaller batch, with the same draws."""
         return NoisyRows(self.latents[rows], self.target[rows], self.sigma[rows], self.image[rows])
 
     def matching_error(self, velocity: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class VelocityMatching(ABC):
         return NoisyVersions(decisions, mix(clean, noise, sigma, decisions.row.cpu()))
 
     def evaluate(self, model: Any, rollouts: Rollouts, versions: NoisyVersions | None = None) -> Matching:
-        """Evaluate a model on the noisy versions of some rows; `versions` is what `noisy` gave, if already called."""
+        """Evaluate a model on the noisy versions of some rows; `versions` is an earlier result of `noisy`."""
         versions = versions or self.noisy(rollouts)
         velocity = self.velocity(model, rollouts, versions.rows)
         clean = self.samples(rollouts).latents.float()[versions.decisions.row]

@@ -82,7 +82,7 @@ class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
 
 
 class LatentCritic(LossTerm):
-    """Values V (B, T) of the states before each trained step, from a critic with an optimiser of its own."""
+    """Values V (B, T) of the states before each trained step, from a critic with a separate optimiser."""
 
     name = "latent_critic"
     gradient = "never"

@@ -72,7 +72,7 @@ class EMAWeights:
 
     @contextlib.contextmanager
     def applied(self, policy: nn.Module | None = None) -> Iterator[None]:
-        """Put the average in the policy's place; afterwards, also after an exception, the policy is what it was.
+        """Replace the policy's weights by the average; they are restored afterwards, also after an exception.
 
         It is restored bit for bit. What is written into the parameters meanwhile is lost.
 
@@ -161,7 +161,7 @@ def nft_old_decay(step: int, kind: int) -> float:
 
 
 NFT_SCHEDULES = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
-"""Decay types: 0 for so many steps, then growing by a slope a step up to a limit."""
+"""Decay types: 0 for a number of steps, then growing by a slope a step up to a limit."""
 
 
 FOLDER = "eval_ema"

@@ -376,7 +376,7 @@ def _from_pretrained(where: str, index: dict[str, Any], dtype: torch.dtype, abse
 
 @contextlib.contextmanager
 def quiet_diffusers() -> Iterator[None]:
-    """Switch off the progress bars and warnings of loading and saving; this module checks what they warn about."""
+    """Switch off the progress bars and warnings of loading and saving; this module makes those checks."""
     from diffusers.utils import logging
 
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

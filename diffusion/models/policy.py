@@ -302,7 +302,7 @@ class DiffusionPolicy(nn.Module):
             pipeline.save_pretrained(draft)
 
     def load_weights(self, path: Path | str) -> None:
-        """Read the very bits that `save_pretrained` wrote into the present parameters.
+        """Read the exact weights of `save_pretrained` into the present parameters.
 
         Args:
             path: folder written by `save_pretrained` of a policy of the same shape.

@@ -23,7 +23,7 @@ class ImageReward:
     function: str
     """`module:function`, imported when it is used."""
     summary: str
-    """One line on what it measures."""
+    """One line on its measure."""
     citation: str
     """Source of the rule."""
     range: tuple[float | None, float | None]

@@ -172,7 +172,7 @@ def _noise_like(latents: Tensor, generator: torch.Generator | list[torch.Generat
 
 
 class _MultistepSolver(Solver):
-    """A diffusers multistep scheduler on a grid of its own."""
+    """A diffusers multistep scheduler on a separate grid."""
 
     def __init__(self, sigmas: Tensor, make_scheduler: Callable[[], Any], noise_level: float) -> None:
         self.sigmas = sigmas

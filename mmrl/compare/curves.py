@@ -13,7 +13,7 @@ from mmrl.runs.tracking import read_evaluations, read_metrics
 
 
 class Curve(NamedTuple):
-    """A run's metric at its evaluations, or over its steps, and what it had spent by then."""
+    """A run's metric at its evaluations, or over its steps, and its costs until then."""
 
     values: list[float]
     """Metric at each point; NaN where it is no number."""

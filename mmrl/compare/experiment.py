@@ -1,4 +1,4 @@
-"""An experiment file: arms on shared seeds, what is measured and what may be spent."""
+"""An experiment file: arms on shared seeds, their metric and their budget."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def work_figure(
     curves: Mapping[str, Mapping[str, Sequence[Line]]],
     targets: Sequence[float] = (),
 ) -> Figure:
-    """A metric over what it cost, one panel a cost and one colour an arm, with the mean target as a dashed line."""
+    """A metric over its cost, one panel a cost and one colour an arm, with the mean target as a dashed line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(curves), 4.2), layout="constrained", facecolor="white")

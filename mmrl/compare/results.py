@@ -105,7 +105,7 @@ class Reach:
 
 @dataclass
 class Ratio:
-    """Geometric mean of baseline cost / arm cost over the seeds that both have, or what bounds it."""
+    """Geometric mean of baseline cost / arm cost over the seeds that both have, or its bounds."""
 
     per_seed: dict[int, list[float]]
     """Lower and upper bound of the ratio; equal where both reached the target."""
@@ -124,7 +124,7 @@ class Ratio:
 
 @dataclass
 class CostResult:
-    """One cost: what each arm needed, and the baseline's cost over the arm's."""
+    """One cost: each arm's, and the ratio of the baseline's cost to it."""
 
     weights: dict[str, float]
     """Evaluation counters to their weights in the cost."""
@@ -173,7 +173,7 @@ class CollapseArm:
 
 @dataclass
 class CollapseResult:
-    """Runs that end with less than a share of what they started with."""
+    """Runs that end with less than a share of their first value."""
 
     metric: str
     below: float

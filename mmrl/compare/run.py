@@ -46,7 +46,7 @@ def run_experiment(
     command: CommandBuilder = train_command,
     announce: Callable[[str], None] | None = None,
 ) -> Path:
-    """Run what an experiment file asks for and is not yet done, and write comparison.json and its figures.
+    """Run the unfinished runs of an experiment file, and write comparison.json and its figures.
 
     The figures are comparison.png, and work.png where the experiment has costs.
     """
@@ -112,7 +112,7 @@ class _Session:
         self.run(list(runs.values()))
 
     def run(self, plans: Sequence[RunPlan]) -> dict[str, str]:
-        """Start what is not finished and write comparison.json after each end."""
+        """Start the unfinished runs and write comparison.json after each end."""
         waiting = {plan.label: plan for plan in plans if not run_status.is_finished(plan)}
         if len(waiting) < len(plans):
             self.announce(f"{len(plans) - len(waiting)} of {len(plans)} runs are finished already")

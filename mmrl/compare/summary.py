@@ -298,7 +298,7 @@ def _at_equal_cost(experiment: ExperimentConfig, curves: Curves) -> EqualCostRes
 
 
 def _equal_costs(experiment: ExperimentConfig, curves: Curves) -> dict[int, float]:
-    """Cost at which the curves of a seed are read: the given one, or what every finished arm has spent."""
+    """Cost at which the curves of a seed are read: the given one, or the least that a finished arm has spent."""
     assert experiment.at is not None
     at, costs = experiment.at, {}
     for seed in experiment.seeds:
@@ -309,7 +309,7 @@ def _equal_costs(experiment: ExperimentConfig, curves: Curves) -> dict[int, floa
 
 
 def _collapse(experiment: ExperimentConfig, plans: Plans) -> CollapseResult | None:
-    """Share of each arm's finished runs that end below the given share of what they started with."""
+    """Share of each arm's finished runs that end below the given share of their first value."""
     if experiment.collapse is None:
         return None
     arms = {}

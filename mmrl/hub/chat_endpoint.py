@@ -121,7 +121,7 @@ class _Exchange:
         return make
 
     def connect(self, address: tuple[str, int], *_: Any, **__: Any) -> socket.socket:
-        """Connect for what is left of the time, and cut the connection after it."""
+        """Connect within the remaining time, and cut the connection after it."""
         left_s = max(0.001, self._end - time.monotonic())
         connected = socket.create_connection(address, left_s)
         timer = threading.Timer(max(0.001, self._end - time.monotonic()), _cut, (connected,))

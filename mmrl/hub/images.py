@@ -61,7 +61,7 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str
 
 
 def read_image_file(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> bytes:
-    """Read an image file, unless it is longer than an image of so many pixels can be."""
+    """Read an image file, unless it is longer than an image of `max_pixels` can be."""
     size = path.stat().st_size
     if size > max_pixels * BYTES_PER_PIXEL + 2**20:
         raise ImageError(f"it has {size} bytes, more than an image of {max_pixels} pixels can have")

@@ -68,7 +68,7 @@ def write_mp4(
 
 
 class VideoRecorder:
-    """Writes frames as they come; what was recorded before an exception or a kill is kept.
+    """Writes frames as they come; a recording survives an exception or a kill.
 
         with VideoRecorder("run.mp4", fps=20) as video:
             video.add(frame)

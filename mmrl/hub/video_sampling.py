@@ -105,7 +105,7 @@ def qwen_vl_utils() -> ModuleType:
 
 @contextlib.contextmanager
 def _asked() -> Iterator[None]:
-    """Say of what the library refuses that it was asked for."""
+    """Turn the library's refusal of options into a VideoError."""
     try:
         yield
     except VideoError:

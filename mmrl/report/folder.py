@@ -122,7 +122,7 @@ def measured(records: Sequence[Mapping[str, Any]], prefixes: tuple[str, ...]) ->
 
 
 def estimate(record: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """Value, low and high end of a metric; NaN for what is missing."""
+    """Value, low and high end of a metric; NaN if missing."""
     value, low, high = (float(record.get(key, math.nan)) for key in (name, f"{name}/low", f"{name}/high"))
     return value, low, high
 
@@ -133,7 +133,7 @@ def label(name: str) -> str:
 
 
 def plain(value: float, sign: str = "") -> str:
-    """Three decimals, or an exponent for what they would hide."""
+    """Three decimals, or an exponent for smaller numbers."""
     return f"{value:{sign}.3f}" if value == 0 or abs(value) >= 0.0005 else f"{value:{sign}.1e}"
 
 

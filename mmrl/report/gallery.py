@@ -140,7 +140,7 @@ def readable(text: str) -> str:
 
 
 def show_number(value: float | None, signed: bool = False) -> str:
-    """Four digits, or three decimals with a sign; a dash for what is missing or not finite."""
+    """Four digits, or three decimals with a sign; a dash for missing and non-finite values."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:+.3f}" if signed else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""`report.html` of a run: one file that shows what was measured, needs no network and opens anywhere."""
+"""`report.html` of a run: one file with all measurements, which needs no network and opens anywhere."""
 
 from __future__ import annotations
 

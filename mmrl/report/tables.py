@@ -180,7 +180,7 @@ def headline_name(run: RunFolder) -> str:
 
 
 def part_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """The headline's first protocol over all tasks and by the values of each data column, and what else was scored.
+    """The headline's first protocol over all tasks and by the values of each data column, and other scores.
 
     A split whose tasks neither differ in a column nor have other scores has no table.
     """
@@ -215,7 +215,7 @@ def _row(label: str, row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Cells under one another; a row of one cell is a heading and widens nothing but the first column."""
+    """Align cells in columns; a row of one cell is a heading and widens only the first column."""
     columns = max(map(len, rows))
     widths = [max(len(row[index]) for row in rows if len(row) > index) for index in range(columns)]
     return [
@@ -228,7 +228,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def score_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Optimised scores, held-out rewards and what else moved, at both ends of each run."""
+    """Optimised scores, held-out rewards, diversity and distance, at both ends of each run."""
     tables = []
     for split in runs[-1].splits:
         points = evaluation_points(runs, split)

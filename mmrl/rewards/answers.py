@@ -1,4 +1,4 @@
-"""Find what a completion gives as its answer: an answer block, a box, or nothing.
+"""Find the answer in a completion: an answer block, a box, or nothing.
 
 Every function here is linear in the length of the text and none looks at the right answer, so a completion
 cannot earn anything by offering several answers at once.
@@ -53,13 +53,13 @@ def without_prompt(text: str, prompt: Chat) -> str:
 
 @lru_cache(maxsize=1024)
 def _echoes(prompt: str) -> tuple[str, ...]:
-    """Return what a repetition of the prompt looks like, with and without special tokens and role words."""
+    """Return the forms of a repeated prompt, with and without special tokens and role words."""
     pieces = [ROLE.sub("", piece).strip() for piece in (prompt, *SPECIAL_TOKEN.split(prompt))]
     return tuple(dict.fromkeys(piece for piece in pieces if len(piece.split()) >= 3))
 
 
 def final_part(text: str) -> str | None:
-    """Return what follows the last think block, the whole text without one, None when it never closes."""
+    """Return the text after the last think block, the whole text without one, None if it never closes."""
     opened, end = False, 0
     for tag in TAG.finditer(text):
         if tag[2] == "think":
@@ -131,7 +131,7 @@ def final_answer(text: str, *, several: str = "wrong") -> str | None:
 
 
 def read_answer(completion: Chat, prompt: Chat, *, require_block: bool = True, several: str = "wrong") -> str | None:
-    """Return what a response gives as its answer, or None."""
+    """Return the answer in a response, or None."""
     text = without_prompt(completion_text(completion), prompt)
     found = final_answer(text, several=several)
     if found is not None or require_block or has_answer_marks(text):

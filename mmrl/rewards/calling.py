@@ -1,4 +1,4 @@
-"""Calls of reward functions that always come back: a value for each row, or what went wrong."""
+"""Calls of reward functions that always return: a value for each row, or a failure."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any])
 
 
 def _finished(values: Awaitable[Any]) -> Any:
-    """The result of an async function, also inside a program that runs an event loop of its own."""
+    """The result of an async function, also inside a program that already runs an event loop."""
 
     async def wait() -> Any:
         return await values

@@ -1,4 +1,4 @@
-"""Reward functions in worker processes: what a function does there costs its own rows and nothing else."""
+"""Reward functions in worker processes, whose failures cost only their own rows."""
 
 from __future__ import annotations
 

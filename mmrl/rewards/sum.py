@@ -53,7 +53,7 @@ class RewardSum:
         self._checked: frozenset[str] | None = None
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Refuse columns in which a term does not find what it needs."""
+        """Refuse columns that lack an input of a term."""
         for term in self._terms:
             missing = [name for name in term.needs if name not in columns]
             if missing:
@@ -159,7 +159,7 @@ def _number(value: Outcome) -> float:
 
 
 def _row_total(row: Sequence[Outcome], weights: Sequence[float]) -> float:
-    """Sum what applies; a failed term fails the row unless its weight is 0."""
+    """Sum the terms that apply; a failed term fails the row unless its weight is 0."""
     total, applied = 0.0, False
     for value, weight in zip(row, weights, strict=True):
         if isinstance(value, Failure):

@@ -80,7 +80,7 @@ class Term(ABC):
         return [values.get(row, outcome) for row, outcome in enumerate(alone)]
 
     def _arguments(self, batch: Batch) -> Batch:
-        """Keep what the function takes and its options do not replace, in the form that it is to have."""
+        """Select the function's arguments that its options do not replace, as text or chat."""
         named = {*self.signature.required, *self.signature.optional}
         columns = {
             name: values

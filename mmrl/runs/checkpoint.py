@@ -24,7 +24,7 @@ BLOCK_BYTES = 2**20
 
 
 class DamagedError(Exception):
-    """A file is missing or is not what was written; the message names the file."""
+    """A file is missing or differs from the written one; the message names the file."""
 
 
 def write_manifest(folder: Path) -> None:
@@ -155,7 +155,7 @@ class Checkpoints:
         self.forget_old()
 
     def forget_best(self) -> None:
-        """Forget what `mark_best` wrote."""
+        """Remove the mark of `mark_best`."""
         (self.folder / "best.json").unlink(missing_ok=True)
 
     def forget_old(self) -> None:
@@ -232,7 +232,7 @@ class Checkpoints:
             raise UserError(Checkpoints(path.parent)._refusal(path, str(error))) from error
 
     def remove_partial(self) -> None:
-        """Delete what a killed writer left behind; a checkpoint that it was about to replace comes back."""
+        """Delete the remains of a killed writer; a checkpoint that it was replacing is restored."""
         for path in self.folder.glob(f"{REPLACED_PREFIX}*"):
             final = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
             shutil.rmtree(path, ignore_errors=True) if final.exists() else path.rename(final)

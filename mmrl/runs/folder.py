@@ -42,7 +42,7 @@ def remove_partial(run_dir: Path) -> None:
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move a run's results into a folder of their own, because the run starts again."""
+    """Move a run's results into a separate folder, because the run starts again."""
     found = [run_dir / name for name in MOVED if (run_dir / name).exists()]
     if not found:
         return None

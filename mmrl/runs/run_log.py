@@ -111,7 +111,7 @@ class RunWarnings:
     only_logged: Collection[str] = ()
     """Reward terms of weight 0, which may well be constant."""
     said: dict[str, str] = field(default_factory=dict)
-    """Warnings so far by what they are about."""
+    """Warnings so far by subject."""
     _streaks: dict[str, _Streak] = field(default_factory=dict)
     _agreement: list[float] = field(default_factory=list)
 
@@ -220,7 +220,7 @@ LOOP_STAGES = ("rollout", "score", "old_logp", "ref_logp", "advantages", "forwar
 
 
 class RunLog:
-    """Counts what a run has cost and hands its numbers to the tracker and to the files of the run folder."""
+    """Counts a run's costs and writes its numbers to the tracker and the files of the run folder."""
 
     def __init__(self, run_dir: Path, device: torch.device, tracker: Tracker | None) -> None:
         self.run_dir = run_dir
@@ -233,7 +233,7 @@ class RunLog:
         self.warnings = RunWarnings(None if tracker is None else run_dir)
 
     def count(self, sampled: Iterable[Rollouts], beside: int = 0) -> None:
-        """Add what was sampled to the totals."""
+        """Add the samples to the totals."""
         self.totals["samples"] += beside
         for part in sampled:
             self.totals["samples"] += part.num_rows
@@ -262,12 +262,12 @@ class RunLog:
             write_samples(self.run_dir, step, split, records)
 
     def outcomes(self, step: int, split: str, outcomes: Sequence[Outcome]) -> None:
-        """Keep what each task of an evaluation scored."""
+        """Store the scores of each task of an evaluation."""
         if self.tracker is not None and outcomes:
             write_outcomes(self.run_dir, step, split, outcomes)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
-        """Log an evaluation with what the run has cost until then."""
+        """Log an evaluation with the run's costs until then."""
         found = {
             **metrics,
             "cost/samples": float(self.totals["samples"]),
@@ -278,7 +278,7 @@ class RunLog:
             self.tracker.evaluation(step, tag, split, found)
 
     def truncate_after(self, step: int) -> None:
-        """Forget what was logged after a step, before a resumed run continues from there."""
+        """Remove the records after a step, before a resumed run continues from there."""
         self.warnings.truncate_after(step)
         if self.tracker is not None:
             self.tracker.truncate_after(step)

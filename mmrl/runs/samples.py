@@ -147,7 +147,7 @@ def store_record(folder: Path, record: SampleRecord, names: dict[int, str] | Non
 
 
 def load_record(folder: Path, row: dict[str, Any], images: dict[str, Image | None] | None = None) -> SampleRecord:
-    """Read back what `store_record` returned."""
+    """Read a record that `store_record` returned."""
     images = {} if images is None else images
     fields: dict[str, Any] = {key: value for key, value in row.items() if key in SampleRecord.__dataclass_fields__}
     for key in IMAGE_FIELDS:

@@ -35,7 +35,7 @@ class Sink(Protocol):
         """Forget records of later steps before a resumed run writes them again."""
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Write pending records."""
 
 
 class JsonlSink:

@@ -1,4 +1,4 @@
-"""Objectives as a run configures them: a row of the catalogue and what differs from it."""
+"""Objectives as a run configures them: a row of the catalogue with changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OBJECTIVE = get("sft")
 
 @dataclass
 class ObjectiveConfig:
-    """A row of the catalogue and what differs from it.
+    """A row of the catalogue with changes.
 
     Each part changes numbers of the row's block, or names another block by `kind`:
     `objective: {preset: dapo, clip: {high: 0.3}, kl: {kind: k3, coef: 0.01}}`.
@@ -57,7 +57,7 @@ class ObjectiveConfig:
 
 
 def make_objective(config: ObjectiveConfig, longest: int | None = None) -> Objective:
-    """Combine a catalogue row with what a configuration changes."""
+    """Combine a catalogue row with the changes of a configuration."""
     changes = {key: dict(getattr(config, key)) for key in BLOCKS if getattr(config, key)}
     try:
         objective = get(config.preset).override(changes)
@@ -104,7 +104,7 @@ def check_group_size(samples_per_task: int, objective: Objective, scores: Collec
 
 @dataclass
 class PreferenceConfig:
-    """A row of the catalogue's preference objectives and what differs from it.
+    """A row of the catalogue's preference objectives with changes.
 
     Each part changes numbers of the row's block, or names another block by `kind`:
     `objective: {preset: dpo, loss: {beta: 0.3}, likelihood: {kind: nll, coef: 0.1}}`.
@@ -121,7 +121,7 @@ class PreferenceConfig:
 
 
 def make_preference(config: PreferenceConfig) -> PreferenceObjective:
-    """Combine a catalogue row with what a configuration changes."""
+    """Combine a catalogue row with the changes of a configuration."""
     changes = {key: dict(getattr(config, key)) for key in PREFERENCE_BLOCKS if getattr(config, key)}
     try:
         objective = get_preference(config.preset).override(changes)

@@ -40,7 +40,7 @@ GROWTH = 1.25
 
 
 SLACK = 64 << 20
-"""Bytes. A process is trimmed where it holds more than GROWTH times what the last trim left, and SLACK."""
+"""Bytes. A process is trimmed if it holds more than GROWTH times its size after the last trim, and SLACK."""
 
 
 PRIMITIVES = 256
@@ -105,7 +105,7 @@ def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:
 
 
 def sum_over_processes(values: Mapping[str, float]) -> dict[str, float]:
-    """Add numbers up over all processes, name by name; every process calls it, with names of its own."""
+    """Sum numbers over all processes by name; every process calls it, and their names may differ."""
     if PartialState().num_processes == 1:
         return dict(values)
     total: Counter[str] = Counter()
@@ -225,7 +225,7 @@ def capture_global_rng() -> dict[str, Any]:
 
 
 def restore_global_rng(state: dict[str, Any]) -> None:
-    """Put back what `capture_global_rng` returned."""
+    """Restore the state that `capture_global_rng` returned."""
     torch.set_rng_state(state["torch"])
     algorithm, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((algorithm, _as_uint32(keys), position, has_gauss, gauss))
@@ -283,7 +283,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 class Counted(Protocol):
-    """Environments that count what goes wrong."""
+    """Environments that count their failures."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -293,13 +293,13 @@ class Counted(Protocol):
 
 @runtime_checkable
 class InProcesses(Protocol):
-    """Environments that live in processes of their own."""
+    """Environments in separate processes."""
 
     failures: FailureLog
     """Failures with their tracebacks."""
 
     def memory_mb(self) -> float:
-        """Memory in 10^6 bytes of the process that holds most now, with what it started."""
+        """Memory in 10^6 bytes of the largest process, including its children."""
         ...
 
 

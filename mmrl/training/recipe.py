@@ -358,7 +358,7 @@ KEEPS_OLD = "keeps_logp_old"
 def score_in_chunks(
     scorer: Scorer, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], micro_batch: int
 ) -> PolicyOutputs:
-    """Outputs (B, T) of a policy without gradient, so many rows at a time (0 = all)."""
+    """Outputs (B, T) of a policy without gradient, in chunks of rows (0 = all at once)."""
     chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
     with torch.no_grad(), shared_prefix(policy, chunks):
         parts = [scorer(policy, chunk, outputs) for chunk in chunks]
@@ -454,7 +454,7 @@ class Reference:
 
     @property
     def needs_saving(self) -> bool:
-        """Whether a checkpoint has to hold weights of its own for the reference."""
+        """Whether a checkpoint needs separate weights for the reference."""
         return self._copy is not None
 
     def save(self, folder: Path) -> None:

@@ -58,7 +58,7 @@ class RunSaver:
         self._write_s = 0.0
 
     def start(self) -> None:
-        """Remove what is left of a run that was deleted or cut short before its first checkpoint."""
+        """Remove the remains of a run that was deleted or stopped before its first checkpoint."""
         if self.accelerator.is_main_process:
             remove_partial(self.run_dir)
             shutil.rmtree(self.run_dir / "reference", ignore_errors=True)

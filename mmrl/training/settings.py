@@ -1,4 +1,4 @@
-"""Options of the loop: the dataclasses hold the defaults, a YAML file states what differs."""
+"""Options of the loop: the dataclasses hold the defaults, a YAML file overrides them."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class StopSignals:
                 os.write(2, text.encode())
 
     def _leave_terminals(self) -> None:
-        """The terminal may be gone; what is written to it would fail."""
+        """Handle a closed terminal, to which writes would fail."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for handle in self._terminals:
             os.dup2(nowhere, handle)

@@ -275,7 +275,7 @@ class TaskStream(Generic[TaskT]):
         return None if self._fingerprint is None else self._fingerprint()
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the endless order, and what the tasks are."""
+        """Position in the endless order, and a digest of the tasks."""
         return {"position": self.position, "size": len(self.tasks), "contents": self.contents}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

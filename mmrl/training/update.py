@@ -387,7 +387,7 @@ class Updater:
 
 
 def count_denominators(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Denominators:
-    """Count what the loss of an optimiser step is divided by, on this process."""
+    """Count the denominators of an optimiser step's loss on this process."""
     counts = count(minibatch.loss_mask) if recipe.objective is None else recipe.objective.denominators(minibatch)
     own = {name: number for term in recipe.terms for name, number in term.counts(minibatch).items()}
     return dataclasses.replace(counts, others={**counts.others, **own})

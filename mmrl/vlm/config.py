@@ -1,4 +1,4 @@
-"""Options of runs of a vision-language model: what all share, and those of reinforcement learning."""
+"""Options of runs of a vision-language model: shared ones, and those of reinforcement learning."""
 
 from __future__ import annotations
 

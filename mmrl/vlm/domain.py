@@ -322,7 +322,7 @@ class AnswerMeasure(Measure[VlmTask]):
         )
 
     def shown(self, row: Row, **answer: Any) -> SampleRecord:
-        """A question of a row with what is said of its `answer`, as a sample for the report."""
+        """A row's question with a remark on its `answer`, as a sample for the report."""
         task: VlmTask = row["task"]
         images = task_images(task, self.policy.layout.patch_size)
         right = str(task.columns.get("answer", ""))

@@ -116,12 +116,12 @@ class WorkerSpec:
     """Seconds without a heartbeat, which only code that keeps Python's lock, or a stopped process, leaves out; None
     where the time limit of the request is enough."""
     capture_output: bool = True
-    """Keep the last of what a worker prints as evidence of a failure; otherwise it goes to this process's standard
+    """Keep the end of a worker's output as evidence of a failure; otherwise it goes to this process's standard
     error."""
     closing_s: float = 2.0
     """Seconds that `close` leaves a service to close by itself; 0 = it is killed at once."""
     memory_bytes: int | None = None
-    """Memory that a worker and what it starts may hold, looked at while answers are awaited; None for any."""
+    """Largest memory of a worker and its children, checked while waiting for answers; None for any."""
     max_reply_bytes: int = 1 << 30
     """Bytes of one message of a worker."""
     strict: Limits | None = None
@@ -163,7 +163,7 @@ class WorkerHandle(Protocol):
         ...
 
     def flush(self) -> None:
-        """Begin to transfer what is queued, without waiting for the worker."""
+        """Begin to send the queued requests, without waiting for the worker."""
         ...
 
     def receive(self) -> list[Message]:
@@ -171,11 +171,11 @@ class WorkerHandle(Protocol):
         ...
 
     def memory_bytes(self) -> int:
-        """Memory that the worker and what it started hold now; 0 where it cannot be found out."""
+        """Memory of the worker and its children; 0 if unknown."""
         ...
 
     def last_output(self) -> str:
-        """The last of what the worker printed, where it is captured."""
+        """The end of the worker's output, if it is captured."""
         ...
 
     def ask_to_end(self) -> None:
@@ -183,7 +183,7 @@ class WorkerHandle(Protocol):
         ...
 
     def has_ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has ended."""
         ...
 
     def kill(self) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LoadError(Exception):
-    """A function that cannot be loaded, or takes other arguments; the message names the cause and what there is."""
+    """A function that cannot be loaded, or takes other arguments; the message names the cause and the functions."""
 
     for_user = True
     """See `mmrl.workers.serve.Service`."""

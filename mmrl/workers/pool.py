@@ -18,7 +18,7 @@ from mmrl.workers.wire import Message
 FIRST_SHARE = 0.1
 """Part of its time that a request gets first once another one has hung,"""
 SLOWEST_FACTOR = 4.0
-"""or so many times what the slowest answer took, if that is more."""
+"""or this multiple of the slowest answer's time, if that is more."""
 HUNG_IN_A_ROW = 10
 """Requests with their whole time after which the others that hung in theirs first are given up."""
 AT_ONCE = 16
@@ -338,7 +338,7 @@ class WorkerPool:
         return [worker.handle.pid for worker in self._slots.workers if worker is not None]
 
     def memory_bytes(self) -> int:
-        """Memory of the worker that holds most of it now, with what it started."""
+        """Memory of the largest worker, including its children."""
         return max((worker.handle.memory_bytes() for worker in self._slots.workers if worker is not None), default=0)
 
     def close(self) -> None:

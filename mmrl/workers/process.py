@@ -101,11 +101,11 @@ class WorkerProcess:
         return found
 
     def memory_bytes(self) -> int:
-        """Memory that the process and what it started hold now."""
+        """Memory of the process and its children."""
         return family.resident_bytes(self._process.pid)
 
     def last_output(self) -> str:
-        """The last of what the process printed, where it is captured."""
+        """The end of the process's output, if it is captured."""
         self._read_output()
         return self._output.decode(errors="replace").strip()
 
@@ -201,7 +201,7 @@ class WorkerProcess:
         return Ending(f"ended with code {code}", code)
 
     def _exit_status(self) -> int | None:
-        """The code of a process that is gone, negative for a signal; None while it runs."""
+        """Exit code of the process, negative for a signal; None while it runs."""
         if self._process.returncode is not None:
             return self._process.returncode
         try:

@@ -1,4 +1,4 @@
-r"""Runs a program that a model wrote, strictly shut in, and gives back what it printed.
+r"""Runs a program that a model wrote in a strict sandbox and returns its output.
 
     result = run_code("print(sum(range(10)))", timeout_s=5)
     result.stdout == "45\n" and result.exit_code == 0
@@ -72,7 +72,7 @@ def run_code(
     limits: Limits | None = None,
     output_bytes: int = 1 << 20,
 ) -> CodeResult:
-    """Run Python source in a strict process of its own.
+    """Run Python source in a separate strict process.
 
     Args:
         source: the program.
@@ -204,7 +204,7 @@ class _Run:
             self._selector.unregister(fd)
 
     def _end(self) -> bool:
-        """Kill what is left of it; returns whether the program had begun."""
+        """Kill its remaining processes; returns whether the program had begun."""
         family.end_descendants(self._process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)

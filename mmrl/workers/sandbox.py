@@ -42,7 +42,7 @@ READABLE = (
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf"),
     *("/etc/fonts", "/etc/mime.types", "/etc/locale.alias"),
 )
-"""Programs, libraries and what they look up; no home, no data, no secrets of services."""
+"""Programs, libraries and their configuration; no home, no data, no secrets of services."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def remove_abandoned() -> None:
 
 @functools.cache
 def require_strict() -> None:
-    """Refuse where strict processes cannot be run, with what would help."""
+    """Refuse if strict processes cannot run, with a remedy."""
     if not sys.platform.startswith("linux"):
         raise UserError(f"sandbox: strict needs Linux; this is {sys.platform}. Run it in a Linux container or machine")
     remove_abandoned()
@@ -175,7 +175,7 @@ def why_not() -> str | None:
 
 
 def _python_paths() -> list[str]:
-    """Paths of this interpreter and of what is installed in it."""
+    """Paths of this interpreter and its installed packages."""
     return [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), os.path.abspath(sys.executable)]
 
 

@@ -33,7 +33,7 @@ ABSENT = "clone3 io_uring_setup io_uring_enter io_uring_register"
 CLONE_THREAD = 0x10000
 NEW_NAMESPACES = (1 << bit for bit in (7, 17, 25, 26, 27, 28, 29, 30))
 TERMINAL_WRITES = (0x5412, 0x541C, 0x5423)
-"""TIOCSTI, TIOCLINUX and TIOCSETD, which type into a terminal or change what it does."""
+"""TIOCSTI, TIOCLINUX and TIOCSETD, which type into a terminal or change its behaviour."""
 ALLOW, ERROR, MASKED_EQUAL = 0x7FFF0000, 0x00050000, 7
 
 

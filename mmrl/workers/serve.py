@@ -169,7 +169,7 @@ def _imports(thread: int) -> bool:
 
 
 def _leave() -> None:
-    """End this process and what it started."""
+    """End this process and its children."""
     family.end_descendants(os.getpid())
     if os.getpgrp() == os.getpid():  # where a strict process cannot look its children up, they are in its group
         os.kill(0, signal.SIGKILL)

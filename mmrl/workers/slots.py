@@ -84,7 +84,7 @@ class Worker:
         self.pending.append(Pending(self._number, timeout_s, stage, tag))
 
     def flush(self) -> None:
-        """Send what is queued."""
+        """Send the queued requests."""
         self.handle.flush()
 
     def forget(self) -> None:
@@ -98,7 +98,7 @@ class Worker:
         return any(pending.stage != "start" for pending in self.pending)
 
     def collect(self) -> list[tuple[Pending, Answer]]:
-        """Take what has come: answers in the order of the requests, up to the first failure."""
+        """Take the answers so far in the order of the requests, up to the first failure."""
         messages = self.handle.receive()
         if not messages and self.handle.ending is None and time.monotonic() < self._look_at:
             return []
@@ -220,7 +220,7 @@ class Slots:
         return slot
 
     def collect(self, slots: Collection[int], at_most_s: float = math.inf) -> list[tuple[int, Pending, Answer]]:
-        """Wait, at most so many seconds, until one of these workers has answered or failed."""
+        """Wait, up to a limit in seconds, until one of these workers has answered or failed."""
         end, patience_s = time.monotonic() + at_most_s, 0.0
         while True:
             self._engine.wait(patience_s)

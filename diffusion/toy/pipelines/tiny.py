@@ -202,7 +202,7 @@ class TinyFluxSizes:
     """Sizes of a tiny FLUX pipeline; the defaults give 0.5 million parameters in the transformer."""
 
     layers: int = bounded(2, at_least=1)
-    """Blocks with a stream of their own for text and one for the image."""
+    """Blocks with separate streams for text and image."""
     single_layers: int = bounded(2, at_least=1)
     """Blocks with both in one stream."""
     heads: int = bounded(4, at_least=1)

@@ -23,7 +23,7 @@ def build_prompts(
     held_out_share: float = 0.2,
     seed: int = 0,
 ) -> Path:
-    """Write captions of shapes with what they ask for."""
+    """Write captions of shapes with their scenes."""
     if part not in PARTS:
         raise UserError(f"part={part!r}; there are: {', '.join(PARTS)}")
     scenes = all_scenes(kinds)

@@ -1,4 +1,4 @@
-"""Does the image show what the caption asks for? Descriptions in GenEval's layout, rules stricter than its own.
+"""Check of images against their captions. Descriptions in GenEval's layout, rules stricter than its own.
 
 GenEval (djghosh13/geneval evaluation/evaluate_images.py) accepts more objects than were asked for and anything else in
 the image, unless the description excludes it. Here every count is exact and nothing else may be there.
@@ -70,7 +70,7 @@ def shapes_geneval_strict(
 
 
 def judge_scene(found: Sequence[Detection], include: Sequence[Mapping[str, Any]], *, compat: bool = False) -> Verdict:
-    """Compare what was found with what was asked for."""
+    """Compare the found objects with the caption's."""
     parts: list[float] = []
     matched: list[list[Detection] | None] = []
     for wanted in include:

@@ -26,7 +26,7 @@ MAX_SIDE = 16_384
 
 
 class MalformedError(ValueError):
-    """An environment returned something of an unknown form; the message says what and why."""
+    """An environment returned a value of an unknown form, which the message describes."""
 
 
 def as_image(value: Any) -> NDArray[np.uint8]:
@@ -94,7 +94,7 @@ class Outcome:
 
 
 class Environment(Protocol):
-    """The methods of a custom environment; it lives in a process of its own and serves many episodes.
+    """The methods of a custom environment; it runs in a separate process and serves many episodes.
 
     It may also have `actions`, a mapping from the names of its actions to a sentence each, for prompts.
 
@@ -117,7 +117,7 @@ class Environment(Protocol):
 
 
 def as_observation(value: Any) -> Observation:
-    """Convert what an environment shows.
+    """Convert an environment's observation.
 
     Args:
         value: `Observation`; a dict with `image`, `images` and `text`, each optional; a text; an array (H, W, 3), (H,
@@ -143,7 +143,7 @@ def as_observation(value: Any) -> Observation:
 
 
 def as_start(value: Any) -> tuple[Observation, Mapping[str, Any]]:
-    """Convert what `reset` returned to an observation and info."""
+    """Convert the result of `reset` to an observation and info."""
     if not isinstance(value, tuple):
         return as_observation(value), {}
     if len(value) != 2 or not isinstance(value[1], Mapping):
@@ -154,7 +154,7 @@ def as_start(value: Any) -> tuple[Observation, Mapping[str, Any]]:
 
 
 def as_outcome(value: Any) -> Outcome:
-    """Convert what `step` returned; raises MalformedError, also for a reward that is not finite."""
+    """Convert the result of `step`; raises MalformedError, also for a reward that is not finite."""
     if isinstance(value, Outcome):
         value = (value.observation, value.reward, value.terminated, value.truncated, value.info)
     if not isinstance(value, tuple) or not 3 <= len(value) <= 5:

@@ -1,4 +1,4 @@
-"""Several environments at once, each in a process of its own that may raise, hang or die without harm to the run.
+"""Parallel environments in separate processes, each of which may raise, hang or die without harm to the run.
 
     with EnvPool(EnvironmentConfig("my_envs.py:Maze", workers=4)) as pool:
         turns = pool.reset({row: AgentTask(f"maze/{row}", {"size": 5}, seed=row) for row in range(4)})
@@ -48,7 +48,7 @@ class EnvironmentConfig:
     adapter: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of mmrl.agents.environments.gym.GymEnvironment, where the factory makes a gymnasium.Env."""
     workers: int = bounded(2, at_least=1)
-    """Environments at once of each training process, each in a process of its own."""
+    """Parallel environments of each training process, each in a separate process."""
     variables: dict[str, str] = rare(field(default_factory=dict))
     """Environment variables of the processes, on top of this one's."""
     start_timeout_s: float = rare(bounded(180.0, above=0, finite=True))

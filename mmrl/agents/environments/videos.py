@@ -1,4 +1,4 @@
-"""Episodes as short videos: what the agent saw, what it did, and where on the image.
+"""Episodes as short videos: the agent's observations, its actions, and their points on the image.
 
 An environment may set `info["marks"]` to where an action acted: pairs (x, y) in pixels of the image that the agent saw
 before; the video draws a ring at each and a line between two.

@@ -103,7 +103,7 @@ class ReplayBuffer:
         self._stored: dict[str, deque[Record]] = {}
         self._added = 0
         self.counts: Counter[str] = Counter()
-        """added, expired (by age), evicted (by memory) so far; what a task's own length pushes out is not counted."""
+        """added, expired (by age), evicted (by memory) so far; without those replaced by newer ones of their task."""
 
     def __len__(self) -> int:
         """Trajectories that are stored."""
@@ -124,7 +124,7 @@ class ReplayBuffer:
             self._evict_oldest()
 
     def push_all(self, fresh: Sequence[tuple[int, str, Record]], step: int) -> None:
-        """Store what all processes found, (number of the group, task, trajectory), in the order of the groups."""
+        """Store trajectories of all processes, (group index, task, trajectory), in the order of the groups."""
         process = PartialState()
         mine = [(number, process.process_index, task, record) for number, task, record in fresh]
         found = mine if process.num_processes == 1 else list(gather_object(mine))
@@ -230,7 +230,7 @@ class Replay(LossTerm):
         return TermLoss(metrics=source_metrics(minibatch, scores.logp))
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
-        """The buffer and what was replayed."""
+        """State of the buffer and of the replays."""
         seen = sum_over_processes(self.seen)
         self.seen.clear()
         injected = seen.get("injected", 0)

@@ -90,7 +90,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
             )
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step) -> Rollouts:
-        """Let the expert play each task; the rows hold its answers, and as rewards what it earned."""
+        """Let the expert play each task; the rows hold its answers and its returns."""
         episodes = [self._play(policy, task, number, step) for number, task in enumerate(tasks)]
         self._note(episodes)
         usable = [episode for episode in episodes if episode.has_result]

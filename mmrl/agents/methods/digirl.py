@@ -138,7 +138,7 @@ class DigirlConfig(AgentConfig):
     digirl: DigirlSettings = field(default_factory=DigirlSettings)
     """Choice of the episodes and steps that are learnt from."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="sft"))
-    """Fixed: likelihood of what is kept."""
+    """Fixed: likelihood of the kept steps."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""

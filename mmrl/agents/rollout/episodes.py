@@ -178,7 +178,7 @@ class Trajectory:
         self.turns += 1
 
     def add_given(self, prompt: Prompt) -> None:
-        """Append what the agent is given before its next turn."""
+        """Append the text and images before the agent's next turn."""
         self.inserts.append(Insert(len(self.ids), prompt))
         self._append(prompt.input_ids.tolist(), [0.0] * len(prompt), sampled=False)
 

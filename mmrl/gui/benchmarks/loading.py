@@ -37,7 +37,7 @@ VERDICTS = {
     "wrong": "the file is in the other convention",
 }
 Problem = tuple[str, str]
-"""Place of a row and what is wrong with it."""
+"""Position of a row and its problem."""
 
 
 @dataclass

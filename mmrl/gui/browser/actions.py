@@ -76,7 +76,7 @@ class ActionKind:
     read: Callable[[str, dict[str, Any], Viewpoint], Command]
     """Checks the arguments, removes those it knows from the dict, and makes the command."""
     summary: str
-    """Its arguments and what it does, for prompts."""
+    """Its arguments and effect, for prompts."""
 
 
 def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -> Command:

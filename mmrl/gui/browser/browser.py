@@ -74,7 +74,7 @@ class Browser:
     def __init__(self, settings: BrowserSettings | None = None) -> None:
         self.settings = settings or BrowserSettings()
         self.generation = 0
-        """Starts so far; contexts of earlier ones are gone."""
+        """Starts so far; contexts of earlier ones no longer exist."""
         self.restarts = 0
         """Restarts after it died or was killed at a time limit."""
         self.pages = 0
@@ -108,7 +108,7 @@ class Browser:
         return context
 
     def close_context(self, context: BrowserContext) -> None:
-        """Close a context, which may be gone already."""
+        """Close a context, which may already be closed."""
         known = context in self._open_contexts
         self._open_contexts.discard(context)
         if known and self.is_alive():

@@ -39,7 +39,7 @@ SETTLE = "() => new Promise(done => requestAnimationFrame(() => requestAnimation
 
 
 class GuardedPage:
-    """One page in a context of its own.
+    """One page in a separate context.
 
     Args:
         browser: a running browser.

@@ -1,4 +1,4 @@
-"""Questions about screens for a vision-language model: prompt, the one resize, and what rewards need of the target."""
+"""Questions about screens for a vision-language model: prompt, the one resize, and the target's columns for rewards."""
 
 from __future__ import annotations
 

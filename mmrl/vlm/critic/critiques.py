@@ -49,7 +49,7 @@ def critique_renderer(template: str, option: str = "template") -> Callable[..., 
 
 
 def critique_task(task: VlmTask, answer: str, render: Callable[..., str]) -> VlmTask:
-    """Ask what is wrong with an answer, about the same images; raises TaskError."""
+    """Ask for the errors of an answer, about the same images; raises TaskError."""
     return ask_instead(task, render(question=question_text(task), answer=answer), "critique")
 
 

@@ -42,7 +42,7 @@ class Altered:
 
 
 Insert = Callable[[str, int, np.random.Generator], Altered]
-"""Puts up to so many errors into a right answer; raises ValueError where it cannot put in any."""
+"""Puts up to a number of errors into a right answer; raises ValueError if it cannot put in any."""
 
 
 def alter_numbers(answer: str, count: int, rng: np.random.Generator) -> Altered:
@@ -136,7 +136,7 @@ def critique_score(critique: str, inserted: Sequence[str], mark: float = 0.0) ->
 def jaccard_reward(
     completions: Sequence[Chat], inserted: Sequence[Sequence[str] | None] | None = None, **_: Any
 ) -> list[float | None]:
-    """Reward a critique by the Jaccard index of what it lists and the false details in the column `inserted`.
+    """Reward a critique by the Jaccard index of its listed details and the false ones in the column `inserted`.
 
     Rows without that column are questions of another kind and are not scored.
     """

@@ -56,7 +56,7 @@ class RevisionConfig:
     critique_template: str = CRITIQUE_TEMPLATE
     """The critic's question, with {{ question }} and {{ answer }}, or a .jinja file; as in training."""
     revision_template: str = REVISION_TEMPLATE
-    """The turn behind the answer, with {{ critique }} and perhaps {{ question }}, or a .jinja file."""
+    """The turn behind the answer, with {{ critique }} and optionally {{ question }}, or a .jinja file."""
     rounds: int = rare(bounded(1, at_least=1))
     """Most revisions of an answer."""
     controls: bool = rare(True)

@@ -56,7 +56,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Match:
-    """Two different answers to one question that are to be compared."""
+    """Two different answers to one question, to compare."""
 
     question: int
     a: int

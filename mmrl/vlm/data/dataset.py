@@ -71,7 +71,7 @@ class DataConfig:
     """Whether questions without image are fine; empty: yes where images are marked in the text or the row's
     image list is empty, no where the data set gives images by column only."""
     max_tasks: int | None = bounded(None, at_least=1)
-    """Use only the first so many good rows."""
+    """Use only the first rows, up to this number of good ones."""
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class LoadedTasks:
         self.examples.setdefault(error.kind, str(error))
 
     def check_left(self, path: str) -> None:
-        """Refuse a data set none of whose rows is usable, and log what was left out; raises UserError."""
+        """Refuse a data set none of whose rows is usable, and log the omitted rows; raises UserError."""
         if not self.tasks:
             counts = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items())
             first = next(iter(self.examples.values()), "")

@@ -66,7 +66,7 @@ class Prompt:
 
 @dataclass(eq=False)
 class Insert:
-    """Tokens and images inside a response that were not sampled: what the model sees between two turns."""
+    """Tokens and images inside a response that were not sampled: the input between two turns."""
 
     start: int
     """Index of its first token in the response."""

@@ -49,7 +49,7 @@ class StoredImage(Protocol):
     """An image that is read from its data set when it is needed."""
 
     def read(self) -> Any:
-        """Return what the data set holds: a path, bytes, a {"bytes", "path"} mapping or a PIL image."""
+        """Return the data set's cell: a path, bytes, a {"bytes", "path"} mapping or a PIL image."""
 
 
 ImageSource: TypeAlias = "Image.Image | str | bytes | Mapping[str, Any] | StoredImage"
@@ -213,7 +213,7 @@ class VideoOptions:
             raise ValueError(f"data.video.fps is {self.fps} and data.video.nframes {self.nframes}; set one of them")
 
     def complete(self, clip: VideoClip) -> VideoClip:
-        """A clip with these options where it has none of its own."""
+        """A clip with these options as defaults."""
         fits = FILE_OPTIONS if isinstance(clip.source, str) else FRAME_LIST_OPTIONS
         set_here = () if not {"fps", "nframes"} & set(clip.options) else ("fps", "nframes")
         usual = {

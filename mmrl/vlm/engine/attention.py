@@ -78,7 +78,7 @@ class Kernels(NamedTuple):
     """Attention kernels that give and take log-sum-exps."""
 
     forward: Callable[[Part], tuple[Any, ...]]
-    """Output, log-sum-exp (b, H, Q) and a tuple of what else the backward kernel needs."""
+    """Output, log-sum-exp (b, H, Q) and a tuple of the backward kernel's other inputs."""
     backward: Callable[[Part, Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
     """Gradients of q, k, v, given a part, the gradient of its output, the output, the log-sum-exp and the tuple."""
 

@@ -288,7 +288,7 @@ class VlmPolicy(nn.Module):
         return (self._shared_states(reading) if sharing else self._flat_states(reading)), reading.targets
 
     def _flat_states(self, reading: Reading) -> Tensor:
-        """States before the scored tokens, every row with a prompt of its own."""
+        """States before the scored tokens, every row with a separate prompt."""
         prompts, group, lengths = reading.prompts, reading.group, reading.lengths
         if reading.inserts:  # rows with images are prompts of their own
             before = torch.tensor([len(prompt) for prompt in prompts], device=group.device)[group]
@@ -444,7 +444,7 @@ def _set_pixels(processor: Any, config: ModelConfig) -> None:
 
 
 def _prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
-    """Freeze what is not trained, add adapters and switch on checkpointing and what saves time."""
+    """Freeze the untrained weights, add adapters and switch on checkpointing and faster kernels."""
     model = network
     if config.lora.enabled or adapter is not None:
         model = add_adapter(network, config.lora, adapter)

@@ -244,7 +244,7 @@ class PrefixStore:
             self._shared = before
 
     def backward(self) -> None:
-        """Backpropagate what has added up through the prompts; call after the last micro-batch."""
+        """Backpropagate the accumulated gradient through the prompts; call after the last micro-batch."""
         for shared in (self._shared or {}).values():
             shared.backward()
         if self._shared is not None:

@@ -47,7 +47,7 @@ class SamplerConfig:
     lean: bool = rare(True)
     """Decode with the project's own lean decoder where the model allows it; else through transformers."""
     keep_prefill: bool = rare(True)
-    """Use what sampling computed of the prompts until the weights change; with one update on all rows, in it too."""
+    """Reuse the prompts' states of sampling until the weights change; with one update on all rows, in it too."""
 
     def validate(self) -> None:
         """Refuse empty stop strings; raises ConfigError."""

@@ -149,7 +149,7 @@ PAIR_ERRORS: dict[str, str] = {
 
 
 ORDERS = {"logps/accuracies": "accuracy/likelier", "rewards/accuracies": "accuracy/rewards"}
-"""Shares of pairs in the right order, and what evaluations call them."""
+"""Shares of pairs in the right order, and their names in evaluations."""
 
 
 @dataclass

@@ -130,7 +130,7 @@ class PreferenceRunConfig(GivenAnswersConfig):
     rejected_score_key: str = rare("score_rejected")
     """Column of the rejected answer's score."""
     max_side_tokens: int | None = rare(bounded(None, at_least=1))
-    """Pairs with a longer side are skipped and counted; empty: what the model's positions leave behind the prompt."""
+    """Pairs with a longer side are skipped and counted; empty: the model's positions minus the prompt."""
     objective: PreferenceConfig = field(default_factory=PreferenceConfig)
     """Loss that is minimised."""
     precompute_reference: bool = False

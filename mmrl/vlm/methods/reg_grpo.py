@@ -138,7 +138,7 @@ class RegGrpoRecipe(VlmRecipe):
         }
 
     def describe(self) -> str:
-        """The objective's formula and what happens to questions."""
+        """The objective's formula and the changes of questions."""
         settings = self.config.augmentation
         lines = [super().describe()]
         if settings.enabled:

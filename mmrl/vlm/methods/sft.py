@@ -1,4 +1,4 @@
-"""Learning from answers that were given instead of sampled: what supervised and preference recipes share."""
+"""Learning from given instead of sampled answers: shared parts of supervised and preference recipes."""
 
 from __future__ import annotations
 

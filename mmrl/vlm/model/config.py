@@ -66,7 +66,7 @@ class FrozenModelConfig:
     max_pixels: int | None = bounded(None, at_least=1)
     """Largest image area in pixels, larger images are reduced; empty: as the processor has it."""
     max_prompt_tokens: int | None = bounded(None, at_least=1)
-    """Prompts with more tokens are skipped and counted; empty: what the model's positions allow."""
+    """Prompts with more tokens are skipped and counted; empty: the limit of the model's positions."""
     build: str | None = None
     """Function `module:function` that makes the folder at `path` where there is none yet."""
     build_options: dict[str, Any] = field(default_factory=dict)

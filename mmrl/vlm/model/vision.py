@@ -60,7 +60,7 @@ class VisionFeatures:
     """Features in the order of the prompt's placeholder tokens."""
 
     tokens: Tensor
-    """(n, H), what replaces the placeholder embeddings."""
+    """(n, H), replacements of the placeholder embeddings."""
     deepstack: tuple[Tensor, ...] = ()
     """(n, H) each, added to the hidden states after the first decoder layers (Qwen3-VL)."""
 

@@ -1,4 +1,4 @@
-"""A reward without a signal: the control for what a method gains from its rewards."""
+"""A reward without a signal: the control for a method's gain from its rewards."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def build_readings(
     per_clip: int = 4,
     seed: int = 0,
 ) -> Path:
-    """Write questions about a few frames of such clips, to teach a model to read what an agent picks.
+    """Write questions about a few frames of such clips, to teach a model to read an agent's picks.
 
     The frames are drawn from needle and haystack in every proportion, with at least one of the digit after the flash.
 

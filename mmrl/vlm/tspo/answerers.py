@@ -54,7 +54,7 @@ class Answerer(Protocol):
 
 
 class OracleAnswerer:
-    """Right where at least so many frames of the needle are picked; a rule in place of a model, for experiments."""
+    """Right if at least this many frames of the needle are picked; a rule instead of a model, for experiments."""
 
     def __init__(self, min_frames: int) -> None:
         self.min_frames = min_frames
@@ -167,7 +167,7 @@ def _asked(tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]]) -> list[
 
 
 def _with_images(task: VlmTask, count: int) -> VlmTask:
-    """The question with so many images where its video was; the images themselves go to the encoder."""
+    """The question with `count` images instead of its video; the images themselves go to the encoder."""
     items = {"video": [{"type": "image"}] * count}
     messages = [
         {**turn, "content": [new for item in turn["content"] for new in items.get(item["type"], [item])]}

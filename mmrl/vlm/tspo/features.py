@@ -93,7 +93,7 @@ class ClipEncoder:
         return torch.cat(parts) if parts else torch.zeros(0, self.width)
 
     def _next_pixels(self, left: Iterator[NDArray[np.uint8]]) -> Tensor | None:
-        """The next batch as the model reads it; a function of its own, so that its frames are freed at once."""
+        """The next batch as the model reads it; a separate function, so that its frames are freed at once."""
         some = list(itertools.islice(left, self.batch))
         return self.processor(images=some, return_tensors="pt").pixel_values if some else None
 

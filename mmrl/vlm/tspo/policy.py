@@ -112,7 +112,7 @@ class TspoPolicy(nn.Module):
         return PolicyOutputs(logp=torch.cat(parts, 1)[:, : rollouts.num_decisions])
 
     def _token_logprobs(self, rollouts: Rollouts, payload: TspoPayload, temperature: float) -> Tensor:
-        """The language model's part: every row is a group of its own, since it read its own frames."""
+        """The language model's part: every row is a separate group, since it read its own frames."""
         assert self.reader is not None
         assert payload.response_ids is not None
         mask = rollouts.mask[:, payload.picks.shape[1] :]
@@ -138,7 +138,7 @@ class TspoPolicy(nn.Module):
             self.reader.save_pretrained(Path(path) / READER_FOLDER)
 
     def load_weights(self, path: Path | str) -> None:
-        """Load what `save_pretrained` wrote, bit for bit; raises UserError."""
+        """Load the weights of `save_pretrained`, bit for bit; raises UserError."""
         load_agent_weights(self.agent, Path(path))
         if self.reader is not None:
             self.reader.load_weights(Path(path) / READER_FOLDER)

@@ -224,7 +224,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         return usable, features
 
     def temperature(self, step: int) -> float:
-        """Temperature of the picks after so many steps."""
+        """Temperature of the picks after a number of steps."""
         picks = self.config.picks
         return temperature_at(step, self.config.trainer.steps, picks.temperature, picks.final_temperature)
 

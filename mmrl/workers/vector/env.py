@@ -199,7 +199,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         self._pool.close()
 
     def _learn_spaces(self) -> None:
-        """Start the workers and make the shared memory for what their environments take and give."""
+        """Start the workers and make the shared memory for actions and observations."""
         said = self._envs.start()
         first = said[0]
         self._observation, self._action = first["observation"][0], first["action"][0]
@@ -299,7 +299,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         return self._look(), rewards, terminations, truncations, self._join(found)
 
     def _settle(self, rewards: NDArray[np.float64], over: NDArray[np.bool_], infos: dict[int, Any]) -> None:
-        """Enter what is special about steps that ended an episode, broken ones among them."""
+        """Add the final observations and infos of steps that ended an episode, failures among them."""
         arrays, failed = self._board.arrays, self._board.arrays["failed"]
         same = self.autoreset_mode is AutoresetMode.SAME_STEP
         for row in np.flatnonzero(failed).tolist():

@@ -47,7 +47,7 @@ class VectorSettings:
     heartbeat_timeout_s: float = bounded(30.0, above=0)
     """Seconds without a heartbeat, which only code that keeps Python's lock, or a stopped process, leaves out."""
     memory_mb: float | None = bounded(None, above=0)
-    """MiB that a process may hold with what it starts; None = any."""
+    """Largest memory of a process and its children in MiB; None = any."""
     reset_retries: int = bounded(2, at_least=0)
     """Retries, each in a fresh process, of an episode that did not begin."""
     max_restarts: int = bounded(20, at_least=1)
@@ -95,7 +95,7 @@ class Environments:
         return self._ask("describe", {slot: {} for slot in range(len(self.rows))}, self._settings.start_timeout_s)
 
     def requests(self, kind: str, contents: Mapping[int, Mapping[str, Any]]) -> dict[int, Request]:
-        """Requests by worker, each with what a fresh process has to make before it can answer."""
+        """Requests by worker, each with the setup that a fresh process needs before it can answer."""
         requests = {}
         for slot, content in contents.items():
             rows = self.rows[slot]

@@ -57,7 +57,7 @@ class VectorService:
         self._action: dict[str, Any] = {}
 
     def hello(self) -> dict[str, Any]:
-        """Nothing yet: what to make comes with the first request."""
+        """Start empty: the first request defines the environments."""
         return {}
 
     def answer(

@@ -50,7 +50,7 @@ class TaskKind:
     """Most sub-goals of a case."""
     summary: str
     page: str = ""
-    """Its page in this folder; empty: that of its own name."""
+    """Its page in this folder; empty takes the page of its name."""
 
 
 def click(view: View, key: str) -> Move:
