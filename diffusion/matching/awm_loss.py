@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.matching.losses import WEIGHTINGS, pseudo_log_likelihood
-from diffusion.matching.velocity import Matching, VelocityMatching
+from diffusion.matching.velocity import VelocityMatching
 from diffusion.models.ema import EMAWeights, kl_ema_decay
 from diffusion.sampling.steps import VELOCITY_KLS
 from diffusion.sampling.trajectories import mean_over_decisions
@@ -91,8 +91,9 @@ class AwmLoss(LossTerm):
                     ema = self.process.velocity(self.policy, rollouts, versions.rows)
             ref = self.process.reference_velocity(reference, rollouts, versions.rows)
         matching = self.process.evaluate(policy, rollouts, versions)
+        logp = pseudo_log_likelihood(matching.error, matching.noisy.sigma, self.settings.weighting, self.settings.power)
         return AwmScores(
-            logp=self._logp(matching),
+            logp=matching.decisions.scatter(logp),
             kl_ref=None if ref is None else matching.distance(ref, kind),
             kl_ema=None if ema is None else matching.distance(ema, kind),
             error=matching.errors.detach(),
@@ -131,10 +132,6 @@ class AwmLoss(LossTerm):
     def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
         """Restore `state_dict`."""
         self.kl_ema.load_state_dict(state)
-
-    def _logp(self, matching: Matching) -> Tensor:
-        logp = pseudo_log_likelihood(matching.error, matching.noisy.sigma, self.settings.weighting, self.settings.power)
-        return matching.decisions.scatter(logp)
 
 
 def with_ratio(objective: ObjectiveConfig, settings: AwmSettings) -> ObjectiveConfig:

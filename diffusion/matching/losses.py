@@ -255,14 +255,6 @@ class _TimeOptions:
     shift: float
 
 
-def _discrete(options: _TimeOptions) -> Tensor:
-    return _grid_times(options, options.draws, first=0)
-
-
-def _discrete_wo_init(options: _TimeOptions) -> Tensor:
-    return _grid_times(options, options.draws, first=1)
-
-
 def _discrete_with_init(options: _TimeOptions) -> Tensor:
     initial = _usable_grid(options, first=0)[:1]
     if options.draws == 1:
@@ -316,8 +308,8 @@ WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 }
 """Functions that turn matching errors, times and the exponent into pseudo log-likelihoods."""
 TIME_SAMPLERS: dict[str, Callable[[_TimeOptions], Tensor]] = {
-    "discrete": _discrete,
-    "discrete_wo_init": _discrete_wo_init,
+    "discrete": lambda options: _grid_times(options, options.draws, first=0),
+    "discrete_wo_init": lambda options: _grid_times(options, options.draws, first=1),
     "discrete_with_init": _discrete_with_init,
     "logit_normal": _logit_normal,
     "uniform": _uniform,

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from diffusion.config import GivenImagesConfig, check_matching
 from diffusion.data.pairs import ImagePair, ImagePairConfig, load_pairs
@@ -47,11 +47,6 @@ from mmrl.training.recipe import NoUsableTasksError, Reference, Step, Supervised
 from mmrl.training.settings import BaseTrainerConfig, ReferenceConfig
 
 ERRORS = ("velocity", "noise")
-
-
-def pair_trainer() -> BaseTrainerConfig:
-    """Small steps, as the public code takes them."""
-    return BaseTrainerConfig(steps=500, tasks_per_step=32, learning_rate=1e-4, warmup_steps=10)
 
 
 @dataclass
@@ -78,8 +73,10 @@ class DiffusionDpoConfig(GivenImagesConfig):
     """Loss that is minimised."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The model that errors are compared with."""
-    trainer: BaseTrainerConfig = field(default_factory=pair_trainer)
-    """Batch sizes, optimiser and guards; `tasks_per_step` counts pairs."""
+    trainer: BaseTrainerConfig = field(
+        default_factory=lambda: BaseTrainerConfig(steps=500, tasks_per_step=32, learning_rate=1e-4, warmup_steps=10)
+    )
+    """Batch sizes, optimiser and guards, with small steps as in the public code; `tasks_per_step` counts pairs."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -164,7 +161,8 @@ class DiffusionDpoRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, Imag
         payload = DiffusionPayload.of(shown)
         scores = self.scores_in_chunks(self.policy, shown, self.loss_outputs)
         numbers = self.objective.pair_numbers(self.objective.pairs(scores.logp, shown))
-        means = {name: _by_pair(values, shown.num_groups) for name, values in numbers.items()}
+        # a pair has one number for each time, or one alone
+        means = {name: values.view(shown.num_groups, -1).mean(1).tolist() for name, values in numbers.items()}
         return [
             SampleRecord(
                 id=task.id,
@@ -211,8 +209,3 @@ class DiffusionDpoRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, Imag
 
 def _scores(pair: ImagePair) -> list[float]:
     return [pair.numbers[name] for name in ("score_chosen", "score_rejected") if name in pair.numbers]
-
-
-def _by_pair(values: Tensor, pairs: int) -> list[float]:
-    """Mean of the numbers of each pair, which has one for each time, or one alone."""
-    return values.view(pairs, -1).mean(1).tolist()

@@ -34,11 +34,6 @@ from mmrl.training.recipe import NoUsableTasksError, Reference, Step, Supervised
 from mmrl.training.settings import BaseTrainerConfig
 
 
-def pretraining_trainer() -> BaseTrainerConfig:
-    """Batches and schedule under which a tiny pipeline learns to draw."""
-    return BaseTrainerConfig(steps=5000, tasks_per_step=64, learning_rate=1.5e-3, schedule="cosine", warmup_steps=100)
-
-
 @dataclass
 class PretrainConfig(GivenImagesConfig):
     """A flow-matching run on captioned images."""
@@ -53,8 +48,12 @@ class PretrainConfig(GivenImagesConfig):
         default_factory=lambda: TimestepConfig(count=1, times="logit_normal", share_times="image")
     )
     """Times of each image in a step."""
-    trainer: BaseTrainerConfig = field(default_factory=pretraining_trainer)
-    """Batch sizes, optimiser and guards."""
+    trainer: BaseTrainerConfig = field(
+        default_factory=lambda: BaseTrainerConfig(
+            steps=5000, tasks_per_step=64, learning_rate=1.5e-3, schedule="cosine", warmup_steps=100
+        )
+    )
+    """Batch sizes, optimiser and guards; with the default a tiny pipeline learns to draw."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""

@@ -316,10 +316,6 @@ def _row_mean(x: Tensor) -> Tensor:
     return x.flatten(1).mean(1)
 
 
-def _elbo_weight(sigma: Tensor) -> Tensor:
-    return (1 - sigma.clamp(0, ELBO_SIGMA_LIMIT)) / (2 * ELBO_NOISE_LEVEL**2 * sigma)
-
-
 STEPS: dict[str, Callable[..., StepKernel]] = {
     "ode": OdeStep,
     "flow_sde": FlowSdeStep,
@@ -335,5 +331,5 @@ KERNELS: dict[str, Callable[[float, float], StepKernel]] = {
 """Stochastic steps of a flow model, from the noise level and the grid's second time."""
 VELOCITY_KLS: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform": torch.ones_like,
-    "elbo": _elbo_weight,
+    "elbo": lambda sigma: (1 - sigma.clamp(0, ELBO_SIGMA_LIMIT)) / (2 * ELBO_NOISE_LEVEL**2 * sigma),
 }

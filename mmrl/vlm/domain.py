@@ -293,9 +293,10 @@ class AnswerMeasure(Measure[VlmTask]):
             metrics[f"response/length_{mode}"] = float(np.mean(lengths))
             metrics |= self._lengths_by_outcome(rows, mode)
         metrics["unscored"] = float(sum(unscored([row["scores"][name]]) for row in rows for name in self._accuracies()))
+        terms = [_term_metric(term, mode) for term in self.domain.questions.broken_down for mode, _ in self._modes()]
         for column, value, part in self._parts_of(rows):
             metrics[part_metric("n", column, value)] = float(len(part))
-            for name in (*self._accuracies(), *self._broken_down()):
+            for name in (*self._accuracies(), *terms):
                 metrics |= self._mean(part_metric(name, column, value), part, name)
         return metrics
 
@@ -334,9 +335,6 @@ class AnswerMeasure(Measure[VlmTask]):
 
     def _accuracies(self) -> list[str]:
         return [f"accuracy/{mode}" for mode, _ in self._modes()]
-
-    def _broken_down(self) -> list[str]:
-        return [_term_metric(term, mode) for term in self.domain.questions.broken_down for mode, _ in self._modes()]
 
     def _parts_of(self, rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
         """Column, value and rows of each part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -210,7 +210,7 @@ def read_osworld_g(cells: Cells, context: RowContext) -> Annotation:
         "category": context.companion.get(annotation.id, ()),
         "type": tuple(map(str, types)) if isinstance(types, list | tuple) else (),
     }
-    return _with_groups(annotation, several)
+    return replace(annotation, groups={**annotation.groups, **several})
 
 
 def osworld_g_categories(folder: Path) -> dict[str, tuple[str, ...]]:
@@ -262,10 +262,6 @@ def _annotation(
         size=_size(cells, size),
         groups={name: (value,) for name, value in groups.items()},
     )
-
-
-def _with_groups(annotation: Annotation, groups: Groups) -> Annotation:
-    return Annotation(**{**vars(annotation), "groups": {**annotation.groups, **groups}})
 
 
 def _in_name(file: Path, *words: str) -> str:

@@ -15,7 +15,7 @@ from mmrl.gui.grounding.answers import answer_text, parse_answer
 from mmrl.gui.grounding.coords import FAMILIES, Box, CoordinateSpace, Resize, Size, clean_box, coordinate_space
 from mmrl.gui.grounding.drawing import draw_answer
 from mmrl.gui.grounding.rewards import AnswerRules
-from mmrl.gui.grounding.samples import TARGET_COLUMNS, GroundingSample, Target, image_size, sample_row, target_of
+from mmrl.gui.grounding.samples import TARGET_COLUMNS, GroundingSample, image_size, sample_row, target_of
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.task import TaskError, VlmTask, open_image
 from mmrl.vlm.domain import Questions
@@ -122,7 +122,13 @@ def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -
     except ValueError as error:
         raise TaskError("unusable_image", task.id, str(error)) from None
     assert sample.model_wh is not None
-    columns = dict(task.columns) | {"grounding": _needs(sample.target, sample, settings)}
+    needs = {
+        **sample_row(replace(sample, meta={}, instruction="")),
+        "model_wh": sample.model_wh,
+        "space": settings.point_space.value,
+        "no_think": not settings.think,
+    }
+    columns = dict(task.columns) | {"grounding": needs}
     answers = task.columns.get("answers")
     if answers is not None:
         points = [sample.from_original(tuple(point), settings.point_space) for point in answers]
@@ -130,15 +136,6 @@ def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -
     content = [{"type": "image"}, {"type": "text", "text": _question(sample, settings)}]
     messages = [*_system(task, settings), {"role": "user", "content": content}]
     return replace(task, messages=messages, columns=columns, image_wh=[sample.model_wh])
-
-
-def _needs(target: Target, sample: GroundingSample, settings: GroundingSettings) -> dict[str, Any]:
-    return {
-        **sample_row(replace(sample, target=target, meta={}, instruction="")),
-        "model_wh": sample.model_wh,
-        "space": settings.point_space.value,
-        "no_think": not settings.think,
-    }
 
 
 def _question(sample: GroundingSample, settings: GroundingSettings) -> str:

@@ -239,17 +239,14 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
             self.answer_measures(policy, split, step) if self.config.scoring.rewards else []
         )
         if has_sides(tasks, self.columns):
-            measures.append(self.pair_measure(policy, split))
+            pairs = PairMeasure(
+                make_pairs=lambda tasks: self.held_out_pairs(policy, split, tasks),
+                logp=lambda rollouts: self.logp(policy, rollouts),
+                objective=self.objective,
+                batch_tasks=self.config.evaluation.batch_tasks,
+            )
+            measures.append(pairs)
         return evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator)
-
-    def pair_measure(self, policy: VlmPolicy, split: str) -> PairMeasure:
-        """Measures on the pairs of a held-out split."""
-        return PairMeasure(
-            make_pairs=lambda tasks: self.held_out_pairs(policy, split, tasks),
-            logp=lambda rollouts: self.logp(policy, rollouts),
-            objective=self.objective,
-            batch_tasks=self.config.evaluation.batch_tasks,
-        )
 
     def held_out_pairs(self, policy: VlmPolicy, split: str, tasks: Sequence[VlmTask]) -> Rollouts | None:
         """Held-out pairs with the reference's log-probabilities; None where none can be used."""

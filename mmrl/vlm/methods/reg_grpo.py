@@ -202,7 +202,10 @@ class RegGrpoRecipe(VlmRecipe):
         hard = sorted(hard, key=lambda place: -difficulty[place])[: settings.max_hinted or None]
         if not hard:
             return {}
-        with_answer = [self._with_answer(tasks[place]) for place in hard]
+        with_answer = [
+            augment_task(task, messages=rewrite_question(task, settings.answer_template, answer=_answer_of(task)))
+            for task in (tasks[place] for place in hard)
+        ]
         found: dict[int, str] = {}
         window = self.tracker.difference(0.0)
         traces = self._sampled(policy, with_answer, settings.traces, generator, step)
@@ -226,11 +229,6 @@ class RegGrpoRecipe(VlmRecipe):
             return ""
         trace = reasoning_of(texts[best], settings.think_start, settings.think_end)
         return partial_trace(trace, settings.hint_fraction(difficulty), policy.processor.tokenizer)
-
-    def _with_answer(self, task: VlmTask) -> AugmentedTask:
-        """A question with its answer."""
-        template = self.config.augmentation.answer_template
-        return augment_task(task, messages=rewrite_question(task, template, answer=_answer_of(task)))
 
     def _hinted(self, task: VlmTask, hint: str, fraction: float) -> AugmentedTask:
         settings = self.config.augmentation

@@ -86,11 +86,13 @@ def build_spliced(
             write_mp4(place / f"{stem}.mp4", _frames(plan), 1.0)
         except VideoError as error:
             raise UserError(f"a video cannot be spliced around {own}: {error}") from error
+        stops = list(itertools.accumulate(len(clip.numbers) for clip in plan))
+        spans = [[stop - len(clip.numbers), stop] for clip, stop in zip(plan, stops, strict=True) if clip.needle]
         kept = {name: cells[name] for name in KEPT_COLUMNS if name in cells}
         return {
             **kept,
             "videos": [f"{Path(path).with_suffix('').name}/{stem}.mp4"],
-            "needle": _intervals(plan),
+            "needle": spans,
             "type": "specific",
         }
 
@@ -148,11 +150,6 @@ def _index(file: Path) -> VideoIndex:
         return read_index(file)
     except VideoError as error:
         raise UserError(f"{file} cannot be spliced: {error}") from error
-
-
-def _intervals(plan: Sequence[_Clip]) -> list[list[int]]:
-    stops = list(itertools.accumulate(len(clip.numbers) for clip in plan))
-    return [[stop - len(clip.numbers), stop] for clip, stop in zip(plan, stops, strict=True) if clip.needle]
 
 
 def _frames(plan: Sequence[_Clip]) -> Iterator[Frame]:
