@@ -161,6 +161,8 @@ class DiffusionConfig(DiffusionParts, RunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_rewards(self.rewards, self.heldout_rewards)
+        if not self.compares_samples and self.combine != "sum":
+            raise ValueError(f"combine is '{self.combine}'; this recipe reads summed rewards, use sum")
         self.check_objective()
 
     def check_objective(self) -> None:

@@ -91,8 +91,6 @@ class AcFlowConfig(MatchingParts, DiffusionConfig):
             check_group_size(self.trainer.samples_per_task, make_objective(self.objective), SCORES)
         if self.orw.center:
             raise ValueError("orw.center is for ORW-CFM-W2 alone; here the critic or shaping.kind: group_z centres")
-        if self.combine != "sum":
-            raise ValueError(f"combine is '{self.combine}'; weights are made of summed rewards, use sum")
         if self.states == "trajectory":
             check_states(self.sampler, self.timesteps)
         if self.credit == "difference":

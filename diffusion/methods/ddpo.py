@@ -108,12 +108,6 @@ class DdpoConfig(TrajectoryParts, DiffusionConfig):
     history: HistoryConfig = rare(field(default_factory=HistoryConfig))
     """Statistics of each prompt."""
 
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()
-        if self.combine != "sum":
-            raise ValueError(f"combine is '{self.combine}'; DDPO keeps one history of summed rewards, use sum")
-
 
 class DdpoRecipe(DiffusionRecipe):
     """Policy gradient with per-prompt reward statistics; see the module."""

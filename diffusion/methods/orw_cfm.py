@@ -72,8 +72,6 @@ class OrwConfig(MatchingParts, DiffusionConfig):
         super().validate()
         if self.orw.center and self.trainer.samples_per_task < 2:
             raise ValueError("orw.center compares the images of a prompt; trainer.samples_per_task must be at least 2")
-        if self.combine != "sum":
-            raise ValueError(f"combine is '{self.combine}'; weights are made of summed rewards, use sum")
 
 
 class OrwRecipe(DiffusionRecipe):
