@@ -200,7 +200,7 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
         config.validate()
     config = run_config("orw_cfm_w2", tmp_path)
     config.combine = "gdpo"
-    with pytest.raises(ValueError, match="weights are made of summed rewards"):
+    with pytest.raises(ValueError, match="this recipe reads summed rewards"):
         config.validate()
     config.combine, config.orw.weighting = "sum", "softmax"
     with pytest.raises(ValueError, match="allowed: exp, linear, indicator, advantage"):
