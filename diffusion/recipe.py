@@ -61,7 +61,7 @@ class Process(Protocol):
         ...
 
 
-class DiffusionDomain(KeepsEvalAverage):
+class DiffusionDomain:
     """Model, prompts, rewards, evaluation and reports of recipes on a diffusion or flow model."""
 
     config: Any
@@ -220,7 +220,7 @@ class DiffusionDomain(KeepsEvalAverage):
         return None if not cuts else f"{cuts[0].tokenizer} would drop {cuts[0].text!r} of the prompt"
 
 
-class DiffusionRecipe(DiffusionDomain, Recipe[DiffusionPolicy, Any]):
+class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy, Any]):
     """Reinforcement learning of a diffusion or flow model; a method sets `process`."""
 
     config: DiffusionConfig

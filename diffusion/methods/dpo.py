@@ -30,6 +30,7 @@ from diffusion.data.pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.velocity import FlowMatching, TimestepConfig, given_rollouts
 from diffusion.methods.fifa import PairFilterConfig, embed_captions, select_pairs
+from diffusion.models.ema import KeepsEvalAverage
 from diffusion.models.pipelines import encode_images
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionDomain
@@ -91,7 +92,7 @@ class DiffusionDpoConfig(GivenImagesConfig):
             )
 
 
-class DiffusionDpoRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, ImagePair]):
+class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[DiffusionPolicy, ImagePair]):
     """Diffusion-DPO on given pairs; see the module."""
 
     config: DiffusionDpoConfig

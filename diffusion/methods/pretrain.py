@@ -22,6 +22,7 @@ from diffusion.config import GivenImagesConfig, check_matching
 from diffusion.data.images import CaptionedImage, ImageDataConfig, load_images
 from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.velocity import FlowMatching, TimestepConfig, given_rollouts
+from diffusion.models.ema import KeepsEvalAverage
 from diffusion.models.pipelines import encode_images
 from diffusion.models.policy import DiffusionPolicy, ModelConfig, full_model
 from diffusion.recipe import DiffusionDomain
@@ -61,7 +62,7 @@ class PretrainConfig(GivenImagesConfig):
         check_matching(self.trainer, self.evaluation.sampler, self.timesteps)
 
 
-class PretrainRecipe(DiffusionDomain, SupervisedRecipe[DiffusionPolicy, CaptionedImage]):
+class PretrainRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[DiffusionPolicy, CaptionedImage]):
     """Flow matching on given images; see the module."""
 
     config: PretrainConfig
