@@ -387,7 +387,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(("words", "code"), [(["list", "recipes"], 0), (["train", "nothing.yaml"], 2)])
-def test_a_command_goes_on_when_its_output_cannot_be_written(words, code):
+def test_a_command_continues_when_its_output_cannot_be_written(words, code):
     """As where the log lies on a full disk."""
     command = [sys.executable, "-m", "mmrl.cli", *words]
     with open("/dev/full", "w") as full:

@@ -25,7 +25,7 @@ def test_the_tables_of_the_documents_are_current():
     assert stale == [], "run `make docs`"
 
 
-def test_the_picture_of_the_architecture_is_current():
+def test_the_drawing_of_the_architecture_is_current():
     assert architecture.DRAWING.read_text(encoding="utf-8") == architecture.draw(), "run `make docs`"
 
 

@@ -174,7 +174,7 @@ def test_disk_that_cannot_be_written(tmp_path):
     assert "output_dir=" in finding.advice
 
 
-def test_a_check_that_breaks_is_reported_and_the_others_go_on(tmp_path, monkeypatch):
+def test_a_check_that_breaks_is_reported_and_the_others_continue(tmp_path, monkeypatch):
     def broken():
         raise OSError("no such device")
 

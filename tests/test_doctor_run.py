@@ -67,7 +67,7 @@ def test_interrupted_run_can_be_resumed_with_the_command_that_is_given(run):
     assert findings(run)["resume"].found == "the run is finished"
 
 
-def test_damaged_checkpoint_is_named_and_the_way_round_it_works(run, capsys):
+def test_damaged_checkpoint_is_named_and_the_suggested_command_works(run, capsys):
     (run / "result.json").unlink()
     flip(run / "checkpoints/step-000004/model/weights.pt")
     found = findings(run)

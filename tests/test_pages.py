@@ -60,7 +60,7 @@ def every(find):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_pictures_exist(page):
+def test_links_and_images_exist(page):
     for target in page.links:
         file, _, anchor = target.partition("#")
         path = (page.path.parent / file).resolve() if file else page.path

@@ -131,7 +131,7 @@ def test_examples_are_read_in_both_modes(format):
     assert isinstance(found(example, format, True), list)
 
 
-def test_thoughts_are_what_stands_beside_the_action():
+def test_thoughts_are_the_text_around_the_action():
     thoughts = {
         "json": '<think>first</think>{"thoughts": "then", "action": "up"}',
         "call": "first</think>Thought: then\nAction: up()",

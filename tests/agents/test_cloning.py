@@ -84,7 +84,7 @@ def test_the_answers_are_the_experts_and_alone_are_trained(tmp_path, folder, rec
     assert rollouts.reward.tolist() == [1.0] * 4
 
 
-def test_a_window_of_pictures_reads_the_same_as_a_prompt_of_its_own(tmp_path, folder, recipes):
+def test_a_window_of_images_equals_a_separate_prompt(tmp_path, folder, recipes):
     recipe = recipes(make_config(tmp_path, folder, conversation=ConversationConfig(system="", history_images=1)))
     rollouts, payload = played(recipe)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_a_window_of_pictures_reads_the_same_as_a_prompt_of_its_own(tmp_path, fo
         assert_equal_up_to_rounding(logp[row, context.start], expected[row, token])
 
 
-def test_random_actions_take_the_place_of_the_experts(tmp_path, folder, recipes):
+def test_random_actions_replace_the_experts(tmp_path, folder, recipes):
     recipe = recipes(make_config(tmp_path, folder, random_actions=1.0, episode=EpisodeConfig(max_turns=3)))
     _, first = played(recipe)
     _, again = played(recipe)

@@ -111,7 +111,7 @@ def test_states_are_those_of_the_conversation_read_up_to_the_step(tmp_path, fold
         assert float(data.total[number]) == pytest.approx(episode.total)
 
 
-def test_the_state_of_the_text_does_not_see_the_picture(tmp_path, folder, make_recipe):
+def test_the_state_of_the_text_does_not_see_the_image(tmp_path, folder, make_recipe):
     """The corridors of all seeds say the same and look different."""
     recipe = make_recipe(make_config(tmp_path, folder))
     episodes = [own[0] for own in recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Step())]

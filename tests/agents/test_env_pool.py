@@ -60,7 +60,7 @@ def test_episodes_run_side_by_side_to_their_ends(calm):
     assert calm.counts["dropped"] == 0
 
 
-def test_a_row_begins_anew_while_another_goes_on(calm):
+def test_a_row_restarts_while_another_continues(calm):
     calm.reset(tasks("well", "well"))
     calm.step({0: Action("go"), 1: Action("go")})
     calm.reset({1: AgentTask("again", {}, 99)})

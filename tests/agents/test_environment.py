@@ -63,7 +63,7 @@ def test_what_is_no_observation_is_explained(value, message):
         as_observation(value)
 
 
-def test_pictures_of_all_kinds_become_rgb():
+def test_images_of_all_kinds_become_rgb():
     grey = RGB[:, :, 0]
     np.testing.assert_array_equal(as_image(grey), np.stack([grey] * 3, 2))
     np.testing.assert_array_equal(as_image(grey[:, :, None]), np.stack([grey] * 3, 2))

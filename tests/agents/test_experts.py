@@ -112,7 +112,7 @@ def test_without_an_expert_there_are_no_demonstrations():
         run_expert(env, {}, 0)
 
 
-def test_a_careless_expert_errs_as_often_as_it_is_told_to():
+def test_a_noisy_expert_errs_at_the_given_rate():
     for share in (0.0, 0.5, 1.0):
         env = NoisyExpert(GymEnvironment(GridWorld(min_distance=8)), list(MOVES), share, random.Random(0))
         env.reset({}, 3)

@@ -16,7 +16,7 @@ def video(task="maze/1", success=True, marks=None):
     return made
 
 
-def test_a_film_has_a_frame_a_turn_and_the_marks_at_their_places():
+def test_a_video_has_a_frame_per_turn_and_the_marks_at_their_positions():
     plain, marked = (list(draw_frames(video(marks=marks))) for marks in (None, [(10, 20), (30, 6)]))
     assert [frame.shape for frame in marked] == [marked[0].shape] * 3
     height, width = 8 * 30, 8 * 40  # enlarged by a whole factor
@@ -39,7 +39,7 @@ def test_marks_that_are_none_are_left_out(marks):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3000), (2000, 1500), (28, 28)])
-def test_pictures_of_any_size_fit(shape):
+def test_images_of_any_size_fit(shape):
     made = Video("x")
     made.end(Observation("", (np.zeros((*shape, 3), np.uint8),)), 0.0, False)
     (frame,) = draw_frames(made)

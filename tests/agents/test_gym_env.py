@@ -59,7 +59,7 @@ def test_a_registered_environment_runs_in_processes():
         assert len(turn.observation.images) == 1, "the agent still sees where it is"
 
 
-def test_pictures_and_texts_of_an_observation_are_chosen():
+def test_images_and_texts_of_an_observation_are_chosen():
     space = Dict({"camera": PICTURE, "map": Box(0, 255, (4, 4), np.uint8), "goal": Text(5), "steps": Discrete(3)})
     observation, info = GymEnvironment(Room(space)).reset({}, 3)
     assert (len(observation.images), info) == (2, {"seed": 3})
@@ -72,7 +72,7 @@ def test_pictures_and_texts_of_an_observation_are_chosen():
     assert [int(image[0, 0, 0]) for image in drawn.reset({}, 0)[0].images] == [9]
 
 
-def test_an_environment_without_picture_or_text_is_rendered():
+def test_an_environment_without_image_or_text_is_rendered():
     room = Room(Box(-1, 1, (4,)), render_mode="rgb_array")
     env = GymEnvironment(room)
     assert env.reset({"maze": 3}, 0)[0].images[0].shape == (3, 3, 3)

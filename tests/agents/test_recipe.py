@@ -108,14 +108,14 @@ def test_rollouts_hold_all_turns(tmp_path, folder):
     assert all(not contexts for contexts in payload.contexts), "the group's episodes begin with one picture"
 
 
-def test_episodes_do_not_depend_on_what_runs_beside_them(tmp_path, folder):
+def test_episodes_do_not_depend_on_concurrent_ones(tmp_path, folder):
     few, many = (roll(make_config(tmp_path / str(n), folder, workers=n))[0] for n in (2, 6))
     assert torch.equal(AgentPayload.of(few).response_ids, AgentPayload.of(many).response_ids)
     assert_equal_up_to_rounding(few.logp_old, many.logp_old)
 
 
 @pytest.mark.parametrize("kept", [1, 2])
-def test_a_window_of_pictures_is_what_is_trained_on(tmp_path, folder, kept, monkeypatch):
+def test_training_uses_the_window_of_images(tmp_path, folder, kept, monkeypatch):
     monkeypatch.setattr(ActionConfig, "parse", lambda self, text: ParsedAnswer((Action("right"),)))
     conversation = ConversationConfig(system="", history_images=kept)
     rollouts, _, logp, _ = roll(make_config(tmp_path, folder, conversation=conversation, kwargs={"length": 4}))
@@ -153,7 +153,7 @@ def test_a_screen_that_is_seen_again_is_encoded_once(tmp_path, folder):
     assert not torch.equal(first.pixel_values, others[0].pixel_values)
 
 
-def test_other_first_pictures_get_prompts_of_their_own(tmp_path, folder):
+def test_different_first_images_get_separate_prompts(tmp_path, folder):
     rollouts, _, logp, _ = roll(make_config(tmp_path, folder, kwargs={"twins": False}, workers=1))
     payload = AgentPayload.of(rollouts)
     assert sum(bool(own) and own[0].start == 0 for own in payload.contexts) == 4, "all but the first of each group"

@@ -124,7 +124,7 @@ def value_behind(policy, episode, payload, row, place):
 
 
 @pytest.mark.parametrize("window", [0, 1])
-def test_a_truncated_episode_goes_on_with_the_value_of_what_was_seen_last(tmp_path, folder, recipes, window):
+def test_a_truncated_episode_bootstraps_from_the_last_observation(tmp_path, folder, recipes, window):
     config = make_config(
         tmp_path,
         folder,
@@ -158,7 +158,7 @@ def test_a_last_state_that_does_not_fit_is_masked(tmp_path, folder, recipes, mon
     assert recipe.objective.advantage(rollouts).abs().sum() == 0
 
 
-def test_an_episode_that_terminated_has_nothing_to_go_on_with(tmp_path, folder, recipes):
+def test_a_terminated_episode_has_no_bootstrap(tmp_path, folder, recipes):
     objective = ObjectiveConfig(preset="vl_dac", advantage={"truncation": "bootstrap"})
     rollouts = rolled(recipes(make_config(tmp_path, folder, objective=objective)))
     assert [episode.ending for episode in AgentPayload.of(rollouts).episodes] == ["terminated"] * 3

@@ -28,7 +28,7 @@ KINDS = [{}, {"walls": 6}, {"key": True}, {"walls": 4, "key": True, "min_distanc
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_shortest_way_leads_to_the_goal(kind):
+def test_the_shortest_path_leads_to_the_goal(kind):
     env = GridWorld(**{"max_steps": 50, **kind})
     for seed in range(20):
         _, info = env.reset(seed=seed)
@@ -39,7 +39,7 @@ def test_the_shortest_way_leads_to_the_goal(kind):
         assert outcomes == [*[(0.0, False, False)] * (len(path) - 1), (1.0, True, False)]
 
 
-def test_no_shorter_way_exists():
+def test_no_shorter_path_exists():
     """Against trying every sequence of moves, on a layout drawn by hand.
 
     . K # .
@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_pixels():
     np.testing.assert_array_equal(first.reset(seed=1)[0]["image"], pictures[0])
 
 
-def test_the_picture_shows_where_everything_is():
+def test_the_image_shows_all_positions():
     env = GridWorld(size=4, cell=14, walls=2, key=True, max_steps=99)
     observation, _ = env.reset(seed=3)
     assert observation["mission"] == "Fetch the yellow key, then go to the green square."
@@ -151,7 +151,7 @@ def test_the_wind_carries_the_agent_whatever_it_does():
     assert turn_away("windy", 3) == turn_away("windy", 3), "the seed says when the wind blows"
 
 
-def test_the_mission_says_that_there_is_wind_and_the_picture_does_not():
+def test_the_mission_mentions_the_wind_and_the_image_does_not_show_it():
     env = GridWorld(winds={"calm": 0.0, "windy": 0.5})
     calm, windy = (env.reset(seed=2, options={"name": name})[0] for name in ("calm", "windy"))
     assert (calm["mission"], windy["mission"]) == ("Go to the green square.", "Go to the green square. It is windy.")

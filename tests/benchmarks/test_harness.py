@@ -34,7 +34,7 @@ def test_arms_take_turns_in_processes_of_their_own(tmp_path):
     assert len(runs["a"]["blocks"]) == 2
 
 
-def test_a_crash_and_an_exception_are_reported_and_the_others_go_on(tmp_path):
+def test_a_crash_and_an_exception_are_reported_and_the_others_continue(tmp_path):
     arms = [arm(tmp_path, "raises", function="broken"), arm(tmp_path, "dies", function="dies"), arm(tmp_path, "good")]
     runs = run_arms("test", arms, BenchOptions(blocks=1))
     assert runs["raises"]["error"] == "ValueError: no such thing"

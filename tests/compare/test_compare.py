@@ -44,7 +44,7 @@ def test_finished_runs_are_not_repeated(lab):
     assert "6 of 6 runs are finished already" in lab.lines
 
 
-def test_new_seeds_run_beside_the_finished_ones(lab):
+def test_new_seeds_are_added_to_finished_ones(lab):
     lab.run(seeds=[1, 2])
     assert set(lab.run(seeds=[1, 2, 7])["arms"]["papo"]["values"]) == {"1", "2", "7"}
     assert lab.starts("runs/papo/seed-1") == ["fresh"]
@@ -150,7 +150,7 @@ def test_a_rejected_configuration_stops_the_experiment(lab):
     assert not (lab.output / "runs/grpo").exists()
 
 
-def test_results_are_written_while_runs_are_under_way(lab):
+def test_results_are_written_during_the_runs(lab):
     seen = []
 
     def command(plan, resume):

@@ -321,7 +321,7 @@ def test_without_the_sections_nothing_is_added(lab):
     assert not (lab.output / "work.png").exists()
 
 
-def test_the_picture_has_a_panel_a_cost(lab):
+def test_the_figure_has_one_panel_per_cost(lab):
     lab.summary({"flow": FLOW, "awm": AWM})
     lab.report()
     assert Image.open(lab.output / "work.png").size[0] > 1500

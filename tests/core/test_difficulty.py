@@ -24,7 +24,7 @@ def test_samples_that_were_not_scored_do_not_count():
     assert (tracker.recent, tracker.means) == ([0.5], {"a": 0.5})
 
 
-def test_the_state_goes_on():
+def test_the_state_is_restored():
     tracker, other = DifficultyTracker(window=3), DifficultyTracker(window=3)
     tracker.note("a", [0.1, 0.2, 0.3, 0.4])
     other.load_state_dict(tracker.state_dict())

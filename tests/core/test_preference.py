@@ -104,7 +104,7 @@ def test_dpo_by_hand():
     )
 
 
-def test_sides_are_found_by_their_mark_not_by_their_place():
+def test_sides_are_found_by_their_mark_not_their_position():
     rollouts, logp = pairs()
     order = torch.tensor([1, 0, 2, 3, 5, 4, 7, 6])
     for objective in PREFERENCES.values():

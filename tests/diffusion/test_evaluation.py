@@ -126,7 +126,7 @@ def test_diversity_by_hand():
     assert latent_diversity(noise) == pytest.approx(2**0.5, rel=0.01)
 
 
-def test_a_whole_run_leaves_evaluations_pictures_and_a_report(tmp_path):
+def test_a_whole_run_writes_evaluations_images_and_a_report(tmp_path):
     run_dir = train(RECIPES["awm"], run_config("awm", tmp_path))
     assert json.loads((run_dir / "result.json").read_text())["status"] == "done"
     evaluations = read_lines(run_dir / "evaluations.jsonl")

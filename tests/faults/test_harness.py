@@ -60,7 +60,7 @@ def test_a_torn_write_leaves_half_a_file(tmp_path):
     assert (run / "samples/0.partial").read_text() == "{"
 
 
-def test_times_hangs_and_exit_codes_are_told_apart(tmp_path):
+def test_times_hangs_and_exit_codes_are_distinguished(tmp_path):
     nursery = Nursery()
     timed = nursery.run(lambda child: time.sleep(60), limit_s=60, kill_after_s=0.1)
     assert (timed.killed, timed.hung) == (True, False)

@@ -72,7 +72,7 @@ def test_an_answer_is_drawn_where_it_points(tmp_path, model):
     recipe.close()
 
 
-def test_worked_answers_have_the_labels_and_places_of_their_row(tmp_path, model):
+def test_worked_answers_have_the_labels_and_points_of_their_row(tmp_path, model):
     screens = build_icons(tmp_path / "listed.jsonl", count=6, worked=True, listings=0.5)
     config = run_config(GroundingSftConfig, tmp_path, model["qwen3_vl"], family="qwen3_vl", samples_per_task=1)
     config.recipe, config.data.path = "grounding_sft", str(screens)

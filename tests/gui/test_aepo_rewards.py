@@ -66,7 +66,7 @@ def test_the_adaptive_accuracy_prefers_what_it_should():
         assert accuracy(n, 0) < accuracy(n + 1, 0), "exploring is worth more where nothing is found"
 
 
-def test_guessing_on_and_on_is_paid_unless_it_is_limited():
+def test_many_guesses_are_rewarded_unless_limited():
     rng = np.random.default_rng(0)
     many = answer([tuple(point) for point in rng.integers(50, 5000, (12, 2)).tolist()])
     assert score(many).score == pytest.approx(1 - 1 / 12)

@@ -32,7 +32,7 @@ def page(browser):
     opened.close()
 
 
-def test_a_focused_moving_page_gives_one_picture(page):
+def test_a_focused_moving_page_gives_one_image(page):
     pictures = []
     for _ in range(3):
         page.load_html(HTML.format(""))
@@ -42,7 +42,7 @@ def test_a_focused_moving_page_gives_one_picture(page):
     assert all(np.array_equal(picture, pictures[0]) for picture in pictures)
 
 
-def test_scale_multiplies_the_picture_not_the_page(browser):
+def test_scale_multiplies_the_image_not_the_page(browser):
     page = GuardedPage(browser, 120, 80, scale=2)
     page.load_html(HTML.format(""))
     assert page.screenshot().shape == (160, 240, 3)

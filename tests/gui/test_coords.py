@@ -166,7 +166,7 @@ def test_polygons_are_closed_and_may_be_concave():
         Polygon(((0, 0), (1, 1)))
 
 
-def test_refusals_and_several_places():
+def test_refusals_and_several_boxes():
     assert Refusal().contains((-1, -1))
     assert not Refusal().contains((-1, 1))
     both = AnyOf((Box(0, 0, 1, 1), Box(5, 5, 6, 6)))

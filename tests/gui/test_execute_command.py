@@ -68,7 +68,7 @@ def test_keys_and_text(act):
     assert act("key", "() => text.value", key="Backspace") == "ne"
 
 
-def test_a_native_select_opens_in_the_picture_and_is_set_by_keys(act, shown):
+def test_a_native_select_opens_in_the_image_and_is_set_by_keys(act, shown):
     closed = shown.screenshot()
     act("click", x=20, y=170)
     assert (shown.screenshot() != closed).any(-1).sum() > 300 * shown.scale**2

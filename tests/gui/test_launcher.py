@@ -37,7 +37,7 @@ def test_colors_differ_from_each_other_and_from_every_background():
 
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("words", ["train", "test"])
-def test_every_tile_has_a_name_of_its_own_and_a_function_of_its_family_beside_it(words, language):
+def test_every_tile_has_its_own_name_and_another_of_its_family(words, language):
     known = functions(words, language)
     assert len({app_name(known[name]) for name in COLORS}) == len(COLORS)
     families = [known[name].family for name in COLORS]

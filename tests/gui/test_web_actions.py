@@ -18,7 +18,7 @@ SPACES = {
 
 
 @pytest.mark.parametrize("space", list(CoordinateSpace))
-def test_points_of_every_space_mean_the_same_place(space):
+def test_points_of_every_space_mean_the_same_position(space):
     viewpoint = Viewpoint(space, (320, 240), (336, 252), 1.0)
     first, second = SPACES[space]
     for arguments in ({"x": first, "y": second}, {"point": [first, second]}):
@@ -86,7 +86,7 @@ def test_names_of_keys(given, key):
     assert read_action("key", {"key": given}, PLAIN).text == key
 
 
-def test_the_edge_belongs_to_the_picture():
+def test_the_edge_belongs_to_the_image():
     assert read_action("click", {"x": 320, "y": 240}, PLAIN).points == ((319.5, 239.5),)
     assert read_action("click", {"x": 0, "y": 0}, PLAIN).points == ((0.0, 0.0),)
 

@@ -241,7 +241,7 @@ def test_tasks_that_do_not_exist(make_env):
             env.reset(seed=0, options={"task": task})
 
 
-def test_expert_episodes_and_a_film_on_disk(make_env, tmp_path):
+def test_expert_episodes_and_a_video_on_disk(make_env, tmp_path):
     agent = WebTaskAgentEnv(make_env(tasks=("mail",), sub_goals=1))
     episodes = [run_expert(agent, {}, seed) for seed in range(2)]
     write_episodes(episodes, tmp_path)

@@ -37,7 +37,7 @@ def undecoded(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [(12_768, 12_768), (32_000, 32_000), (2**31 - 1, 2**31 - 1), (8001, 8000)])
-def test_a_large_picture_is_refused_by_its_header(size, undecoded):
+def test_a_large_image_is_refused_by_its_header(size, undecoded):
     with pytest.raises(ImageError, match="pixels"):
         decode_image(png(*size))
 
@@ -47,18 +47,18 @@ def test_the_limit_is_an_option_and_named(undecoded):
         decode_image(png(6, 5), 29, "data.max_image_pixels")
 
 
-def test_up_to_the_limit_pictures_are_decoded():
+def test_up_to_the_limit_images_are_decoded():
     assert decode_image(good(6, 5), 30).size == (6, 5)
     check_pixels(8000, 8000, MAX_IMAGE_PIXELS)
 
 
 @pytest.mark.parametrize("content", [b"", b"GIF89a", good(6, 5)[:45], png(0, 5), b"\x00" * 100])
-def test_what_is_no_picture_is_one_kind_of_error(content):
+def test_unreadable_images_raise_one_kind_of_error(content):
     with pytest.raises(ImageError):
         decode_image(content)
 
 
-def test_a_file_longer_than_any_such_picture_is_not_read(tmp_path):
+def test_a_file_longer_than_any_such_image_is_not_read(tmp_path):
     path = tmp_path / "big.png"
     with path.open("wb") as file:
         file.truncate(2**40)  # takes no space

@@ -29,7 +29,7 @@ def decoded(path):
     return np.stack([picture.to_ndarray(format="rgb24") for picture in pictures]), np.array(times)
 
 
-def test_pictures_and_times_come_back(tmp_path):
+def test_frames_and_times_are_read_back(tmp_path):
     frames = moving_ramp()
     path = write_mp4(tmp_path / "new" / "a.mp4", frames, fps=20)
     found, times = decoded(path)
@@ -61,7 +61,7 @@ def test_the_same_frames_give_the_same_bytes(tmp_path):
     assert len(contents) == 1
 
 
-def test_fewer_pictures_that_stand_alone_make_a_smaller_file(tmp_path):
+def test_fewer_key_frames_make_a_smaller_file(tmp_path):
     sizes = [write_mp4(tmp_path / "a.mp4", moving_ramp(), 20, VideoSettings(gop=gop)).stat().st_size for gop in (1, 12)]
     assert sizes[1] < sizes[0]
 

@@ -190,7 +190,7 @@ def test_rollouts_are_grouped_and_carry_rewards_and_advantages(page):
     assert "<think>0 plus 1</think>" in text
 
 
-def test_before_and_after_stand_beside_each_other(page):
+def test_before_and_after_are_side_by_side(page):
     text = page.text
     assert "before training (step 0)" in text
     assert "after training (step 40)" in text

@@ -43,7 +43,7 @@ def test_what_a_model_wrote_changes_nothing_outside(tmp_path, monkeypatch):
 
 
 @strictly
-def test_no_process_goes_on_after_the_call():
+def test_no_process_outlives_the_call():
     rewards = RewardSum([RewardConfig("mine", f"{USER}:runs_programs", sandbox="strict")], workers=1)
     rewards.score(["q"], ["reward = 1.0"], {})
     assert all(not workers._pool.processes() for workers in rewards._workers.values())

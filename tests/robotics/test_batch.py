@@ -65,7 +65,7 @@ def test_trajectories_are_those_of_the_environment_bit_for_bit(arm):
 
 
 @pytest.mark.usefixtures("backend")
-def test_pictures_are_those_of_the_environment():
+def test_images_are_those_of_the_environment():
     actions, settings = actions_for(3, 4), BatchSettings(image_size=(20, 28))
     episodes = [EpisodeSpec("pick_place", "", 0), EpisodeSpec("reach", "", 1), EpisodeSpec("pick_place", "", 2)]
     with TabletopBatch(["pick_place", "reach"], settings=settings, workers=2) as sim:

@@ -89,7 +89,7 @@ def weights_after(run_dir, step):
 # ---- transitions and their loss ----
 
 
-def test_every_control_step_is_a_moment_with_what_followed(tmp_path, demos):
+def test_every_control_step_is_a_transition_with_its_next_actions(tmp_path, demos):
     recipe = CloneRecipe(clone(tmp_path, demos))
     reader = LeRobotReader(demos)
     assert len(recipe.train_tasks) == sum(len(episode) for episode in reader)
@@ -222,7 +222,7 @@ def test_failures_are_left_out_and_counted(tmp_path, filmed):
     assert loaded(max_episodes=1)[1] == {"data/transitions": float(lengths[0]), "data/skipped": 0.0}
 
 
-def test_pictures_are_those_of_the_camera(tmp_path, filmed):
+def test_images_are_those_of_the_camera(tmp_path, filmed):
     model = ActionPolicyConfig(chunk=K, options={"bins": 16, "encoder": ENCODER})
     recipe = CloneRecipe(clone(tmp_path, filmed, model=model, demonstrations={"camera": "front"}))
     seen = collected(recipe, recipe.train_tasks[:4]).payload.inputs
@@ -231,7 +231,7 @@ def test_pictures_are_those_of_the_camera(tmp_path, filmed):
     assert bool(torch.isfinite(loss))
 
 
-def test_decoded_pictures_are_mapped_from_the_cache(tmp_path, filmed, monkeypatch):
+def test_decoded_images_are_mapped_from_the_cache(tmp_path, filmed, monkeypatch):
     def load(camera="front"):
         config = DemonstrationConfig(str(filmed), camera=camera, cache=str(tmp_path / "cache"), only_success=False)
         return load_demonstrations(config)
@@ -256,7 +256,7 @@ def test_decoded_pictures_are_mapped_from_the_cache(tmp_path, filmed, monkeypatc
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
 
 
-def test_each_picture_is_decoded_once(filmed, monkeypatch):
+def test_each_image_is_decoded_once(filmed, monkeypatch):
     read = []
     decode = LazyImages.__getitem__
     monkeypatch.setattr(LazyImages, "__getitem__", lambda images, camera: read.append(camera) or decode(images, camera))
@@ -415,7 +415,7 @@ def test_a_policy_that_is_not_scaled_has_no_statistics(tmp_path, stretched):
         clone(tmp_path, stretched, demonstrations={"unscaled": [-1]}).validate()
 
 
-def test_a_policy_cloned_on_normalised_actions_goes_on_in_the_simulator(tmp_path, stretched):
+def test_a_policy_cloned_on_normalised_actions_runs_in_the_simulator(tmp_path, stretched):
     """The data is four times too slow for the horizon of 12, so no policy that moves as demonstrated can succeed."""
     trainer = {"steps": 40, "tasks_per_step": 24, "learning_rate": 5e-3}
     config = clone(tmp_path, stretched, acting=NORMALISED, trainer=trainer, checkpoint=CheckpointConfig(every=0))

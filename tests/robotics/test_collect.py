@@ -82,7 +82,7 @@ def test_waves_of_a_small_simulator_hold_all_episodes():
     torch.testing.assert_close(goals, whole.payload.last_state[:, 1])
 
 
-def test_broken_rows_are_marked_and_others_go_on():
+def test_broken_rows_are_marked_and_others_continue():
     sim = LineSim(breaks=[2], never_starts=[4])
     _, found = run(sim, specs(6), bias=-1.0)
     assert found.payload.failed.tolist() == [False, False, True, False, True, False]
@@ -113,7 +113,7 @@ def test_temporal_ensemble_looks_at_every_step():
     assert set(found.payload.steps[found.payload.steps > 0].tolist()) == {1}
 
 
-def test_replay_is_the_same_episode_with_pictures():
+def test_replay_is_the_same_episode_with_images():
     sim = LineSim()
     _, found = run(sim, specs(4), bias=2.0)
     for row in range(4):
@@ -122,7 +122,7 @@ def test_replay_is_the_same_episode_with_pictures():
         assert len(frames) == found.payload.lengths[row] + 1
 
 
-def test_a_replay_is_cut_into_chunks_and_one_that_breaks_down_is_no_film():
+def test_a_replay_is_cut_into_chunks_and_a_failed_one_gives_no_video():
     sim = LineSim()
     _, found = run(sim, specs(2), bias=0.0)
     asked, step_chunk = [], sim.step_chunk
@@ -138,7 +138,7 @@ def test_a_replay_is_cut_into_chunks_and_one_that_breaks_down_is_no_film():
             replay_episode(LineSim(**broken), specs(1)[0], still)
 
 
-def test_film_has_every_step_where_it_was_drawn():
+def test_a_video_has_every_rendered_step_at_its_index():
     _, drawn = run(LineSim(), specs(2), record=True)
     _, plain = run(LineSim(), specs(2))
     for row in range(2):

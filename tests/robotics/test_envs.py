@@ -41,7 +41,7 @@ def test_gymnasiums_own_checks_pass(name):
 
 @pytest.mark.filterwarnings("error", "ignore:.*A Box observation space m.*:UserWarning")
 @pytest.mark.usefixtures("backend")
-def test_gymnasiums_own_checks_pass_with_pictures(monkeypatch):
+def test_gymnasiums_own_checks_pass_with_images(monkeypatch):
     monkeypatch.setitem(TabletopEnv.metadata, "render_modes", ["rgb_array"])  # they would open a window
     env = gymnasium.make(
         "mmrl/PickPlace-v0", arm="ur5e", observation=OBSERVATIONS, image_size=(24, 32), render_mode="rgb_array"
@@ -127,7 +127,7 @@ def test_kinds_of_observation():
 
 
 @pytest.mark.usefixtures("backend")
-def test_pictures_are_the_callers_and_drawn_only_when_asked_for():
+def test_images_are_the_callers_and_rendered_only_on_request():
     env = TabletopEnv("reach", observation="state", render_mode="rgb_array", render_size=(20, 24))
     env.reset(seed=0)
     env.step(np.zeros(5))

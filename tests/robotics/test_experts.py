@@ -116,7 +116,7 @@ def test_the_command_tells_how_far_one_motion_gets():
         experts("tabletop", 1, ["tasks=[reach]"], lines.append, replay=True)
 
 
-def test_replays_of_a_simulator_with_few_places_and_failures(monkeypatch):
+def test_replays_of_a_simulator_with_few_layouts_and_failures(monkeypatch):
     """Batches of two give what all at once give, and an environment that fails is no miss."""
     with TabletopBatch(["drawer"], settings=BatchSettings(image_size=None)) as sim:
         whole = replay_experts(sim, "drawer", 3)

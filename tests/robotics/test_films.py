@@ -67,7 +67,7 @@ def coloured(frame, channel):
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("camera", ["front", "wrist"])
-def test_observations_are_the_same_bits_when_films_are_drawn_in_between(camera):
+def test_observations_are_the_same_bits_when_videos_are_rendered_in_between(camera):
     actions = np.random.default_rng(0).uniform(-1, 1, (6, 5))
     options = {"observation": OBSERVATIONS, "image_size": (40, 56), "camera": camera}
     filmed = film_env("push", **options)
@@ -184,7 +184,7 @@ def test_captions_say_what_happened_and_fit():
 
 
 @pytest.mark.usefixtures("backend")
-def test_the_batch_draws_the_film_that_the_environment_draws():
+def test_the_batch_renders_the_same_video_as_the_environment():
     actions = expert_actions("push", 2)
     env = TabletopEnv("push", observation="state", render_mode="rgb_array", render_size=video_size(96))
     env.reset(options={"layout": 2})
@@ -208,7 +208,7 @@ def test_evaluations_made_before_there_were_looks_keep_their_fingerprint():
 
 
 @pytest.mark.usefixtures("backend")
-def test_videos_of_an_evaluation_are_films(tmp_path):
+def test_an_evaluation_writes_videos(tmp_path):
     import av
 
     config = SimConfig(tasks=["reach"], image_size=16, horizon=3)

@@ -162,7 +162,7 @@ def world_model(folder, text=TEXT):
     return folder
 
 
-def test_a_real_robot_brings_its_own_first_picture_and_tracker(tmp_path):
+def test_a_real_robot_provides_its_own_first_image_and_tracker(tmp_path):
     flow = FlowRewardConfig(model=str(world_model(tmp_path / "model", "go right")), view=VIEW, tracker=TRACKER)
     recipe = RobotGrpoRecipe(grpo(tmp_path, reward="flow", flow=flow))
     rollouts = collected(recipe)

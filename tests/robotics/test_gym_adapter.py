@@ -47,7 +47,7 @@ def row(arm: Arm | None = None, **options) -> GymRow:
     return GymRow(arm or Arm(), **{"horizon": 5, **options})
 
 
-def test_flat_parts_of_a_dict_are_the_state_and_its_picture_the_picture():
+def test_flat_parts_of_a_dict_are_the_state_and_its_image_the_image():
     adapted = row()
     assert adapted.state_size == 3
     assert sorted(adapted.state().tolist()) == [1.0, 2.0, 3.0]
@@ -71,7 +71,7 @@ def test_keys_choose_parts_and_their_order():
         (spaces.Box(0, 255, (8, 9, 3), np.uint8), None, 0, (8, 9)),
     ],
 )
-def test_an_observation_that_is_one_array_is_state_or_picture(space, mode, state_size, image_size):
+def test_an_observation_that_is_one_array_is_state_or_image(space, mode, state_size, image_size):
     adapted = row(Arm(space, render_mode=mode))
     assert adapted.state_size == state_size
     assert adapted.image_size == image_size
@@ -146,7 +146,7 @@ def test_the_task_is_named_after_the_id():
 
 
 @pytest.mark.parametrize("size", [3, 4, 10, 32])
-def test_pictures_are_brought_to_a_square_by_areas(size):
+def test_images_are_resized_to_a_square_by_areas(size):
     picture = np.random.default_rng(0).integers(0, 256, (12, 20, 3)).astype(np.uint8)
     fine = picture.repeat(size, 0).repeat(size, 1)  # so that cells end where pixels do
     expected = fine.reshape(size, 12, size, 20, 3).mean((1, 3))
@@ -156,7 +156,7 @@ def test_pictures_are_brought_to_a_square_by_areas(size):
     assert (resize(np.full((12, 20, 3), 77, np.uint8), size) == 77).all()
 
 
-def test_a_size_is_that_of_every_picture():
+def test_one_size_applies_to_every_image():
     drawn = row(Arm(spaces.Box(-1, 1, (2, 3), np.float64), render_mode="rgb_array"), size=4)
     assert drawn.image_size == (4, 4)
     assert drawn.render().shape == (4, 4, 3)
@@ -208,7 +208,7 @@ def test_entries_of_a_dict_within_a_dict_are_state():
     np.testing.assert_array_equal(adapted.state(), [5, 6, 7, 1, 2])
 
 
-def test_pictures_are_no_state():
+def test_images_are_not_part_of_the_state():
     inner = spaces.Dict({"rgb": spaces.Box(0, 255, (4, 6, 3), np.uint8)})
     observation = spaces.Dict({"cam": inner, "zeta": spaces.Box(-1, 1, (2,))})
     for options in ({}, {"state_keys": ["zeta", "cam"]}):
@@ -216,7 +216,7 @@ def test_pictures_are_no_state():
             row(Arm(observation), **options)
 
 
-def test_an_entry_that_is_no_picture_is_not_drawn():
+def test_an_entry_that_is_not_an_image_is_not_rendered():
     space = spaces.Dict({"float": spaces.Box(0, 1, (4, 6, 3), np.float32), "zeta": spaces.Box(-1, 1, (2,))})
 
     class Floats(Arm):

@@ -92,7 +92,7 @@ def test_a_whole_failed_episode_is_sampled_as_in_the_released_code():
         sample_indices(0, 64)
 
 
-def test_pictures_are_resized_cropped_and_standardised():
+def test_images_are_resized_cropped_and_standardised():
     grey = np.full((2, 256, 300, 3), 128, np.uint8)
     clip = crop_clip(grey, 384)
     assert clip.shape == (2, 3, 384, 384)
@@ -176,7 +176,7 @@ def test_states_by_hand():
     assert latent.size == 12
 
 
-def test_states_of_one_moment_and_their_statistics():
+def test_states_of_one_time_and_their_statistics():
     paths = [np.float32([[0, 1], [2, 1]]), np.float32([[4, 1]])]
     mean, std = state_statistics(paths)
     assert mean == [2, 1]
@@ -285,7 +285,7 @@ def test_a_trajectory_is_embedded_once(video_encoder, monkeypatch):
     assert sum(computed) == 4
 
 
-def test_without_the_cache_everything_is_computed_anew(video_encoder):
+def test_without_the_cache_everything_is_recomputed(video_encoder):
     latent = VideoLatent(VideoSettings(), video_encoder)
     given = films(4, 5)
     embed(latent, given[:1])

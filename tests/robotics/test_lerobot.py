@@ -200,7 +200,7 @@ def test_data_columns_are_those_of_the_format(written):
     assert described["action"] == {"feature": {"dtype": "float32", "_type": "Value"}, "length": 2, "_type": "Sequence"}
 
 
-def test_episode_rows_point_to_frames_and_pictures(written):
+def test_episode_rows_point_to_frames_and_images(written):
     table = pq.read_table(written / "meta/episodes/chunk-000/file-000.parquet", partitioning=None)
     plain = {name for name in table.column_names if not name.startswith("stats/")}
     assert plain == ROW_KEYS | {"success"}
@@ -297,7 +297,7 @@ def test_other_features_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("video", [True, False])
-def test_appending_goes_on_in_new_files(tmp_path, video):
+def test_appending_continues_in_new_files(tmp_path, video):
     write(tmp_path, range(3), video=video)
     write(tmp_path, range(3, 6), video=video)
     reader = LeRobotReader(tmp_path)
@@ -689,7 +689,7 @@ def test_broken_pngs_are_counted(tmp_path):
     np.testing.assert_array_equal(found[3], made_episode(0)[2]["front"][2])
 
 
-def test_pictures_are_those_of_pillow(tmp_path):
+def test_images_are_those_of_pillow(tmp_path):
     image = pytest.importorskip("PIL.Image")
     write(tmp_path, [0], video=False)
     cell = all_rows(tmp_path, "data")[2][VIDEO]

@@ -117,7 +117,7 @@ def test_links_have_the_meshes_of_the_folder(arm, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("backend")
-def test_meshes_show_in_films_and_change_nothing_else(tmp_path, monkeypatch):
+def test_meshes_appear_in_videos_and_change_nothing_else(tmp_path, monkeypatch):
     options = {"observation": ("state", "rgb"), "render_mode": "rgb_array", "render_size": (48, 64)}
     envs = []
     for folder in ("", str(make_menagerie(tmp_path, "panda"))):

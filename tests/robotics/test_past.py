@@ -217,7 +217,7 @@ def test_rows_of_an_observation_and_of_inputs_keep_their_past():
         PolicyInputs(None, None, inputs.instructions, past_views=inputs.past_views[:2])
 
 
-def test_pictures_of_another_episode_are_shown_in_the_past_too():
+def test_images_of_another_episode_replace_past_ones_too():
     seen = observation()
     with ball(3) as sim:
         shown = FirstImages(sim, balls(3)[::-1])

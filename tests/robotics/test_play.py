@@ -48,7 +48,7 @@ def tiny_policy(folder, state_size=10, action_size=5, image_size=(32, 32)):
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_film_shows_each_episode_and_its_end(tmp_path, capsys):
+def test_a_video_shows_each_episode_and_its_end(tmp_path, capsys):
     film, strip = tmp_path / "new/film.mp4", tmp_path / "strip.png"
     options = ["height=48", "horizon=4", "layout=7", "split=train", "--policy", "random", "--episodes", "2"]
     assert main(["sim", "play", "push", *options, "--video", str(film), "--strip", str(strip)]) == 0
@@ -107,7 +107,7 @@ def test_a_policy_acts_as_in_an_evaluation_of_it(tmp_path):
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_saved_policy_is_filmed(tmp_path, capsys):
+def test_a_saved_policy_is_recorded(tmp_path, capsys):
     tiny_policy(tmp_path / "policy", state_size=22)
     film = tmp_path / "film.mp4"
     arguments = ["--policy", str(tmp_path / "policy"), "--video", str(film)]
@@ -140,7 +140,7 @@ def test_random_actions_repeat_with_their_seed():
     assert not np.array_equal(first[4], first[5])
 
 
-def test_strips_take_moments_from_the_first_to_the_last(tmp_path):
+def test_strips_show_frames_from_the_first_to_the_last(tmp_path):
     strip = ImageStrip()
     for number in range(21):
         strip.add(np.full((60, 80, 3), 10 * number, np.uint8), Caption("touch", number / 10))
@@ -174,7 +174,7 @@ def test_bad_arguments_are_named(arguments, message, capsys, tmp_path):
     assert not (tmp_path / "film.mp4").exists()
 
 
-def test_without_a_display_a_film_is_proposed(monkeypatch, capsys):
+def test_without_a_display_a_video_is_suggested(monkeypatch, capsys):
     if sys.platform != "linux":
         pytest.skip("DISPLAY is Linux's")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):

@@ -183,7 +183,7 @@ def test_the_absolute_norm_does_not_depend_on_the_other_failures():
     np.testing.assert_allclose(single, [NEAREST, FARTHEST], rtol=1e-6)
 
 
-def test_the_initial_norm_counts_the_share_of_the_way_from_the_first_frame():
+def test_the_initial_norm_counts_the_share_of_the_distance_from_the_first_frame():
     latents, success, valid, tasks = on_a_line([1.0, 4.0, 6.0, 3.0])
     first = np.zeros_like(latents)
     first[1:, 1] = [4.0, 4.0, 4.0, 0.0]

@@ -81,7 +81,7 @@ def wrong_pixels(model, settings: RenderSettings, scenes) -> int:
 
 
 @pytest.mark.parametrize(("size", "camera"), [((48, 40), "front"), ((101, 67), -1)])
-def test_with_everything_switched_on_it_is_the_default_picture(size, camera):
+def test_with_everything_switched_on_it_is_the_default_image(size, camera):
     settings = RenderSettings(*size, camera, shadows=True, multisampling=True)
     model = load_arm_cubes()
     scenes = poses(model, 1)
@@ -123,13 +123,13 @@ def test_drawing_fixed_parts_once_changes_no_pixel(model):
     ],
     ids=["plain", "fixed glass", "moving glass", "mirror", "following light", "moving camera"],
 )
-def test_pictures_stay_right_where_fixed_parts_do_not_look_the_same(change):
+def test_images_stay_right_where_fixed_parts_do_not_look_the_same(change):
     camera = change.get("camera", "view")
     model = mujoco.MjModel.from_xml_string(ROOM.format(**PLAIN | change))
     assert wrong_pixels(model, RenderSettings(64, 64, camera), poses(model, 6)) == 0
 
 
-def test_a_mocap_body_may_move_between_pictures():
+def test_a_mocap_body_may_move_between_images():
     model = mujoco.MjModel.from_xml_string(ROOM.format(**PLAIN))
     scenes = poses(model, 6)
     for number, data in enumerate(scenes[3:]):
@@ -139,7 +139,7 @@ def test_a_mocap_body_may_move_between_pictures():
 
 
 @pytest.mark.parametrize(("field", "part"), [("body_pos", "table"), ("cam_pos", "front"), ("light_pos", "lamp")])
-def test_what_is_moved_after_a_while_is_drawn_anew(model, small, field, part):
+def test_bodies_moved_later_are_rendered_again(model, small, field, part):
     (data,) = poses(model, 1)
     with FrameRenderer(model, small) as renderer:
         before = [renderer.rgb(data).copy() for _ in range(3)][-1]
@@ -219,7 +219,7 @@ def test_depth_and_colours_do_not_disturb_each_other(model, small):
     assert np.array_equal(alone, mixed)
 
 
-def test_pictures_go_where_the_caller_says(model, small):
+def test_images_are_written_into_the_callers_buffer(model, small):
     (data,) = poses(model, 1)
     with FrameRenderer(model, small) as renderer:
         room = np.zeros((3, 40, 48, 3), np.uint8)

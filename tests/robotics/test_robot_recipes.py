@@ -190,7 +190,7 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_srpo_ranks_failures_by_the_end_of_their_way(tmp_path):
+def test_srpo_ranks_failures_by_the_end_of_their_path(tmp_path):
     recipe = SrpoRecipe(srpo(tmp_path, trainer=trainer(samples_per_task=16)))
     rollouts = collected(recipe)
     success = rollouts.payload.success
@@ -239,7 +239,7 @@ def test_kl_to_the_start_policy(tmp_path):
     assert rows[-1]["policy/kl_ref"] > 0
 
 
-def test_evaluation_goes_on_where_it_stopped(tmp_path, monkeypatch):
+def test_evaluation_continues_where_it_stopped(tmp_path, monkeypatch):
     config = grpo(tmp_path)
     config.evaluation.batch_tasks = 3
     entry = find_recipe("robot_grpo")
@@ -331,7 +331,7 @@ def test_another_protocol_has_a_file_of_its_own(tmp_path, change):
     assert measured(change) == (1 if "acting.n_action_steps" in change else 2)  # the chunk is 1 anyway
 
 
-def test_a_changed_environment_is_measured_anew(tmp_path, monkeypatch):
+def test_a_changed_environment_is_measured_again(tmp_path, monkeypatch):
     source = (
         "from tests.robotics.line_sim import LineSim\n\n\n"
         "def make(config):\n    sim = LineSim()\n    sim.horizon = 12\n    return sim\n"
@@ -345,7 +345,7 @@ def test_a_changed_environment_is_measured_anew(tmp_path, monkeypatch):
     assert len(list((tmp_path / "run" / "episodes").glob("*.jsonl"))) == 2
 
 
-def test_an_episode_that_the_environment_ends_is_told_apart_from_the_horizon(tmp_path):
+def test_an_episode_ended_by_the_environment_is_distinguished_from_the_horizon(tmp_path):
     class Falling(LineSim):
         def step_chunk(self, actions, record=()):
             result = super().step_chunk(actions, record)

@@ -112,7 +112,7 @@ def test_number_of_workers_and_chunks_changes_no_bit(pile):
 
 
 @pytest.mark.usefixtures("backend")
-def test_pictures_show_the_state_they_come_with(model, small):
+def test_images_show_the_state_they_come_with(model, small):
     task = ReachCube(model)
     actions = model.key("home").ctrl + random_actions(3, 4, model.nu) * 0.3
     with ImageRollout(model, task, 3, small, substeps=SUBSTEPS, workers=2) as rollout:
@@ -192,7 +192,7 @@ def test_recording_draws_each_control_step_and_disturbs_nothing(pile):
         assert np.array_equal(found.observation.frames, other.observation.frames)
 
 
-def test_a_scene_that_blows_up_has_failed_and_the_others_go_on(pile):
+def test_a_diverging_scene_fails_and_the_others_continue(pile):
     class Explode(Tumble):
         def reset(self, model, data, rng):
             super().reset(model, data, rng)
@@ -229,7 +229,7 @@ def test_a_warning_anywhere_in_a_chunk_is_a_failure(pile, step):
     assert chunk.steps.tolist() == [0]
 
 
-def test_an_observation_can_be_cut_to_the_scenes_that_go_on(pile):
+def test_an_observation_can_be_cut_to_the_scenes_that_continue(pile):
     with ImageRollout(pile, Tumble(ends_at={77.0: True}), 3, None) as rollout:
         first = rollout.reset(range(3))
         assert first.of(rollout.live) is first

@@ -95,7 +95,7 @@ def test_training_runs_with_every_latent(tmp_path, folders, kind):
     assert weights[0].read_bytes() != weights[1].read_bytes()
 
 
-def test_pictures_of_every_step_are_drawn_only_where_asked_for(tmp_path, folders):
+def test_images_of_every_step_are_rendered_only_on_request(tmp_path, folders):
     whole = SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders)))
     assert all(film is not None for film in collected(whole).payload.frames)
     seldom = SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders, frames="chunk")))
@@ -108,7 +108,7 @@ class BlindSim(LineSim):
     image_size = None
 
 
-def test_pictures_cannot_be_compared_where_none_are_drawn(tmp_path, folders):
+def test_images_cannot_be_compared_if_none_are_rendered(tmp_path, folders):
     with pytest.raises(UserError, match=r"latent\.kind is 'pixels', but the simulator renders no images"):
         SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders)), sim=BlindSim())
 

@@ -100,7 +100,7 @@ def test_only_recorded_rows_and_the_ends_of_chunks_are_drawn():
         assert sim.step_chunk(zeros(sim), record=[0]).frames[0].shape == (4, 6, 8, 3)
 
 
-def test_three_workers_break_down_and_the_others_go_on():
+def test_three_workers_break_down_and_the_others_continue():
     tasks = ("die", "walk", "hang", "raise", "walk")
     with SubprocessSim(settings(count=5, call_timeout_s=1.5)) as sim:
         old = sim.processes()

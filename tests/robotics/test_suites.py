@@ -413,7 +413,7 @@ class TestSetup:
         return made
 
     @pytest.mark.parametrize("name", list(suite_setup.RECIPES))
-    def test_every_step_is_done_in_the_environment_and_told(self, calls, tmp_path, name):
+    def test_every_step_runs_in_the_environment_and_is_reported(self, calls, tmp_path, name):
         told = []
         python = suite_setup.setup_suite(name, tmp_path / "new", python="python3", say=told.append)
         assert calls[0] == ["python3", "-m", "venv", str(tmp_path / "new")]

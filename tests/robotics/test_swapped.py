@@ -42,7 +42,7 @@ def watch(sim, episodes, **options):
     return watcher.seen, found
 
 
-def test_every_episode_sees_the_first_pictures_of_another_layout_and_its_own_state():
+def test_every_episode_sees_the_first_images_of_another_layout_and_its_own_state():
     episodes = [*specs((0, 0, 1, 2)), *specs((5, 6), "left")]
     others = swap_layouts(episodes)
     assert [others[episode].layout for episode in episodes] == [1, 1, 2, 0, 6, 5]  # half the way round

@@ -177,7 +177,7 @@ def test_success_by_hand(task, done, spoilt):
         ("drawer", [{"grip": [0.4, 0.0, 0.1]}, {"grip": [0.5, 0.1, 0.03]}, {"grip": [0.5, 0.1, 0.03], "drawer": 0.05}]),
     ],
 )
-def test_the_dense_reward_rises_on_the_way(task, way):
+def test_the_dense_reward_rises_towards_success(task, way):
     rewards = [float(TASKS[task].dense_reward(reading(**moment))[0]) for moment in way]
     assert np.all(np.diff(rewards) > 0.02)
 
@@ -201,7 +201,7 @@ def steps_of(scene, sensors) -> SceneSteps:
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("task", sorted(set(TASKS) - {"reach_green"}))
-def test_every_piece_is_several_pixels_of_a_small_picture(task):
+def test_every_piece_covers_several_pixels_of_a_small_image(task):
     for layout in (0, 1, 2):
         scene, data = started(task, layout=layout)
         with FrameRenderer(scene.model, RenderSettings(64, 64, "front")) as renderer:

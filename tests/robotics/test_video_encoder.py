@@ -82,7 +82,7 @@ def plays():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_training_makes_the_distance_to_successes_follow_what_is_left_of_the_way(plays, seed):
+def test_after_training_the_distance_to_successes_follows_the_remaining_path(plays, seed):
     explained = []
     training = VideoTraining(steps=100, learning_rate=3e-3, seed=seed)
     trained = train_video_encoder(plays, SMALL, training, lambda step, terms: explained.append(terms["explained"]))

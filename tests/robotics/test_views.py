@@ -114,7 +114,7 @@ def test_each_camera_has_noise_of_its_own():
 
 
 @pytest.mark.usefixtures("backend")
-def test_films_are_drawn_without_views():
+def test_videos_are_rendered_without_views():
     sim = open_video_sim(SimConfig(tasks=["push"], views=["wrist"]), 48)
     try:
         assert views_of(sim) == ()

@@ -73,7 +73,7 @@ def test_order_and_number_of_tasks_count():
     assert len({content_digest(tasks) for tasks in ([], [one], [one, two], [two, one], [one, one])}) == 5
 
 
-def test_a_moved_or_renamed_file_is_the_same_data_another_picture_is_not(tmp_path):
+def test_a_moved_or_renamed_file_is_the_same_data_another_image_is_not(tmp_path):
     def tasks(folder, colour, name="0.png"):
         folder.mkdir(exist_ok=True)
         Image.new("RGB", (4, 4), colour).save(folder / name)
@@ -85,14 +85,14 @@ def test_a_moved_or_renamed_file_is_the_same_data_another_picture_is_not(tmp_pat
     assert content_digest(tasks(tmp_path / "d", "red", name="1.png")) != first
 
 
-def test_pictures_that_are_read_when_needed_count():
+def test_images_that_are_read_when_needed_count():
     base = Task(images=[Stored(b"one")])
     assert content_digest([base]) == content_digest([replace(base, images=[Stored(b"one")])])
     assert content_digest([base]) != content_digest([replace(base, images=[Stored(b"two")])])
 
 
 @pytest.mark.parametrize("count", [255, 256, 257, 1000])
-def test_of_many_pictures_some_are_read(count):
+def test_only_some_of_many_images_are_read(count):
     class Counted(Stored):
         def read(self):
             reads.append(self.data)
@@ -103,5 +103,5 @@ def test_of_many_pictures_some_are_read(count):
     assert min(count, 129) <= len(reads) <= 256
 
 
-def test_a_picture_that_cannot_be_read_is_left_to_the_run(tmp_path):
+def test_an_unreadable_image_is_left_to_the_run(tmp_path):
     assert content_digest([Task(images=[str(tmp_path / "missing.png")])])

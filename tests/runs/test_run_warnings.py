@@ -55,7 +55,7 @@ def test_a_constant_reward_is_named_with_its_value(tmp_path):
     assert f"reward 'format' was 0.5 for all {3 * PATIENCE} samples of {PATIENCE} steps" in message
 
 
-def test_a_constant_total_is_said_in_place_of_equal_groups(tmp_path):
+def test_a_constant_total_is_reported_instead_of_equal_groups(tmp_path):
     run(tmp_path, [batch([0.0] * 4)] * PATIENCE)
     (message,) = read_warnings(tmp_path)
     assert "the total reward was 0 for all" in message

@@ -12,7 +12,7 @@ def grey(level):
     return lambda: (Image.new("L", (4, 4), level), {"answer": str(level)})
 
 
-def test_a_second_writer_of_the_same_rows_keeps_the_pictures_of_the_first(tmp_path):
+def test_a_second_writer_of_the_same_rows_keeps_the_images_of_the_first(tmp_path):
     for _ in range(2):
         write_rows(tmp_path / "rows.jsonl", 2, grey(7))
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

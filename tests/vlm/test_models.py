@@ -257,7 +257,7 @@ def test_folders_that_are_no_model(tmp_path, tiny_folders, monkeypatch):
     assert "chat template" in refuse(tmp_path / "plain")
 
 
-def test_hub_ids_are_told_from_folders(monkeypatch):
+def test_hub_ids_are_distinguished_from_folders(monkeypatch):
     from transformers import AutoConfig
 
     def offline(path):

@@ -81,7 +81,7 @@ def test_scores_of_videos_are_those_of_the_models_own_forward(policy, tmp_path):
     assert_equal_up_to_rounding(rollouts.logp_old, logp)
 
 
-def test_scores_do_not_depend_on_the_rows_beside(policy, rollouts):
+def test_scores_do_not_depend_on_other_rows(policy, rollouts):
     with torch.no_grad():
         whole = policy(rollouts, outputs=EVERYTHING)
         for rows in ([0], [7, 1], [11, 3, 4]):

@@ -53,7 +53,7 @@ def test_apo_leaves_unscored_rows_out_of_their_group(tmp_path, tiny_folders):
     assert bool(torch.isfinite(rollouts.advantage).all())
 
 
-def test_evaluation_goes_on_after_a_batch_without_a_usable_question(tmp_path, tiny_folders):
+def test_evaluation_continues_after_a_batch_without_a_usable_question(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.evaluation.batch_tasks = 5
     (tmp_path / "data/4.png").write_bytes(b"not an image")

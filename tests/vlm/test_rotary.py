@@ -59,7 +59,7 @@ def test_images_and_videos_keep_their_own_order(policy, family):
     assert torch.equal(rotary_positions(types, MERGE, images, videos), expected)
 
 
-def test_text_after_an_image_goes_on_behind_its_longer_side():
+def test_text_after_an_image_continues_after_its_longer_side():
     found = rotary_positions(types_of((TEXT, 1), (IMAGE, 6), (TEXT, 1)), MERGE, torch.tensor([[1, 4, 6]]))
     assert found.tolist() == [
         [0, 1, 1, 1, 1, 1, 1, 4],

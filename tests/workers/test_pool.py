@@ -61,7 +61,7 @@ def wait_until(condition, seconds=10.0):
 
 class TestMap:
     @pytest.mark.parametrize("size", [1, 2])
-    def test_a_failure_is_charged_to_the_request_in_work_and_those_behind_it_go_on(self, make, size):
+    def test_a_failure_is_charged_to_the_running_request_and_queued_ones_continue(self, make, size):
         pool = make(size)
         names = ["echo"] * 3 + ["complain"] + ["echo"] * 3 + ["die"] + ["echo"] * 12 + ["sleep", "echo"]
         expected = list(range(len(names)))

@@ -143,7 +143,7 @@ def test_a_fresh_process_is_seeded_and_a_loop_may_want_a_number_for_the_reward()
     np.testing.assert_array_equal(*found)
 
 
-def test_methods_attributes_and_pictures_of_the_environments():
+def test_methods_attributes_and_images_of_the_environments():
     envs = PoolVectorEnv(WALK, 3, kwargs={"render_mode": "rgb_array"}, settings=TWO)
     envs.reset(seed=0)
     envs.step(np.zeros((3, 2), np.float32))

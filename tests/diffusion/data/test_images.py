@@ -131,7 +131,7 @@ def test_arrays_that_say_what_they_are_not(images, captions, message, tmp_path):
         load_images(ImageDataConfig(path=str(path), max_image_pixels=8))
 
 
-def test_a_large_picture_of_a_list_is_refused_by_its_header(tmp_path):
+def test_a_large_image_of_a_list_is_refused_by_its_header(tmp_path):
     Image.fromarray(PIXELS[0]).save(tmp_path / "a.png")
     path = tmp_path / "list.jsonl"
     path.write_text(json.dumps({"image": "a.png", "prompt": "one"}))

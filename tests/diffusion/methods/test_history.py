@@ -43,7 +43,7 @@ def test_a_short_buffer_compares_with_the_rollout_by_hand():
     assert history.state_dict() == {"rewards": {"a": [1.0, 5.0], "b": [3.0], "c": [9.0]}}
 
 
-def test_a_saved_history_goes_on_as_if_nothing_had_happened():
+def test_a_saved_history_continues_unchanged():
     whole = PromptHistory(4, 3)
     whole.normalise(list("aabbc"), torch.rand(5, generator=torch.Generator().manual_seed(0)))
     resumed = PromptHistory(4, 3)

@@ -168,7 +168,7 @@ def test_critic_starts_at_zero_and_learns_what_the_prompt_says():
     torch.testing.assert_close(shorter.values(latents, sigma, pooled), trainer.values(latents, sigma, pooled))
 
 
-def test_critic_goes_on_bit_for_bit_from_its_state():
+def test_critic_continues_bit_for_bit_from_its_state():
     generator = torch.Generator().manual_seed(1)
     inputs = (torch.randn(8, 4, 4, 4, generator=generator), torch.rand(8), torch.randn(8, 6, generator=generator))
     returns, found = torch.randn(8, generator=generator), []

@@ -46,7 +46,7 @@ def test_rows_are_those_of_the_pipeline_bit_for_bit(pipeline):
     assert not torch.equal(tokens[0], tokens[2])
 
 
-def test_an_embedding_does_not_depend_on_the_prompts_beside_it(pipeline):
+def test_an_embedding_does_not_depend_on_the_other_prompts(pipeline):
     alone = embeddings(pipeline).rows([TWO])
     together = embeddings(pipeline).rows([*CAPTIONS, TWO])
     assert torch.equal(together.tokens[together.index[-1]], alone.tokens[0])
@@ -167,7 +167,7 @@ def test_encoders_that_could_change_are_refused(folder):
 
 
 @pytest.mark.parametrize("prompt", ["", " \n", None])
-def test_empty_prompts_are_named_by_their_place(sd3, prompt):
+def test_empty_prompts_are_named_by_their_index(sd3, prompt):
     with pytest.raises(UserError, match="prompt 2 of 3 is empty"):
         embeddings(sd3).rows([ONE, prompt, TWO])
     with pytest.raises(UserError, match="no prompts"):

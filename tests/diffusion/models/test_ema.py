@@ -116,7 +116,7 @@ def test_nothing_else_is_done_while_the_shadow_is_applied():
     shadow.copy_()
 
 
-def test_small_steps_add_up_beside_bfloat16_weights():
+def test_small_steps_add_up_with_bfloat16_weights():
     policy = Policy(torch.bfloat16)
     put(policy, 1.0)
     shadow = EMAWeights(policy)

@@ -116,7 +116,7 @@ def test_guidance_embedding_is_an_input_of_distilled_transformers_only(flux, cac
     assert_equal_up_to_rounding(found, expected, passes=len(plain.scheduler.sigmas))
 
 
-def test_each_row_has_its_own_time_and_place(flux, cache):
+def test_each_row_has_its_own_time_and_index(flux, cache):
     model, latents, sigma = FluxTransformer(flux.transformer), noise(2, 4, 6), torch.tensor([0.2, 0.9])
     with torch.no_grad():
         both = model(latents, sigma, *cache.rows([ONE], samples=2).expanded())

@@ -61,7 +61,7 @@ def test_precision_is_that_of_all_parts(folder):
     assert {pipeline.transformer.dtype, pipeline.vae.dtype, pipeline.text_encoder_3.dtype} == {torch.bfloat16}
 
 
-def test_folder_without_t5_loads_without_being_told(tmp_path):
+def test_folder_without_t5_loads_without_an_option(tmp_path):
     folder = build_tiny_sd3(tmp_path / "short", corpus=CAPTIONS, sizes=replace(SIZES, t5_layers=0))
     pipeline = load_pipeline(folder)
     assert pipeline.text_encoder_3 is None

@@ -18,7 +18,7 @@ def pictures(count):
     return list(np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8))
 
 
-def test_pictures_go_out_as_png_and_scores_come_back(chat_server):
+def test_images_are_sent_as_png_and_scores_returned(chat_server):
     url, requests, answers = chat_server.url, chat_server.requests, chat_server.answers
     answers += ["Fine.\nFinal Score: 4", "final score: 2.5/5"]
     images = pictures(2)

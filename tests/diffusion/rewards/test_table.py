@@ -47,7 +47,7 @@ def test_values_lie_in_the_range_of_the_table(name):
     assert high is None or max(values) <= high
 
 
-def test_reward_sum_takes_the_functions_and_options_of_both_places():
+def test_reward_sum_takes_functions_and_options_of_both_tables():
     functions = load_image_rewards(
         ["jpeg_compressibility", "shapes_geneval"], {"jpeg_compressibility": {"scale": "flow_grpo"}}
     )

@@ -105,7 +105,7 @@ def test_shifts_undo_each_other_and_keep_the_ends():
         shift_sigmas(times, 0)
 
 
-def test_every_place_of_the_window_is_equally_likely():
+def test_every_position_of_the_window_is_equally_likely():
     source = generator()
     places = Counter(sde_window(10, 3, 1, 6, source) for _ in range(3000))
     assert set(places) == {range(1, 4), range(2, 5), range(3, 6)}
@@ -117,7 +117,7 @@ def test_every_place_of_the_window_is_equally_likely():
 @pytest.mark.parametrize(
     ("steps", "size", "low", "high"), [(10, 6, 0, 5), (10, 2, -1, 5), (10, 2, 4, 11), (10, 0, 0, 5)]
 )
-def test_windows_without_a_place_are_refused(steps, size, low, high):
+def test_windows_without_a_position_are_refused(steps, size, low, high):
     with pytest.raises(UserError, match=f"a window of {size} steps within {low}..{high} of {steps} steps"):
         sde_window(steps, size, low, high, generator())
 

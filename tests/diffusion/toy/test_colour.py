@@ -28,7 +28,7 @@ def test_colour_uses_the_nearest_of_several_and_the_metadata_first():
     assert caption_colour(["a dog", "reddish"], [half, half]) == [None, None]
 
 
-def test_colour_grows_steadily_on_the_way_to_the_caption():
+def test_colour_grows_steadily_towards_the_caption():
     start, end = np.zeros(3), np.asarray(COLOURS["green"])
     images = [flat((start + (end - start) * share).astype(np.uint8)) for share in np.linspace(0, 1, 8)]
     values = caption_colour(["green"] * 8, images)

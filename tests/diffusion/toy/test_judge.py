@@ -52,7 +52,7 @@ def test_score_is_the_product_over_the_looks(judge):
         assert value == pytest.approx(np.prod([row[look, count] for look, count in enumerate(wanted)]), rel=1e-4)
 
 
-def test_an_empty_picture_has_nothing(judge):
+def test_an_empty_image_has_no_detections(judge):
     blank = np.full((1, 32, 32, 3), 236, dtype=np.uint8)
     assert judge.probabilities(blank)[0, :, 0].min() > 0.5
     assert judge.score(blank, [all_scenes()[0].metadata])[0] < 0.1

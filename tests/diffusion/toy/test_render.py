@@ -44,7 +44,7 @@ def test_relations_hold_by_a_clear_margin():
         assert other.box[1] + other.box[3] - one.box[1] - one.box[3] > across - 2
 
 
-def test_same_seed_same_pictures_and_more_of_them_change_nothing():
+def test_images_depend_on_the_seed_and_not_on_their_number():
     scenes = all_scenes(["count"])
     few, index = render_dataset(scenes, 30, seed=5)
     many, _ = render_dataset(scenes, 40, seed=5)
@@ -54,7 +54,7 @@ def test_same_seed_same_pictures_and_more_of_them_change_nothing():
     assert not np.array_equal(render_dataset(scenes, 1, seed=6)[0], few[:1])
 
 
-def test_sizes_and_places_vary():
+def test_sizes_and_positions_vary():
     images, _ = render_dataset(all_scenes(["single"])[:1], 40, seed=0)
     boxes = np.asarray([detect(image)[0].box for image in images])
     assert np.ptp(boxes[:, 2] - boxes[:, 0]) >= 5

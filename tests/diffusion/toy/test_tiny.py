@@ -76,7 +76,7 @@ def test_guidance_and_prompt_change_the_image(sd3):
     assert abs(blue - plain).max() > 1e-3
 
 
-def test_without_t5_the_pipeline_puts_zeros_in_its_place(tmp_path):
+def test_without_t5_the_pipeline_pads_with_zeros(tmp_path):
     folder = build_tiny_sd3(tmp_path / "short", corpus=CAPTIONS, sizes=replace(SIZES, t5_layers=0))
     pipeline = load_sd3(folder, text_encoder_3=None, tokenizer_3=None)
     tokens, _, _, _ = pipeline.encode_prompt("a red circle", None, None, max_sequence_length=T5_TOKENS)

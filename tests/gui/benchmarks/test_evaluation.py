@@ -56,7 +56,7 @@ def run(tmp_path, model, *benchmarks, **options):
     return evaluate(*load_run(configured(tmp_path, model, *benchmarks, **options)))
 
 
-def test_the_command_writes_answers_tables_and_pictures(tmp_path, models, capsys):
+def test_the_command_writes_answers_tables_and_images(tmp_path, models, capsys):
     assert main(["evaluate", str(configured(tmp_path, models["qwen2_5_vl"], "screenspot"))]) == 0
     out = capsys.readouterr().out
     assert "screenspot/accuracy/first" in out
@@ -125,7 +125,7 @@ def test_every_preset_asks_both_families(preset, tmp_path, models):
         assert metrics["osworld_g/n"] == 7
 
 
-def test_an_interrupted_evaluation_goes_on_with_what_is_left(tmp_path, models, monkeypatch):
+def test_an_interrupted_evaluation_continues_with_the_remaining_rows(tmp_path, models, monkeypatch):
     from mmrl.gui.benchmarks.recipe import GroundingMeasure
 
     options = {"evaluation.batch_tasks": 2}

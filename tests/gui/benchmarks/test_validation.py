@@ -15,7 +15,7 @@ from tests.gui.benchmarks.copies import BOXES, COPIES, relative, screenspot, scr
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_published_copy_is_usable_and_its_convention_is_told(name, tmp_path):
+def test_a_published_copy_is_usable_and_its_convention_is_reported(name, tmp_path):
     result = validate(str(COPIES[name](tmp_path / "copy")), name)
     assert result.is_usable
     assert (result.malformed, result.suspicious) == ([], [])

@@ -26,7 +26,7 @@ def here(monkeypatch):
 
 
 @pytest.mark.usefixtures("here", "backend")
-def test_pictures_are_the_loops_and_there_are_as_many():
+def test_images_equal_the_loops_in_content_and_number():
     (found,) = sim.compare(BenchOptions(quick=True, only=["images-64"])).values()
     counts = {name: run["counts"] for name, run in found["arms"].items()}
     assert counts[sim.ONE] == counts[sim.TWO] == counts[sim.LOOP]

@@ -5,7 +5,7 @@ from benchmarks.robotics import comparisons, light_steps
 
 
 @pytest.mark.parametrize("name", list(light_steps.LIGHT))
-def test_every_way_sees_what_the_environments_alone_show(name):
+def test_every_method_returns_the_observations_of_single_environments(name):
     assert f"light-{name}" in comparisons.NAMES
     found = light_steps.compare_light_steps(BenchOptions(quick=True), name)
     assert not [arm for arm in found["arms"].values() if "error" in arm]

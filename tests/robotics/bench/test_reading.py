@@ -9,7 +9,7 @@ from mmrl.errors import UserError
 pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vla]'")
 
 
-def test_both_ways_read_the_same_pixels():
+def test_both_readers_return_the_same_pixels():
     assert "reading-64" in comparisons.NAMES
     found = reading.compare_reading(BenchOptions(quick=True), 64)
     assert not [arm for arm in found["arms"].values() if "error" in arm]

@@ -294,7 +294,7 @@ def test_instructions_are_those_of_the_selected_clips(folder):
         assert reader.instructions() == list(dict.fromkeys(clip.observation.instruction for clip in reader))
 
 
-def test_drifted_clips_end_beside_the_true_ones(folder):
+def test_drifted_clips_end_next_to_the_true_ones(folder):
     true = list(FlowReader(folder, split="train"))
     wrong = drifted_clips(str(folder), split="train", drift_cm=(4.0, 0.0, -2.0))
     assert len(wrong) == len(true)

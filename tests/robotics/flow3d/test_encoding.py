@@ -32,7 +32,7 @@ def test_the_numbers_of_the_public_code():
     assert written.ravel().tolist() == [-0.5, 0.5, -0.5, 1.0]  # 2 u / W - 1, 2 v / H - 1, 2 z / 1.5 - 1, 1
 
 
-def test_depth_beyond_the_range_is_clipped_and_places_are_not():
+def test_depth_beyond_the_range_is_clipped_and_positions_are_not():
     encoding = FlowEncoding(num_frames=1, grid=1, visibility="none")
     written = encoding.encode(np.array([-10.0, 500, 9, 1]).reshape(1, 1, 1, 4), np.zeros((1, 1, 3)), (100, 100))
     np.testing.assert_allclose(written.ravel(), [-1.2, 9.0, 1.0], rtol=1e-6)

@@ -26,7 +26,7 @@ def wall_video(shifts_px, side=96, focal_px=120.0):
     return RgbdVideo(rgb, depth, K, T_world_cam=poses[0], T_world_cams=np.stack(poses))
 
 
-def test_the_way_of_the_background_is_measured():
+def test_the_motion_of_the_background_is_measured():
     assert camera_motion_px(wall_video([0, 0, 0, 0])) == pytest.approx(0.0, abs=0.01)
     moving = wall_video([0, 2, 4, 6])
     assert camera_motion_px(moving) == pytest.approx(6.0, abs=0.3)

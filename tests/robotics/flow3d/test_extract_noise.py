@@ -107,7 +107,7 @@ def test_an_actor_that_stays_where_the_object_was_does_not_hide_it():
     assert not revealed_mask(depth, 0.01, least_frames=4).any()
 
 
-def test_a_hand_that_hides_its_own_first_place_for_a_while_is_not_the_object():
+def test_a_hand_that_covers_its_first_position_for_a_while_is_not_the_object():
     depth = scene_of_boxes()
     depth[:2, 2:14, 2:17] = 0.8  # larger than the object
     depth[2:9, 2:14, 6:20] = 0.75  # most of it stays covered until frame 9

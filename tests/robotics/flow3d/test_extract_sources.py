@@ -151,7 +151,7 @@ def test_episodes_of_a_lerobot_dataset(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_data_set_of_folders_with_reasons_pictures_and_card(video, tmp_path):
+def test_a_data_set_of_folders_with_reasons_images_and_card(video, tmp_path):
     source = tmp_path / "videos"
     still = dataclasses.replace(video, depth_m=np.repeat(video.depth_m[:1], len(video), 0))
     for name, one in (("a", video), ("b", still), ("c", video)):

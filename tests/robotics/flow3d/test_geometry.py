@@ -63,7 +63,7 @@ def test_depth_between_pixels_of_a_plane_and_next_to_an_edge():
     assert depth_at(stepped, np.array([4.2, 2.0])) == 2.0
 
 
-def test_holes_and_places_outside_the_image_have_no_depth():
+def test_holes_and_positions_outside_the_image_have_no_depth():
     depth = np.ones((4, 4), np.float32)
     depth[1, 1] = 0
     found = depth_at(depth, np.array([[1.5, 1.5], [-0.1, 1], [4.0, 1], [3.5, 3.5]]))

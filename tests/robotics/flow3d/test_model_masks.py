@@ -110,7 +110,7 @@ def sam_masks(sam, rgb, boxes):
     return (sized[0] > 0).numpy()
 
 
-def test_words_find_boxes_of_the_picture_the_surest_first(dino, sam, video):
+def test_descriptions_find_boxes_in_order_of_confidence(dino, sam, video):
     from transformers import AutoProcessor, GroundingDinoForObjectDetection
 
     found = GroundedMask(dino, sam, "Robot gripper. hand.", threshold=0.0).boxes(video.rgb[0], "Robot gripper. hand.")

@@ -53,7 +53,7 @@ def test_motion_of_a_flow_is_that_of_the_object_in_the_world(moving):
     assert motion.fit.rmse_m.max() < 1e-9
 
 
-def test_motion_from_the_first_predicted_frame_leaves_out_the_way_to_it(moving):
+def test_motion_from_the_first_predicted_frame_leaves_out_the_motion_to_it(moving):
     clip, T, _ = moving
     motion = object_motion(clip, smooth_window=1, from_first_predicted=True)
     np.testing.assert_allclose(motion.T_t_0_world, T @ inverse_pose(T[0]), atol=1e-9)

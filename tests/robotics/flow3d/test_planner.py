@@ -319,7 +319,7 @@ def test_an_endpoint_that_is_down_refuses_or_talks_nonsense_ends_the_loop(chat_s
     assert robot.paths == [], "nothing moved"
 
 
-def test_a_dropped_object_is_grasped_and_planned_for_anew():
+def test_a_dropped_object_is_grasped_with_a_new_plan():
     arm = BenchArm("panda")
     robot = FakeRobot(arm, slip_after=1)
     result = planner(StraightModel(GOAL), arm, config=LOOK).run(robot)
@@ -329,7 +329,7 @@ def test_a_dropped_object_is_grasped_and_planned_for_anew():
     assert np.linalg.norm(robot.centre - GOAL) < 0.012
 
 
-def test_a_drifting_object_is_planned_for_anew_in_the_hand():
+def test_a_drifting_object_is_replanned_in_the_hand():
     arm = BenchArm("panda")
     robot = FakeRobot(arm, slip_after=1, nudge_m=(0.0, 0.0, -0.045))
     result = planner(StraightModel(GOAL), arm, config=LOOK).run(robot)

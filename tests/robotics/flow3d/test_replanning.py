@@ -24,7 +24,7 @@ def slippery():
         yield robot
 
 
-def test_what_the_gripper_loses_is_not_placed_without_a_second_look(slippery):
+def test_a_dropped_object_is_not_placed_without_replanning(slippery):
     result = run(slippery, ExecutionSettings())
     assert result.executed
     assert len(result.rounds) == 1

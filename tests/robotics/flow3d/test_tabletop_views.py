@@ -19,7 +19,7 @@ def specs(*tasks):
     return [EpisodeSpec(name, TASKS[name].instruction, 3) for name in tasks]
 
 
-def test_the_picture_is_that_of_the_episode_and_the_flow_ends_where_the_task_does(backend):
+def test_the_image_is_that_of_the_episode_and_the_flow_ends_at_the_goal(backend):
     with TabletopViews(image_size=48) as views:
         clips = {episode.task: views.clip(episode, num_frames=5, grid=3) for episode in specs(*MOVING_TASKS)}
     settings = BatchSettings(image_size=(48, 48))

@@ -93,7 +93,7 @@ def test_states_are_scaled_by_the_data_sets_statistics():
         policy.scale_states(StateStatistics(np.zeros(2), np.ones(2)))
 
 
-def test_a_policy_may_see_only_a_state_or_only_pictures():
+def test_a_policy_may_see_only_a_state_or_only_images():
     for changes, batch in (
         ({"image_size": None}, PolicyInputs(None, torch.zeros(1, S), TEXTS[:1])),
         ({"state_size": None}, PolicyInputs(make_inputs().images[:1], None, TEXTS[:1])),

@@ -29,7 +29,7 @@ def test_action_logits_are_rows_of_the_whole_head(policies):
         torch.testing.assert_close(policy.logits(batch), whole[..., texts - 32 : texts], atol=1e-4, rtol=1e-4)
 
 
-def test_the_model_sees_picture_state_and_instruction(policies):
+def test_the_model_sees_image_state_and_instruction(policies):
     policy, batch = policies["vlm_learned"], make_inputs()
     expected = policy.logits(batch).detach()
     for changes in ((255 - batch.images, batch.state, TEXTS), (batch.images, -batch.state, TEXTS)):
@@ -39,7 +39,7 @@ def test_the_model_sees_picture_state_and_instruction(policies):
     torch.testing.assert_close(told[1:], expected[1:], atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_may_go_without_pictures_but_not_without_its_state(policies):
+def test_a_model_may_go_without_images_but_not_without_its_state(policies):
     blind = PolicyInputs(None, torch.zeros(1, S), TEXTS[:1])
     assert bool(policies["vlm_learned"].logits(blind).isfinite().all())
     with pytest.raises(UserError, match=f"state of {S} entries, got none"):

@@ -280,7 +280,7 @@ def test_second_ctrl_c_ends_at_once_without_a_traceback(config):
     run(config, "run", resume=True)
 
 
-def test_second_run_in_a_folder_is_refused_and_the_first_goes_on(config):
+def test_second_run_in_a_folder_is_refused_and_the_first_continues(config):
     config.write_text(CONFIG.replace("steps: 6", "steps: 400"))
     first = start(config, "run")
     wait_for_step(config.parent / "run", 2)

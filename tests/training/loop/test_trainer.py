@@ -177,7 +177,7 @@ def test_group_filters(make_trainer, kind, groups):
         assert rollouts.num_groups == groups
 
 
-def test_full_disk_keeps_older_checkpoints_and_goes_on(make_trainer, monkeypatch, caplog):
+def test_full_disk_keeps_older_checkpoints_and_continues(make_trainer, monkeypatch, caplog):
     trainer = make_trainer("full", steps=3, checkpoint=CheckpointConfig(every=1, keep=0))
     trainer.train_step()
     trainer.save()

@@ -33,7 +33,7 @@ def as_close(first, second):
 
 
 @pytest.mark.parametrize("size", [5, 3])
-def test_what_micro_batches_share_is_computed_once_and_changes_nothing(make_trainer, size):
+def test_shared_prefixes_of_micro_batches_are_computed_once_and_change_nothing(make_trainer, size):
     whole, cut = (make_trainer(recipe=SharingRecipe, micro_batch=micro_batch, epochs=2) for micro_batch in (0, size))
     for trainer in (whole, cut):
         start = weights(trainer)

@@ -75,7 +75,7 @@ def test_a_frame_sees_its_window_and_nothing_else():
     assert torch.nonzero(moved).flatten().tolist() == list(range(8, 14))
 
 
-def test_encodings_follow_the_place_in_the_video():
+def test_encodings_follow_the_position_in_the_video():
     encoding = positional_encoding(4, 6, torch.float64)
     angles = [[t / 4 * 10000 ** (-2 * k / 6) for k in range(3)] for t in range(4)]
     expected = [[value for angle in row for value in (math.sin(angle), math.cos(angle))] for row in angles]

@@ -42,7 +42,7 @@ def small(monkeypatch):
     monkeypatch.setattr(demo, "finish_run", finish)
 
 
-def test_the_demo_compares_ways_to_pick_and_shows_the_picks(tmp_path, small, monkeypatch):
+def test_the_demo_compares_selections_and_shows_the_picks(tmp_path, small, monkeypatch):
     lines = demo.run(tmp_path / "demo")
     text = "\n".join(lines)
     share = r"\d+\.\d % \[ *\d+\.\d, +\d+\.\d\]"

@@ -93,7 +93,7 @@ def test_the_language_swap_tells_whether_a_model_listens(deaf, followed):
     assert 0 < row["ade_cm"] < 20
 
 
-def test_a_plan_without_a_way_is_a_named_failure_and_a_broken_episode_is_counted_apart():
+def test_an_unreachable_plan_is_a_named_failure_and_a_broken_episode_is_counted_separately():
     class Far:
         def predict(self, observation, points, samples=1, seed=0):
             raise OSError("no weights")

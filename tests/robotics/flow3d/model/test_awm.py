@@ -188,7 +188,7 @@ def test_a_step_without_a_signal_moves_nothing(tmp_path):
     assert not all(new.equal(old) for new, old in zip(recipe.policy.parameters(), weights, strict=True))
 
 
-def test_exploration_moves_guesses_of_training_alone(tmp_path):
+def test_exploration_moves_only_samples_of_training(tmp_path):
     far = ExplorationConfig(shift_cm=4.0, turn_deg=10.0)
     plain, moved = (Flow3dAwmRecipe(awm_config(tmp_path, exploration=x)) for x in (ExplorationConfig(), far))
     before, after = (FlowPayload.of(collected(recipe)).flow for recipe in (plain, moved))

@@ -43,7 +43,7 @@ def test_its_size_is_in_centimetres_and_degrees():
     np.testing.assert_allclose((turned**2).sum(1).mean(), 2 * (arm @ arm) * np.radians(3.0) ** 2, rtol=0.1)
 
 
-def test_a_guess_depends_on_its_own_seed_and_stays_where_nothing_is_asked():
+def test_a_sample_depends_on_its_own_seed_and_stays_without_exploration():
     _, many = moved(count=4, shift_cm=2.0, turn_deg=5.0)
     _, last = moved(count=1, first=3, shift_cm=2.0, turn_deg=5.0)
     np.testing.assert_array_equal(many[3:], last)

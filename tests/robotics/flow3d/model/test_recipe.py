@@ -128,7 +128,7 @@ def test_a_tiny_model_learns_to_follow_the_instruction(tmp_path):
     assert found["flow/best_ade_cm"] <= found["flow/ade_cm"] <= found["flow/fde_cm"]
 
 
-def test_evaluation_by_task_and_source_with_pictures(tmp_path, monkeypatch):
+def test_evaluation_by_task_and_source_with_images(tmp_path, monkeypatch):
     clips = [*make_clips(4, task="push"), *make_clips(4, seed=2, task="lift")]
     monkeypatch.setattr("robotics.flow3d.methods.recipe.load_clips", lambda config, where: clips)
     recipe = Flow3dRecipe(run_config(tmp_path))
@@ -144,7 +144,7 @@ def test_evaluation_by_task_and_source_with_pictures(tmp_path, monkeypatch):
     assert again.metrics == result.metrics
 
 
-def test_a_run_is_a_folder_that_another_run_goes_on_from(tmp_path):
+def test_another_run_can_start_from_the_run_folder(tmp_path):
     config = run_config(tmp_path / "first")
     config.model.words = ["yellow"]
     entry_config = dataclasses.replace(config)

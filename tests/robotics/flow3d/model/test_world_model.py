@@ -88,7 +88,7 @@ def test_motion_modules_have_no_effect_at_first():
     assert not any("mid_block.motion" in name for name, _ in model.named_parameters())
 
 
-def test_guesses_are_in_pixels_and_metres_and_do_not_depend_on_their_number():
+def test_samples_are_in_pixels_and_metres_and_do_not_depend_on_their_number():
     model = disturb(tiny_model(visibility="channel"))
     (clip, _), _ = scenes(model)
     found = model.predict(clip.observation, clip.points, samples=3, seed=5)

@@ -97,7 +97,7 @@ def test_obstacles_refuse_grasps(arm):
     assert refused["the hand would hit the object"] >= len(deep)
 
 
-def test_an_object_in_the_hand_goes_on_from_there(arm):
+def test_a_held_object_continues_from_its_pose(arm):
     ik = ArmIk(arm)
     plan = held_path(LIFT_AND_CARRY, ik, ik.home_rad, ReachSettings())
     start = ik.pose(ik.home_rad)

@@ -12,7 +12,7 @@ from tests.robotics.flow3d.drawn import CENTRE, drawn_sphere
 WAY = np.array([0.02, 0.12, 0.0])
 
 
-def test_all_points_of_a_scene_give_its_picture_back():
+def test_rendering_all_points_of_a_scene_reproduces_its_image():
     observation = drawn_sphere()
     everything = scene_cloud(observation, np.zeros_like(observation.mask))
     points = apply_pose(inverse_pose(observation.T_world_cam), everything.rest_m)

@@ -40,7 +40,7 @@ def test_the_motion_of_the_flow_is_that_of_the_object_and_solves_the_task(task):
         assert scene.success(fitted).success
 
 
-def test_query_points_lie_on_the_object_as_the_first_picture_shows_it():
+def test_query_points_lie_on_the_object_as_the_first_image_shows_it():
     with FlowScene(SMALL, task="place_red", actor="hand") as scene:
         for seed in range(4):
             scene.reset(seed)
@@ -108,7 +108,7 @@ def test_an_arm_holds_the_object_all_along():
         np.testing.assert_allclose(planned.joint_rad[0], FLOW_ARMS["gen3"].home_rad, atol=0.01)
 
 
-def test_a_film_has_the_motion_of_its_clip_and_masks_of_object_and_hand():
+def test_a_video_has_the_motion_of_its_clip_and_masks_of_object_and_hand():
     with FlowScene(SMALL, task="place_red", actor="hand") as scene:
         scene.reset(2)
         demonstrator = Demonstrator(scene, approach=3, motion=5)
@@ -172,7 +172,7 @@ def test_unknown_names_are_refused():
             scene.give("open_red")
 
 
-def test_first_pictures_are_those_of_whole_demonstrations_with_the_same_flow():
+def test_first_images_are_those_of_whole_demonstrations_with_the_same_flow():
     """Each picture comes once with every instruction, and nothing of it depends on the others."""
     config = DemonstrationConfig(actors=("hand",), shapes=("mug",), tasks=("place_red", "pour"), scene=SMALL)
     form = FlowEncoding(num_frames=4, grid=3)
@@ -201,7 +201,7 @@ def test_goals_are_where_each_instruction_takes_the_query_points():
     assert list(by_task["open_red"].meta["goals_world_m"]) == ["open the red drawer"]
 
 
-def test_a_drawer_has_its_own_mask_in_the_picture_that_both_share():
+def test_a_drawer_has_its_own_mask_in_the_image_that_both_share():
     config = DemonstrationConfig(tasks=("open_red", "open_blue"), actors=("panda",), scene=SMALL)
     red, blue = instructed_clips(range(1), config)
     assert red.observation.rgb is blue.observation.rgb

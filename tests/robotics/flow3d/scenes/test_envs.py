@@ -32,7 +32,7 @@ def test_gymnasiums_own_checks_pass(name):
 
 @pytest.mark.filterwarnings("error", UNBOUNDED)
 @pytest.mark.usefixtures("backend")
-def test_gymnasiums_own_checks_pass_with_pictures():
+def test_gymnasiums_own_checks_pass_with_images():
     kinds = ("joints", "object", "rgb", "depth", "mask")
     env = gymnasium.make("mmrl/Flow3DPour-v0", arm="panda", observation=kinds, image_size=24, render_mode="rgb_array")
     check_env(env.unwrapped)

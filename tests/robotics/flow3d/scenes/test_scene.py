@@ -36,7 +36,7 @@ def test_the_depth_in_the_mask_lies_on_the_object(scene):
         assert np.hypot(own[:, 0], own[:, 1]).max() < scene.shape.radius_m + 0.04
 
 
-def test_a_replay_is_the_picture_with_the_object_there_and_changes_nothing(scene):
+def test_a_replay_shows_the_object_there_and_changes_nothing(scene):
     scene.reset(1)
     before, start = scene.observe(), scene.object_pose()
     T = np.eye(4)
@@ -49,7 +49,7 @@ def test_a_replay_is_the_picture_with_the_object_there_and_changes_nothing(scene
     assert (drawn != before.rgb).any(-1).sum() > 20
 
 
-def test_most_of_the_picture_is_the_table_at_height_zero(scene):
+def test_most_of_the_image_is_the_table_at_height_zero(scene):
     scene.reset(0)
     seen = scene.observe()
     v, u = np.mgrid[0:48, 0:64] + 0.5

@@ -51,7 +51,7 @@ def test_closing_in_the_air_holds_nothing(robot):
     assert robot.success().failed == ("on the pad",)
 
 
-def test_all_arms_start_with_the_grip_in_the_same_place(robot):
+def test_all_arms_start_with_the_grip_at_the_same_position(robot):
     site = robot.data.site(robot.arm.grip_site)
     np.testing.assert_allclose(site.xpos, [0.25, 0.0, 0.4], atol=2e-3)
     np.testing.assert_allclose(site.xmat.reshape(3, 3), np.diag([1.0, -1.0, -1.0]), atol=5e-3)

@@ -100,7 +100,7 @@ def test_errors_are_in_units_of_tolerances():
     assert heights[0]["all the way down"] < 1 < heights[1]["all the way down"]
 
 
-def test_pouring_beside_the_bowl_or_hardly_tilted_fails():
+def test_pouring_next_to_the_bowl_or_hardly_tilted_fails():
     scene = FlowScene(task="pour", actor="nobody")
     scene.reset(0)
     motion = scene.ideal_motion(400)
@@ -112,7 +112,7 @@ def test_pouring_beside_the_bowl_or_hardly_tilted_fails():
     assert scene.success(beside).failed == ("over the bowl",)
 
 
-def test_an_object_beside_the_holder_or_on_its_rim_is_not_inserted():
+def test_an_object_next_to_the_holder_or_on_its_rim_is_not_inserted():
     scene = FlowScene(task="insert_blue", actor="nobody")
     scene.reset(0)
     end = scene.ideal_motion(5)[-1]

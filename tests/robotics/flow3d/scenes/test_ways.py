@@ -42,7 +42,7 @@ def way():
     return make_pose(turns, rng.uniform(-0.5, 0.5, (4, 3)))
 
 
-def test_a_way_is_read_as_it_was_written(way):
+def test_a_path_is_read_as_it_was_written(way):
     poses, closed = way_of_action(action_of_way(way, CLOSED))
     np.testing.assert_allclose(poses, way, atol=1e-6)  # single precision
     assert closed.tolist() == CLOSED.tolist()
@@ -63,12 +63,12 @@ def test_both_halves_of_a_grip_are_the_same_one(way):
 
 
 @pytest.mark.parametrize("action", [np.zeros(11), np.full(10, np.nan), np.zeros((2, 10))])
-def test_what_is_no_way_is_refused(action):
+def test_malformed_paths_are_refused(action):
     with pytest.raises(UserError, match="finite numbers"):
         way_of_action(action)
 
 
-def test_a_way_takes_the_frames_of_the_flow():
+def test_a_path_has_the_frames_of_the_flow():
     frames = np.tile(np.eye(4), (41, 1, 1))
     frames[:, 0, 3] = np.arange(41)
     poses, closed = way_of(frames, approach=10, num_frames=8, released=True)
@@ -106,7 +106,7 @@ def test_demonstrations_are_those_of_the_clips_that_have_a_gripper(demos):
         assert away.min() < 0.06  # the grip is at the object
 
 
-def test_the_way_of_a_demonstration_does_the_task_on_its_own_arm(demos):
+def test_the_path_of_a_demonstration_solves_the_task_on_its_own_arm(demos):
     clips, episodes = FlowReader(demos / "clips"), LeRobotReader(demos / "ways")
     shown = [clip for clip in clips if clip.meta["actor"] != "nobody"]
     number = next(
