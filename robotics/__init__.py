@@ -13,111 +13,39 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "robotics.data": (
-        "EpisodeWriter",
-        "LeRobotReader",
-    ),
-    "robotics.episodes.collect": (
-        "ActingSettings",
-        "run_episodes",
-    ),
+    "robotics.data": ("EpisodeWriter", "LeRobotReader"),
+    "robotics.episodes.collect": ("ActingSettings", "run_episodes"),
     "robotics.episodes.tasks": ("EpisodeSetConfig",),
     "robotics.flow3d.clip": ("FlowClip",),
-    "robotics.flow3d.methods.awm": (
-        "Flow3dAwmConfig",
-        "Flow3dAwmRecipe",
-    ),
-    "robotics.flow3d.methods.recipe": (
-        "Flow3dConfig",
-        "Flow3dRecipe",
-    ),
+    "robotics.flow3d.methods.awm": ("Flow3dAwmConfig", "Flow3dAwmRecipe"),
+    "robotics.flow3d.methods.recipe": ("Flow3dConfig", "Flow3dRecipe"),
     "robotics.flow3d.model.settings": ("FlowModelConfig",),
     "robotics.flow3d.model.world_model": ("FlowWorldModel",),
-    "robotics.flow3d.plan.planner": (
-        "FlowPlanner",
-        "PlannerConfig",
-    ),
-    "robotics.flow3d.reward.progress": (
-        "FlowProgress",
-        "flow_progress_reward",
-    ),
-    "robotics.methods.clone": (
-        "CloneConfig",
-        "CloneRecipe",
-    ),
-    "robotics.methods.grpo": (
-        "RobotGrpoConfig",
-        "RobotGrpoRecipe",
-    ),
-    "robotics.methods.latents": (
-        "LatentConfig",
-        "make_latent",
-    ),
-    "robotics.methods.ppo": (
-        "RobotPpoConfig",
-        "RobotPpoRecipe",
-    ),
-    "robotics.methods.progress": (
-        "ProgressSettings",
-        "progress_rewards",
-    ),
+    "robotics.flow3d.plan.planner": ("FlowPlanner", "PlannerConfig"),
+    "robotics.flow3d.reward.progress": ("FlowProgress", "flow_progress_reward"),
+    "robotics.methods.clone": ("CloneConfig", "CloneRecipe"),
+    "robotics.methods.grpo": ("RobotGrpoConfig", "RobotGrpoRecipe"),
+    "robotics.methods.latents": ("LatentConfig", "make_latent"),
+    "robotics.methods.ppo": ("RobotPpoConfig", "RobotPpoRecipe"),
+    "robotics.methods.progress": ("ProgressSettings", "progress_rewards"),
     "robotics.methods.recipe": ("train_robot",),
-    "robotics.methods.srpo": (
-        "SrpoConfig",
-        "SrpoRecipe",
-    ),
-    "robotics.methods.video_encoder": (
-        "VideoEncoder",
-        "train_video_encoder",
-    ),
-    "robotics.policies.base.policy": (
-        "ActionPolicy",
-        "PolicyInputs",
-        "open_policy",
-    ),
-    "robotics.policies.flow": (
-        "FlowActionPolicy",
-        "FlowPolicyConfig",
-    ),
-    "robotics.policies.gaussian": (
-        "GaussianActionPolicy",
-        "GaussianPolicyConfig",
-    ),
-    "robotics.policies.loading": (
-        "ActionPolicyConfig",
-        "load_action_policy",
-    ),
+    "robotics.methods.srpo": ("SrpoConfig", "SrpoRecipe"),
+    "robotics.methods.video_encoder": ("VideoEncoder", "train_video_encoder"),
+    "robotics.policies.base.policy": ("ActionPolicy", "PolicyInputs", "open_policy"),
+    "robotics.policies.flow": ("FlowActionPolicy", "FlowPolicyConfig"),
+    "robotics.policies.gaussian": ("GaussianActionPolicy", "GaussianPolicyConfig"),
+    "robotics.policies.loading": ("ActionPolicyConfig", "load_action_policy"),
     "robotics.policies.module": ("ModuleAdapter",),
-    "robotics.policies.small": (
-        "SmallVlaConfig",
-        "SmallVlaPolicy",
-    ),
-    "robotics.policies.vlm": (
-        "VlmActionConfig",
-        "VlmActionPolicy",
-    ),
+    "robotics.policies.small": ("SmallVlaConfig", "SmallVlaPolicy"),
+    "robotics.policies.vlm": ("VlmActionConfig", "VlmActionPolicy"),
     "robotics.scenes.arms": ("ARMS",),
-    "robotics.scenes.batch": (
-        "BatchSettings",
-        "TabletopBatch",
-    ),
+    "robotics.scenes.batch": ("BatchSettings", "TabletopBatch"),
     "robotics.scenes.envs": ("TabletopEnv",),
-    "robotics.scenes.experts": (
-        "EXPERTS",
-        "Expert",
-    ),
+    "robotics.scenes.experts": ("EXPERTS", "Expert"),
     "robotics.scenes.tasks": ("TASKS",),
     "robotics.scenes.vector_env": ("TabletopVectorEnv",),
-    "robotics.sim.episodes": (
-        "ChunkResult",
-        "EpisodeSpec",
-        "RobotObservation",
-        "RobotSim",
-    ),
-    "robotics.sim.opening": (
-        "SimConfig",
-        "open_sim",
-    ),
+    "robotics.sim.episodes": ("ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim"),
+    "robotics.sim.opening": ("SimConfig", "open_sim"),
     "robotics.sim.subprocess_settings": ("SubprocessSettings",),
     "robotics.sim.subprocess_sim": ("SubprocessSim",),
 }

@@ -18,7 +18,6 @@ from mmrl.files import replaced, write_atomically
 from robotics.data.layout import write_json
 from robotics.flow3d.clip import grid_in_mask
 from robotics.flow3d.extract.backends import Tracks
-from robotics.flow3d.extract.building import DEFAULT_ACTORS
 from robotics.flow3d.extract.camera import grey_frames, klt_tracks
 from robotics.flow3d.extract.depth import DenoisedDepth
 from robotics.flow3d.extract.detectors import EarlyMotion, RevealedDepth
@@ -28,6 +27,7 @@ from robotics.flow3d.extract.simulated import SimSegmentation, SimState
 from robotics.flow3d.geometry import BoolArray, FloatArray, angle_rad, apply_pose, lift
 from robotics.flow3d.rigid_motion import fit_motions
 from robotics.flow3d.video import RejectedVideo
+from robotics.toy.extracted_clips import DEFAULT_ACTORS
 
 if TYPE_CHECKING:
     from robotics.flow3d.extract.backends import DepthSource, Detector, Tracker

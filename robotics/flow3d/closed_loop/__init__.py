@@ -18,15 +18,8 @@ _NAMES = {
         "TrueFlow",
         "list_episodes",
     ),
-    "robotics.flow3d.closed_loop.measure": (
-        "FlowLoopMeasure",
-        "evaluate_flow",
-        "loop_metrics",
-    ),
-    "robotics.flow3d.closed_loop.recipe": (
-        "Flow3dEvaluation",
-        "Flow3dEvaluationConfig",
-    ),
+    "robotics.flow3d.closed_loop.measure": ("FlowLoopMeasure", "evaluate_flow", "loop_metrics"),
+    "robotics.flow3d.closed_loop.recipe": ("Flow3dEvaluation", "Flow3dEvaluationConfig"),
     "robotics.flow3d.closed_loop.runner": ("EpisodeRunner",),
     "robotics.flow3d.plan.judge": ("VerifierConfig",),
 }

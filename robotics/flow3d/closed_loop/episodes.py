@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmrl.errors import UserError
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import bounded, check_config, choice, rare
 from robotics.flow3d.clip import VISIBLE, Observation
 from robotics.flow3d.flow_model import FlowModel
 from robotics.flow3d.geometry import FloatArray
@@ -18,7 +17,7 @@ from robotics.flow3d.plan.verdict import PredicateVerifier, Verifier
 from robotics.scenes.objects.demonstrator import Demonstrator
 from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
 from robotics.scenes.objects.tabletop import FlowTabletop
-from robotics.scenes.objects.tasks import FLOW_TASKS, find_flow_task
+from robotics.scenes.objects.tasks import FLOW_TASKS
 from robotics.scenes.tasks import SPLITS
 
 
@@ -48,10 +47,10 @@ class FlowEpisode:
 class FlowEpisodesConfig:
     """A set of episodes: each task with each arm."""
 
-    tasks: list[str] = field(default_factory=list)
-    """Keys of `FLOW_TASKS`; empty = all."""
-    arms: list[str] = field(default_factory=lambda: ["panda"])
-    """Keys of `FLOW_ARMS`."""
+    tasks: list[str] = choice([], lambda: FLOW_TASKS)
+    """Tasks; empty = all."""
+    arms: list[str] = choice(["panda"], lambda: FLOW_ARMS)
+    """Arms that do each task."""
     episodes: int = bounded(10, at_least=1)
     """Layouts of each task, the same for all arms."""
     first: int = rare(bounded(0, at_least=0))
@@ -72,16 +71,14 @@ class FlowEpisodesConfig:
     """See `SceneConfig.lose_after_m`."""
 
     def validate(self) -> None:
-        """Raise UserError for unknown tasks and arms."""
-        for task in self.tasks:
-            find_flow_task(task)
-        if not self.arms or (unknown := [arm for arm in self.arms if arm not in FLOW_ARMS]):
-            raise UserError(f"arms are {', '.join(unknown) if self.arms else 'none'}; there are {', '.join(FLOW_ARMS)}")
+        """Raise ValueError without an arm."""
+        if not self.arms:
+            raise ValueError(f"arms are none; there are {', '.join(FLOW_ARMS)}")
 
 
 def list_episodes(config: FlowEpisodesConfig) -> list[FlowEpisode]:
     """Episodes x arms x tasks of a set, interleaved so that the first ones cover all tasks and arms."""
-    config.validate()
+    check_config(config, "episodes")
     found = []
     for number in range(config.first, config.first + config.episodes):
         for arm in config.arms:
@@ -110,8 +107,8 @@ class LoopConfig:
 
     verifier: VerifierConfig = field(default_factory=VerifierConfig)
     """Verifier of predicted outcomes."""
-    grasps: list[str] = rare(field(default_factory=lambda: ["primitive", "antipodal"]))
-    """Rows of `PROPOSERS`."""
+    grasps: list[str] = rare(choice(["primitive", "antipodal"], lambda: PROPOSERS))
+    """Proposers of grasps, tried together."""
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     """Planning and execution."""
     language_swap: bool = True
@@ -120,10 +117,9 @@ class LoopConfig:
     """Seed of the predictions, together with the episode's number."""
 
     def validate(self) -> None:
-        """Raise ValueError for unknown proposers."""
-        unknown = [name for name in self.grasps if name not in PROPOSERS]
-        if unknown or not self.grasps:
-            raise ValueError(f"grasps has {unknown or 'nothing'}; there are {', '.join(PROPOSERS)}")
+        """Raise ValueError without a proposer."""
+        if not self.grasps:
+            raise ValueError(f"grasps has nothing; there are {', '.join(PROPOSERS)}")
 
 
 def verifier_in(config: VerifierConfig, opened: Verifier | None, robot: FlowTabletop) -> Verifier | None:

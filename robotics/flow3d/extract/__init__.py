@@ -13,30 +13,11 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "robotics.flow3d.extract.backends": (
-        "DepthSource",
-        "Detector",
-        "Tracker",
-        "Tracks",
-    ),
-    "robotics.flow3d.extract.building": (
-        "build_from_folder",
-        "build_from_lerobot",
-        "build_from_scenes",
-    ),
-    "robotics.flow3d.extract.depth": (
-        "DenoisedDepth",
-        "ModelDepth",
-        "SensorDepth",
-    ),
-    "robotics.flow3d.extract.detectors": (
-        "EarlyMotion",
-        "RevealedDepth",
-    ),
-    "robotics.flow3d.extract.extractor": (
-        "FlowExtractor",
-        "QualityLimits",
-    ),
+    "robotics.flow3d.extract.backends": ("DepthSource", "Detector", "Tracker", "Tracks"),
+    "robotics.flow3d.extract.building": ("build_from_folder", "build_from_lerobot"),
+    "robotics.flow3d.extract.depth": ("DenoisedDepth", "ModelDepth", "SensorDepth"),
+    "robotics.flow3d.extract.detectors": ("EarlyMotion", "RevealedDepth"),
+    "robotics.flow3d.extract.extractor": ("FlowExtractor", "QualityLimits"),
     "robotics.flow3d.extract.models": (
         "FunctionDepth",
         "FunctionDetector",
@@ -46,20 +27,9 @@ _NAMES = {
         "WithoutGripper",
     ),
     "robotics.flow3d.extract.rigid_chain": ("RigidChain",),
-    "robotics.flow3d.extract.simulated": (
-        "SimSegmentation",
-        "SimState",
-    ),
-    "robotics.flow3d.extract.sources": (
-        "LeRobotVideos",
-        "read_rgbd_folder",
-    ),
-    "robotics.flow3d.video": (
-        "REASONS",
-        "RejectedVideo",
-        "RgbdVideo",
-        "VideoTruth",
-    ),
+    "robotics.flow3d.extract.simulated": ("SimSegmentation", "SimState"),
+    "robotics.flow3d.extract.sources": ("LeRobotVideos", "read_rgbd_folder"),
+    "robotics.flow3d.video": ("REASONS", "RejectedVideo", "RgbdVideo", "VideoTruth"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

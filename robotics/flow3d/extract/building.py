@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,7 @@ from robotics.data.layout import write_json
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.data import FlowWriter
 from robotics.flow3d.drawing import flow_strip
-from robotics.flow3d.extract.depth import SensorDepth
 from robotics.flow3d.extract.extractor import FlowExtractor
-from robotics.flow3d.extract.simulated import SimSegmentation, SimState
 from robotics.flow3d.extract.sources import LeRobotVideos, read_rgbd_folder
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
@@ -126,52 +123,6 @@ def build_from_lerobot(
     return write_clips(path, _split(read, held_out_share), chosen, title or f"3D flow of {Path(dataset).name}")
 
 
-def build_from_scenes(
-    path: str,
-    *,
-    backend: str = "offline",
-    videos: int = 200,
-    held_out_videos: int = 20,
-    tasks: Sequence[str] = (),
-    actors: Sequence[str] = (),
-    image_size: int = 128,
-    depth_noise: float = 0.0,
-    num_frames: int = 8,
-    grid: int = 4,
-    begin: str = "motion",
-    first_video: int = 0,
-) -> Path:
-    """Record demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learnt.
-
-    Args:
-        path: folder to write.
-        backend: offline (`revealed_depth` and `rigid_chain`), or simulator (its own masks and poses). With the same
-            other options both see the same videos.
-        videos: videos of the split train.
-        held_out_videos: videos of the split held_out, with layouts that training data do not show.
-        tasks: keys of `FLOW_TASKS`; all when empty.
-        actors: who may be in view; hand, free gripper and Panda when empty.
-        image_size: side of the images in pixels.
-        depth_noise: standard deviation of the relative error of each pixel's depth.
-        num_frames: T, frames of a flow.
-        grid: N, query points a side.
-        begin: of `FlowExtractor`.
-        first_video: number of the first video of each split.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: an unknown backend, task or actor, no video gives a clip, or the folder exists already.
-    """
-    if backend not in BACKENDS:
-        raise UserError(f"backend is {backend!r}; there are {', '.join(BACKENDS)}")
-    chosen = FlowExtractor(FlowEncoding(num_frames=num_frames, grid=grid), begin=begin, **BACKENDS[backend])
-    counts = {"train": videos, "held_out": held_out_videos}
-    recorded = _scene_videos(counts, first_video, tasks, actors, image_size, depth_noise)
-    return write_clips(path, recorded, chosen, f"Flow of tasks at a table, {backend} extraction")
-
-
 def write_clips(
     path: str, videos: Iterable[tuple[str, Callable[[], RgbdVideo]]], extractor: FlowExtractor, title: str
 ) -> Path:
@@ -207,29 +158,6 @@ def write_clips(
     return Path(path)
 
 
-def _scene_videos(
-    counts: Mapping[str, int],
-    first: int,
-    tasks: Sequence[str],
-    actors: Sequence[str],
-    image_size: int,
-    depth_noise: float,
-) -> Iterator[tuple[str, Callable[[], RgbdVideo]]]:
-    from robotics.scenes.objects.demonstrations import DemonstrationConfig, videos
-    from robotics.scenes.objects.scene import SceneConfig
-    from robotics.scenes.objects.tasks import FLOW_TASKS
-
-    skipped: list[str] = []
-    for split, count in counts.items():
-        scene = SceneConfig(layouts=split, width=image_size, height=image_size, depth_noise=depth_noise)
-        config = DemonstrationConfig(tuple(tasks or FLOW_TASKS), tuple(actors or DEFAULT_ACTORS), scene=scene)
-        for video in videos(range(first, first + count), config, on_skip=lambda _, reason: skipped.append(reason)):
-            # An extractor must find the gripper itself; the simulator's mask would give it away.
-            yield split, partial(replace, video, gripper_mask=None)
-    if skipped:
-        LOGGER.info("%d videos cannot be shown, such as: %s", len(skipped), skipped[0])
-
-
 def _extractor(encoding: FlowEncoding, begin: str, function: str, options: Mapping[str, Any] | None) -> FlowExtractor:
     if function:
         made = load_function(function, what="extractor")(encoding, **dict(options or {}))
@@ -248,12 +176,3 @@ def _split(
         raise UserError(f"held_out_share is {held_out_share}; must be at least 0 and below 1")
     train = len(videos) - round(held_out_share * len(videos))
     return (("train" if index < train else "held_out", read) for index, read in enumerate(videos))
-
-
-BACKENDS: dict[str, dict[str, Any]] = {
-    "offline": {},
-    "simulator": {"detector": SimSegmentation(), "tracker": SimState(), "depth": SensorDepth()},
-}
-"""Parts of `FlowExtractor` for videos of the scenes."""
-DEFAULT_ACTORS = ("hand", "free_gripper", "panda")
-"""Actors of the videos by default; the other arms are held out."""

@@ -21,9 +21,9 @@ from robotics.flow3d.extract import (
     RgbdVideo,
     build_from_folder,
     build_from_lerobot,
-    build_from_scenes,
     read_rgbd_folder,
 )
+from robotics.toy.extracted_clips import build_from_scenes
 from tests.robotics.flow3d.rgbd_scene import rgbd_video
 from tests.robotics.flow3d.test_extract import write_folder
 

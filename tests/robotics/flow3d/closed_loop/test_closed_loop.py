@@ -66,7 +66,7 @@ def test_episodes_are_paired_over_arms_and_hold_out_what_is_asked_for():
     numbers = {arm: [each.number for each in found if each.scene.actor == arm] for arm in config.arms}
     assert numbers["panda"] == numbers["gen3"] == [0, 0, 1, 1, 2, 2]
     assert len({each.id for each in found}) == 12
-    with pytest.raises(UserError, match="arms are sawyer; there are panda"):
+    with pytest.raises(ConfigError, match=r"arms is \['sawyer'\]; allowed: panda"):
         list_episodes(FlowEpisodesConfig(arms=["sawyer"]))
 
 
@@ -176,9 +176,9 @@ def test_mmrl_evaluate_writes_videos_and_a_report_and_runs_no_episode_twice(tmp_
     [
         ("model.path=''", "model.path names no world model"),
         ("loop.verifier.kind=vlm", "verifier.path names no model"),
-        ("loop.grasps=[suction]", "there are primitive, antipodal"),
+        ("loop.grasps=[suction]", "allowed: primitive, antipodal"),
         ("evaluation.greedy=true", "have no effect on flow"),
-        ("eval_data.arms.arms=[sawyer]", "arms are sawyer"),
+        ("eval_data.arms.arms=[sawyer]", r"arms is \['sawyer'\]"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(override, said):
