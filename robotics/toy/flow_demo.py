@@ -53,7 +53,7 @@ def _flow_lines(found: dict[str, Any]) -> list[str]:
         f"predicted flow of {int(found['n'])} held-out clips: ADE {found['flow/ade_cm']:.1f} cm, "
         f"FDE {found['flow/fde_cm']:.1f} cm (standing still: {found['flow/zero_motion_ade_cm']:.1f} and "
         f"{found['flow/zero_motion_fde_cm']:.1f} cm)",
-        "other instructions for the same pictures are followed in {:.0f} % ({:.0f} to {:.0f})".format(*swap),
+        "other instructions for the same images are followed in {:.0f} % ({:.0f} to {:.0f})".format(*swap),
     ]
 
 

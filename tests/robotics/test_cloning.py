@@ -47,8 +47,8 @@ def demos(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def filmed(tmp_path_factory):
-    return demonstrate(tmp_path_factory.mktemp("line") / "filmed", episodes=3, camera="front", failures=[1])
+def recorded(tmp_path_factory):
+    return demonstrate(tmp_path_factory.mktemp("line") / "recorded", episodes=3, camera="front", failures=[1])
 
 
 @pytest.fixture(scope="module")
@@ -206,13 +206,13 @@ def test_cloning_learns_the_line(tmp_path, demos, kind):
     assert after["success/greedy"] >= 0.9
 
 
-def test_failures_are_left_out_and_counted(tmp_path, filmed):
+def test_failures_are_left_out_and_counted(tmp_path, recorded):
     def loaded(**about):
-        config = clone(tmp_path, filmed, demonstrations=about)
+        config = clone(tmp_path, recorded, demonstrations=about)
         recipe = CloneRecipe(config)
         return recipe, collect_metrics(recipe, collected(recipe), Step())
 
-    reader = LeRobotReader(filmed)
+    reader = LeRobotReader(recorded)
     lengths = [len(episode) for episode in reader]
     recipe, metrics = loaded()
     assert metrics["data/skipped"] == 1
@@ -224,19 +224,19 @@ def test_failures_are_left_out_and_counted(tmp_path, filmed):
 
 def test_images_are_those_of_the_camera(tmp_path, filmed):
     model = ActionPolicyConfig(chunk=K, options={"bins": 16, "encoder": ENCODER})
-    recipe = CloneRecipe(clone(tmp_path, filmed, model=model, demonstrations={"camera": "front"}))
+    recipe = CloneRecipe(clone(tmp_path, recorded, model=model, demonstrations={"camera": "front"}))
     seen = collected(recipe, recipe.train_tasks[:4]).payload.inputs
-    np.testing.assert_array_equal(seen.images.numpy(), LeRobotReader(filmed).images(0, "front")[:4])
+    np.testing.assert_array_equal(seen.images.numpy(), LeRobotReader(recorded).images(0, "front")[:4])
     loss = recipe.loss(recipe.policy, *_with_denominators(recipe), Step()).loss
     assert bool(torch.isfinite(loss))
 
 
 def test_decoded_images_are_mapped_from_the_cache(tmp_path, filmed, monkeypatch):
     def load(camera="front"):
-        config = DemonstrationConfig(str(filmed), camera=camera, cache=str(tmp_path / "cache"), only_success=False)
+        config = DemonstrationConfig(str(recorded), camera=camera, cache=str(tmp_path / "cache"), only_success=False)
         return load_demonstrations(config)
 
-    kept = load_demonstrations(DemonstrationConfig(str(filmed), only_success=False))
+    kept = load_demonstrations(DemonstrationConfig(str(recorded), only_success=False))
     first = load()
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     assert [path.name for path in files] == [f"episode-{number:06d}.npy" for number in range(3)]
@@ -246,11 +246,11 @@ def test_decoded_images_are_mapped_from_the_cache(tmp_path, filmed, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(LazyImages, "__getitem__", None)  # what is there is not decoded again
         assert torch.equal(load().observations(transitions).images, kept.observations(transitions).images)
-    about = filmed / "meta" / "info.json"
+    about = recorded / "meta" / "info.json"
     before = about.read_text()
     about.write_text(before.replace('"fps": 10', '"fps": 20'))
     try:
-        load()  # another dataset in the same place has pictures of its own
+        load()  # another dataset in the same place has images of its own
     finally:
         about.write_text(before)
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
@@ -260,7 +260,7 @@ def test_each_image_is_decoded_once(filmed, monkeypatch):
     read = []
     decode = LazyImages.__getitem__
     monkeypatch.setattr(LazyImages, "__getitem__", lambda images, camera: read.append(camera) or decode(images, camera))
-    found = load_demonstrations(DemonstrationConfig(str(filmed), only_success=False))
+    found = load_demonstrations(DemonstrationConfig(str(recorded), only_success=False))
     assert len(found.images) == 3
     assert read == ["front"] * 3
 
@@ -278,9 +278,9 @@ def _with_denominators(recipe):
         ({"unscaled": [1]}, r"unscaled has \[1\]; an action has 1 entries"),
     ],
 )
-def test_demonstrations_that_cannot_be_used_are_named(tmp_path, filmed, about, message):
+def test_demonstrations_that_cannot_be_used_are_named(tmp_path, recorded, about, message):
     with pytest.raises(UserError, match=message):
-        CloneRecipe(clone(tmp_path, filmed, demonstrations=about, acting=NORMALISED))
+        CloneRecipe(clone(tmp_path, recorded, demonstrations=about, acting=NORMALISED))
 
 
 def test_data_without_a_success_is_refused(tmp_path):

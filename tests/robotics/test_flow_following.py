@@ -47,7 +47,7 @@ def table_view(episode) -> Observation:
 
 
 def follow_red(frames, observation, points):
-    """The place of the point on the line, from the red column of its picture; every third episode is lost."""
+    """The place of the point on the line, from the red column of its image; every third episode is lost."""
     column = frames[:, 0, :, 0].argmax(1)
     if column[-1] % 3 == 0:
         raise RuntimeError("lost it")
@@ -103,7 +103,7 @@ def paths(*ways, success=()) -> EpisodePayload:
 
 @pytest.fixture
 def near_views(monkeypatch):
-    """No renderer: the first pictures are those of `table_view`."""
+    """No renderer: the first images are those of `table_view`."""
     monkeypatch.setattr("robotics.flow3d.reward.following._open_views", lambda sim, tasks: None)
 
 

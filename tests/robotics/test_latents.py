@@ -23,7 +23,7 @@ from robotics.methods.video_encoder import VideoEncoder, VideoEncoderConfig
 NO_STATES = np.zeros((1, 2), np.float32)
 
 
-def films(*lengths, shape=(20, 24), seed=0):
+def videos(*lengths, shape=(20, 24), seed=0):
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, (length, *shape, 3), dtype=np.uint8) for length in lengths]
 
@@ -109,10 +109,10 @@ def test_images_are_resized_cropped_and_standardised():
 def test_vjepa2_averages_the_tokens_of_the_encoder(vjepa2):
     folder, model = vjepa2
     latent = make_latent(LatentConfig("vjepa2", options={"path": str(folder)}))
-    given = films(4, 30)
+    given = videos(4, 30)
     outcome = embed(latent, given)
-    for row, film in enumerate(given):
-        clip = crop_clip(film[sample_indices(len(film), 6)], 16)
+    for row, video in enumerate(given):
+        clip = crop_clip(video[sample_indices(len(video), 6)], 16)
         with torch.no_grad():
             tokens = model(clip[None], skip_predictor=True).last_hidden_state
         assert tokens.shape == (1, 3 * 2 * 2, 24)
@@ -123,7 +123,7 @@ def test_vjepa2_averages_the_tokens_of_the_encoder(vjepa2):
 
 def test_vjepa2_in_one_batch_equals_one_by_one(vjepa2):
     folder, _ = vjepa2
-    given = films(4, 30, 9)
+    given = videos(4, 30, 9)
     alone = embed(Vjepa2Latent(Vjepa2Settings(str(folder))), given)
     together = embed(Vjepa2Latent(Vjepa2Settings(str(folder), batch_size=8)), given)
     np.testing.assert_allclose(together.latents, alone.latents, atol=1e-5)
@@ -131,12 +131,12 @@ def test_vjepa2_in_one_batch_equals_one_by_one(vjepa2):
 
 def test_short_clips_can_be_filled_up_with_their_last_frame(vjepa2):
     folder, _ = vjepa2
-    film = films(4)[0]
-    held = np.concatenate([film, film[-1:], film[-1:]])
+    video = videos(4)[0]
+    held = np.concatenate([video, video[-1:], video[-1:]])
     edge = Vjepa2Latent(Vjepa2Settings(str(folder), pad="edge"))
     cycle = Vjepa2Latent(Vjepa2Settings(str(folder)))
-    np.testing.assert_allclose(embed(edge, [film]).latents, embed(cycle, [held]).latents, atol=1e-6)
-    assert np.abs(embed(cycle, [film]).latents - embed(cycle, [held]).latents).max() > 1e-4
+    np.testing.assert_allclose(embed(edge, [video]).latents, embed(cycle, [held]).latents, atol=1e-6)
+    assert np.abs(embed(cycle, [video]).latents - embed(cycle, [held]).latents).max() > 1e-4
 
 
 def test_a_missing_vjepa2_is_named(tmp_path):
@@ -148,7 +148,7 @@ def test_a_missing_vjepa2_is_named(tmp_path):
 def test_video_is_the_saved_encoder_over_evenly_taken_frames(tmp_path, video_encoder):
     video_encoder.save_pretrained(tmp_path)
     latent = make_latent(LatentConfig("video", options={"path": str(tmp_path), "batch_size": 2}))
-    given = films(9, 2, 4, shape=(16, 16))
+    given = videos(9, 2, 4, shape=(16, 16))
     taken = np.stack([given[0][[0, 2, 5, 8]], given[1][[0, 1, 1, 1]], given[2]])
     with torch.no_grad():
         expected = video_encoder.eval().trajectory(torch.from_numpy(taken)).numpy()
@@ -157,10 +157,10 @@ def test_video_is_the_saved_encoder_over_evenly_taken_frames(tmp_path, video_enc
 
 
 def test_pixels_by_hand():
-    film = np.zeros((2, 4, 4, 3), np.uint8)
-    film[0, :, :2, 0] = 255
-    film[1, :2, :, 0] = 255
-    outcome = embed(PixelLatent(PixelSettings(side=2)), [film])
+    video = np.zeros((2, 4, 4, 3), np.uint8)
+    video[0, :, :2, 0] = 255
+    video[1, :2, :, 0] = 255
+    outcome = embed(PixelLatent(PixelSettings(side=2)), [video])
     mean, last = outcome.latents[0].reshape(2, 2, 2, 3)
     assert last[..., 0].tolist() == [[1, 1], [0, 0]]
     assert mean[..., 0].tolist() == [[1, 0.5], [0.5, 0]]
@@ -222,7 +222,7 @@ def test_the_position_of_the_object_is_the_last_one():
 
 def test_what_cannot_be_embedded_is_invalid_with_its_reason(video_encoder):
     latent = VideoLatent(VideoSettings(), video_encoder)
-    good = films(5)[0]
+    good = videos(5)[0]
     given = [good, None, good[:0], good.astype(np.float32), good[..., :2]]
     outcome = embed(latent, given)
     assert outcome.valid.tolist() == [True, False, False, False, False]
@@ -244,7 +244,7 @@ def test_wrong_states_are_invalid():
 
 def test_a_row_that_breaks_the_network_does_not_cost_the_others_theirs(video_encoder, monkeypatch):
     latent = VideoLatent(VideoSettings(batch_size=3), video_encoder)
-    given = films(4, 4, 4, shape=(16, 16))
+    given = videos(4, 4, 4, shape=(16, 16))
     given[1][:] = 7
     given[2][:] = 8
     expected = embed(VideoLatent(VideoSettings(), video_encoder), given).latents
@@ -270,7 +270,7 @@ def test_a_trajectory_is_embedded_once(video_encoder, monkeypatch):
     computed = []
     real = video_encoder.trajectory
     monkeypatch.setattr(video_encoder, "trajectory", lambda clips, p: (computed.append(len(clips)), real(clips, p))[1])
-    first, second, third = films(4, 5, 6)
+    first, second, third = videos(4, 5, 6)
     outcome = embed(latent, [first, second, first.copy()])
     assert np.array_equal(outcome.latents[0], outcome.latents[2])
     assert not np.allclose(outcome.latents[0], outcome.latents[1])
@@ -287,7 +287,7 @@ def test_a_trajectory_is_embedded_once(video_encoder, monkeypatch):
 
 def test_without_the_cache_everything_is_recomputed(video_encoder):
     latent = VideoLatent(VideoSettings(), video_encoder)
-    given = films(4, 5)
+    given = videos(4, 5)
     embed(latent, given[:1])
     for _ in range(2):
         latent.embed(given, [NO_STATES] * 2, reuse=False)
@@ -297,7 +297,7 @@ def test_without_the_cache_everything_is_recomputed(video_encoder):
 
 
 def test_one_by_one_does_not_depend_on_the_others_bit_for_bit(video_encoder):
-    given = films(4, 5, 6, 4, 5)
+    given = videos(4, 5, 6, 4, 5)
     together, alone = (embed(VideoLatent(VideoSettings(), video_encoder), part) for part in (given, given[:1]))
     np.testing.assert_allclose(together.latents[:1], alone.latents, rtol=1e-5)
     latent = VideoLatent(VideoSettings(cache=0), video_encoder)
@@ -332,4 +332,4 @@ def test_wrong_settings_are_refused(config, message):
 
 def test_frames_and_states_belong_together():
     with pytest.raises(ValueError, match="2 trajectories of frames and 1 of states"):
-        PixelLatent(PixelSettings()).embed(films(2, 2), [NO_STATES])
+        PixelLatent(PixelSettings()).embed(videos(2, 2), [NO_STATES])

@@ -73,9 +73,9 @@ def test_rewards_are_those_of_the_formula(tmp_path, folders, kind):
     payload = rollouts.payload
     success = payload.success.numpy()
     assert 0 < success.sum() < len(success) - 1
-    films = [payload.frames_of(row) for row in range(len(success))]
-    assert [len(film) for film in films] == (payload.lengths + 1).tolist()
-    latents = recipe.latent.embed(films, [payload.path(row) for row in range(len(success))]).latents
+    videos = [payload.frames_of(row) for row in range(len(success))]
+    assert [len(video) for video in videos] == (payload.lengths + 1).tolist()
+    latents = recipe.latent.embed(videos, [payload.path(row) for row in range(len(success))]).latents
     np.testing.assert_allclose(rollouts.reward, expected_rewards(latents, success), atol=1e-4)
     terms = rollouts.reward_terms
     np.testing.assert_array_equal(terms["success"], success)
@@ -97,10 +97,10 @@ def test_training_runs_with_every_latent(tmp_path, folders, kind):
 
 def test_images_of_every_step_are_rendered_only_on_request(tmp_path, folders):
     whole = SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders)))
-    assert all(film is not None for film in collected(whole).payload.frames)
+    assert all(video is not None for video in collected(whole).payload.frames)
     seldom = SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders, frames="chunk")))
     assert collected(seldom).payload.frames == []
-    state = LatentConfig(kind="state", options=SCALE)  # looks at no pictures, whatever it is to have
+    state = LatentConfig(kind="state", options=SCALE)  # looks at no images, whatever it is to have
     assert collected(SrpoRecipe(srpo(tmp_path, latent=state))).payload.frames == []
 
 
@@ -120,7 +120,7 @@ def test_an_episode_without_a_latent_teaches_nothing_and_is_counted(tmp_path, fo
     def some_fail(frames, states):
         seen.append(len(frames))
         if len(seen) in (1, 8):
-            raise ValueError("no picture")
+            raise ValueError("no image")
         return prepare(frames, states)
 
     monkeypatch.setattr(recipe.latent, "_prepare", some_fail)
@@ -212,9 +212,9 @@ def test_rewards_from_the_first_frame_with_references_of_the_initial_state(tmp_p
     for seed in (0, 1):
         rollouts = collected(recipe, seed=seed)
         payload, groups = rollouts.payload, rollouts.group.numpy()
-        films, paths = zip(*((payload.frames_of(row), payload.path(row)) for row in range(len(groups))), strict=True)
-        ends = recipe.latent.embed(films, paths).latents.astype(np.float64)
-        begins = recipe.latent.embed([film[:1] for film in films], [path[:1] for path in paths]).latents
+        videos, paths = zip(*((payload.frames_of(row), payload.path(row)) for row in range(len(groups))), strict=True)
+        ends = recipe.latent.embed(videos, paths).latents.astype(np.float64)
+        begins = recipe.latent.embed([video[:1] for video in videos], [path[:1] for path in paths]).latents
         success = payload.success.numpy()
         for group in range(4):
             won, lost = (np.flatnonzero((groups == group) & (success == told)) for told in (True, False))

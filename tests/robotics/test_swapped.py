@@ -22,7 +22,7 @@ def specs(layouts, task="right"):
 
 
 class Watcher(GaussianWalker):
-    """Keeps the pictures that it is shown."""
+    """Keeps the images that it is shown."""
 
     def __init__(self):
         super().__init__(0.2)
@@ -63,11 +63,11 @@ def test_every_episode_sees_the_first_images_of_another_layout_and_its_own_state
 
 def test_views_are_those_of_the_other_layout_too():
     sim = LineSim(views=["side"])
-    pictures = FirstImages(sim, specs((3, 4)))
+    images = FirstImages(sim, specs((3, 4)))
     shown = sim.reset(specs((3, 4))).observation
     begun = sim.reset(specs((0, 1))).observation
-    assert np.array_equal(pictures.replace_in(begun.of([1])).views, shown.views[1:])
-    assert np.array_equal(pictures.replace_in(begun.of([1])).state, begun.state[1:])
+    assert np.array_equal(images.replace_in(begun.of([1])).views, shown.views[1:])
+    assert np.array_equal(images.replace_in(begun.of([1])).state, begun.state[1:])
 
 
 def test_what_cannot_be_shown_is_refused():

@@ -40,15 +40,15 @@ def play(rng, kind):
 
 def draw(rng, goal, other, dot):
     grid = np.stack(np.meshgrid(np.arange(SIDE), np.arange(SIDE)), axis=-1)
-    film = np.full((len(dot), SIDE, SIDE, 3), 60.0)
-    for frame, middle, wanderer in zip(film, dot, other, strict=True):
+    video = np.full((len(dot), SIDE, SIDE, 3), 60.0)
+    for frame, middle, wanderer in zip(video, dot, other, strict=True):
         for centre, colour, radius in (
             (goal, (40, 200, 60), 3.5),
             (wanderer, (80, 80, 220), 2.2),
             (middle, (230, 60, 40), 2.8),
         ):
             frame[np.square(grid - centre).sum(-1) < radius**2] = colour
-    return (film + rng.normal(0, PIXEL_NOISE, film.shape)).clip(0, 255).astype(np.uint8)
+    return (video + rng.normal(0, PIXEL_NOISE, video.shape)).clip(0, 255).astype(np.uint8)
 
 
 def ranks(values):
@@ -61,8 +61,8 @@ def progress_correlation(encoder):
     wins = [play(rng, "success")[0] for _ in range(16)]
     losses, left = zip(*[play(rng, ("stops", "astray")[number % 2]) for number in range(60)], strict=True)
 
-    def embed(films):
-        clips = [film[np.linspace(0, len(film) - 1, 16).astype(int)] for film in films]
+    def embed(videos):
+        clips = [video[np.linspace(0, len(video) - 1, 16).astype(int)] for video in videos]
         with torch.no_grad():
             return encoder.trajectory(torch.from_numpy(np.stack(clips))).numpy()
 
@@ -70,7 +70,7 @@ def progress_correlation(encoder):
     return np.corrcoef(ranks(distance), ranks(left))[0, 1]
 
 
-def random_films(count=3, frames=6, shape=(16, 8)):
+def random_videos(count=3, frames=6, shape=(16, 8)):
     rng = np.random.default_rng(0)
     return [rng.integers(0, 256, (frames, *shape, 3), dtype=np.uint8) for _ in range(count)]
 
@@ -96,7 +96,7 @@ def test_after_training_the_distance_to_successes_follows_the_remaining_path(pla
 def test_equal_seeds_give_equal_weights_and_leave_the_global_generator_alone():
     def weights(seed):
         state = torch.get_rng_state()
-        encoder = train_video_encoder(random_films(), TINY, VideoTraining(steps=3, batch=4, frames=3, seed=seed))
+        encoder = train_video_encoder(random_videos(), TINY, VideoTraining(steps=3, batch=4, frames=3, seed=seed))
         assert torch.equal(state, torch.get_rng_state())
         return torch.cat([weight.flatten() for weight in encoder.state_dict().values()])
 
@@ -109,7 +109,7 @@ def test_a_step_learns_from_every_parameter():
     torch.manual_seed(0)
     before = VideoEncoder(TINY).state_dict()
     # Without weight decay, only what has a gradient moves from the weights that the same seed gives.
-    trained = train_video_encoder(random_films(), TINY, VideoTraining(steps=2, batch=4, weight_decay=0, seed=0))
+    trained = train_video_encoder(random_videos(), TINY, VideoTraining(steps=2, batch=4, weight_decay=0, seed=0))
     assert all(not torch.equal(before[name], weight) for name, weight in trained.state_dict().items())
 
 
@@ -117,7 +117,7 @@ def test_saved_and_read_again_it_gives_the_same_bits(tmp_path):
     encoder = VideoEncoder(TINY).eval()
     encoder.save_pretrained(tmp_path / "encoder")
     restored = VideoEncoder.from_pretrained(tmp_path / "encoder")
-    clips = torch.from_numpy(np.stack(random_films()))
+    clips = torch.from_numpy(np.stack(random_videos()))
     assert restored.config == TINY
     assert not restored.training
     assert torch.equal(restored(clips), encoder(clips))
@@ -151,7 +151,7 @@ def test_poolings_by_hand():
 
 def test_the_mean_forgets_the_order_and_the_end_does_not():
     encoder = VideoEncoder(TINY).eval()
-    clip = torch.from_numpy(np.stack(random_films(1)))
+    clip = torch.from_numpy(np.stack(random_videos(1)))
     turned = clip.flip(1)
     assert_equal_up_to_rounding(encoder.trajectory(clip, "mean"), encoder.trajectory(turned, "mean"))
     assert not torch.allclose(encoder.trajectory(clip, "end"), encoder.trajectory(turned, "end"))
@@ -159,7 +159,7 @@ def test_the_mean_forgets_the_order_and_the_end_does_not():
 
 def test_integers_and_shares_of_one_are_the_same_pixels():
     encoder = VideoEncoder(TINY).eval()
-    clips = torch.from_numpy(np.stack(random_films(2)))
+    clips = torch.from_numpy(np.stack(random_videos(2)))
     assert_equal_up_to_rounding(encoder(clips), encoder(clips.float() / 255))
 
 
@@ -168,7 +168,7 @@ def test_frames_of_another_size_are_resized():
     assert torch.equal(fit_frames(flat, TINY), torch.full((2, 16, 8, 3), 200, dtype=torch.uint8))
     halves = np.concatenate([np.zeros((1, 32, 16, 3), np.uint8), np.full((1, 32, 16, 3), 100, np.uint8)], axis=2)
     assert fit_frames(halves, TINY)[0, 5, :, 0].tolist() == pytest.approx([0, 0, 0, 6, 94, 100, 100, 100], abs=8)
-    own = random_films(1)[0]
+    own = random_videos(1)[0]
     assert np.array_equal(fit_frames(own, TINY).numpy(), own)
 
 
@@ -191,16 +191,16 @@ def test_sizes_that_do_not_fit_are_refused(changed, message):
 )
 def test_training_out_of_range_is_refused(changed):
     with pytest.raises(UserError, match=next(iter(changed))):
-        train_video_encoder(random_films(), TINY, VideoTraining(**changed))
+        train_video_encoder(random_videos(), TINY, VideoTraining(**changed))
 
 
 def test_what_is_no_trajectory_is_refused():
     with pytest.raises(UserError, match="at least one trajectory"):
         train_video_encoder([], TINY)
     with pytest.raises(UserError, match="trajectory 1 is float32"):
-        train_video_encoder([random_films(1)[0], np.zeros((4, 16, 8, 3), np.float32)], TINY)
+        train_video_encoder([random_videos(1)[0], np.zeros((4, 16, 8, 3), np.float32)], TINY)
     with pytest.raises(UserError, match="trajectory 0 is uint8 of shape \\(1, 16, 8, 3\\)"):
-        train_video_encoder([random_films(1)[0][:1]], TINY)
+        train_video_encoder([random_videos(1)[0][:1]], TINY)
     with pytest.raises(UserError, match="there are: mean, end, mean_and_end"):
         VideoEncoder(TINY).trajectory(torch.zeros(1, 2, 16, 8, 3), "max")
     with pytest.raises(ValueError, match="clips are"):

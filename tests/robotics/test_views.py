@@ -328,7 +328,7 @@ def test_the_number_of_cameras_has_to_fit():
 
 
 @pytest.fixture(scope="module")
-def filmed(tmp_path_factory, backend):
+def recorded(tmp_path_factory, backend):
     """Demonstrations with two cameras."""
     pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
     from robotics.toy.tabletop_demos import build_demonstrations
@@ -337,24 +337,24 @@ def filmed(tmp_path_factory, backend):
     return build_demonstrations(str(folder), tasks=["reach"], episodes=1, image_size=32, views=["wrist"])
 
 
-def test_demonstrations_hold_each_camera_by_its_name(filmed):
+def test_demonstrations_hold_each_camera_by_its_name(recorded):
     from robotics.data import LeRobotReader
     from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
 
-    images = LeRobotReader(filmed).episode(0).images
+    images = LeRobotReader(recorded).episode(0).images
     assert set(images) == {"front", "wrist"}
-    found = load_demonstrations(DemonstrationConfig(str(filmed), views=["wrist"]))
+    found = load_demonstrations(DemonstrationConfig(str(recorded), views=["wrist"]))
     batch = found.observations(found.transitions[:3])
     np.testing.assert_array_equal(batch.images, images["front"][:3])
     np.testing.assert_array_equal(batch.views[:, 0], images["wrist"][:3])
     assert batch.views.float().std() > 1
-    plain = load_demonstrations(DemonstrationConfig(str(filmed)))
+    plain = load_demonstrations(DemonstrationConfig(str(recorded)))
     assert plain.observations(plain.transitions[:1]).views is None
     assert plain.digest() != found.digest()
     with pytest.raises(UserError, match=r"demonstrations.views has 'top', but .* has front, wrist"):
-        load_demonstrations(DemonstrationConfig(str(filmed), views=["top"]))
+        load_demonstrations(DemonstrationConfig(str(recorded), views=["top"]))
     with pytest.raises(ValueError, match=r"demonstrations.views is \[front\].*name each camera once"):
-        DemonstrationConfig(str(filmed), views=["front"]).validate()
+        DemonstrationConfig(str(recorded), views=["front"]).validate()
 
 
 def clone_recipe(folder, output, cameras, **changes):
@@ -375,8 +375,8 @@ class Cloned(Looker):
         return (images.float().mean((2, 3, 4)) / 255 @ self.weight)[:, None].expand(-1, 5)
 
 
-def test_cloning_gives_the_policy_both_cameras(filmed, tmp_path):
-    recipe = clone_recipe(filmed, tmp_path, 2)
+def test_cloning_gives_the_policy_both_cameras(recorded, tmp_path):
+    recipe = clone_recipe(recorded, tmp_path, 2)
     try:
         rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator().manual_seed(0), Step())
         assert rollouts.payload.inputs.views.shape == (4, 1, 32, 32, 3)

@@ -1,4 +1,4 @@
-"""A picture with exact depth: a red sphere above a grey plane, seen from the side of the robot's workspace."""
+"""An image with exact depth: a red sphere above a grey plane, seen from the side of the robot's workspace."""
 
 import numpy as np
 

@@ -112,13 +112,13 @@ def rgbd_video(task="place", thing="mug", seed=0, size=128, noise=0.0):
             masks.append(owner == model.body("thing").id)
             hand = owner == model.body("hand").id if hand is None else hand
         T_world_cam = make_pose(data.cam_xmat[0].reshape(3, 3) @ TILT, data.cam_xpos[0].copy())
-    pictures = np.stack(depth)
+    images = np.stack(depth)
     if noise:
-        pictures = pictures * (1 + noise * np.random.default_rng(seed).normal(size=pictures.shape))
+        images = images * (1 + noise * np.random.default_rng(seed).normal(size=images.shape))
     T_cam = inverse_pose(T_world_cam)
     return RgbdVideo(
         rgb=np.stack(rgb),
-        depth_m=pictures.astype(np.float32),
+        depth_m=images.astype(np.float32),
         K=intrinsics((size, size), fov_y_rad=FOV_Y_RAD),
         T_world_cam=T_world_cam,
         instruction=f"{task} the {thing}",

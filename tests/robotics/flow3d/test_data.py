@@ -251,7 +251,7 @@ def test_a_damaged_shard_is_named(folder, damage):
         shard.write_bytes(content[:-40])
     elif damage == "other":
         pq.write_table(pq.read_table(shard).replace_schema_metadata(None), shard)
-    else:  # a bit inside a picture
+    else:  # a bit inside an image
         place = content.find(b"IDAT") + 20
         content[place] ^= 1
         shard.write_bytes(content)

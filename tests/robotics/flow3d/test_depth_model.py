@@ -34,7 +34,7 @@ def tiny_depth_anything(folder, kind):
         max_depth=2,
     )
     model = DepthAnythingForDepthEstimation(config)
-    for weights in model.parameters():  # as initialised, every picture gives the same depth
+    for weights in model.parameters():  # as initialised, every image gives the same depth
         torch.nn.init.normal_(weights, std=0.2)
     model.save_pretrained(folder)
     DPTImageProcessor(size={"height": 28, "width": 28}, ensure_multiple_of=14).save_pretrained(folder)

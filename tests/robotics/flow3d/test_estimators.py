@@ -1,4 +1,4 @@
-"""Motions read from flow in space and from its two coordinates in the picture alone."""
+"""Motions read from flow in space and from its two coordinates in the image alone."""
 
 import dataclasses
 

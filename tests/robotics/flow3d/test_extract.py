@@ -193,7 +193,7 @@ def test_a_folder_of_frames(video, tmp_path):
     with pytest.raises(UserError, match="4 colour frames and 3 of depth"):
         read_rgbd_folder(tmp_path / "cup")
     (tmp_path / "cup/rgb/000003.png").unlink()
-    (tmp_path / "cup/depth/000001.png").write_bytes(b"no picture")
+    (tmp_path / "cup/depth/000001.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"depth/000001\.png cannot be read"):
         read_rgbd_folder(tmp_path / "cup")
 

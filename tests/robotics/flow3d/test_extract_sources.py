@@ -131,8 +131,8 @@ def test_episodes_of_a_lerobot_dataset(tmp_path):
     np.testing.assert_array_equal(videos[1].rgb, rgb)
     np.testing.assert_array_equal(videos[1].depth_m, metres)
     assert (videos[1].instruction, videos[-1].meta) == ("Lift it", {"episode": 1})
-    pictures = LeRobotVideos(folder, camera="front", depth="front_depth", K=K, depth_unit_m=0.001)
-    np.testing.assert_allclose(pictures[0].depth_m, metres, atol=0.51e-3)
+    images = LeRobotVideos(folder, camera="front", depth="front_depth", K=K, depth_unit_m=0.001)
+    np.testing.assert_allclose(images[0].depth_m, metres, atol=0.51e-3)
     assert LeRobotVideos(folder, camera="front", depth=None, K=K)[0].depth_m is None
     with pytest.raises(RejectedVideo, match=r"no_intrinsics.*give K"):
         LeRobotVideos(folder, camera="front", depth="depth_m", K=None)

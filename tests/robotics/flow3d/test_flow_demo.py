@@ -37,12 +37,12 @@ def small(monkeypatch):
 def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small, monkeypatch):
     lines = demo.run(tmp_path / "demo")
     assert lines[0].startswith("predicted flow of 7 held-out clips: ADE ")
-    assert lines[1].startswith("other instructions for the same pictures are followed in ")
+    assert lines[1].startswith("other instructions for the same images are followed in ")
     assert lines[2] == "success of the ur5e, which no clip shows (95 % interval)"
     assert [line.split()[0] for line in lines[3:5]] == ["place", "all"]
     assert lines[4].endswith("of 1")
-    films = list((tmp_path / "demo" / "closed_loop" / "videos").glob("*.mp4"))
-    assert len(films) == 1
+    videos = list((tmp_path / "demo" / "closed_loop" / "videos").glob("*.mp4"))
+    assert len(videos) == 1
     for part in ("clips", "world_model/report.html", "closed_loop/report.html"):
         assert (tmp_path / "demo" / part).exists()
     monkeypatch.setattr(stages, "train", lambda *given, **options: pytest.fail("the world model was trained again"))

@@ -182,7 +182,7 @@ LINE[100, 40:60] = True
 @pytest.mark.parametrize(
     ("failure", "robot", "flow"),
     [
-        (Failure.NO_OBSERVATION, lambda: broken("observe", RunError("no picture")), None),
+        (Failure.NO_OBSERVATION, lambda: broken("observe", RunError("no image")), None),
         (Failure.NO_MOVING_OBJECT, lambda: seeing(mask=np.zeros((SIDE_PX, SIDE_PX), bool)), None),
         (Failure.NO_MOVING_OBJECT, lambda: seeing(mask=None), None),
         (Failure.NO_MOVING_OBJECT, lambda: seeing(), StraightModel(CENTRE, frames=1)),

@@ -75,9 +75,9 @@ def test_the_true_flow_of_a_clip_ends_at_the_goal_that_is_named():
 
 def test_flow_is_drawn_where_it_goes():
     clip = make_clips(1, frames=4)[0]
-    picture = np.asarray(draw_flow(clip.observation.rgb, clip.points, clip.flow, width_px=320)).astype(int)
-    assert picture.shape == (320, 320, 3)
+    image = np.asarray(draw_flow(clip.observation.rgb, clip.points, clip.flow, width_px=320)).astype(int)
+    assert image.shape == (320, 320, 3)
     u, v = (clip.flow[-1, 1, 1, :2] * 10).astype(int)
-    assert picture[v, u].tolist() == [255, 70, 40]
+    assert image[v, u].tolist() == [255, 70, 40]
     plain = np.asarray(draw_flow(clip.observation.rgb, clip.points, clip.flow[:1] * 0 + clip.flow[:1], width_px=320))
-    assert (plain.astype(int) != picture).any()
+    assert (plain.astype(int) != image).any()

@@ -253,6 +253,6 @@ def test_a_configuration_builds_its_clips_on_a_fresh_machine(tmp_path):
     entry, config = load_run("configs/robotics/flow3d_traj_dit.yaml", overrides)
     result = json.loads((train(entry, config) / "result.json").read_text())
     evaluation = result["last_evaluation"]["held_out"]
-    assert evaluation["n"] == 7  # three pictures with three, two and two instructions
+    assert evaluation["n"] == 7  # three images with three, two and two instructions
     assert 0 <= evaluation["accuracy/language_swap"] <= 1
     assert evaluation["flow/ade_cm"] > 0

@@ -216,7 +216,7 @@ def test_the_papers_model_from_pretrained_folders(pretrained, tmp_path):
     assert not any("lora_" in name and "motion_modules" in name for name in trained)
     clips, inputs = scenes(model)
     context = model.encode(inputs)
-    assert context.tokens.shape == (2, 16 + 17 + 16, 16)  # text, picture, points
+    assert context.tokens.shape == (2, 16 + 17 + 16, 16)  # text, image, points
     assert not context.tokens[:, 16:].any()  # projections start at zero
     assert context.tokens[:, :16].any()
     disturb(model, 0.3)
@@ -299,9 +299,9 @@ def test_keypoints_follow_what_they_were_made_to_find():
     seen = []
     keypoints.token.register_forward_pre_hook(lambda layer, given: seen.append(given[0][0]))
     for row, column in ((8, 8), (8, 40), (48, 24)):
-        picture = -torch.ones(1, 3, 64, 64)
-        picture[:, 0, row : row + 4, column : column + 4] = 1.0
-        assert keypoints(picture, torch.zeros(1, 16)).shape == (1, 16)
+        image = -torch.ones(1, 3, 64, 64)
+        image[:, 0, row : row + 4, column : column + 4] = 1.0
+        assert keypoints(image, torch.zeros(1, 16)).shape == (1, 16)
         # each position of the 16 x 16 map stands for 4 pixels, the first and the last at -1 and 1
         wanted = torch.tensor([row / 4, column / 4]) / 15 * 2 - 1
         code = octave_code(wanted[None])[0]

@@ -1,4 +1,4 @@
-"""Pictures of outcomes against a scene whose picture after the motion is known in closed form."""
+"""Images of outcomes against a scene whose image after the motion is known in closed form."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ def test_rendering_all_points_of_a_scene_reproduces_its_image():
     observation = drawn_sphere()
     everything = scene_cloud(observation, np.zeros_like(observation.mask))
     points = apply_pose(inverse_pose(observation.T_world_cam), everything.rest_m)
-    picture, depth = draw_with_numpy(points, everything.rest_rgb, observation)
-    np.testing.assert_array_equal(picture, observation.rgb)
+    image, depth = draw_with_numpy(points, everything.rest_rgb, observation)
+    np.testing.assert_array_equal(image, observation.rgb)
     np.testing.assert_allclose(depth, observation.depth_m, rtol=1e-6)
 
 
@@ -25,8 +25,8 @@ def test_near_points_hide_far_ones():
     observation = drawn_sphere()
     points = np.array([[0.0, 0, 0.5], [0.0, 0, 1.0], [0.0, 0, 0.7], [0, 0, -1], [9, 9, 1.0]])
     colours = np.arange(5, dtype=np.uint8)[:, None].repeat(3, 1) + 1
-    picture, depth = draw_with_numpy(points, colours, observation)
-    assert picture.max(-1)[64, 64] == 1
+    image, depth = draw_with_numpy(points, colours, observation)
+    assert image.max(-1)[64, 64] == 1
     assert np.isfinite(depth).sum() == 1
     assert depth[64, 64] == pytest.approx(0.5)
 
