@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mmrl.errors import UserError
-from mmrl.fields import rare
-from robotics.policies.base.action_tokens import ActionTokenizer
+from mmrl.fields import bounded, check_config, choice, rare
+from robotics.policies.base.action_tokens import TOKEN_MODES, ActionTokenizer
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
 from robotics.policies.base.policy import PolicyInputs, TokenPolicy
 
@@ -29,19 +28,19 @@ QUERIES = ("step", "token")
 class SmallVlaConfig:
     """Sizes and settings of the policy."""
 
-    action_size: int
+    action_size: int = rare(bounded(at_least=1))
     """D, numbers of an action."""
-    chunk: int = rare(8)
+    chunk: int = rare(bounded(8, at_least=1))
     """K, control steps that are predicted at once."""
-    bins: int = rare(64)
+    bins: int = rare(bounded(64, at_least=2))
     """Bins of each number; OpenVLA's 256 need more demonstrations."""
-    token_mode: str = rare("uniform")
+    token_mode: str = rare(choice("uniform", TOKEN_MODES))
     """uniform or openvla, see `ActionTokenizer`."""
-    queries: str = rare("step")
+    queries: str = rare(choice("step", QUERIES))
     """step: one query a control step; token: one a number of an action."""
-    label_smoothing: float = rare(0.0)
+    label_smoothing: float = rare(bounded(0.0, at_least=0, below=1))
     """Share of the cloning target that is spread over all bins."""
-    label_spread: float = rare(0.0)
+    label_spread: float = rare(bounded(0.0, at_least=0))
     """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
     encoder: EncoderConfig = rare(field(default_factory=EncoderConfig))
     """Sizes of the observation encoder."""
@@ -54,10 +53,9 @@ class SmallVlaPolicy(EncodedPolicy, TokenPolicy):
     config_class = SmallVlaConfig
 
     def __init__(self, config: SmallVlaConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
+        check_config(config)
         tokenizer = ActionTokenizer(config.bins, config.token_mode)
         super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
-        if config.queries not in QUERIES:
-            raise UserError(f"queries is {config.queries!r}; available: {', '.join(QUERIES)}")
         self.config, self.vocabulary = config, vocabulary
         each = 1 if config.queries == "token" else config.action_size
         with torch.random.fork_rng(devices=[]):

@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
-from robotics.policies.base.action_tokens import ActionTokenizer
+from robotics.policies.base.action_tokens import TOKEN_MODES, ActionTokenizer
 from robotics.policies.base.encoder import StateScale
 from robotics.policies.base.policy import PolicyInputs, TokenPolicy
 from robotics.policies.base.saved import (
@@ -56,13 +56,13 @@ VLM_FOLDER = "vlm"
 class VlmActionConfig:
     """Sizes and settings of the policy."""
 
-    action_size: int
+    action_size: int = rare(bounded(at_least=1))
     """D, numbers of an action."""
-    chunk: int = rare(8)
+    chunk: int = rare(bounded(8, at_least=1))
     """K, control steps that are predicted at once."""
-    bins: int = rare(256)
+    bins: int = rare(bounded(256, at_least=2))
     """Ids of the vocabulary that are used as action tokens."""
-    token_mode: str = rare("openvla")
+    token_mode: str = rare(choice("openvla", TOKEN_MODES))
     """openvla or uniform, see `ActionTokenizer`."""
     first_id: int | None = rare(None)
     """First of these ids; empty = the last text ids of the vocabulary."""
@@ -72,9 +72,9 @@ class VlmActionConfig:
     """Entries of the state, which becomes one token; None for a policy that has no state input."""
     prompt: str = rare("What action should the robot take to {instruction}?")
     """Prompt; the instruction is lower-cased."""
-    label_smoothing: float = rare(0.0)
+    label_smoothing: float = rare(bounded(0.0, at_least=0, below=1))
     """Share of the cloning target that is spread over all bins."""
-    label_spread: float = rare(0.0)
+    label_spread: float = rare(bounded(0.0, at_least=0))
     """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
     seed: int = 0
     """Seed of the weights that are added to the model."""
@@ -99,9 +99,9 @@ class VlmActionPolicy(TokenPolicy):
     action_ids: Tensor
 
     def __init__(self, vlm: VlmPolicy, config: VlmActionConfig) -> None:
+        check_config(config)
         tokenizer = ActionTokenizer(config.bins, config.token_mode)
         super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
-        check_config(config)
         self.config, self.vlm = config, vlm
         first = _first_id(vlm, config)
         self.register_buffer("action_ids", torch.arange(first, first + config.bins), persistent=False)

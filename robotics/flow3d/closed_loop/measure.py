@@ -34,19 +34,25 @@ SWAP = "accuracy/language_swap"
 
 
 @dataclass
-class LoopEvaluationConfig(EvaluationConfig):
-    """Evaluation in closed loop: each episode once."""
+class SampledEvaluationConfig(EvaluationConfig):
+    """Evaluation of flow, which is always sampled at temperature 1."""
 
     greedy: bool = False
     """Not available for flow; must stay false."""
-    videos: int = bounded(2, at_least=0)
-    """Episodes of each task and arm recorded as video, the first ones; 0 = none."""
 
     def validate(self) -> None:
-        """Check that the fields fit together; raises ValueError."""
+        """Refuse options without effect; raises ValueError."""
         super().validate()
         if self.greedy or self.temperature != 1.0:
             raise ValueError("evaluation.greedy and evaluation.temperature have no effect on flow; leave them out")
+
+
+@dataclass
+class LoopEvaluationConfig(SampledEvaluationConfig):
+    """Evaluation in closed loop: each episode once."""
+
+    videos: int = bounded(2, at_least=0)
+    """Episodes of each task and arm recorded as video, the first ones; 0 = none."""
 
 
 @dataclass

@@ -16,9 +16,8 @@ from mmrl.fields import bounded
 from mmrl.runs.samples import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, part_metric, parts_of_tasks, with_interval
 from mmrl.training.processes import stream_seed
-from mmrl.training.settings import EvaluationConfig
 from robotics.flow3d.clip import FlowClip
-from robotics.flow3d.closed_loop.measure import swap_metrics
+from robotics.flow3d.closed_loop.measure import SampledEvaluationConfig, swap_metrics
 from robotics.flow3d.drawing import draw_flow
 from robotics.flow3d.geometry import FloatArray
 from robotics.flow3d.metrics import FlowErrors, flow_errors, goal_reached
@@ -43,21 +42,13 @@ class FlowDomain(KeepsEvalAverage):
 
 
 @dataclass
-class FlowEvaluationConfig(EvaluationConfig):
+class FlowEvaluationConfig(SampledEvaluationConfig):
     """Evaluation of a world model, with samples from fixed seeds."""
 
-    greedy: bool = False
-    """Not available for flow; must stay false."""
     samples: int = bounded(4, at_least=1)
     """K, samples a clip, with the same seeds at every evaluation."""
     language_swap: bool = True
     """Also evaluate the other instructions of a scene, where the clips list them."""
-
-    def validate(self) -> None:
-        """Check that the fields fit together; raises ValueError."""
-        super().validate()
-        if self.greedy or self.temperature != 1.0:
-            raise ValueError("evaluation.greedy and evaluation.temperature have no effect on flow; leave them out")
 
 
 @dataclass

@@ -254,10 +254,6 @@ class TokenPolicy(ActionPolicy):
         self, tokenizer: ActionTokenizer, chunk: int, action_size: int, smoothing: float = 0.0, spread: float = 0.0
     ) -> None:
         super().__init__()
-        if chunk < 1 or action_size < 1:
-            raise UserError(f"chunk is {chunk} and action_size {action_size}; both must be at least 1")
-        if not 0 <= smoothing < 1 or spread < 0:
-            raise UserError(f"label_smoothing={smoothing} must be in [0, 1) and label_spread={spread} at least 0")
         self.tokenizer, self.smoothing, self.spread = tokenizer, smoothing, spread
         self.chunk, self.action_size, self.decisions = chunk, action_size, chunk * action_size
 
