@@ -18,8 +18,8 @@ from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.sampling.sampler import GuidedVelocity, SamplerConfig, sample_latents, text_of
 from mmrl.rewards import RewardResult
+from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.run_log import metric_label
-from mmrl.runs.samples import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, mean_scores, unscored, with_interval
 from mmrl.training.processes import make_generator, merge_lists, stream_seed
 from mmrl.training.recipe import Reference

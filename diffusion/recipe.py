@@ -32,8 +32,8 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum
-from mmrl.runs.samples import SampleRecord
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.records import SampleRecord
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import make_objective
 from mmrl.training.processes import global_advantages

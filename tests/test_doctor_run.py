@@ -10,7 +10,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.doctor.run_folder import check_run
-from mmrl.runs.lock import RunLock
+from mmrl.runs.folder import RunLock
 from mmrl.training.run import train
 
 CONFIG = """

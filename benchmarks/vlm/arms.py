@@ -25,7 +25,7 @@ from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards import RewardConfig
-from mmrl.runs.stopwatch import Stopwatch
+from mmrl.runs.run_log import Stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_accelerator
 from mmrl.training.recipe import Step, make_reference, shared_prefix

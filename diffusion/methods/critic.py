@@ -18,7 +18,7 @@ from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import average_gradients, global_advantages, make_generator, merge_lists, stream_seed
 from mmrl.training.recipe import Step
 

@@ -42,7 +42,7 @@ from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
-from mmrl.runs.samples import SampleRecord
+from mmrl.runs.records import SampleRecord
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
 from mmrl.training.recipe import NoUsableTasksError, Reference, Step, SupervisedRecipe
 from mmrl.training.settings import BaseTrainerConfig, ReferenceConfig

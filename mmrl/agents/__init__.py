@@ -8,11 +8,19 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "mmrl.agents.environments.actions": ("Action", "ActionConfig", "ParsedAnswer", "parse_answer", "write_answer"),
     "mmrl.agents.methods.arpo": ("ArpoConfig", "ArpoRecipe", "ReplayBuffer", "ReplayConfig", "needs_replay"),
     "mmrl.agents.methods.clone": ("AgentCloneConfig", "AgentCloneRecipe"),
     "mmrl.agents.environments.pool": ("EnvPool", "EnvironmentConfig", "TurnResult"),
-    "mmrl.agents.environments.environment": ("Environment", "Observation", "Outcome"),
+    "mmrl.agents.environments.environment": (
+        "Action",
+        "ActionConfig",
+        "Environment",
+        "Observation",
+        "Outcome",
+        "ParsedAnswer",
+        "parse_answer",
+        "write_answer",
+    ),
     "mmrl.agents.rollout.episodes": ("ConversationConfig", "Episode", "EpisodeConfig", "Writer"),
     "mmrl.agents.evaluation": ("AgentEvaluationConfig",),
     "mmrl.agents.environments.experts": ("ExpertEpisode", "run_expert", "write_episodes"),

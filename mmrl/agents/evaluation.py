@@ -12,8 +12,8 @@ from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video, write_videos
 from mmrl.agents.rollout.episodes import ENDINGS, Episode, episode_record
 from mmrl.fields import bounded
+from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.run_log import metric_label
-from mmrl.runs.samples import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, with_interval
 from mmrl.training.processes import stream_seed
 from mmrl.training.settings import EvaluationConfig

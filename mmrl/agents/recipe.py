@@ -22,7 +22,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from mmrl.agents.environments.actions import ActionConfig
+from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
@@ -34,7 +34,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare
 from mmrl.rewards.loading import source_digest
-from mmrl.runs.samples import SampleRecord
+from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, stream_seed, sum_over_processes

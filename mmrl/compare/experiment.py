@@ -321,7 +321,8 @@ def _check_number(key: str, value: str | int | float, word: str) -> None:
 
 
 def _check_cost(name: str, weights: Mapping[str, float]) -> None:
-    from mmrl.runs.tracking import METRICS, metric_definitions
+    from mmrl.runs.metrics import METRICS
+    from mmrl.runs.tracking import metric_definitions
 
     counters = [metric for metric in METRICS | metric_definitions() if metric.startswith("cost/")]
     if not weights:

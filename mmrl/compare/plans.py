@@ -16,7 +16,7 @@ from typing import Any
 from mmrl.compare.experiment import ExperimentConfig, dotted_overrides
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
-from mmrl.runs.lock import owner_of
+from mmrl.runs.folder import owner_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from mmrl.compare.results import Comparison, comparison_lines, failure_text
 from mmrl.compare.summary import chosen_values, plan_comparison, summarise
 from mmrl.errors import RunError, UserError
 from mmrl.files import write_atomically
-from mmrl.runs.jsonlines import finite_or_none
+from mmrl.runs.records import finite_or_none
 
 BAD_CONFIGURATION = 2  # exit code of the command line for mistakes in what was asked
 

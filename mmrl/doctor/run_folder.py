@@ -12,9 +12,8 @@ from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.hub.building import base_path
 from mmrl.runs.checkpoint import Checkpoints
-from mmrl.runs.folder import has_begun
-from mmrl.runs.jsonlines import read_jsonl
-from mmrl.runs.lock import owner_of
+from mmrl.runs.folder import has_begun, owner_of
+from mmrl.runs.records import read_jsonl
 from mmrl.runs.tracking import read_evaluations, read_metrics
 
 AREA = "run"

@@ -12,8 +12,8 @@ from typing import Any
 from mmrl.report.charts import interval_chart, line_chart, panel_chart, stacked_chart
 from mmrl.report.folder import RunFolder, estimate, label, measured
 from mmrl.report.tables import JUDGED, UNJUDGED
+from mmrl.runs.metrics import STAGES, STAGES_BETWEEN
 from mmrl.runs.statistics import SHARES
-from mmrl.runs.stopwatch import STAGES, STAGES_BETWEEN
 from mmrl.runs.tracking import describe_metric
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mmrl.runs.samples import Outcome, read_outcomes
+from mmrl.runs.records import Outcome, read_outcomes
 from mmrl.runs.tracking import read_evaluations, read_metrics
 
 EVALUATED = "evaluate"

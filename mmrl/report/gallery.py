@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.report.charts import save_png
 from mmrl.report.folder import read_run
-from mmrl.runs.samples import SampleRecord, read_samples, sample_steps
+from mmrl.runs.records import SampleRecord, read_samples, sample_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,8 @@ from mmrl.report.folder import (
     plain,
     read_run,
 )
-from mmrl.runs.samples import Outcome
+from mmrl.runs.metrics import STAGES, STAGES_BETWEEN
+from mmrl.runs.records import Outcome
 from mmrl.runs.statistics import (
     SHARES,
     difference_interval,
@@ -27,7 +28,6 @@ from mmrl.runs.statistics import (
     paired_difference,
     wilson_interval,
 )
-from mmrl.runs.stopwatch import STAGES, STAGES_BETWEEN
 from mmrl.runs.tracking import describe_metric
 
 Row = tuple[str, str, str]

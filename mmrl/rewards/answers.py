@@ -1,14 +1,15 @@
-"""Find the answer in a completion: an answer block, a box, or nothing.
+"""The answer that a completion gives (an answer block, a box, or nothing), and the rewards that read it as text.
 
-Every function here is linear in the length of the text and none looks at the right answer, so a completion
-cannot earn anything by offering several answers at once.
+Every reader is linear in the length of the text and none looks at the right answer, so a completion cannot earn
+anything by offering several answers at once. The rewards are for the shape of a response (think first, then answer),
+for an answer equal to the right one, and against long responses.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -169,3 +170,134 @@ def normalise(text: str) -> str:
     """Fold case, width, spaces, quotes and closing punctuation, so that equal answers become equal strings."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(folded.split()).strip(" \"'`*.,;:!?“”‘’")
+
+
+STYLES = ("answer_tags", "boxed")
+TAGS = {
+    "answer_tags": ("<think>", "</think>", "<answer>", "</answer>"),
+    "boxed": ("<think>", "</think>"),
+}
+
+
+def format_reward(
+    prompts: Sequence[Any],
+    completions: Sequence[Chat],
+    *,
+    style: str = "answer_tags",
+    rule: str = "one_block",
+    open_think: bool = False,
+    **_: Any,
+) -> list[float]:
+    r"""Give 1 to a think block followed by an answer, 0 to everything else.
+
+    Source: hiyouga/EasyR1 examples/reward_function/{math,r1v}.py and MikeWangWZHL/PAPO (fullmatch);
+        Indolent-Kawhi/View-R1 examples/scripts/reward_func.py (one_block).
+    """
+    if style not in STYLES:
+        raise ValueError(f"format: style is {style!r}; expected one of {', '.join(STYLES)}")
+    if rule not in RULES:
+        raise ValueError(f"format: rule is {rule!r}; expected one of {', '.join(RULES)}")
+    texts = [completion_text(completion) for completion in completions]
+    return [float(RULES[rule]("<think>" + text if open_think else text, style)) for text in texts]
+
+
+def _fullmatch(text: str, style: str) -> bool:
+    r"""Decide EasyR1's expressions by searching, because matching them can take cubic time.
+
+    answer_tags: <think>.*?</think>\s*<answer>.*?</answer>
+    boxed, after removing whitespace around <, > and /: <think>.*</think>.*\boxed{.*}.*
+    """
+    if style == "boxed":
+        index = 0
+        text = _tighten(text)
+        for part in ("<think>", "</think>", "\\boxed{", "}"):
+            found = text.find(part, index)
+            if found < 0 or (part == "<think>" and found > 0):
+                return False
+            index = found + len(part)
+        return True
+    middle = re.compile(r"</think>\s*<answer>").search(text, len("<think>"))
+    if not text.startswith("<think>") or middle is None:
+        return False
+    return text.endswith("</answer>") and len(text) - len("</answer>") >= middle.end()
+
+
+def _tighten(text: str) -> str:
+    """Remove whitespace around <, > and /."""
+    first, *parts = re.split(r"([<>/])", text)
+    if not parts:
+        return text
+    return "".join([first.rstrip(), *(part.strip() for part in parts[:-1]), parts[-1].lstrip()])
+
+
+def _one_block(text: str, style: str) -> bool:
+    return _around(text, style) is not None
+
+
+def _strict(text: str, style: str) -> bool:
+    around = _around(text, style)
+    return around is not None and not "".join(around).strip()
+
+
+def _around(text: str, style: str) -> tuple[str, str] | None:
+    """Return the text before the think block and after the answer block, None when they are not as wanted."""
+    indices = [text.find(tag) for tag in TAGS[style]]
+    if -1 in indices or indices != sorted(indices) or any(text.count(tag) != 1 for tag in TAGS[style]):
+        return None
+    before, _, rest = text.partition("<think>")
+    thought, _, rest = rest.partition("</think>")
+    if not thought:
+        return None
+    if style == "boxed":
+        found = boxes(rest)
+        return (before, "") if rest.count("\\boxed") == 1 and found and found[0].strip() else None
+    gap, _, rest = rest.partition("<answer>")
+    answer, _, after = rest.partition("</answer>")
+    return None if gap.strip() or not answer.strip() else (before, after)
+
+
+RULES: dict[str, Callable[[str, str], bool]] = {
+    "one_block": _one_block,
+    "strict": _strict,
+    "fullmatch": _fullmatch,
+}
+
+
+def exact_reward(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    answer: Sequence[Any],
+    require_block: bool = True,
+    **_: Any,
+) -> list[float]:
+    r"""Give 1 when the answer equals the right one, apart from case, width, spaces and closing punctuation."""
+    rewards = []
+    for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
+        right = {normalise(gold_text(one)) for one in (gold if isinstance(gold, list | tuple) else [gold])}
+        if not right or "" in right:
+            raise ValueError(f"the right answer {gold!r} is empty")
+        found = read_answer(completion, prompt, require_block=require_block)
+        rewards.append(float(found is not None and normalise(found) in right))
+    return rewards
+
+
+def overlong_penalty(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    completion_lengths: Sequence[int],
+    max_tokens: int,
+    buffer_tokens: int,
+    **_: Any,
+) -> list[float]:
+    """Take up to 1 from responses that come close to the length limit.
+
+    0 up to max_tokens - buffer_tokens, falling linearly to -1 at max_tokens.
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+    """
+    if not 0 < buffer_tokens <= max_tokens:
+        raise ValueError(f"overlong: buffer_tokens {buffer_tokens} is not in 1..max_tokens ({max_tokens})")
+    start = max_tokens - buffer_tokens
+    return [-min(1.0, max(0.0, (int(length) - start) / buffer_tokens)) for length in completion_lengths]

@@ -21,7 +21,7 @@ class RewardEntry:
 
 REWARDS: dict[str, RewardEntry] = {
     "format": RewardEntry(
-        "mmrl.rewards.format:format_reward",
+        "mmrl.rewards.answers:format_reward",
         "1 for a think block followed by an answer block or box, else 0",
         "EasyR1 examples/reward_function/r1v.py; View-R1 examples/scripts/reward_func.py",
     ),
@@ -36,7 +36,7 @@ REWARDS: dict[str, RewardEntry] = {
         "relaxed numeric accuracy as in ChartQA, arXiv 2203.10244",
     ),
     "exact": RewardEntry(
-        "mmrl.rewards.exact:exact_reward",
+        "mmrl.rewards.answers:exact_reward",
         "1 for an answer equal to the right one apart from case, spaces and closing punctuation",
         "normalised exact match as in SQuAD, arXiv 1606.05250",
     ),
@@ -47,7 +47,7 @@ REWARDS: dict[str, RewardEntry] = {
         isolate=True,
     ),
     "overlong": RewardEntry(
-        "mmrl.rewards.exact:overlong_penalty",
+        "mmrl.rewards.answers:overlong_penalty",
         "from 0 down to -1 over the last buffer_tokens before max_tokens",
         "DAPO, arXiv 2503.14476, equation 13",
     ),

@@ -18,8 +18,7 @@ from mmrl.workers.memory import machine_bytes, usable_cores
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.sandbox import Limits, require_strict
 from mmrl.workers.slots import Answer, Preparation, Request
-from mmrl.workers.values import encode
-from mmrl.workers.wire import Message
+from mmrl.workers.wire import Message, encode
 
 SERVICE = Path(__file__).resolve().with_name("service.py")
 LOAD_SECONDS = 120.0

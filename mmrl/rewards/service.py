@@ -10,8 +10,7 @@ from typing import Any
 from mmrl.rewards.calling import Batch, Failure, call, signature_of
 from mmrl.rewards.config import TrainerState
 from mmrl.workers.loading import LoadError, find_function
-from mmrl.workers.values import decode
-from mmrl.workers.wire import error_text
+from mmrl.workers.wire import decode, error_text
 
 
 class RewardService:

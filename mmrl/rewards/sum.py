@@ -2,20 +2,244 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
+import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.fields import field_problems
+from mmrl.rewards.answers import completion_text
 from mmrl.rewards.builtin import REWARDS
-from mmrl.rewards.calling import Batch, Failure, Outcome
+from mmrl.rewards.calling import Batch, Failure, Outcome, Signature, call, signature_of
 from mmrl.rewards.config import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.isolated import RewardWorkers
-from mmrl.rewards.terms import Term, make_term
+from mmrl.rewards.loading import load_function
 
-log = logging.getLogger(__name__)
+LOGGER = logging.getLogger("mmrl")
+ROW_COLUMNS = ("answer", "completion_lengths", "grounding")
+STATE = "trainer_state"
+SPARE_LIMITS = 10.0
+"""Spare time for all rows together, in multiples of timeout_s, besides one timeout_s for each row of a worker."""
+
+
+class Term(ABC):
+    """A reward function with its options."""
+
+    def __init__(self, config: RewardConfig, signature: Signature) -> None:
+        self.config = config
+        self.signature = signature
+        self.options = dict(config.options)
+        self.rows = config.rows
+        self._warned = False
+        _check_options(config, signature)
+
+    @property
+    def needs(self) -> list[str]:
+        """Columns without which the function cannot be called."""
+        return [name for name in self.signature.required if name not in (*self.options, STATE)]
+
+    def score(self, batch: Batch) -> list[Outcome]:
+        """Return one outcome a row, whatever the function does."""
+        if len(batch) == 0:
+            return []
+        batch, started = self._arguments(batch), time.monotonic()
+        if self.rows == "independent":
+            return self.call_each(batch, started)
+        outcomes = self.call_together(batch)
+        if not isinstance(outcomes, Failure):
+            return outcomes
+        if self.rows == "together" or len(batch) == 1 or outcomes.kind == "wrong_length":
+            return [outcomes] * len(batch)
+        return self._without_culprits(batch, outcomes, self.call_each(batch, started))
+
+    def _without_culprits(self, batch: Batch, first: Failure, alone: list[Outcome]) -> list[Outcome]:
+        """Outcomes of the rows after the joint call failed and each row was called alone.
+
+        The rows that did not fail alone are called together once more, since the function may compare them, unless
+        they take too long together. Where every row raises, the failure of the first call tells why.
+        """
+        good = [row for row, outcome in enumerate(alone) if not isinstance(outcome, Failure)]
+        if not good:
+            return [first] * len(batch) if first.kind == "raised" else alone
+        if len(good) == len(batch) and not self._warned:
+            self._warned = True
+            LOGGER.warning(
+                "reward %s: the call with all %d rows failed, each row alone did not: %s; set rows: together if it "
+                "compares rows, else rows: independent",
+                self.config.name,
+                len(batch),
+                first.message,
+            )
+        again = self.call_together(batch.select(good)) if first.kind != "timeout" and len(good) > 1 else first
+        if isinstance(again, Failure):
+            return alone
+        values = dict(zip(good, again, strict=True))
+        return [values.get(row, outcome) for row, outcome in enumerate(alone)]
+
+    def _arguments(self, batch: Batch) -> Batch:
+        """Select the function's arguments that its options do not replace, as text or chat."""
+        named = {*self.signature.required, *self.signature.optional}
+        columns = {
+            name: values
+            for name, values in batch.columns.items()
+            if (self.signature.takes_all or name in named) and name not in self.options
+        }
+        takes_state = (self.signature.takes_all or STATE in named) and STATE not in self.options
+        prompts, completions = batch.prompts, batch.completions
+        if self.config.chat is not None:
+            form = _as_chat if self.config.chat else _as_text
+            prompts = [form("user", prompt) for prompt in prompts]
+            completions = [form("assistant", completion) for completion in completions]
+        return Batch(prompts, completions, columns, batch.state if takes_state else None)
+
+    @abstractmethod
+    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
+        """Call the function once with all rows."""
+
+    @abstractmethod
+    def call_each(self, batch: Batch, started: float) -> list[Outcome]:
+        """Call the function row by row; the batch's time has begun at `time.monotonic() == started`."""
+
+
+class _LocalTerm(Term):
+    """A function that runs in this process."""
+
+    def __init__(self, config: RewardConfig, function: Callable[..., Any]) -> None:
+        super().__init__(config, signature_of(function))
+        self.function = function
+
+    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
+        return call(self.function, batch, self.options)
+
+    def call_each(self, batch: Batch, started: float) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for row in range(len(batch)):
+            outcome = call(self.function, batch.select([row]), self.options)
+            outcomes += [outcome] if isinstance(outcome, Failure) else outcome
+        return outcomes
+
+
+class _IsolatedTerm(Term):
+    """A function that runs in worker processes."""
+
+    def __init__(self, config: RewardConfig, function: str, workers: RewardWorkers) -> None:
+        self.function = _absolute(function) if workers.strict else function
+        super().__init__(config, workers.load(self.function, f"reward {config.name!r}"))
+        self.workers = workers
+
+    def score(self, batch: Batch) -> list[Outcome]:
+        try:
+            return super().score(batch)
+        finally:
+            if self.workers.strict:  # nothing that a row started outlives its scoring
+                self.workers.close()
+
+    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
+        limit_s = min(self.config.timeout_s, self._batch_seconds(len(batch)))
+        return self.workers.call_together(self.function, self.options, batch, limit_s)
+
+    def call_each(self, batch: Batch, started: float) -> list[Outcome]:
+        left_s = max(0.0, self._batch_seconds(len(batch)) - (time.monotonic() - started))
+        return self.workers.call_rows(self.function, self.options, batch, self.config.timeout_s, left_s)
+
+    def _batch_seconds(self, rows: int) -> float:
+        if self.config.batch_timeout_s is not None:
+            return self.config.batch_timeout_s
+        return self.config.timeout_s * (SPARE_LIMITS + rows / self.workers.size)
+
+
+def make_term(config: RewardConfig, workers: RewardWorkers, functions: Mapping[str, Callable[..., Any]]) -> Term:
+    """Find the function of a term and decide where it runs."""
+    wanted = config.function or config.name
+    if wanted in functions:
+        if config.isolate or config.sandbox == "strict":
+            raise UserError(f"reward {config.name!r}: only module:function can run in a worker process")
+        return _LocalTerm(config, functions[wanted])
+    if wanted in REWARDS:
+        return _builtin_term(config, wanted, workers)
+    if ":" not in wanted:
+        raise UserError(_unknown(config, wanted, functions))
+    if config.isolate is False:
+        _refuse_strict(config)
+        return _LocalTerm(config, load_function(wanted, what=f"reward {config.name!r}"))
+    return _IsolatedTerm(config, wanted, workers)
+
+
+def _builtin_term(config: RewardConfig, name: str, workers: RewardWorkers) -> Term:
+    entry = REWARDS[name]
+    if entry.isolate and config.isolate is False:
+        raise UserError(f"reward {config.name!r}: {name} runs in worker processes only; remove isolate=false")
+    if config.isolate is False:
+        _refuse_strict(config)
+    if entry.isolate or config.isolate or config.sandbox == "strict":
+        term: Term = _IsolatedTerm(config, entry.function, workers)
+        if config.rows == "auto":
+            term.rows = "independent"
+    else:
+        term = _LocalTerm(config, load_function(entry.function, what=f"reward {name!r}"))
+    _try_options(term)
+    return term
+
+
+def _refuse_strict(config: RewardConfig) -> None:
+    if config.sandbox == "strict":
+        raise UserError(f"reward {config.name!r}: sandbox=strict needs a worker process; remove isolate=false")
+
+
+def _absolute(function: str) -> str:
+    """A file's function by its whole path: a strict worker has another working directory."""
+    place, _, name = function.rpartition(":")
+    return f"{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else function
+
+
+def _try_options(term: Term) -> None:
+    """Call a built-in reward without rows, so that wrong options show before the run."""
+    missing = [name for name in term.needs if name not in ROW_COLUMNS]
+    if missing:
+        raise UserError(f"reward {term.config.name!r} needs the options {' and '.join(missing)}")
+    found = term.call_together(Batch([], [], {name: [] for name in term.needs}))
+    if isinstance(found, Failure):
+        raise UserError(f"reward {term.config.name!r}: {found.message}")
+
+
+def _check_options(config: RewardConfig, signature: Signature) -> None:
+    if signature.refused:
+        raise UserError(
+            f"reward {config.name!r} takes no {' and no '.join(signature.refused)}; it is called with prompts, "
+            "completions and the data columns by name, write it as f(prompts, completions, **columns)"
+        )
+    known = [*signature.required, *signature.optional]
+    strict = not signature.takes_all or (config.function or config.name) in REWARDS
+    for key in config.options:
+        if key in ("prompts", "completions") or (strict and key not in known):
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes: {', '.join(known) or 'none'}"
+            raise UserError(f"reward {config.name!r} has no option {key!r}; {hint}")
+
+
+def _unknown(config: RewardConfig, wanted: str, functions: Mapping[str, Any]) -> str:
+    known = [*REWARDS, *functions]
+    close = difflib.get_close_matches(wanted, known, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    return (
+        f"there is no reward {wanted!r}{hint} Known are: {', '.join(known)}; your own are named "
+        "module:function or path/to/file.py:function"
+    )
+
+
+def _as_chat(role: str, text: Any) -> Any:
+    return [{"role": role, "content": text}] if isinstance(text, str) else text
+
+
+def _as_text(role: str, turns: Any) -> Any:
+    return completion_text(turns) if isinstance(turns, list) else turns
+
+
 NAN = float("nan")
 
 

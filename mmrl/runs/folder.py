@@ -1,14 +1,23 @@
-"""Results in a run folder: whether the run has started, and moving them aside when it starts again."""
+"""A run folder: the lock that keeps a second process out, and its results, moved aside when the run starts again."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import logging
+import os
 import re
 import shutil
+import socket
 import time
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+from mmrl.errors import UserError
 from mmrl.files import remove_drafts
-from mmrl.runs.jsonlines import read_jsonl
+from mmrl.runs.records import read_jsonl
 
 EARLIER = "earlier"
 MOVED = (
@@ -64,3 +73,94 @@ def forget_after(run_dir: Path, step: int) -> None:
         if found is None or int(found[1]) <= step:
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+LOGGER = logging.getLogger("mmrl")
+LOCK_FILE = "run.lock"
+
+
+class RunLock:
+    """Keeps a run folder for this process.
+
+        with RunLock(Path("runs/mine")):
+            ...
+
+    The file names the owner for messages; only the system's lock on it counts, and that of a killed process is gone.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.path = run_dir / LOCK_FILE
+        self._made = False
+        self._handle = -1
+
+    def acquire(self) -> None:
+        """Take the lock."""
+        try:
+            self._made = not self.run_dir.exists()
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            if not _lock(self._handle):
+                os.close(self._handle)
+                raise UserError(
+                    f"{self.run_dir} is in use by {_owner(self.path)}; wait for it, stop it, or choose another "
+                    "output_dir=..."
+                )
+            if os.fstat(self._handle).st_nlink == 0:  # the owner before removed it while this process opened it
+                os.close(self._handle)
+                self.acquire()
+                return
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            os.truncate(self._handle, 0)
+            os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()} (since {since})\n".encode())
+        except OSError as error:
+            raise UserError(f"output_dir {self.run_dir} cannot be written: {error}") from error
+
+    def release(self) -> None:
+        """Give the lock back, and the folder with it where nothing else came to be in it."""
+        if self._handle >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._handle)
+            self._handle = -1
+        if self._made:
+            with contextlib.suppress(OSError):  # a run has begun there
+                self.run_dir.rmdir()
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def owner_of(run_dir: Path) -> str | None:
+    """Name the running process that uses a run folder; None where none does."""
+    path = run_dir / LOCK_FILE
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return None if _lock(handle) else _owner(path)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    """Take the system's lock on an open file; False where another process holds it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        LOGGER.warning("this file system has no locks; take care that no two runs share a folder")
+    return True
+
+
+def _owner(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace").strip() or "another process"

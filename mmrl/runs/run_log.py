@@ -1,4 +1,4 @@
-"""Metrics of a step that every domain reports, warnings about them, and the log that a trainer writes."""
+"""The log that a trainer writes: seconds of a step by stage, the metrics of every domain, and warnings about them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +22,78 @@ from mmrl.core.blocks.filter import zero_variance_groups
 from mmrl.core.rollouts import Rollouts
 from mmrl.files import write_atomically
 from mmrl.runs.folder import forget_after
-from mmrl.runs.jsonlines import JsonLines, finite_or_none, read_jsonl
-from mmrl.runs.samples import Outcome, SampleRecord, write_outcomes, write_samples
-from mmrl.runs.stopwatch import STAGES_BETWEEN, Stopwatch
+from mmrl.runs.metrics import STAGES_BETWEEN
+from mmrl.runs.records import (
+    JsonLines,
+    Outcome,
+    SampleRecord,
+    finite_or_none,
+    read_jsonl,
+    write_outcomes,
+    write_samples,
+)
 from mmrl.runs.tracking import Tracker
+
+
+class Stopwatch:
+    """Adds up seconds by stage.
+
+    On a GPU, whose work is only queued when a call returns, a stage lasts from the end of the work queued before it
+    to the end of its own; events in the queue mark both, so that measuring does not synchronise.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Have `stopwatch` count into this one."""
+        token = _RUNNING.set(self)
+        try:
+            yield
+        finally:
+            _RUNNING.reset(token)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside to a stage."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._spans.append((name, start, self._now()))
+
+    def take(self) -> dict[str, float]:
+        """Seconds by stage since the last call."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for name, start, end in self._spans:
+            seconds[name] += end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+        self._spans = []
+        return dict(seconds)
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+@contextmanager
+def stopwatch(name: str) -> Iterator[None]:
+    """Add the seconds spent inside to `time/<name>` of the running step; does nothing where no step is running."""
+    watch = _RUNNING.get()
+    if watch is None:
+        yield
+        return
+    with watch.stage(name):
+        yield
+
+
+_RUNNING: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)
 
 
 def metric_label(name: str) -> str:

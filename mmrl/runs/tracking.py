@@ -1,28 +1,299 @@
-"""Metrics of a run and the sinks that record them; METRICS defines the metrics that several packages share."""
+"""The tracker of a run's metrics and its sinks: JSON Lines, the console, TensorBoard, wandb and trackio."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import math
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.recipes import package_tables
-from mmrl.runs.jsonlines import read_steps
-from mmrl.runs.sinks import (
-    ConsoleSink,
-    JsonlSink,
-    ServiceSink,
-    Sink,
-    TensorBoardSink,
-    tensorboard_installed,
-)
+from mmrl.runs.metrics import METRICS, STAGES, STAGES_BETWEEN
+from mmrl.runs.records import JsonLines, read_steps
+from mmrl.runs.statistics import HEADLINES, SHARES
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+_HEADER_EVERY = 25
+
+
+class Sink(Protocol):
+    """Receiver of metrics."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of one finished step."""
+
+    def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of one evaluation."""
+
+    def truncate_after(self, step: int) -> None:
+        """Forget records of later steps before a resumed run writes them again."""
+
+    def close(self) -> None:
+        """Write pending records."""
+
+
+class JsonlSink:
+    """`metrics.jsonl` and `evaluations.jsonl` of the run folder; every record is on disk when `log` returns."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._metrics = JsonLines(run_dir / "metrics.jsonl")
+        self._evaluations = JsonLines(run_dir / "evaluations.jsonl")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one record; `time` is seconds since the epoch."""
+        self._metrics.append({"step": step, "time": round(time.time(), 3), **metrics})
+
+    def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
+        """Append one record."""
+        self._evaluations.append({"step": step, "tag": tag, "split": split, **metrics})
+
+    def truncate_after(self, step: int) -> None:
+        """Cut both files back to a step."""
+        self._metrics.truncate_after(step)
+        self._evaluations.truncate_after(step)
+
+    def close(self) -> None:
+        """Close both files."""
+        self._metrics.close()
+        self._evaluations.close()
+
+
+class ConsoleSink:
+    """A progress bar with the time left and one table line a step; plain lines where there is no terminal."""
+
+    def __init__(self, total_steps: int, *, every: int = 1, quiet: bool = False, stream: TextIO | None = None) -> None:
+        from rich.console import Console
+
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
+        self._total_steps = total_steps
+        self._every = max(1, every)
+        self._lines = 0
+        self._bar: Progress | None = None
+        if self._console.is_terminal and not quiet:
+            self._bar = _progress_bar(self._console)
+            self._task = self._bar.add_task("steps", total=total_steps)
+            self._bar.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the bar and show reward, KL, entropy, tokens a second and the seconds of each stage."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+        if step % self._every == 0 or step == self._total_steps or self._lines == 0:
+            if self._lines % _HEADER_EVERY == 0:
+                self._console.print(_header(self._total_steps), style="bold", markup=False)
+            self._lines += 1
+            self._console.print(_step_line(step, self._total_steps, metrics), markup=False)
+
+    def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
+        """Show each accuracy and score with its interval, then held-out rewards and diversity without."""
+        count = f" of {int(metrics['n'])} tasks" if metrics.get("n") else ""
+        measured = [name for name in metrics if not name.endswith(("/low", "/high"))]
+        names = [name for name in measured if name.rpartition("/")[0] not in metrics]
+        shown = [f"{_part(name)} {_estimate(name, metrics)}" for name in names if name.startswith(HEADLINES)]
+        heldout = [f"{_part(name)} {metrics[name]:.3f}" for name in names if name.startswith("heldout/")]
+        parts = [", ".join(shown) or "nothing measured"]
+        parts += [f"held out: {', '.join(heldout)}"] if heldout else []
+        parts += [f"diversity {metrics[DIVERSITY]:.2f}"] if DIVERSITY in metrics else []
+        line = f"evaluation at step {step} ({tag}, {split}{count}): " + "; ".join(parts)
+        self._console.print(line, style="green", markup=False)
+        for metric, column, values in _parts(measured):
+            cells = [f"{value} {_estimate(name, metrics)}" for value, name in values.items()]
+            self._console.print(f"  {_part(metric)} by {column}: {', '.join(cells)}", style="green", markup=False)
+
+    def truncate_after(self, step: int) -> None:
+        """Start the bar at the step that the run resumes from."""
+        if self._bar is not None:
+            self._bar.reset(self._task, completed=step)
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard in `tensorboard/` of the run folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        if not tensorboard_installed():
+            raise UserError("tracking.tensorboard=true needs tensorboard: pip install tensorboard")
+        self._folder = run_dir / "tensorboard"
+        self._purge_step: int | None = None
+        self._writer: Any = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write each metric as a scalar."""
+        for name, value in metrics.items():
+            self._open().add_scalar(name, value, step)
+
+    def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
+        """Write each metric below the split's name."""
+        for name, value in metrics.items():
+            self._open().add_scalar(f"{split}/{name}", value, step)
+
+    def truncate_after(self, step: int) -> None:
+        """Have TensorBoard hide later steps of earlier event files."""
+        self.close()
+        self._purge_step = step + 1
+
+    def close(self) -> None:
+        """Write pending events."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            if self._purge_step is not None:
+                _wait_for_a_later_name(self._folder)
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+        return self._writer
+
+
+class ServiceSink:
+    """wandb or trackio, which share `init`, `log` and `finish`."""
+
+    def __init__(self, package: str, project: str, run_name: str, config: Mapping[str, Any]) -> None:
+        try:
+            service: Any = importlib.import_module(package)
+        except ImportError as error:
+            raise UserError(
+                f"tracking.{package}={project}, but {package} is not installed ({error}): "
+                f"pip install {package}, or take tracking.{package} out of the configuration"
+            ) from error
+        self._service = service
+        service.init(project=project, name=run_name, config=dict(config))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one step."""
+        self._service.log(dict(metrics), step=step)
+
+    def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one evaluation below the split's name."""
+        self._service.log({f"{split}/{name}": value for name, value in metrics.items()}, step=step)
+
+    def truncate_after(self, step: int) -> None:
+        """Nothing to forget: a resumed run is a new run of the service."""
+
+    def close(self) -> None:
+        """Finish the service's run."""
+        self._service.finish()
+
+
+def tensorboard_installed() -> bool:
+    """Whether the tensorboard package can be imported."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def _parts(names: Sequence[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Metric, data column and the metric's name by value of the column."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for name in names:
+        metric, _, part = name.rpartition("/")
+        column, equals, value = part.partition("=")
+        if metric in names and name.startswith(HEADLINES):
+            found.setdefault((metric, column) if equals else (metric, "task"), {})[value if equals else part] = name
+    for (metric, column), parts in found.items():
+        yield metric, column, parts
+
+
+def _progress_bar(console: Any) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    return Progress(
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        "elapsed",
+        TimeElapsedColumn(),
+        "left",
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        refresh_per_second=2,
+        speed_estimate_period=3600,  # rich forgets older samples, and a step may take longer than its 30 s
+    )
+
+
+def _header(total_steps: int) -> str:
+    return f"{'step':>{_step_width(total_steps)}}   reward      loss        KL  entropy   tok/s  seconds"
+
+
+def _step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+    kl = next((metrics[name] for name in ("policy/kl_ref", "policy/kl_old") if name in metrics), None)
+    cells = [
+        f"{f'{step}/{total_steps}':>{_step_width(total_steps)}}",
+        _cell(metrics.get("reward/mean"), 8, ".4f"),
+        _cell(metrics.get("loss/total"), 9, ".4f"),
+        _cell(kl, 9, ".2e"),
+        _cell(metrics.get("policy/entropy"), 8, ".3f"),
+        _cell(metrics.get("tokens/per_second"), 7, ".0f"),
+        _seconds_by_stage(metrics),
+    ]
+    return " ".join(cells).rstrip()
+
+
+def _step_width(total_steps: int) -> int:
+    return 2 * len(str(total_steps)) + 1
+
+
+def _cell(value: float | None, width: int, form: str) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}{form}}"
+
+
+def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
+    inside, between = (
+        [f"{stage} {metrics[f'time/{stage}']:.2f}" for stage in stages if metrics.get(f"time/{stage}", 0.0) >= 0.005]
+        for stages in (STAGES, STAGES_BETWEEN)
+    )
+    total = metrics.get("time/step")
+    shown = "" if total is None else f" {total:.2f}"
+    shown += f" ({', '.join(inside)})" if inside else ""
+    return shown + "".join(f" + {stage}" for stage in between)
+
+
+def _part(name: str) -> str:
+    return name.partition("/")[2]
+
+
+def _estimate(name: str, metrics: Mapping[str, float]) -> str:
+    """A share in per cent, another measurement as it is."""
+    low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
+    share = name.startswith(SHARES)
+    factor, digits = (100.0, 1) if share else (1.0, 3)
+    value = f"{factor * metrics[name]:.{digits}f}{' %' if share else ''}"
+    if low is None or high is None or math.isnan(low) or math.isnan(high):
+        return value
+    return f"{value} [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
+
+
+DIVERSITY = "diversity/latent"
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait, a second at most, until a new event file comes last.
+
+    TensorBoard reads files in the order of their names, events.out.tfevents.<second>.<host>.<process>.<count>, as
+    texts: within one second file 10 comes before file 9.
+    """
+    seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+    latest = max((int(text) for text in seconds if text.isdigit()), default=0)
+    while latest <= time.time() < latest + 1:
+        time.sleep(0.05)
 
 
 @dataclass
@@ -160,90 +431,3 @@ def _numbers(record: dict[str, Any], path: Path, texts: Sequence[str] = ()) -> d
             found = f"step {record['step']} has {name} {value!r:.60}"
             raise UserError(f"{path}: {found}; expected {kind}; mend or remove that line")
     return {name: math.nan if value is None and name not in texts else value for name, value in record.items()}
-
-
-METRICS: dict[str, str] = {
-    "time/rollout": "Seconds spent sampling: encode, prefill, decode and what lies between them.",
-    "time/score": "Seconds spent in reward functions.",
-    "time/old_logp": "Seconds of the pass for old log-probs and values; 0 where the update needs none.",
-    "time/ref_logp": "Seconds of the pass of the reference policy; 0 without one.",
-    "time/advantages": "Seconds from rewards to advantages, before the update.",
-    "time/forward": "Seconds of the update spent in forward passes and losses.",
-    "time/backward": "Seconds of the update spent in backward passes and in averaging gradients over processes.",
-    "time/optimizer": "Seconds of the update spent in clipping, optimiser steps and the moving average.",
-    "time/update": "Seconds of all optimiser steps: forward, backward, optimizer and what lies between them.",
-    "time/evaluate": "Seconds spent on evaluation since the step before.",
-    "time/checkpoint": "Seconds spent writing a checkpoint since the step before.",
-    "time/step": "Seconds of the step from sampling to update, without evaluation and checkpoint.",
-    "memory/peak_mb": "Peak memory in 10^6 bytes: of the process so far, on a GPU of its tensors within the step.",
-    "tokens/per_second": "Trained decisions (tokens, denoising steps) of the step over its seconds.",
-    "tokens/total": "Decisions (tokens, denoising steps) sampled since the run began.",
-    "samples/total": "Samples drawn, or supervised rows seen, since the run began.",
-    "reward/mean": "Mean total reward of the samples that could be scored.",
-    "reward/std": "Standard deviation of the total reward over the samples of the step.",
-    "reward/std_within_groups": "Standard deviation of the total reward within a group, mean over the samples.",
-    "reward/errors": "Samples of the step that a reward function failed on; the update leaves them out.",
-    "reward/errors/<term>/<kind>": "Samples of the step that one reward function failed on, by what went wrong.",
-    "reward/zero_variance_groups": "Share of groups whose samples all got the same reward.",
-    "reward/<term>": "Mean of one reward term before its weight.",
-    "response/length_mean": "Mean number of sampled decisions (tokens, steps) in a response.",
-    "response/length_max": "Longest response of the step in decisions.",
-    "response/length_<protocol>": "Mean length of the answers of an evaluation in decisions.",
-    "response/finished_fraction": "Share of responses that ended before the length limit.",
-    "loss/total": "The scalar that is differentiated, summed over its terms.",
-    "loss/policy": "The surrogate's part of the loss.",
-    "loss/kl": "The reference-KL part of the loss, coefficient included.",
-    "loss/entropy": "The entropy part of the loss, coefficient included; negative where entropy is rewarded.",
-    "loss/value": "The value function's part of the loss, coefficient included.",
-    "loss/nll": "Mean negative log-likelihood of the target tokens, in nats.",
-    "policy/ratio_mean": "Mean importance ratio of new over sampling policy in the groups of the update.",
-    "policy/ratio_max": "Largest importance ratio of the step in the groups of the update.",
-    "policy/clip_fraction_low": "Share of decisions whose gradient the lower clip bound removed.",
-    "policy/clip_fraction_high": "Share of decisions whose gradient the upper clip bound removed.",
-    "policy/beyond_ratio_limit": "Share of decisions in turns with a ratio above clip.ratio_limit.",
-    "policy/kl_old": "k3 estimate of the KL from the updated to the sampling policy, in nats a decision.",
-    "policy/kl_ref": "Estimate of the KL from the policy to the reference policy, in nats a decision.",
-    "policy/entropy": "Mean entropy of the policy at the sampled positions of the update's groups, in nats.",
-    "policy/kl_coef": "Weight of the KL to the reference in use; moves only with adaptive_kl.target.",
-    "update/zero_advantage_groups": "Share of groups with all advantages 0, left out of the update and of policy/.",
-    "optim/lr": "Learning rate of the last optimiser step.",
-    "optim/grad_norm": "Norm of the gradient before clipping, mean over the optimiser steps.",
-    "optim/skipped": "Optimiser steps that the NaN guard has skipped since the run began.",
-    "optim/without_gradient": "Optimiser steps left out since the run began, because no group had a gradient.",
-    "data/skipped": "Rows skipped since the run began: bad row, unreadable image, prompt too long.",
-    "data/epoch": "Passes over the task set so far.",
-    "warnings/<kind>": "Steps in a row in which what a warning was about holds by now; there once it was said.",
-    "checkpoint/failed": "Checkpoints that could not be written since the run began (full disk).",
-    "n": "Tasks that the evaluation answered.",
-    "skipped": "Tasks that the evaluation could not ask: unreadable image, prompt too long.",
-    "unscored": "Answers of the evaluation that a reward function failed on.",
-    "accuracy/<protocol>": "Share of correct answers: greedy, or sampled at the evaluation's temperature.",
-    "accuracy/<protocol>/low": "Lower end of the accuracy's 95 % interval.",
-    "accuracy/<protocol>/high": "Upper end of the accuracy's 95 % interval.",
-    "accuracy/<protocol>/<part>": "Share of correct answers to tasks with one value of a data column, as column=value.",
-    "accuracy/<protocol>/<part>/low": "Lower end of its 95 % interval.",
-    "accuracy/<protocol>/<part>/high": "Upper end of its 95 % interval.",
-    "n/<part>": "Tasks with one value of a data column, as column=value.",
-    "terms/<term>/<protocol>": "Mean of another reward term over the answers of an evaluation, before its weight.",
-    "terms/<term>/<protocol>/low": "Lower end of its 95 % interval.",
-    "terms/<term>/<protocol>/high": "Upper end of its 95 % interval.",
-    "terms/<term>/<protocol>/<part>": "Mean of the term over tasks with one value of a data column, as column=value.",
-    "terms/<term>/<protocol>/<part>/low": "Lower end of its 95 % interval.",
-    "terms/<term>/<protocol>/<part>/high": "Upper end of its 95 % interval.",
-    "success/<protocol>": "Share of episodes that did the task, greedy or sampled; _swapped: shown other images.",
-    "success/<protocol>/low": "Lower end of its 95 % interval.",
-    "success/<protocol>/high": "Upper end of its 95 % interval.",
-    "success/<protocol>/<task>": "Share of episodes of one task that did it.",
-    "success/<protocol>/<task>/low": "Lower end of its 95 % interval.",
-    "success/<protocol>/<task>/high": "Upper end of its 95 % interval.",
-    "cost/samples": "Samples drawn for training so far.",
-    "cost/seconds": "Seconds of training so far, without evaluation.",
-    "time/critic": "Seconds of training the critic, and of what only it needs to be read.",
-    "critic/loss": "Mean squared error of the critic on the returns of the step.",
-    "critic/explained": "Share of the variance of the returns that the critic explains.",
-    "critic/updates": "Updates of the critic so far.",
-    "episode/success": "Share of the step's episodes in which the task was done; broken environments are left out.",
-    "episode/success/<task>": "Share of the step's episodes of one task that did it, in runs of up to 12 tasks.",
-    "episode/return": "Mean sum of the environment's rewards over the step's episodes with a result.",
-    "episode/return/<protocol>": "Mean sum of the environment's rewards over the evaluation's episodes.",
-}

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from mmrl.runs.jsonlines import ResumableRows
+from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, load_record, mean_outcomes, store_record
 from mmrl.runs.run_log import metric_label
-from mmrl.runs.samples import Outcome, SampleRecord, load_record, mean_outcomes, store_record
 from mmrl.runs.statistics import cluster_bootstrap_interval, wilson_interval
 from mmrl.training.processes import merge_lists, shard
 

@@ -20,7 +20,7 @@ from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.runs.fingerprint import content_digest
-from mmrl.runs.samples import SampleRecord
+from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation
 from mmrl.training.processes import global_advantages
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig, TrainerConfig

@@ -18,9 +18,8 @@ from mmrl.config import load_run
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
 from mmrl.runs.export import chosen_checkpoint
-from mmrl.runs.folder import has_begun
-from mmrl.runs.jsonlines import finite_or_none
-from mmrl.runs.lock import RunLock
+from mmrl.runs.folder import RunLock, has_begun
+from mmrl.runs.records import finite_or_none
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -140,8 +139,7 @@ def last_model(run_dir: Path) -> Path:
 
 def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, resume: bool, **options: Any) -> None:
     """Run the loop in a folder that is this run's own; `options` are those of `Trainer.resume`."""
-    from mmrl.training.stopping import StopSignals
-    from mmrl.training.trainer import Trainer
+    from mmrl.training.trainer import StopSignals, Trainer
 
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
     with ExitStack() as stack:
@@ -268,7 +266,7 @@ def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, f
 
 def _report_evaluation(folder: Path, results: Mapping[str, Evaluation]) -> None:
     """Write samples of all splits, outcomes and a report into a folder in which nothing was trained."""
-    from mmrl.runs.samples import write_outcomes, write_samples
+    from mmrl.runs.records import write_outcomes, write_samples
 
     if has_begun(folder):
         return

@@ -19,7 +19,7 @@ from mmrl.core.loss import Denominators, Metric, count, merge_metrics, metric_va
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.files import replaced
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import (
     HeapTrimmer,
     all_ranks,

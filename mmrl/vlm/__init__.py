@@ -10,7 +10,10 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "mmrl.vlm.config": ("VlmConfig",),
+    "mmrl.vlm.config": (
+        "VlmConfig",
+        "VlmEvaluationConfig",
+    ),
     "mmrl.vlm.data.dataset": (
         "DataConfig",
         "LoadedTasks",
@@ -39,7 +42,6 @@ _NAMES = {
         "sample",
     ),
     "mmrl.vlm.domain": ("AnswerMeasure",),
-    "mmrl.vlm.evaluation": ("VlmEvaluationConfig",),
     "mmrl.vlm.methods.apo": (
         "ApoConfig",
         "ApoRecipe",

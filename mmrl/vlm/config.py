@@ -1,19 +1,65 @@
-"""Options of runs of a vision-language model: shared ones, and those of reinforcement learning."""
+"""Options of runs of a vision-language model: shared ones, evaluation, and reinforcement learning."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl.fields import inheriting, rare
 from mmrl.rewards import RewardConfig
+from mmrl.rewards.loading import load_function
+from mmrl.training.evaluation import Measure
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.settings import RunConfig
+from mmrl.training.settings import EvaluationConfig, RunConfig
 from mmrl.vlm.data.dataset import OWN_OPTIONS, DataConfig
-from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.evaluation import VlmEvaluationConfig, default_evaluation
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
 from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precision
+
+FurtherMeasures = Callable[[Any], list[Measure[VlmTask]]]
+"""Measures further to the answers of a held-out split, whose `AnswerMeasure` they are given."""
+
+
+@dataclass
+class VlmEvaluationConfig(EvaluationConfig):
+    """Evaluation of answers: greedy and sampled, whole and by data column."""
+
+    by: list[str] | None = rare(None)
+    """Data columns, such as kind or hint, by whose values accuracy is shown too; empty: every column with 2 to 8 short
+    values that several questions share; [] = none."""
+
+    def check_further(self, splits: Collection[str], rewards: Sequence[object]) -> None:
+        """Refuse further measures of unknown splits, or without rewards to score answers; raises ValueError."""
+
+    def further_measures(self) -> FurtherMeasures:
+        """The measures of a held-out split further to its answers; loads the models that they need."""
+        return lambda answers: []
+
+
+@dataclass
+class AnswerScoring:
+    """Sampling and scoring of answers to held-out questions, for recipes that do neither in training."""
+
+    sampler: AnswerSampling = field(default_factory=AnswerSampling)
+    """Lengths of the answers."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that score the answers."""
+    accuracy_reward: str = ""
+    """Reward term whose value 1 counts as a right answer; empty = the last term."""
+
+
+def scoring_evaluation(**options: Any) -> VlmEvaluationConfig:
+    """`default_evaluation` with the options of `AnswerScoring`."""
+    made: VlmEvaluationConfig = load_function("mmrl.vlm.critic.measures:ScoringEvaluationConfig")(**options)
+    return made
+
+
+def default_evaluation() -> VlmEvaluationConfig:
+    """The options with all further measures; their room builds on this one, so it is found by name."""
+    made: VlmEvaluationConfig = load_function("mmrl.vlm.critic.measures:CriticEvaluationConfig")()
+    return made
+
 
 SCORES = ("values", "entropy", "logp_ref")
 """Outputs of a vision-language policy besides log-probabilities."""

@@ -16,8 +16,8 @@ from PIL.Image import Image
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
+from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.run_log import metric_label
-from mmrl.runs.samples import Outcome, SampleRecord
 from mmrl.training.evaluation import (
     Evaluation,
     Measure,
@@ -33,18 +33,12 @@ from mmrl.training.evaluation import (
 from mmrl.training.processes import make_generator, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Stateful, Step, Tally
 from mmrl.training.scoring import RewardErrors, describe_failure, failure_of
-from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.config import AnswerScoring, FurtherMeasures, VlmConfig, VlmEvaluationConfig
 from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
-from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts, splits_by_key
+from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts, splits_by_key, task_images
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample
-from mmrl.vlm.evaluation import (
-    AnswerScoring,
-    FurtherMeasures,
-    VlmEvaluationConfig,
-    task_images,
-)
 
 LOGGER = logging.getLogger("mmrl")
 

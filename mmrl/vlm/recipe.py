@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import make_objective
 from mmrl.training.recipe import Recipe, Step, scores_before_update
 from mmrl.training.sampler import Sampler

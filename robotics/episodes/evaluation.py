@@ -20,9 +20,8 @@ from torch import nn
 from mmrl.errors import RunError
 from mmrl.fields import bounded, rare
 from mmrl.hub.video import write_mp4
-from mmrl.runs.jsonlines import ResumableRows, short_digest
+from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.runs.run_log import metric_label
-from mmrl.runs.samples import Outcome, SampleRecord
 from mmrl.runs.statistics import wilson_interval
 from mmrl.training.evaluation import Measure, Row, Trial, with_interval
 from mmrl.training.processes import make_generator

@@ -21,7 +21,7 @@ from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.payload import Payload, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.runs.samples import SampleRecord
+from mmrl.runs.records import SampleRecord
 from mmrl.training.recipe import Step, SupervisedRecipe
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
 from robotics.episodes.collect import action_scale

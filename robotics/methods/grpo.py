@@ -24,7 +24,7 @@ from torch import Tensor
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
 from mmrl.fields import choice
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import sum_over_processes
 from mmrl.training.recipe import Step, Tally

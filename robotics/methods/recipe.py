@@ -29,8 +29,8 @@ from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.recipes import RecipeEntry, find_recipe
 from mmrl.rewards.loading import source_digest
+from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
-from mmrl.runs.samples import SampleRecord
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, sum_over_processes

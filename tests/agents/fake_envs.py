@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.environment import Action
 from mmrl.errors import UserError
 
 HELD = []

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.environment import Action
 
 
 class Talk:

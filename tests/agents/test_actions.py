@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mmrl.agents.environments.actions import FORMATS, PARSE_ERRORS, ActionConfig, parse_answer
+from mmrl.agents.environments.environment import FORMATS, PARSE_ERRORS, ActionConfig, parse_answer
 from mmrl.fields import check_config
 
 # Answer, then what strict and tolerant reading find: name and arguments of each action, or an error.

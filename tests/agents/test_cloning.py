@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl.agents.environments import experts
-from mmrl.agents.environments.actions import ActionConfig
+from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.methods import clone as cloning

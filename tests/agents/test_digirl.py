@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from mmrl.agents.environments.actions import ActionConfig
+from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.environments.experts import run_expert, write_episodes
 from mmrl.agents.environments.gym import GymEnvironment
 from mmrl.agents.environments.pool import EnvironmentConfig

@@ -9,8 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmrl.agents.environments.actions import Action
-from mmrl.agents.environments.environment import MalformedError, Observation, Outcome, pack_outcome, unpack_outcome
+from mmrl.agents.environments.environment import (
+    Action,
+    MalformedError,
+    Observation,
+    Outcome,
+    pack_outcome,
+    unpack_outcome,
+)
 from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import ConfigError, RunError, UserError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.agents.environments.actions import FORMATS, Action, parse_answer, write_answer
+from mmrl.agents.environments.environment import FORMATS, Action, parse_answer, write_answer
 from mmrl.agents.environments.experts import NoisyExpert, run_expert, write_episodes
 from mmrl.agents.environments.gym import GymEnvironment, action_reader
 from mmrl.agents.toy.grid import MOVES, GridWorld

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text
 
-from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.environment import Action
 from mmrl.agents.environments.gym import GymEnvironment, NotExecutableError, action_reader
 from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask

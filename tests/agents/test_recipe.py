@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.agents.environments.actions import Action, ActionConfig, ParsedAnswer
-from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
 from mmrl.agents.environments.pool import EnvironmentConfig
 from mmrl.agents.environments.tasks import TaskSetConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mmrl.agents.environments.actions import ActionConfig, ParsedAnswer
+from mmrl.agents.environments.environment import ActionConfig, ParsedAnswer
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, list_tasks
 from mmrl.agents.recipe import AgentRecipe
 from mmrl.agents.selection import TaskRate, TaskSelector, build_tasks, measure_tasks, write_tasks

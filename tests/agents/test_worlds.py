@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from mmrl.agents.environments.actions import Action
 from mmrl.agents.environments.env_service import open_environment
+from mmrl.agents.environments.environment import Action
 from mmrl.agents.toy.build import build_experts
 from mmrl.agents.toy.grid import (
     COLOURS,

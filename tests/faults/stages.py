@@ -23,7 +23,7 @@ STAGES = {
     "checkpoint": "mmrl.training.saving:RunSaver.save",
     "best": "mmrl.training.saving:RunSaver.note_best",
     "resume": "mmrl.training.saving:RunSaver.resume",
-    "line": "mmrl.runs.jsonlines:JsonLines.append",
+    "line": "mmrl.runs.records:JsonLines.append",
     "result": "mmrl.runs.run_log:RunLog.result",
 }
 """Methods at whose start a run may be killed."""

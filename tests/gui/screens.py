@@ -9,9 +9,9 @@ from mmrl.gui.grounding.tasks import FIRST_CORRECT, GroundingSettings
 from mmrl.gui.toy.icons import build_icons, build_model
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
+from mmrl.vlm.config import VlmEvaluationConfig, scoring_evaluation
 from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
-from mmrl.vlm.evaluation import VlmEvaluationConfig, scoring_evaluation
 from mmrl.vlm.methods.sft import GivenAnswersConfig
 from mmrl.vlm.model.config import ModelConfig
 

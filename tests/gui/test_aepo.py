@@ -17,7 +17,7 @@ from mmrl.gui.grounding.drawing import HIT_COLOUR, MISS_COLOUR, SHORTEST_SIDE
 from mmrl.gui.grounding.rewards import PARTS
 from mmrl.gui.grounding.sft import GroundingSftConfig, GroundingSftRecipe
 from mmrl.gui.toy.icons import build_icons
-from mmrl.runs.samples import read_samples
+from mmrl.runs.records import read_samples
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.vlm.data.prompt import VlmPayload

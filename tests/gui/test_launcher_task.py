@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmrl.agents.environments.actions import Action
+from mmrl.agents.environments.environment import Action
 from mmrl.agents.environments.experts import run_expert
 from mmrl.agents.environments.videos import draw_frames
 from mmrl.config import load_run

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from mmrl.agents.environments.actions import Action, parse_answer
-from mmrl.agents.environments.environment import Observation, as_outcome, as_start
+from mmrl.agents.environments.environment import Action, Observation, as_outcome, as_start, parse_answer
 from mmrl.agents.environments.experts import run_expert, write_episodes
 from mmrl.agents.environments.videos import draw_frames
 from mmrl.errors import ConfigError, UserError

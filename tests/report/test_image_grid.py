@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mmrl.report.gallery import before_after, evaluation_columns, image_grid, sample_gallery, shown_image
-from mmrl.runs.samples import SampleRecord, write_samples
+from mmrl.runs.records import SampleRecord, write_samples
 
 
 def tile(step, prompt, seed, side=32):

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from mmrl.report.page import write_report
-from mmrl.runs.samples import SampleRecord, write_samples
+from mmrl.runs.records import SampleRecord, write_samples
 from mmrl.runs.tracking import Tracker
 from tests.report.pages import Page, log_evaluation
 

@@ -2,7 +2,7 @@ import pytest
 
 from mmrl.report.gallery import readable_answer
 from mmrl.report.page import write_report
-from mmrl.runs.samples import Outcome, write_outcomes
+from mmrl.runs.records import Outcome, write_outcomes
 from mmrl.runs.statistics import difference_interval, paired_difference, wilson_interval
 from mmrl.runs.tracking import Tracker
 from tests.report.pages import Page, log_evaluation

@@ -1,7 +1,14 @@
 import pytest
 
-from mmrl.rewards.answers import MAX_ANSWER_CHARS, answer_blocks, boxes, final_answer, final_part
-from mmrl.rewards.exact import exact_reward, overlong_penalty
+from mmrl.rewards.answers import (
+    MAX_ANSWER_CHARS,
+    answer_blocks,
+    boxes,
+    exact_reward,
+    final_answer,
+    final_part,
+    overlong_penalty,
+)
 
 
 def score(text, gold="red car", prompt="What is it?", **options):

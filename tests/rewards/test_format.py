@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from mmrl.rewards.format import format_reward
+from mmrl.rewards.answers import format_reward
 from tests.growth import assert_no_worse_than_linear
 
 GOOD = "<think>two and two</think><answer>4</answer>"

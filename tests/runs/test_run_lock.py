@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.runs.lock import LOCK_FILE, RunLock, owner_of
+from mmrl.runs.folder import LOCK_FILE, RunLock, owner_of
 
 
 def test_second_run_is_refused_while_the_first_one_lives(tmp_path):
@@ -34,7 +34,7 @@ def test_folder_that_nothing_was_written_to_goes_with_the_lock(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from mmrl.runs.lock import RunLock
+from mmrl.runs.folder import RunLock
 RunLock(Path(sys.argv[1])).acquire()
 print("taken", flush=True)
 time.sleep(600)

@@ -4,7 +4,7 @@ import math
 import pytest
 from PIL import Image
 
-from mmrl.runs.samples import SampleRecord, read_samples, sample_steps, write_samples
+from mmrl.runs.records import SampleRecord, read_samples, sample_steps, write_samples
 
 
 @pytest.fixture

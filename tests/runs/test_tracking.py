@@ -10,9 +10,10 @@ import pytest
 
 import mmrl
 from mmrl.errors import UserError
-from mmrl.runs.jsonlines import JsonLines, read_jsonl
-from mmrl.runs.sinks import ConsoleSink, TensorBoardSink, tensorboard_installed
+from mmrl.runs.records import JsonLines, read_jsonl
 from mmrl.runs.tracking import (
+    ConsoleSink,
+    TensorBoardSink,
     Tracker,
     TrackingConfig,
     build_tracker,
@@ -20,6 +21,7 @@ from mmrl.runs.tracking import (
     metric_definitions,
     read_evaluations,
     read_metrics,
+    tensorboard_installed,
 )
 
 STEP = {
@@ -235,7 +237,7 @@ def test_tensorboard_gets_every_scalar_once_after_a_resume(tmp_path, monkeypatch
 
 
 def test_tensorboard_asked_for_but_missing_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmrl.runs.sinks.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("mmrl.runs.tracking.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install tensorboard"):
         build_tracker(TrackingConfig(tensorboard=True), tmp_path, total_steps=3)
     build_tracker(TrackingConfig(quiet=True), tmp_path, total_steps=3).log(1, STEP)

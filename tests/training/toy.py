@@ -15,7 +15,7 @@ from mmrl.core.catalogue import get
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.payload import Payload, per_group, per_row
 from mmrl.core.rollouts import Rollouts
-from mmrl.runs.samples import SampleRecord
+from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation
 from mmrl.training.recipe import Recipe
 from mmrl.training.settings import RunConfig

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
-from mmrl.runs.samples import read_outcomes
+from mmrl.runs.records import read_outcomes
 from mmrl.runs.statistics import wilson_interval
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.training.run import train

@@ -9,7 +9,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
-from mmrl.runs.samples import read_samples
+from mmrl.runs.records import read_samples
 from mmrl.training.processes import make_generator
 from mmrl.training.recipe import Step, make_reference, shared_prefix
 from mmrl.training.run import evaluate, train

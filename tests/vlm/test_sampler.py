@@ -157,7 +157,7 @@ def test_the_reason_for_the_modules_is_logged_once(policy, caplog):
 
 
 def test_the_two_parts_are_timed(policy, lean):
-    from mmrl.runs.stopwatch import Stopwatch
+    from mmrl.runs.run_log import Stopwatch
 
     watch = Stopwatch(policy.device)
     with watch.running():

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from mmrl.recipes import RECIPES
-from mmrl.runs.samples import read_samples
+from mmrl.runs.records import read_samples
 from mmrl.training.recipe import Step, collect_metrics
 from mmrl.training.run import train
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.data.task import load_videos
-from mmrl.vlm.evaluation import frame_strips
+from mmrl.vlm.data.task import frame_strips, load_videos
 from mmrl.vlm.methods.apo import ApoConfig
 from mmrl.vlm.methods.papo import PapoConfig
 from mmrl.vlm.methods.sft import SftConfig

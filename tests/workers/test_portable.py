@@ -11,7 +11,6 @@ WORKER_SIDE = (
     "mmrl/workers/family.py",
     "mmrl/workers/loading.py",
     "mmrl/workers/serve.py",
-    "mmrl/workers/values.py",
     "mmrl/workers/vector/board.py",
     "mmrl/workers/vector/service.py",
     "mmrl/workers/vector/spaces.py",
@@ -19,7 +18,7 @@ WORKER_SIDE = (
     "robotics/sim/env_service.py",
     "robotics/sim/gym_adapter.py",
 )
-ONLY_WHERE_NEEDED = {"mmrl/workers/values.py": ("PIL",)}
+ONLY_WHERE_NEEDED = {"mmrl/workers/wire.py": ("PIL",)}
 """Imported in the function that builds a picture, which comes only to an environment that knows pictures."""
 
 
@@ -57,9 +56,7 @@ def test_nothing_is_pickled_between_processes():
         names = set(imports_of(ast.parse(path.read_text())))
         assert not names & {"pickle", "marshal", "multiprocessing"}, path.name
     users = [*(PROJECT / "mmrl" / "rewards").glob("*.py"), *(PROJECT / "robotics" / "sim").glob("*.py")]
-    decoding = [
-        path.name for path in users if "decode" in path.read_text() and "mmrl.workers.values" in path.read_text()
-    ]
+    decoding = [path.name for path in users if "decode" in path.read_text() and "mmrl.workers.wire" in path.read_text()]
     assert decoding == ["service.py"]  # the worker's side
 
 

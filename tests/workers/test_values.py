@@ -7,7 +7,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from mmrl.workers.values import decode, encode
+from mmrl.workers.wire import decode, encode
 
 
 def sent(value):

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mmrl.agents.environments.actions import Action
 from mmrl.agents.environments.environment import (
+    Action,
     Environment,
     Fields,
     MalformedError,
@@ -18,7 +18,7 @@ from mmrl.agents.environments.environment import (
 )
 from mmrl.errors import UserError
 from mmrl.workers.loading import LoadError, check_arguments, find_function
-from mmrl.workers.values import decode, encode
+from mmrl.workers.wire import decode, encode
 
 if TYPE_CHECKING:
     import numpy as np

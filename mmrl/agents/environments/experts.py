@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mmrl.agents.environments.actions import Action, write_answer
-from mmrl.agents.environments.environment import Environment, Observation, as_outcome, as_start
+from mmrl.agents.environments.environment import Action, Environment, Observation, as_outcome, as_start, write_answer
 from mmrl.agents.environments.pool import EnvPool, TurnResult
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video, write_videos
@@ -125,7 +124,7 @@ def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, forma
         env: the environment, in this process.
         task: as its `reset` takes it.
         seed: of the episode.
-        format: in which the answers are written; key of `mmrl.agents.environments.actions.FORMATS`.
+        format: in which the answers are written; key of `mmrl.agents.environments.environment.FORMATS`.
 
     Returns:
         The episode; success is the last `info["success"]`, or else whether there was a reward.

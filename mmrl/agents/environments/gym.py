@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mmrl.agents.environments.actions import Action
-from mmrl.agents.environments.environment import Observation, as_image
+from mmrl.agents.environments.environment import Action, Observation, as_image
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:

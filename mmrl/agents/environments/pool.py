@@ -22,15 +22,14 @@ from typing import Any, Self
 
 from omegaconf import MISSING
 
-from mmrl.agents.environments.actions import Action
-from mmrl.agents.environments.environment import MalformedError, Observation, unpack_outcome
+from mmrl.agents.environments.environment import Action, MalformedError, Observation, unpack_outcome
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.workers.engine import FailureLog, WorkerFailure, WorkerSpec, one_line
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.slots import Answer, Request
-from mmrl.workers.values import decode, encode
+from mmrl.workers.wire import decode, encode
 
 SERVICE = Path(__file__).resolve().with_name("env_service.py")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -57,7 +57,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
 from mmrl.hub.building import build_if_missing
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_generator, stream_seed
 from mmrl.training.recipe import LossTerm, Step

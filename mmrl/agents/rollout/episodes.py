@@ -17,14 +17,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.agents.environments.actions import FORMATS, ActionConfig
-from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.environment import FORMATS, ActionConfig, Observation
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.core.payload import per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
-from mmrl.runs.samples import SampleRecord
+from mmrl.runs.records import SampleRecord
 from mmrl.vlm.data.prompt import Context, Insert, Prompt, VlmPayload, join_prompts
 from mmrl.vlm.data.task import ImageSource, VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy

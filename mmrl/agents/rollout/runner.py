@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl.agents.environments.actions import Action, ActionConfig, ParsedAnswer
-from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
 from mmrl.agents.environments.pool import EnvPool, TurnResult
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer
 from mmrl.agents.rollout.turns import TurnSampler
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.run_log import stopwatch
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.engine.policy import VlmPolicy

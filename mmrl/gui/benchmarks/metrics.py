@@ -15,7 +15,7 @@ from mmrl.gui.benchmarks.table import Benchmark
 from mmrl.gui.grounding.answers import ParsedAnswer
 from mmrl.gui.grounding.coords import CoordinateSpace, Point
 from mmrl.gui.grounding.samples import GroundingSample
-from mmrl.runs.jsonlines import finite_or_none
+from mmrl.runs.records import finite_or_none
 from mmrl.runs.statistics import wilson_interval
 from mmrl.training.evaluation import part_metric
 

@@ -32,8 +32,7 @@ from mmrl.gui.grounding.samples import GroundingSample, Refusal
 from mmrl.hub.images import image_pixels_option
 from mmrl.runs.export import chosen_checkpoint
 from mmrl.runs.fingerprint import content_digest
-from mmrl.runs.jsonlines import ResumableRows, short_digest
-from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.training.evaluation import Evaluation, Measure, Row, Trial, evaluate_tasks
 from mmrl.training.recipe import Step
 from mmrl.training.settings import PRECISIONS

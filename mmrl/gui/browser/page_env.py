@@ -18,8 +18,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from mmrl.agents.environments.actions import Action
-from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.environment import Action, Observation
 from mmrl.agents.environments.videos import MARKS
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice

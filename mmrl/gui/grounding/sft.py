@@ -10,7 +10,7 @@ from typing import Any
 
 from mmrl.gui.grounding.rewards import point_rewards
 from mmrl.gui.grounding.tasks import FIRST_CORRECT, GroundingParts, Screens
-from mmrl.vlm.evaluation import VlmEvaluationConfig, scoring_evaluation
+from mmrl.vlm.config import VlmEvaluationConfig, scoring_evaluation
 from mmrl.vlm.methods.sft import SftConfig, SftRecipe
 
 

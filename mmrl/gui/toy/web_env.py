@@ -13,8 +13,7 @@ from random import Random
 from typing import Any
 
 from mmrl.agents.environments.action_formats import SAY
-from mmrl.agents.environments.actions import Action
-from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.environment import Action, Observation
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.gui.browser.browser import Browser

@@ -19,7 +19,7 @@ import numpy as np
 
 from mmrl.fields import bounded, rare
 from mmrl.rewards.answers import final_part
-from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, with_interval
 from mmrl.vlm.critic.critiques import CRITIQUE_TEMPLATE, critique_renderer, critique_task
 from mmrl.vlm.critic.details import is_satisfied

@@ -21,7 +21,7 @@ from PIL import Image
 from mmrl.fields import bounded, choice, rare
 from mmrl.hub.video_sampling import Frames
 from mmrl.rewards.answers import normalise, read_answer
-from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, mean_scores, with_interval
 from mmrl.training.processes import make_generator, stream_seed
 from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task, question_text, without_marks

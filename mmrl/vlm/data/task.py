@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeAlias
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageDraw
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.files import expanded, is_file
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file, resize_image
 from mmrl.hub.video_reading import VideoError
-from mmrl.hub.video_sampling import FILE_OPTIONS, FRAME_LIST_OPTIONS, Frames, sample_file, sample_frames
+from mmrl.hub.video_sampling import FILE_OPTIONS, FRAME_LIST_OPTIONS, Frames, frame_times, sample_file, sample_frames
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 
 LONGEST_NAME = 255
@@ -30,6 +31,11 @@ FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".ti
 
 
 MAY_BE_ZERO = ("video_start", "video_end")
+STRIP_COLUMNS, STRIP_ROWS = 4, 4
+"""Frames of a strip, and strips of a video; of more frames some are shown, spread evenly."""
+CELL, MARGIN, CAPTION = 112, 2, 16
+"""Pixels: width of a frame with its margins, each margin, and height of its time."""
+GROUND, INK = (24, 26, 30), (235, 235, 235)
 
 
 class TaskError(Exception):
@@ -409,3 +415,35 @@ VIDEO_ERRORS = {
     "unusable_video": "The frames that are asked for cannot be chosen from a video, or a list of frames is too long.",
 }
 """Errors found where a video is decoded, further to `TASK_ERRORS`."""
+
+
+def task_images(task: VlmTask, patch_size: int) -> list[Image.Image]:
+    """Images of a task, then strips of its videos as sampled for patches of `patch_size` pixels."""
+    strips = [strip for frames in load_videos(task, patch_size) for strip in frame_strips(frames)]
+    return [*task.load_images(), *strips]
+
+
+def frame_strips(frames: Frames) -> list[Image.Image]:
+    """Lay out the frames of a video in strips of four, each frame with its time in seconds below."""
+    pixels, times = frames[0], frame_times(frames)
+    places = np.linspace(0, len(times) - 1, min(len(times), STRIP_COLUMNS * STRIP_ROWS))
+    shown = np.unique(places.round().astype(int)).tolist()
+    cells = [_cell(pixels[number], times[number]) for number in shown]
+    strips = []
+    for first in range(0, len(cells), STRIP_COLUMNS):
+        part: Sequence[Image.Image] = cells[first : first + STRIP_COLUMNS]
+        strips.append(Image.new("RGB", (CELL * len(part), part[0].height), GROUND))
+        for number, cell in enumerate(part):
+            strips[-1].paste(cell, (number * CELL, 0))
+    return strips
+
+
+def _cell(pixels: object, time_s: float) -> Image.Image:
+    """A frame (3, height, width) with its time."""
+    frame = Image.fromarray(np.asarray(pixels).transpose(1, 2, 0).clip(0, 255).astype(np.uint8))
+    scale = (CELL - 2 * MARGIN) / max(frame.size)
+    width, height = (max(1, round(side * scale)) for side in frame.size)
+    cell = Image.new("RGB", (CELL, height + 2 * MARGIN + CAPTION), GROUND)
+    cell.paste(frame.resize((width, height)), ((CELL - width) // 2, MARGIN))
+    ImageDraw.Draw(cell).text((CELL // 2, cell.height - CAPTION // 2), f"{time_s:.2f} s", INK, anchor="mm")
+    return cell

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from mmrl.errors import ConfigError, UserError
 from mmrl.fields import bounded, check_config, rare
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.run_log import stopwatch
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.decoder import LeanWeights, PrefixDecoder, lean_weights, unsupported_reason
 from mmrl.vlm.engine.policy import VlmPolicy

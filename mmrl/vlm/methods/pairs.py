@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.core.rollouts import Rollouts
-from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, with_interval
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload

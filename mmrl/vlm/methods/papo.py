@@ -16,7 +16,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.hub.video_sampling import Frames
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.config import VlmConfig

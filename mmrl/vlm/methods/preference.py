@@ -18,17 +18,16 @@ from mmrl.core.objectives.pairwise import PreferenceObjective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
-from mmrl.runs.samples import SampleRecord
+from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, SupervisedRecipe
 from mmrl.training.settings import ReferenceConfig
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
-from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.data.task import TaskError, VlmTask, task_images
 from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.evaluation import task_images
 from mmrl.vlm.methods.pairs import PairColumns, PairMeasure, has_sides, keep_pairs, sides_of, tokenise_sides
 from mmrl.vlm.methods.sft import GivenAnswersConfig, given_answers
 

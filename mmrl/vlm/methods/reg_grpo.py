@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import DifficultyTracker
 from mmrl.errors import UserError
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import merge_lists
 from mmrl.training.recipe import Step

@@ -16,13 +16,12 @@ from mmrl.fields import rare
 from mmrl.training.objectives import likelihood_loss
 from mmrl.training.recipe import Step, SupervisedRecipe
 from mmrl.training.settings import BaseRunConfig
-from mmrl.vlm.config import VlmParts, check_scoring
+from mmrl.vlm.config import AnswerScoring, VlmEvaluationConfig, VlmParts, check_scoring, scoring_evaluation
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.evaluation import AnswerScoring, VlmEvaluationConfig, scoring_evaluation
 from mmrl.vlm.model.config import check_critic
 
 

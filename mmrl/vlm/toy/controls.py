@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.rewards.answers import Chat
-from mmrl.rewards.exact import exact_reward
+from mmrl.rewards.answers import Chat, exact_reward
 
 
 def shuffled_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from mmrl.errors import UserError
 from mmrl.report.page import write_report
 from mmrl.report.tables import part_lines
-from mmrl.runs.jsonlines import read_jsonl
+from mmrl.runs.records import read_jsonl
 from mmrl.training.run import finish_run, last_model
 from mmrl.vlm.toy.blind import fit_blind
 

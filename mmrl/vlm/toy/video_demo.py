@@ -10,7 +10,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.report.page import write_report
-from mmrl.runs.jsonlines import read_jsonl
+from mmrl.runs.records import read_jsonl
 from mmrl.runs.statistics import wilson_interval
 from mmrl.runs.tracking import read_evaluations
 from mmrl.training.run import finish_run, last_model

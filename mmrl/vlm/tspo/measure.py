@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmrl.errors import RunError
 from mmrl.hub.video_reading import VideoError
-from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, with_interval
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.tspo.answerers import Answerer, without_unreadable

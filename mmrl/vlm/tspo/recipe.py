@@ -35,8 +35,8 @@ from mmrl.errors import RunError, UserError
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.video_reading import VideoError
 from mmrl.runs.fingerprint import content_digest
-from mmrl.runs.samples import SampleRecord
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.records import SampleRecord
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.processes import stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step

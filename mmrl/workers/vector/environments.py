@@ -13,7 +13,7 @@ import numpy as np
 
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded
-from mmrl.workers import values
+from mmrl.workers import wire
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
 from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
@@ -102,7 +102,7 @@ class Environments:
             kwargs = [self._kwargs[row] for row in rows]
             make = {"factory": self._factory, "kwargs": kwargs, "first": rows[0], "mode": self._mode}
             try:
-                tree, arrays = values.encode({**content, "make": make})
+                tree, arrays = wire.encode({**content, "make": make})
             except TypeError as error:
                 raise UserError(f"options of an environment: {error}") from None
             requests[slot] = Request({"kind": kind, "content": tree}, arrays)
@@ -135,7 +135,7 @@ def content_of(answer: Answer) -> Any:
     if isinstance(answer, WorkerFailure) or not answer.fields:
         return None
     try:
-        return values.decode(answer.fields["content"], answer.arrays)
+        return wire.decode(answer.fields["content"], answer.arrays)
     except Exception as error:
         raise RunError(f"an environment's worker sent something that cannot be read: {error!r:.200}") from None
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import ModuleType
 
-    from mmrl.workers import loading, values
+    from mmrl.workers import loading, wire
     from mmrl.workers.vector import board, spaces
 
 
@@ -35,7 +35,8 @@ def _load_file(path: Path, name: str) -> ModuleType:
 
 if not TYPE_CHECKING:
     HERE = Path(__file__).resolve().parent
-    loading, values = (_load_file(HERE.parent / f"{name}.py", f"mmrl_{name}") for name in ("loading", "values"))
+    loading = _load_file(HERE.parent / "loading.py", "mmrl_loading")
+    wire = sys.modules.get("mmrl_wire") or _load_file(HERE.parent / "wire.py", "mmrl_wire")  # a worker has it
     board, spaces = (_load_file(HERE / f"{name}.py", f"mmrl_{name}") for name in ("board", "spaces"))
 
 
@@ -63,10 +64,10 @@ class VectorService:
     def answer(
         self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Work on a request; its content and its answer are encoded with `mmrl.workers.values`."""
+        """Work on a request; its content and its answer are encoded with `mmrl.workers.wire`."""
         if not fields:
             return self._report([self._step(place) for place in range(len(self._envs))])
-        content = values.decode(fields["content"], arrays)
+        content = wire.decode(fields["content"], arrays)
         if not self._envs:
             self._make(content["make"])
         kind = fields["kind"]
@@ -75,7 +76,7 @@ class VectorService:
         found = {"describe": self._describe, "render": self._render, "call": self._call, "set": self._set}[kind](
             content
         )
-        tree, parts = values.encode(found)
+        tree, parts = wire.encode(found)
         return {"content": tree}, parts
 
     def close(self) -> None:
@@ -166,7 +167,7 @@ class VectorService:
             return {}, {}
         plain = [_with_plain_numbers(info) for info in infos]
         try:
-            tree, arrays = values.encode(plain)
+            tree, arrays = wire.encode(plain)
         except TypeError as error:
             raise InfoError(_what_cannot_be_sent(plain) or str(error)) from None
         return {"content": tree}, arrays
@@ -182,7 +183,7 @@ def _with_plain_numbers(info: Mapping[str, Any]) -> dict[str, Any]:
 
 def _can_be_sent(value: Any) -> bool:
     try:
-        values.encode(value)
+        wire.encode(value)
     except TypeError:
         return False
     return True

@@ -17,8 +17,7 @@ from torch import nn
 
 from mmrl.fields import bounded
 from mmrl.runs.fingerprint import content_digest
-from mmrl.runs.jsonlines import ResumableRows, short_digest
-from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.training.evaluation import Measure, Trial, part_metric, with_interval
 from mmrl.training.settings import EvaluationConfig
 from robotics.episodes.evaluation import success_table

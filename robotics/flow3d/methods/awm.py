@@ -33,8 +33,8 @@ from diffusion.models.ema import EvalAverage, EvalEmaConfig
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards.config import RewardResult
-from mmrl.runs.samples import SampleRecord
-from mmrl.runs.stopwatch import stopwatch
+from mmrl.runs.records import SampleRecord
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import make_generator

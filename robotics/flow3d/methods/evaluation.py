@@ -13,7 +13,7 @@ import torch
 
 from diffusion.models.ema import EvalAverage, KeepsEvalAverage
 from mmrl.fields import bounded
-from mmrl.runs.samples import Outcome, SampleRecord
+from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, part_metric, parts_of_tasks, with_interval
 from mmrl.training.processes import stream_seed
 from robotics.flow3d.clip import FlowClip

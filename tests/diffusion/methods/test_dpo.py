@@ -16,7 +16,7 @@ from diffusion.toy.shapes.building import build_pairs
 from mmrl.core.loss import metric_values
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
-from mmrl.runs.samples import read_samples
+from mmrl.runs.records import read_samples
 from mmrl.training.processes import make_generator
 from mmrl.training.recipe import NoUsableTasksError, Step, make_reference
 from mmrl.training.run import train

@@ -111,8 +111,8 @@ def _messages(_: None, rng: random.Random, folder: Path) -> Verdict:
 
 def _actions(_: None, rng: random.Random, folder: Path) -> Verdict:
     """What an agent may write instead of an action, and what is in it where there is one."""
-    from mmrl.agents.environments.actions import FORMATS, PARSE_ERRORS, parse_answer
-    from mmrl.workers.values import encode
+    from mmrl.agents.environments.environment import FORMATS, PARSE_ERRORS, parse_answer
+    from mmrl.workers.wire import encode
 
     format = rng.choice(list(FORMATS))
     text = damage_text(rng, rng.choice((FORMATS[format].example, *AGENT_ANSWERS)))

@@ -11,8 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.runs.jsonlines import ResumableRows, read_jsonl
-from mmrl.runs.samples import SampleRecord
+from mmrl.runs.records import ResumableRows, SampleRecord, read_jsonl
 from mmrl.runs.statistics import cluster_bootstrap_interval, wilson_interval
 from mmrl.training.evaluation import Measure, evaluate_tasks, unscored, with_interval
 from mmrl.training.processes import make_accelerator

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.runs.run_log import peak_memory_mb
-from mmrl.runs.stopwatch import STAGES, Stopwatch, stopwatch
+from mmrl.runs.metrics import STAGES
+from mmrl.runs.run_log import Stopwatch, peak_memory_mb, stopwatch
 from mmrl.runs.tracking import Tracker, describe_metric, read_metrics
 from mmrl.training.settings import CheckpointConfig, EvaluationConfig
 from tests.training.toy import ToyRecipe

@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.rewards.exact import exact_reward
-from mmrl.rewards.format import format_reward
+from mmrl.rewards.answers import exact_reward, format_reward
 from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, ORDERS, build_questions
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.toy.critic_digits import build_critic_start, build_pairs, build_readings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.runs.samples import read_samples
+from mmrl.runs.records import read_samples
 from mmrl.training import run as stages
 from mmrl.vlm.toy import video_demo as demo
 

@@ -14,7 +14,7 @@ from PIL import Image
 from mmrl.errors import ConfigError, UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.export import export_run
-from mmrl.runs.samples import read_samples
+from mmrl.runs.records import read_samples
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.vlm.tspo.answerers import OracleAnswerer
