@@ -5,7 +5,7 @@ from PIL import Image
 
 from mmrl.report.charts import panel_chart
 from mmrl.report.page import write_report
-from mmrl.runs.samples import SampleRecord, write_samples
+from mmrl.runs.records import SampleRecord, write_samples
 from mmrl.runs.tracking import Tracker
 from tests.report.pages import Page
 
