@@ -96,7 +96,7 @@ class CriticConfig:
     """The value function and its training."""
 
     enabled: bool = True
-    """Without it V is 0 everywhere."""
+    """Whether there is a critic; without it V is 0."""
     width: int = rare(bounded(64, at_least=1))
     """Channels of the convolutions and hidden units."""
     learning_rate: float = bounded(1e-3, above=0)

@@ -54,7 +54,7 @@ class OrwSettings:
     center: bool = False
     """Subtract from each reward the mean of its prompt."""
     refresh_every: int = rare(bounded(1, at_least=1))
-    """Steps after which images are drawn with the policy as it is then."""
+    """Steps between refreshes of the policy that draws images."""
 
 
 @dataclass

@@ -159,7 +159,7 @@ class SamplerConfig:
     guidance: float = bounded(4.5, at_least=0)
     """Classifier-free guidance scale in rollouts and in training; 1 = none, one model row a step instead of two."""
     negative_prompt: str = rare("")
-    """The other side of guidance."""
+    """Negative prompt of classifier-free guidance."""
     kernel: str = rare(choice("flow_sde", lambda: KERNELS))
     """Transition of the trained steps: flow_sde, dance_sde or cps; methods that learn from x_0 alone use `solver`."""
     noise_level: float = bounded(0.7, at_least=0)

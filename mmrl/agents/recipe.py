@@ -56,7 +56,7 @@ class AgentRewardConfig:
     environment: float = rare(1.0)
     """Weight of the environment's reward, turn by turn."""
     format: float = rare(0.0)
-    """Taken off where the last answer had no action that could be read; 0.5 in ARPO."""
+    """Penalty if the last answer had no readable action; 0.5 in ARPO."""
 
 
 @dataclass

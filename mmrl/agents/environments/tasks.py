@@ -44,7 +44,7 @@ class TaskSetConfig:
     seeds: int = bounded(100, at_least=1, at_most=LARGEST_SEED)
     """Seeds of each task."""
     first_seed: int = bounded(0, at_least=0, at_most=LARGEST_SEED)
-    """The first of them; sets for training and evaluation may share none."""
+    """First seed; sets for training and evaluation may not share seeds."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further entries of every task."""
     instruction: str = ""

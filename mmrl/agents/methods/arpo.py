@@ -61,15 +61,14 @@ class ReplayConfig:
     size: int = rare(bounded(8, at_least=1))
     """Trajectories kept of each task; the oldest one goes first."""
     threshold: float = rare(bounded(0.1, finite=True))
-    """A trajectory is kept where the environment's rewards add up to more."""
+    """Sum of the environment's rewards above which a trajectory is kept."""
     max_std: float = rare(bounded(0.05, at_least=0))
-    """A group is given a stored trajectory where the standard deviation (of the population) of what its trajectories
-    earned is smaller, and"""
+    """Replay into a group only where the population standard deviation of its trajectories' rewards is smaller."""
     max_mean: float = rare(bounded(0.2, finite=True))
-    """the mean is smaller."""
+    """Replay into a group only where the mean of its trajectories' rewards is smaller."""
     correction: str = rare(choice("recompute", CORRECTIONS))
     """Old log-probs of replayed trajectories: recompute (of the policy before the update, so that the ratio begins at 1
-    and nothing tells how stale they are) or behaviour (as they were sampled, clipped as usual)."""
+    and hides how stale they are) or behaviour (as they were sampled, clipped as usual)."""
     max_age: int | None = rare(bounded(None, at_least=1))
     """Steps after which a stored trajectory is not used any more; null = never."""
     memory_mb: int = rare(bounded(4096, at_least=1))

@@ -100,7 +100,7 @@ class DigirlSettings:
     quantile: float = bounded(0.9, at_least=0, at_most=1)
     """Episodes that score at least this quantile of all are kept."""
     min_score: float | None = bounded(None, finite=True)
-    """Smallest score of a kept episode besides, a reward offline and an advantage after; null = none."""
+    """Further bound on the score of a kept episode: a reward offline, an advantage afterwards; null = none."""
     clamp: bool = rare(True)
     """Whether token probabilities are kept within 0.001 and 0.99, beyond which a token has no gradient."""
     batch_episodes: int = bounded(16, at_least=1)

@@ -53,7 +53,7 @@ class PromptConfig:
     prefix: str | None = rare(None)
     """Start of the answer instead of the preset's; '' = nothing."""
     refusal: str | None = rare(None)
-    """Added to the question where a benchmark also asks for absent elements; '' = nothing."""
+    """Text added to the question if a benchmark also asks for absent elements; '' = nothing."""
     space: str = rare(choice("", lambda: ("", *CoordinateSpace)))
     """Meaning of the two numbers of an answer; empty: that of the preset."""
 

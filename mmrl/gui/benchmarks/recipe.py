@@ -93,7 +93,7 @@ class GroundingEvaluationConfig:
     """A model, how it is asked, and the benchmarks."""
 
     recipe: str = ""
-    """grounding_eval."""
+    """Name of the recipe: grounding_eval."""
     output_dir: str = "runs/grounding-eval"
     """Folder of answers, tables and images; existing answers are not computed again."""
     seed: int = 0

@@ -64,7 +64,7 @@ class RevisionConfig:
     max_new_tokens: int | None = rare(bounded(None, at_least=1))
     """Longest critique in tokens; empty: `sampler.max_new_tokens`."""
     splits: list[str] = field(default_factory=list)
-    """Held-out splits that it is measured on; empty: all."""
+    """Held-out splits of this measurement; empty: all."""
 
     def validate(self) -> None:
         """Refuse a template that leaves something out; raises UserError."""

@@ -46,7 +46,7 @@ class AugmentationSettings:
     think_start: str = rare("<think>")
     """Text that a response's reasoning begins with."""
     think_end: str = rare("</think>")
-    """Text that ends it."""
+    """Text that a response's reasoning ends with."""
     noise_scale: float = bounded(0.5, at_least=0, finite=True)
     """Standard deviation of the noise, as a share of full contrast, for a difficulty of -1; 0 = no noise."""
     noise_max: float = rare(bounded(0.3, above=0, finite=True))

@@ -40,7 +40,7 @@ class CriticSettings:
     """The value head that a model gets where the objective has a critic."""
 
     hidden: list[int] = field(default_factory=list)
-    """Widths of its hidden layers, with ReLU between them; none is one linear layer."""
+    """Widths of the hidden layers, with ReLU between them; none is one linear layer."""
     stop_gradient: bool = False
     """End the critic's gradient at the model's last state, so that its loss trains the head alone."""
     seed: int = 0
