@@ -33,7 +33,7 @@ def did_you_mean(name: str, known: Iterable[object]) -> str:
 
 
 def require_packages(what: str, names: Sequence[str], extra: str) -> None:
-    """Check that packages of an extra are installed, before anything is begun."""
+    """Check that packages of an extra are installed, before any work starts."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise UserError(f"{what} needs {' and '.join(missing)}, not installed here: pip install 'mmrl-suite[{extra}]'")

@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @dataclass
 class PrepareConfig:
-    """A run that all arms share, such as the supervised warm start they begin from."""
+    """A run that all arms share, such as the supervised warm start."""
 
     config: str = MISSING
     """Configuration file of the run."""

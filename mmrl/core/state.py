@@ -40,7 +40,7 @@ class AdaptiveKL:
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.coefficient = float(state["coefficient"])
 
 
@@ -78,6 +78,6 @@ class DifficultyTracker:
         return {"recent": list(self.recent), "means": dict(self.means)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.recent = list(state["recent"])[-self.window :]
         self.means = dict(state["means"])

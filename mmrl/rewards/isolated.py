@@ -164,7 +164,7 @@ def _memory_bytes(memory_mb: float | None) -> int | None:
 
 
 def _failure(failure: WorkerFailure, function: str = "") -> Failure:
-    """Say in terms of rewards why a worker gave no answer."""
+    """Translate a worker's failure into a reward's failure."""
     if failure.stage == "total":
         return Failure("timeout", "given up: the rows together took longer than batch_timeout_s")
     if failure.stage == "send":

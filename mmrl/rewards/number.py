@@ -24,7 +24,7 @@ TOKEN = re.compile(
 )
 BETWEEN = re.compile(r"\s*(?:[-+*/×÷,;:]|\\times|\\cdot|\\div)?\s*")
 UNIT_POWER = re.compile(r"\b(units?|[cdmk]?m|ft|in|yd|mi|s)\s*(?:\^\{?-?\d\}?|[²³]|[23]\b)")
-# What is left beside the numbers must be words, units and layout: no digit, power, root, factorial or function.
+# The text without the numbers must be words, units and layout: no digit, power, root, factorial or function.
 EXPRESSION = re.compile(r"[\d^√∛π∞]|\*\*|#\s*!|[A-Za-z]\(\s*#|\\(?!text|mathrm|\$|%|[,;!\s])")
 
 

@@ -323,11 +323,11 @@ class SimCounts:
 
     def state_dict(self) -> dict[str, int]:
         """Counts for a checkpoint."""
-        # Those of an evaluation since the step are known without asking the others in a single process only.
+        # Counts of an evaluation since the step are known without the other processes only if there are none.
         return self._totals(self._sim.counts) if PartialState().num_processes == 1 else dict(self._latest)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from the counts of a checkpoint."""
+        """Continue from the counts of a checkpoint."""
         self._before = {name: int(count) for name, count in state.items()}
         self._latest = dict(self._before)
 

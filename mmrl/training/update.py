@@ -111,7 +111,7 @@ BATCH_FIELDS = ("reward", "advantage", "logp_old", "logp_ref", "values", "return
 
 
 def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Module) -> str | None:
-    """Say which number stopped being finite, the earliest cause first."""
+    """Name the numbers that are not finite, the earliest cause first."""
     checks: list[tuple[str, Tensor]] = []
     scored = minibatch.scored
     for name in BATCH_FIELDS:
@@ -394,7 +394,7 @@ def count_denominators(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Denomin
 
 
 def groups_with_gradient(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Tensor:
-    """Tell which groups (N,) can have a gradient; the update may leave out the others.
+    """Mask of the groups (N,) that can have a gradient; the update may leave out the others.
 
     All of them where the loss has a part that does not vanish with the advantages: a KL, entropy or value term, a term
     of the method, or a loss of its own.
@@ -406,7 +406,7 @@ def groups_with_gradient(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Tenso
 
 
 def groups_with_advantage(minibatch: Rollouts) -> Tensor:
-    """Tell which groups (N,) have an advantage other than 0; all of them before there are advantages."""
+    """Mask of the groups (N,) with an advantage other than 0; all of them before there are advantages."""
     if minibatch.advantage is None:
         return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
     moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)

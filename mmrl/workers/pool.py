@@ -124,7 +124,7 @@ class Spread:
                 self._note_hung(failure)
 
     def _note_hung(self, failure: WorkerFailure) -> None:
-        """Let the others have a part of their time first, or give up those that had it."""
+        """Give the others a part of their time first, or give up on those that had it."""
         if self._first_s == self._timeout_s and not self._retrying:
             self._first_s = min(self._timeout_s, max(FIRST_SHARE * self._timeout_s, SLOWEST_FACTOR * self._slowest_s))
         self._hung_in_a_row += 1

@@ -104,7 +104,7 @@ class Pipes:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def note_import(self) -> None:
-        """Tell the pool that the main thread begins to import."""
+        """Report to the pool that the main thread begins to import."""
         now = time.monotonic()
         if self._busy and threading.get_ident() == self._main and now - self._noted > LOADING_SECONDS:
             self._noted = now

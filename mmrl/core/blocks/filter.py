@@ -18,7 +18,7 @@ from mmrl.fields import bounded, rare
 def zero_variance_groups(
     rollouts: Rollouts, key: str = "reward", low: float | None = None, high: float | None = None
 ) -> Tensor:
-    """Say which groups to keep: those whose scored rows do not all have the same reward.
+    """Choose the groups to keep: those whose scored rows do not all have the same reward.
 
     Args:
         rollouts: The rows of whole groups.

@@ -252,7 +252,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         return infos
 
     def _choose(self, rows: Container[int]) -> dict[int, list[int]]:
-        """Rows to begin by worker: those wanted, and of a fresh process all."""
+        """Rows to start by worker: the requested ones, and all of a fresh process."""
         chosen = {slot: [row for row in members if row in rows] for slot, members in enumerate(self._rows)}
         return {slot: self._rows[slot] if slot in self._lost else some for slot, some in chosen.items() if some}
 

@@ -54,7 +54,7 @@ class VectorSettings:
     """Restarts of a process without a complete episode after which the run stops."""
 
     def worker_spec(self, purpose: str) -> WorkerSpec:
-        """Say how a worker is started."""
+        """Settings with which a worker is started."""
         # Threads that wait for each other's cores cost more than they bring with a process an environment.
         threads = {name: os.environ.get(name, "1") for name in THREADS}
         return WorkerSpec(

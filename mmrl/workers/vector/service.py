@@ -108,7 +108,7 @@ class VectorService:
         }
 
     def _reset(self, content: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Begin episodes; `places` lists which of the environments here, `seeds` has one for each of them."""
+        """Start episodes; `places` has the indices of the environments here, `seeds` a seed for each."""
         if self._board is None:
             self._board = board.Board.open(content["path"], content["layout"])
         infos: list[dict[str, Any]] = [{} for _ in self._envs]
