@@ -38,7 +38,7 @@ from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts, splits_by_key, task_images
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
-from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample
+from mmrl.vlm.engine.sampler import Samples, sample
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -93,7 +93,7 @@ class VlmDomain:
         """
         self.questions = questions
         rewards, sampler = scoring.rewards, scoring.sampler
-        self.evaluation_sampler = sampler if isinstance(sampler, SamplerConfig) else sampler.config
+        self.evaluation_sampler = sampler.config
         self.accuracy_term = scoring.accuracy_reward or (rewards[-1].name if rewards else "")
         loaded = self.prepare_tasks(load_tasks(config.data), training=True)
         self.train_tasks = loaded.tasks

@@ -6,8 +6,8 @@ import copy
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -28,11 +28,36 @@ FINISH_REASONS = ("length", "eos", "stop")
 
 
 @dataclass
-class SamplerConfig:
-    """Lengths, temperature and truncation of sampled responses."""
+class AnswerSampling:
+    """Lengths of the answers that an evaluation samples; its temperature is `evaluation.temperature`."""
 
+    place: ClassVar[str] = "evaluation.sampler"
+    """Section of the options, for messages."""
     max_new_tokens: int = bounded(64, at_least=1)
     """Longest response in tokens."""
+    stop: list[str] = rare(field(default_factory=list))
+    """A response ends with the token that completes one of these strings in its decoded text."""
+    batch_rows: int = bounded(256, at_least=1)
+    """Most responses that are decoded at a time; for memory only, the responses do not depend on it."""
+    lean: bool = rare(True)
+    """Decode with the project's own lean decoder where the model allows it; else through transformers."""
+
+    @property
+    def config(self) -> SamplerConfig:
+        """The same for the sampler."""
+        return SamplerConfig(**{item.name: getattr(self, item.name) for item in fields(AnswerSampling)})
+
+    def validate(self) -> None:
+        """Refuse empty stop strings; raises ConfigError."""
+        if not all(self.stop):
+            raise ConfigError(f"{self.place}.stop is {self.stop}; it must be made of non-empty strings")
+
+
+@dataclass
+class SamplerConfig(AnswerSampling):
+    """Lengths, temperature and truncation of sampled responses."""
+
+    place: ClassVar[str] = "sampler"
     temperature: float = bounded(1.0, above=0)
     """Logits are divided by it, in sampling and in scoring."""
     top_p: float = bounded(1.0, above=0, at_most=1)
@@ -40,45 +65,13 @@ class SamplerConfig:
     log-probabilities stay those of the full distribution."""
     top_k: int = bounded(0, at_least=0)
     """Draw only from this many of the most likely tokens; 0 is all."""
-    stop: list[str] = rare(field(default_factory=list))
-    """A response ends with the token that completes one of these strings in its decoded text."""
-    batch_rows: int = bounded(256, at_least=1)
-    """Most responses that are decoded at a time; for memory only, the responses do not depend on it."""
-    lean: bool = rare(True)
-    """Decode with the project's own lean decoder where the model allows it; else through transformers."""
     keep_prefill: bool = rare(True)
     """Reuse the prompts' states of sampling until the weights change; with one update on all rows, in it too."""
 
-    def validate(self) -> None:
-        """Refuse empty stop strings; raises ConfigError."""
-        if not all(self.stop):
-            raise ConfigError(f"sampler.stop is {self.stop}; it must be made of non-empty strings")
-
-
-@dataclass
-class AnswerSampling:
-    """Lengths of the answers that an evaluation samples; its temperature is `evaluation.temperature`."""
-
-    max_new_tokens: int = bounded(64, at_least=1)
-    """Longest answer in tokens."""
-    stop: list[str] = rare(field(default_factory=list))
-    """An answer ends with the token that completes one of these strings in its decoded text."""
-    batch_rows: int = bounded(256, at_least=1)
-    """Most answers that are decoded at a time; for memory only, the answers do not depend on it."""
-    lean: bool = rare(True)
-    """Decode with the project's own lean decoder where the model allows it; else through transformers."""
-
     @property
     def config(self) -> SamplerConfig:
-        """The same for the sampler."""
-        return SamplerConfig(
-            max_new_tokens=self.max_new_tokens, stop=self.stop, batch_rows=self.batch_rows, lean=self.lean
-        )
-
-    def validate(self) -> None:
-        """Refuse empty stop strings; raises ConfigError."""
-        if not all(self.stop):
-            raise ConfigError(f"evaluation.sampler.stop is {self.stop}; it must be made of non-empty strings")
+        """Itself."""
+        return self
 
 
 @dataclass
