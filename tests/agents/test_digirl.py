@@ -131,7 +131,7 @@ def test_following_states_stay_within_their_episode():
     )
     assert data.next_state.flatten()[data.has_next].tolist() == [1, 2, 4]
     assert data.has_next.tolist() == [True, True, False, True, False]
-    assert data.steps.succeeds.tolist() == [1, 1, 1, 0, 0]
+    assert data.succeeds.tolist() == [1, 1, 1, 0, 0]
     assert data.total.tolist() == [1, 0]
 
 

@@ -271,16 +271,18 @@ class DigirlRecipe(AgentRecipe):
         """Some updates of both critics, the same on every process."""
         settings = self.config.digirl.critic
         generator = make_generator(self.config.seed, "critics", step.number)
-        succeeded, steps = (data.total > 0).long(), data.steps
+        succeeded, succeeds = (data.total > 0).long(), data.succeeds
+        state, next_state, has_next = data.state, data.next_state, data.has_next
         instruction, steps_critic = self.instruction_critic, self.step_critic
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
             for _ in range(settings.updates):
                 rows = torch.randint(len(succeeded), (settings.batch_episodes,), generator=generator)
                 loss = instruction_loss(instruction.critic(data.text_state[rows]), succeeded[rows])
                 self.noted["digirl/instruction_loss"] = instruction.step(loss)
-                drawn = steps.select(torch.randint(len(steps), (settings.batch_steps,), generator=generator))
-                logits = steps_critic.critic(drawn.state), steps_critic.critic(drawn.next_state)
-                self.noted["digirl/step_loss"] = steps_critic.step(step_loss(*logits, drawn.has_next, drawn.succeeds))
+                rows = torch.randint(len(succeeds), (settings.batch_steps,), generator=generator)
+                logits = steps_critic.critic(state[rows]), steps_critic.critic(next_state[rows])
+                loss = step_loss(*logits, has_next[rows], succeeds[rows])
+                self.noted["digirl/step_loss"] = steps_critic.step(loss)
 
     def _filter(self, data: LabelledEpisodes, step: Step) -> tuple[Tensor, Tensor]:
         """Masks of the episodes (n,) and of all steps (M,) that are kept."""

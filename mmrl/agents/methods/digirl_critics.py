@@ -40,28 +40,6 @@ class CriticConfig:
     """Norm above which gradients are scaled down."""
 
 
-@dataclass
-class StepData:
-    """Steps of stored episodes, M of them."""
-
-    state: Tensor
-    """(M, S) before each step."""
-    next_state: Tensor
-    """(M, S) before the following step; anything where the episode is over."""
-    has_next: Tensor
-    """(M,) bool."""
-    succeeds: Tensor
-    """(M,) int64, 1 where the return from the step on is above 0."""
-
-    def __len__(self) -> int:
-        """Number of steps M."""
-        return len(self.succeeds)
-
-    def select(self, rows: Tensor) -> StepData:
-        """Some of the steps (m,) int64, with repetitions."""
-        return StepData(self.state[rows], self.next_state[rows], self.has_next[rows], self.succeeds[rows])
-
-
 class InstructionCritic(nn.Module):
     """Probability that an instruction is carried out, by the state of its text: one linear layer."""
 
@@ -185,9 +163,9 @@ class LabelledEpisodes:
         return torch.tensor([step < steps - 1 for steps in self.counts for step in range(steps)])
 
     @property
-    def steps(self) -> StepData:
-        """The steps as data of the step critic."""
-        return StepData(self.state, self.next_state, self.has_next, (self.mc_return > 0).long())
+    def succeeds(self) -> Tensor:
+        """(M,) int64, 1 where the return from the step on is above 0."""
+        return (self.mc_return > 0).long()
 
 
 def label_episodes(
