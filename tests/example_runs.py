@@ -1,4 +1,4 @@
-"""Folders that the pages of the docs speak of, made from tiny random models: questions, checkpoints, demonstrations."""
+"""Folders that the pages of the docs mention, made from tiny random models: questions, checkpoints, demonstrations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CAPTIONS = ("a red circle", "a blue square", "a green triangle")
 
 
 def checkpoint(folder: Path, run: str, step: int) -> Path:
-    """Where a run keeps the model of a step."""
+    """Folder of a run's model at a step."""
     return folder / "runs" / run / f"checkpoints/step-{step:06d}" / "model"
 
 
@@ -48,7 +48,7 @@ def make_metrics(folder: Path) -> None:
 
 
 def make_results(folder: Path) -> None:
-    """Checkpoints of each room as its policies write them."""
+    """Checkpoints of each domain as its policies write them."""
     _vlm_results(folder)
     _diffusion_results(folder)
     _robot_results(folder)

@@ -10,7 +10,7 @@ OF_GROUPS = ("trainer.samples_per_task", "trainer.skip_steps_without_gradient")
 
 
 def fitting(config: Any, overrides: Sequence[str]) -> list[str]:
-    """Overrides with the places that a supervised configuration has for them, without those of sampled groups."""
+    """Overrides moved to the sections of a supervised configuration, without those for sampled groups."""
     found = []
     for override in overrides:
         key = override.partition("=")[0]

@@ -1,4 +1,4 @@
-"""How the time of a function grows with its input, which holds on any machine, as a number of seconds does not."""
+"""Growth of a function's time with its input, which unlike seconds is the same on any machine."""
 
 from __future__ import annotations
 

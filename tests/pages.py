@@ -48,7 +48,7 @@ class Page:
 
     @property
     def links(self) -> list[str]:
-        """Targets of links and pictures, without those to other sites."""
+        """Targets of links and images, without those to other sites."""
         targets = re.findall(r"\]\(([^)\s]+)\)", self.prose)
         return [target for target in targets if not re.match(r"[a-z]+://", target)]
 
@@ -59,7 +59,7 @@ class Page:
 
     @property
     def anchors(self) -> set[str]:
-        """What `page.md#...` may name, as GitHub makes it of the headings."""
+        """Valid anchors of `page.md#...`, as GitHub derives them from the headings."""
         headings = re.findall(r"^#+ (.+)$", self.prose, re.M)
         return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""What float32 may differ by when the same sums are taken in another order."""
+"""Tolerance for float32 results of the same sums in a different order."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ or counted twice, changes a gradient by more than a hundredth."""
 
 
 def assert_equal_up_to_rounding(found: Tensor, expected: Tensor, passes: int = 1) -> None:
-    """Compare what a network computed in two ways that differ in the order of sums only, such as two batch sizes.
+    """Compare a network's outputs computed with a different order of sums, such as two batch sizes.
 
     Args:
         found: any shape.
@@ -25,7 +25,7 @@ def assert_equal_up_to_rounding(found: Tensor, expected: Tensor, passes: int = 1
 
 
 def assert_same_gradient(found: Tensor, expected: Tensor) -> None:
-    """Compare a gradient computed in two ways that differ in the order of sums only, by its norm."""
+    """Compare, by its norm, a gradient computed with a different order of sums."""
     assert found.shape == expected.shape
     difference = float((found - expected).detach().norm()) / float(expected.detach().norm())
     assert difference <= CANCELLATION * ULPS * EPS, f"relative difference {difference:.2e}"

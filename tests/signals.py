@@ -1,4 +1,4 @@
-"""Signals as a terminal gives them, also where the tests were started to ignore some (`nohup`, a job with `&`)."""
+"""Signals as from a terminal, even if the tests were started with some ignored (`nohup`, a job with `&`)."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""Commands, exit codes and messages of `mmrl`; the messages are part of what a user is promised."""
+"""Commands, exit codes and messages of `mmrl`; the messages are part of the interface."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ class ToyRecipe:
 
 @pytest.fixture(autouse=True)
 def _untouched_process(monkeypatch):
-    """`main` sets library switches for its process; a test must not hand them to the next one."""
+    """Restore the library switches that `main` sets for its process."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with warnings.catch_warnings():
         yield
@@ -388,7 +388,7 @@ def test_version(capsys):
 
 @pytest.mark.parametrize(("words", "code"), [(["list", "recipes"], 0), (["train", "nothing.yaml"], 2)])
 def test_a_command_continues_when_its_output_cannot_be_written(words, code):
-    """As where the log lies on a full disk."""
+    """A stream like that of a log on a full disk."""
     command = [sys.executable, "-m", "mmrl.cli", *words]
     with open("/dev/full", "w") as full:
         assert (

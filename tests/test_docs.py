@@ -1,4 +1,4 @@
-"""What is generated from the code: the tables of README.md and docs/, and the picture of the architecture."""
+"""Generated parts are current: the tables of README.md and docs/, and the drawing of the architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each check of `mmrl doctor` recognises the broken machine it is there for and says what to do."""
+"""Each check of `mmrl doctor` recognises its fault and suggests a fix."""
 
 import json
 from importlib.metadata import PackageNotFoundError

@@ -1,4 +1,4 @@
-"""`mmrl doctor RUN`: what it finds in a run folder, and the advice that it gives."""
+"""`mmrl doctor RUN`: its findings in a run folder, and its advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs in examples/ run as they are, learn what they say and leave what they name."""
+"""The programs in examples/ run unchanged, learn, and write the files that they name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def run(name, folder):
-    """What a program prints; its temporary files go into the folder."""
+    """Output of a program; its temporary files go into the folder."""
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment = os.environ | threads | {"TMPDIR": str(folder), "PYTHONPATH": str(EXAMPLES.parent)}
     command = [sys.executable, str(EXAMPLES / name)]

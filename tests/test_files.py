@@ -1,4 +1,4 @@
-"""Files that the suite writes: whole or not at all, whatever interrupts the writer."""
+"""Files that the suite writes: written completely or not at all, whatever interrupts the writer."""
 
 import os
 import re
@@ -94,7 +94,7 @@ INSIDE_A_DRAFT = {
 
 
 def test_every_file_of_the_suite_is_written_through_the_helper():
-    """A new `write_text` has to go through `write_atomically` or to be listed above with its reason."""
+    """A new `write_text` must go through `write_atomically` or be listed above with its reason."""
     direct = re.compile(
         r"(?<!draft)\.write_(text|bytes)\(|torch\.save\([^)]*(?<!draft)\)|np\.savez?\w*\((?!draft|handle)"
     )

@@ -1,4 +1,4 @@
-"""Imports run one way, and importing a room loads nothing heavier than the room needs."""
+"""Imports run one way, and importing a package loads nothing heavier than it needs."""
 
 import ast
 import subprocess
@@ -41,7 +41,7 @@ SUITE = ("mmrl", "diffusion", "robotics")
 
 
 def room_of(module):
-    """The room or top module that a dotted name belongs to; the name's package when it is in neither."""
+    """The package or top module that a dotted name belongs to; the name's package when it is in neither."""
     rooms = [room for room in (*MAY_IMPORT, *TOP) if module == room or module.startswith(room + ".")]
     return max(rooms, key=len, default=module.split(".")[0])
 
@@ -67,7 +67,7 @@ def imported_modules(tree, module, is_package):
 
 
 def reversed_arrows(root):
-    """One line for each import that runs against the arrows: file, line, and what the room may import."""
+    """One line for each import that runs against the arrows: file, line, and the allowed imports."""
     problems = []
     files = [path for name in SUITE for path in sorted((root / name).rglob("*.py"))]
     for path in files:

@@ -166,7 +166,7 @@ def changed(config, leaf, value):
 
 
 def outcome(config, folder):
-    """Losses and weights of a run of two steps, or that it is refused."""
+    """Losses and weights of a run of two steps, or its refusal."""
     shutil.rmtree(folder, ignore_errors=True)
     config = copy.deepcopy(config)
     config.output_dir = str(folder)

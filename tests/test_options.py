@@ -1,4 +1,4 @@
-"""`mmrl options` and what a dataclass says about its own options."""
+"""`mmrl options` and the descriptions of dataclass options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmrl.recipes import RECIPES
 
 @dataclass
 class Sampler:
-    """How samples are drawn."""
+    """Sampling settings."""
 
     temperature: float = bounded(1.0, above=0)
     """Logits are

@@ -1,4 +1,4 @@
-"""What README and docs say exists, parses and runs."""
+"""Files, commands and code named in README and docs exist, parse and run."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def schemas():
 
 
 def field_of(schema, key):
-    """Type of a dotted key of a configuration, or None; whatever lies below a plain dictionary exists."""
+    """Type of a dotted key of a configuration, or None; any key below a plain dictionary exists."""
     hint = schema
     for part in key.split("."):
         hint = next((kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind)), hint)

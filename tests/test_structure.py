@@ -1,4 +1,4 @@
-"""How the packages are laid out: no circles, small folders and files, shallow inheritance, toys out of the library."""
+"""How the packages are laid out: no circles, small folders and files, shallow inheritance, no toys in the library."""
 
 import ast
 from collections import defaultdict
@@ -82,7 +82,7 @@ def circles(edges):
 
 
 def folder_of(module):
-    """Folder of a module; files at the top of `mmrl` lie on different levels, see `tests/test_layers.py`."""
+    """Folder of a module; files at the top of `mmrl` are on different levels, see `tests/test_layers.py`."""
     return module if module.startswith("mmrl.") and module.count(".") == 1 else module.rpartition(".")[0]
 
 

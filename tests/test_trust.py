@@ -1,4 +1,4 @@
-"""No file and no message is read in a way that could run code."""
+"""Reading files and messages cannot run code."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ FILES = [path for room in ("mmrl", "diffusion", "robotics") for path in (PROJECT
 
 
 def calls(path):
-    """Dotted names of what a file calls, with the keyword arguments that are literals."""
+    """Dotted names of a file's calls, with the keyword arguments that are literals."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             literal = {key.arg: key.value.value for key in node.keywords if isinstance(key.value, ast.Constant)}

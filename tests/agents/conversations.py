@@ -1,4 +1,4 @@
-"""Conversations of several turns with a picture each, sampled from a tiny model."""
+"""Conversations of several turns with an image each, sampled from a tiny model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [(64, 64), (64, 96), (128, 64)]
 
 
 def observation(policy: VlmPolicy, row: int, turn: int, answered: bool) -> Prompt:
-    """What row and turn see: a picture of a size of their own, and some turns none."""
+    """Observation of a row and turn: an image of its own size, and no image in some turns."""
     sizes = [] if (row + turn) % 4 == 3 else [SIZES[(row + turn) % 3]]
     task = make_task(f"{row}-{turn}", "What is the sum? " * (1 + (row + turn) % 2), sizes)
     return policy.encode_turn(task, answered=answered)
@@ -35,7 +35,7 @@ def converse(
     seed: int = 0,
     **options,
 ) -> Rollouts:
-    """Sample conversations: row i begins behind the prompt of group[i] and takes `turns` turns, odd rows one fewer."""
+    """Sample conversations: row i follows the prompt of group[i] and has `turns` turns, odd rows one fewer."""
     config = SamplerConfig(**{"max_new_tokens": 6, "temperature": 2.0} | options)
     prompts = [policy.encode(make_task(f"group-{n}", "Sum? " * (n + 1), [SIZES[n % 3]])) for n in range(max(group) + 1)]
     rows = [Trajectory() for _ in group]
@@ -89,7 +89,7 @@ def as_rollouts(policy, prompts, rows, group, finish) -> Rollouts:
 
 
 def one_row_a_turn(rollouts: Rollouts) -> tuple[Rollouts, list[tuple[int, int]]]:
-    """The same decisions with every turn as a row of its own behind everything before it, read from the beginning.
+    """The same decisions with every turn as a separate row after the whole conversation before it.
 
     Returns:
         The rows, and for each the row of `rollouts` and the place of its first token there.

@@ -1,4 +1,4 @@
-"""A corridor that a model which babbles can walk: every answer is a step, and its length decides what happens."""
+"""A corridor that an untrained model can walk: every answer is a step, and its length decides the direction."""
 
 import os
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Corridor:
-    """Ends after some steps with the share of right ones; the image shows where one is."""
+    """Ends after some steps with the share of right ones; the image shows the position."""
 
     actions = {"left": "", "right": "", "finish": "ask for the verdict"}  # noqa: RUF012
 

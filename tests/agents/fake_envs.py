@@ -1,4 +1,4 @@
-"""Environments that do what they are told, some of it bad; loaded by path in a worker."""
+"""Environments that misbehave on request; loaded by path in a worker."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ HELD = []
 
 
 class Fake:
-    """Counts its steps; an action's name says what goes wrong."""
+    """Counts its steps; the action's name selects the fault."""
 
     actions = {"go": "take a step", "end": "end the episode"}  # noqa: RUF012
 
@@ -93,7 +93,7 @@ class Fake:
 
 
 class Guide(Fake):
-    """Has an expert, which fails in another way for each of the seeds 1 to 4 and never ends for seed 5."""
+    """Has an expert, which fails in a different way for each of the seeds 1 to 4 and never ends for seed 5."""
 
     def expert(self):
         if self.seed == 1:

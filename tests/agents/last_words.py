@@ -1,4 +1,4 @@
-"""`Talk`, where one episode is the last thing that its trainer does."""
+"""`Talk` with an episode that kills its trainer."""
 
 import os
 import signal

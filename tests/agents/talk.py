@@ -1,4 +1,4 @@
-"""A place where every answer is an action: what is said decides the reward, and what is seen next."""
+"""An environment in which every answer is an action; its text determines the reward and the next observation."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from mmrl.agents.environments.environment import Action
 
 
 class Talk:
-    """Two turns; each is worth the share of vowels in what is said."""
+    """Two turns; each earns the share of vowels in the answer."""
 
     def reset(self, task, seed):
         self.said, self.seed = [], seed

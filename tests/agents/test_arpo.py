@@ -1,4 +1,4 @@
-"""ARPO: which groups get a stored success, what is stored, and that switch, correction and resume do what they say."""
+"""ARPO: which groups get a stored success, the contents of the buffer, and the switch, correction and resume."""
 
 from __future__ import annotations
 

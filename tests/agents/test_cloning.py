@@ -1,4 +1,6 @@
-"""Cloning an expert: its answers as rollouts, read as if the policy had given them, and a start that writes actions."""
+"""Cloning an expert: its answers as rollouts, scored as if the policy had written them, and a warm start that writes
+actions.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,7 @@ def test_an_expert_that_fails_costs_its_episode_and_not_the_run(tmp_path, folder
 
 
 def test_a_clone_writes_actions(tmp_path, folder):
-    """Twenty steps on two tasks: the loss falls, and what it says can be read."""
+    """Twenty steps on two tasks: the loss falls, and its answers can be parsed."""
     trainer = BaseTrainerConfig(steps=20, tasks_per_step=2, learning_rate=1e-2, schedule="cosine")
     splits = {"heldout": TaskSetConfig(seeds=3, first_seed=100)}
     run_dir = train(RECIPES["agent_clone"], make_config(tmp_path, folder, trainer=trainer, eval_data=splits))

@@ -112,7 +112,7 @@ def test_states_are_those_of_the_conversation_read_up_to_the_step(tmp_path, fold
 
 
 def test_the_state_of_the_text_does_not_see_the_image(tmp_path, folder, make_recipe):
-    """The corridors of all seeds say the same and look different."""
+    """The corridors of all seeds have the same text and different images."""
     recipe = make_recipe(make_config(tmp_path, folder))
     episodes = [own[0] for own in recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Step())]
     data = label_episodes(recipe.policy, episodes, gamma=0.5, rows=0)

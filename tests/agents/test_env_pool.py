@@ -38,7 +38,7 @@ def tasks(*names: str) -> dict[int, AgentTask]:
 
 @pytest.fixture(scope="module")
 def calm():
-    """Two environments for tests that harm none."""
+    """Two environments for tests without faults."""
     with EnvPool(config(workers=2)) as pool:
         yield pool
 

@@ -1,4 +1,4 @@
-"""DigiRL's formulas by hand."""
+"""DigiRL's formulas against values computed by hand."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ties_with_the_quantile_are_kept():
 
 
 def test_rare_successes_need_a_bound():
-    """One success in 20: the 0.9 quantile of the rewards is 0, and without a bound failures are learnt from."""
+    """One success in 20: the 0.9 quantile of the rewards is 0, and without a bound the policy learns from failures."""
     rewards = torch.cat([torch.zeros(19), torch.ones(1)])
     assert keep_best(rewards).all()
     assert keep_best(rewards, min_score=0.5).nonzero().tolist() == [[19]]

@@ -13,7 +13,7 @@ PICTURE = Box(0, 255, (4, 6, 3), np.uint8)
 
 
 class Room(gymnasium.Env):
-    """Shows whatever its space asks for."""
+    """Returns samples of its observation space."""
 
     def __init__(self, observation_space, action_space=None, render_mode=None):
         self.observation_space, self.render_mode = observation_space, render_mode

@@ -1,4 +1,4 @@
-"""A trainer that is killed in the middle of an episode goes on to the weights of one that was not."""
+"""A trainer that is killed in the middle of an episode resumes to the weights of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 3
 
 
 def write_run(folder: Path, name: str) -> Path:
-    """A run of three steps, each of three episodes for each of two environments; the third is where it ends."""
+    """A run of three steps, each of three episodes for each of two environments; it is killed in the third."""
     folder.mkdir()
     config = domain_of(name).make_config(name, folder)
     config.trainer.steps, config.checkpoint.keep = STEPS, 0

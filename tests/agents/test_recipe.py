@@ -30,7 +30,7 @@ CORRIDOR = f"{Path(__file__).with_name('corridor.py')}:Corridor"
 
 
 def by_length(self, text):
-    """An action for every answer of a model that babbles; none where the answer has a digit in front."""
+    """An action for every answer of an untrained model; none if the answer begins with a digit."""
     if text[:1].isdigit():
         return ParsedAnswer(error="no_action", detail="begins with a digit")
     return ParsedAnswer((Action("right" if sum(map(ord, text)) % 3 else "left", {}, text),))
@@ -203,7 +203,7 @@ def test_an_unreadable_answer_ends_the_episode_with_the_verdict_or_spends_the_tu
 
 
 def test_a_conversation_that_does_not_fit_is_dropped_never_cut(tmp_path, folder):
-    """The tiny models have 512 positions; a picture of 168 x 168 has 36 tokens or more."""
+    """The tiny models have 512 positions; an image of 168 x 168 has 36 tokens or more."""
     config = make_config(tmp_path, folder, kwargs={"length": 30, "side": 168}, episode=EpisodeConfig(max_turns=30))
     with pytest.raises(NoUsableTasksError, match="does not fit into the model's positions"):
         roll(config)

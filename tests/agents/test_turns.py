@@ -1,4 +1,4 @@
-"""A conversation read once, turn behind turn, gives the numbers of reading it anew in every turn."""
+"""A conversation read once, turn after turn, gives the same numbers as rereading it in every turn."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_weights(mask):
 
 
 def spread(values, places, shape):
-    """Values (rows of turns) at their places in the rows of conversations."""
+    """Values (rows of turns) at their positions in the rows of conversations."""
     whole = torch.zeros(shape)
     for turn, (row, first) in enumerate(places):
         width = min(values.shape[1], shape[1] - first)
@@ -113,7 +113,7 @@ def test_micro_batches_add_up(folder, rows):
 
 
 def test_turns_left_out_of_the_loss_change_nothing_else(folder):
-    """Where only some turns are trained, the others are still read."""
+    """If only some turns are trained, the others are still part of the context."""
     policy = load(folder)
     rollouts = converse(policy, GROUP, 4)
     kept = rollouts.mask * ((rollouts.turn == 0) | (rollouts.turn == 2))

@@ -1,4 +1,4 @@
-"""A run shared by two processes is the run of one: the same episodes, and the same update up to rounding."""
+"""A run in two processes equals the run in one: the same episodes, and the same update up to rounding."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_two_processes_train_the_critic_and_then_the_policy_of_one(tmp_path):
 
 
 def test_two_processes_replay_what_one_replays(tmp_path):
-    """The second group of a task is sampled by the other process, which has what the first one found."""
+    """The second group of a task is sampled by the other process, which also has the trajectories of the first."""
 
     def replays(config: Any) -> None:
         config.data.seeds, config.trainer.steps, config.trainer.learning_rate = 4, 3, 1e-9

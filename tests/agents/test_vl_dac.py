@@ -1,4 +1,4 @@
-"""VL-DAC on a tiny model: what its critic sees, what its updates train, and what it refuses."""
+"""VL-DAC on a tiny model: the critic's inputs, the trained weights, and refused settings."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_value_of_a_turn_is_that_of_the_state_before_its_first_token(tmp_pat
 
 
 def value_behind(policy, episode, payload, row, place):
-    """What the critic says where an answer would begin at `place`, the conversation read as one prompt."""
+    """The critic's value at the start of an answer at `place`, with the conversation read as one prompt."""
     inserts = [insert for insert in payload.inserts[row] if insert.start < place]
     context = [context for context in payload.contexts[row] if context.start == place]
     parts = [episode.prompt, *split_row(payload.response_ids[row, :place], inserts)]

@@ -40,7 +40,7 @@ def test_the_shortest_path_leads_to_the_goal(kind):
 
 
 def test_no_shorter_path_exists():
-    """Against trying every sequence of moves, on a layout drawn by hand.
+    """Compared with trying every sequence of moves, on a layout drawn by hand.
 
     . K # .
     S # G .

@@ -70,7 +70,7 @@ def needs_colour(prompts, completions, colour):
 
 @dataclass
 class Lab:
-    """A tiny model, a few questions and a configuration that works."""
+    """A tiny model, a few questions and a valid configuration."""
 
     folder: Path
     model: Path

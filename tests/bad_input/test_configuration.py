@@ -1,4 +1,4 @@
-"""Wrong configurations."""
+"""Invalid configurations."""
 
 from __future__ import annotations
 

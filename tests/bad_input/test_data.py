@@ -86,7 +86,7 @@ def test_columns_without_image_or_answer(lab, refused):
 
 
 def culprit(lab, kind):
-    """A question whose image or text shows its fault only when it is read."""
+    """A question whose image or text is found to be faulty only when it is read."""
     row = {**lab.rows[3], "id": "culprit"}
     if kind == "too long":
         return {**row, "problem": "<image>" + "What is 3 plus 4? " * 100}

@@ -1,4 +1,4 @@
-"""`mmrl evaluate` and `mmrl report` of what is no run."""
+"""`mmrl evaluate` and `mmrl report` on folders that are not runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arms that measure nothing: they note that they ran and return given numbers."""
+"""Arms without measurements: they record that they ran and return given numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def broken(options: dict[str, Any]) -> dict[str, Any]:
-    """Raise after noting that it ran."""
+    """Raise after recording that it ran."""
     given(options)
     raise ValueError("no such thing")
 

@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
 def policy(request, tmp_path_factory):
-    """A tiny policy of each family; PyTorch counts the operations of no other attention on a CPU than the eager one."""
+    """A tiny policy of each family; on a CPU, PyTorch counts only the operations of eager attention."""
     path = tmp_path_factory.mktemp("bench") / request.param
     build_tiny_vlm(path, family=request.param, corpus=CORPUS, vision_depth=2, vision_heads=2, max_positions=512)
     return load_policy(ModelConfig(path=str(path), attention="eager"))

@@ -14,7 +14,7 @@ from tests.diffusion.builders import CAPTIONS, SIZES
 
 @pytest.fixture(scope="module")
 def comparisons(tmp_path_factory):
-    """Every comparison at its quick size, the arms in this process in place of one of their own."""
+    """Every comparison at its quick size, with the arms in this process instead of separate ones."""
 
     def in_process(title, arms, options):
         runs = {}

@@ -1,4 +1,4 @@
-"""Counted operations against sums by hand and against what PyTorch counts while the model runs."""
+"""Counted operations against sums by hand and against PyTorch's counts while the model runs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_decoding_by_hand():
 
 
 def test_prefill_and_decode_together_are_the_shared_forward_pass():
-    """Reading the last token of each completion is all that a forward pass does more; it reads it in every layer."""
+    """A forward pass additionally reads only the last token of each completion, in every layer."""
     completions = [4, 4, 4]
     whole = forward_flops(SMALL, 7, completions, 2, shared=True)["total"]
     prefill = forward_flops(SMALL, 7, [], 2, shared=True)["total"]

@@ -1,4 +1,4 @@
-"""A stand-in for the training command, and an experiment file with what came out."""
+"""A stand-in for the training command, and an experiment file with its results."""
 
 import json
 import sys
@@ -55,7 +55,7 @@ EXPERIMENT = {
 
 
 class Lab:
-    """An experiment file, the fake runner and what came out."""
+    """An experiment file, the fake runner and its results."""
 
     def __init__(self, folder):
         self.folder, self.output, self.lines, self.started = folder, folder / "out", [], []

@@ -1,4 +1,4 @@
-"""The rooms that train policies, each with a run so small that a step takes a fraction of a second."""
+"""The domains that train policies, each with a run so small that a step takes a fraction of a second."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEPT: list[Any] = []  # folders that are deleted with the process
 
 @dataclass(frozen=True)
 class Domain:
-    """A room whose recipe takes any objective that its policies can serve."""
+    """A domain whose recipe takes any objective that its policies support."""
 
     recipe: str
     """Recipe of `mmrl.recipes.RECIPES` that leaves the objective to its configuration."""
@@ -44,7 +44,7 @@ class Domain:
 
 
 def domain_of(recipe: str) -> Domain:
-    """The room of a recipe."""
+    """The domain of a recipe."""
     rooms = {domain.recipe_module.rpartition(".")[0]: domain for domain in (*DOMAINS.values(), *OTHERS)}
     target = RECIPES[recipe].target
     return rooms[max((room for room in rooms if target.startswith(f"{room}.")), key=len)]

@@ -1,4 +1,4 @@
-"""Every row of the catalogue in every room: it trains, repeats and resumes, or it is refused with a reason.
+"""Every row of the catalogue in every domain: it trains, repeats and resumes, or it is refused with a reason.
 
 Which of the two is derived from what the row's blocks need and what the room's policies score, so that a new row or
 block is covered without a change here.
@@ -19,7 +19,7 @@ CASES = [pytest.param(domain, row, id=f"{room}-{row}") for room, domain in DOMAI
 
 
 def missing(domain: Domain, row: str) -> list[str]:
-    """What the row's blocks need and the room's policies do not score."""
+    """Requirements of the row's blocks that the domain's policies do not score."""
     return sorted((CATALOGUE[row].needs & SCORES.keys()) - domain.scores)
 
 

@@ -1,4 +1,4 @@
-"""Every preference objective of the catalogue in every room that learns from pairs."""
+"""Every preference objective of the catalogue in every domain that learns from pairs."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def random_rollouts(seed=0, groups=4, samples=3, width=6, dtype=torch.float64, *
 
 
 def widened(rollouts, width):
-    """The rollouts with `width` decisions a row; those that are added are padding."""
+    """The rollouts with `width` decisions per row; added ones are padding."""
     missing = width - rollouts.num_decisions
 
     def pad(value, fill=0):

@@ -209,7 +209,7 @@ def fixed_length(x, mask, length):
 
 
 def turns_of(mask, turn):
-    """The trained places of each turn of each row."""
+    """The trained positions of each turn of each row."""
     found = {}
     for i, ts in enumerate(rows_of(mask)):
         for t in ts:
@@ -361,7 +361,7 @@ def method_loss(name, b, lp):
 
 
 def method_gradient(name, b, step=1e-6):
-    """Central differences of `method_loss` by every log-prob; the CISPO weight stays constant as it must."""
+    """Central differences of `method_loss` with respect to every log-prob, with a constant CISPO weight."""
     gradient = []
     for i, row in enumerate(b["logp"]):
         gradient.append([])

@@ -279,7 +279,7 @@ def test_critics_read_the_bootstrap_value_of_the_rollouts(name):
 
 
 def cut_off_episode():
-    """Two turns of two decisions, the time limit behind the second: rewards 1 and 2, values 0.5 and 3."""
+    """Two turns of two decisions, with the time limit after the second: rewards 1 and 2, values 0.5 and 3."""
     episode = rows([3.0], mask=[[1, 1, 1, 1]]).replace(
         turn=torch.tensor([[0, 0, 1, 1]]), values=torch.tensor([[0.5, 9.0, 3.0, 9.0]], dtype=torch.float64)
     )

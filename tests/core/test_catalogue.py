@@ -34,7 +34,7 @@ def test_the_rows_the_suite_promises():
 
 
 def test_dapo_samples_groups_without_a_gradient_again_and_has_no_reference():
-    """What its golden numbers (tests/golden/dapo.json) cannot show."""
+    """Checks that its golden numbers (tests/golden/dapo.json) cannot cover."""
     assert isinstance(get("dapo").filter, ResampleGroups)
     assert not get("dapo").needs_reference
 

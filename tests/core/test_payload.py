@@ -1,4 +1,4 @@
-"""Fields of a payload are cut, joined, padded, moved and checked by what they declare."""
+"""Fields of a payload are cut, joined, padded, moved and checked as declared."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from mmrl.core import Payload, Rollouts, per_decision, per_group, per_row, share
 
 @dataclass
 class Pair:
-    """A batch of its own inside a field."""
+    """A separate batch inside a field."""
 
     left: Tensor
 

@@ -26,7 +26,7 @@ from mmrl.core.blocks.preference import (
 
 
 def pairs(seed: int = 0, groups: int = 4, width: int = 5) -> tuple[Rollouts, torch.Tensor]:
-    """Pairs of ragged rows, rejected sides first in every second group, with what the policy says now."""
+    """Pairs of ragged rows, rejected sides first in every second group, with current log-probabilities."""
     g = torch.Generator().manual_seed(seed)
     rows = 2 * groups
     lengths = torch.randint(1, width + 1, (rows,), generator=g)

@@ -13,7 +13,7 @@ def log_ratio(logp, logp_old, mask, level):
 
 
 def one(ratio, advantage, name="ppo_clip", **bounds):
-    """Loss of a single decision with a given ratio, and its derivative by logp."""
+    """Loss of a single decision with a given ratio, and its derivative with respect to logp."""
     logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     logp_old = torch.tensor([[-1.0 - math.log(ratio)]], dtype=torch.float64)
     advantages = torch.tensor([[advantage]], dtype=torch.float64)

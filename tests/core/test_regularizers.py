@@ -15,7 +15,7 @@ def kl(logp, logp_ref, kind, clamp=True):
 
 
 def at(kind, d, clamp=True):
-    """Value and derivative by logp at logp - logp_ref = d."""
+    """Value and derivative with respect to logp at logp - logp_ref = d."""
     logp = torch.tensor(-1.0 + d, dtype=torch.float64, requires_grad=True)
     value = kl(logp, torch.tensor(-1.0, dtype=torch.float64), kind, clamp)
     return value.item(), torch.autograd.grad(value, logp)[0].item()

@@ -37,7 +37,7 @@ def load_sd3(folder: Path, **components: Any) -> Any:
 
 
 def build_flux() -> Any:
-    """The text half of a FLUX pipeline, which is all that embedding a prompt needs."""
+    """The text half of a FLUX pipeline, which suffices to embed a prompt."""
     ensure_torchvision()
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 

@@ -22,7 +22,7 @@ COUNT = 6
 
 
 def write_scenes(path: Path, count: int = COUNT, **numbers: Any) -> Path:
-    """Pairs of a right and a wrong picture of each caption, with scores."""
+    """Pairs of a right and a wrong image of each caption, with scores."""
     scenes = all_scenes(["single"])[: 2 * count]
     rng = np.random.default_rng(0)
     images = np.stack([render_scene(scene, size=32, rng=rng) for scene in scenes])

@@ -41,7 +41,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A tiny pipeline for what a configuration draws."""
+    """A tiny pipeline for a configuration's images."""
     folder = tmp_path_factory.mktemp("digits") / "model"
     digits.build_pipeline(str(folder), layers=1, heads=2, text_width=32, pooled_width=16)
     return {"digits": folder, "shapes": tiny_model()}

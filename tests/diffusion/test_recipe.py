@@ -1,4 +1,4 @@
-"""What every image recipe shares: rewards that fail, latents that overflow, advantages, records, bad input."""
+"""Properties of every image recipe: failing rewards, latents that overflow, advantages, records, bad input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ tracking: {{quiet: true, tensorboard: false, strict: true}}
 
 
 def written(folder, recipe="flow_grpo"):
-    """A configuration file that works."""
+    """A valid configuration file."""
     write_prompts(folder / "prompts.txt")
     path = folder / "run.yaml"
     path.write_text(CONFIG.format(recipe=recipe, folder=folder, model=tiny_model()))
@@ -252,7 +252,7 @@ def test_the_bound_of_awm_holds_for_the_sum_of_several_rewards(tmp_path):
 
 
 def test_columns_of_rows_without_an_image_are_still_known(tmp_path):
-    """A reward that needs a column is not told that it is missing because only failed rows had it."""
+    """A reward that needs a column does not find it missing because only failed rows had it."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a red circle", "wish": 1}\n{"prompt": "a blue square"}\n')
     config = run_config("awm", tmp_path)
     config.data.path = str(tmp_path / "prompts.jsonl")

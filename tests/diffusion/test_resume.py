@@ -1,4 +1,4 @@
-"""A run that is interrupted and resumed ends with the bits of one that was not."""
+"""A run that is interrupted and resumed ends bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many damaged inputs in few processes: a forked child tries a batch, and its hang or crash is seen from outside."""
+"""Many damaged inputs in few processes: a forked child tries a batch, and its parent detects hangs and crashes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FINE = ("done", "refused", "failed", "skipped")
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case ended."""
+    """Outcome of a case."""
 
     outcome: str
     """done, refused (exit 2), failed (exit 1 with the reason), skipped (counted, the rest goes on) or fault."""

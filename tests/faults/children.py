@@ -1,4 +1,4 @@
-"""Forked children: a run in a process of its own without importing torch anew, killed, timed and cleaned up after."""
+"""Forked children: a run in a separate process without importing torch again, killed, timed and cleaned up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTE_BYTES = 64
 
 @dataclass(frozen=True)
 class Ending:
-    """How a child ended."""
+    """Outcome of a child."""
 
     code: int | None
     """Exit code; None where a signal ended it."""
@@ -43,7 +43,7 @@ class Ending:
 
     @property
     def killed(self) -> bool:
-        """Whether SIGKILL ended it as planned."""
+        """Whether the planned SIGKILL ended it."""
         return self.signal == signal.SIGKILL and not self.hung
 
     def last_line(self) -> str:
@@ -64,7 +64,7 @@ class Child:
         self._requests = requests
 
     def note(self, stage: str) -> None:
-        """Say where the run is."""
+        """Report the stage of the run."""
         self._shared[:NOTE_BYTES] = stage.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
 
     def die(self, delay_s: float = 0.0) -> None:
@@ -76,7 +76,9 @@ class Child:
 
 @dataclass
 class Nursery:
-    """Starts children one at a time, adopts what they leave behind and counts what does not end by itself."""
+    """Starts children one at a time, adopts the processes that they leave behind and counts those that do not end by
+    themselves.
+    """
 
     left_behind: list[str] = field(default_factory=list)
     """Command lines of processes that outlived their child for too long."""
@@ -119,7 +121,7 @@ class Nursery:
         return Ending(code, ended_by, hung, seconds, stage, output.close())
 
     def look_after_orphans(self) -> None:
-        """Reap the processes that lost their parent; end and note those that have lived on for too long."""
+        """Reap the processes that lost their parent; end and record those that have run for too long."""
         now = time.monotonic()
         for pid in self._orphans():
             since = self._adopted.setdefault(pid, now)
@@ -141,12 +143,12 @@ class Nursery:
 
 
 def write_loaded_modules(path: Path) -> None:
-    """In a child: note which modules it has loaded."""
+    """In a child: record its loaded modules."""
     path.write_text("\n".join(name for name in list(sys.modules) if name != "__main__"))
 
 
 def import_modules(path: Path) -> None:
-    """In the parent: import what a child noted, so that the next child finds it loaded."""
+    """In the parent: import the modules that a child recorded, so that the next child has them."""
     for name in path.read_text().split():
         with contextlib.suppress(Exception):  # what only looks like a module
             importlib.import_module(name)
@@ -164,7 +166,7 @@ class _Output:
         self.descriptor, self._said = descriptor, bytearray()
 
     def take(self) -> bool:
-        """Read what is there; whether more may come."""
+        """Read available output; return whether more may follow."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.descriptor, 1 << 16):
                 self._said += data
@@ -172,7 +174,7 @@ class _Output:
         return True
 
     def close(self) -> str:
-        """Everything that was said; what the child started may go on speaking and is not waited for."""
+        """All output so far; processes that the child started may continue to write and are not waited for."""
         self.take()
         os.close(self.descriptor)
         return self._said.decode(errors="replace")
@@ -197,7 +199,7 @@ def _become_child(action: Callable[[Child], int], child: Child, output: int) -> 
 
 
 def _await(pid: int, requests: int, output: _Output, deadline: float, kill_at: float | None) -> bool:
-    """Wait for the end of a child, killing it when it is due; whether its time was up."""
+    """Wait for the end of a child, killing it when planned; return whether it reached its time limit."""
     with _pidfd(pid) as ended:
         waiting = [ended, requests, output.descriptor]
         while True:

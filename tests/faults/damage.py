@@ -1,4 +1,4 @@
-"""Seeded damage: strange values, trees, texts and bytes with a few faults each."""
+"""Seeded damage: unusual values, and trees, texts and bytes with a few faults each."""
 
 from __future__ import annotations
 

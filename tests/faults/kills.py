@@ -138,7 +138,7 @@ class KillCampaign:
         return ending
 
     def _go_on(self, config: Path, victim: Path, kill: Kill | None, draws: bool) -> Ending:
-        """Start the run as a user would: with --resume where there is something to resume, else anew."""
+        """Start the run as a user would: with --resume if there is a checkpoint, otherwise from the beginning."""
         timed = kill.delay_s if kill is not None and kill.stage == "any" else None
         for words in (["--resume"], []) if victim.exists() else ([],):
 

@@ -1,4 +1,4 @@
-"""What differs between two run folders, apart from times, memory and paths."""
+"""Differences between two run folders, apart from times, memory and paths."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _difference(first: Path, second: Path) -> str:
 
 
 def _unequal(first: Any, second: Any, where: str) -> str:
-    """The first place where two values differ; empty where they are equal bit for bit."""
+    """The path of the first difference of two values; empty if they are equal bit for bit."""
     if type(first) is not type(second):
         return f"{where}: {type(first).__name__} and {type(second).__name__}"
     if isinstance(first, dict):

@@ -1,4 +1,4 @@
-"""Where a run is, and its end at a chosen place: stages of the loop and operations on the files of its folder."""
+"""Ends a run at a chosen stage of the loop or operation on the files of its folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.t
 
 @dataclass(frozen=True)
 class Kill:
-    """Where a run ends."""
+    """Point at which a run ends."""
 
     stage: str
     """Key of STAGES, `files:<part>`, or `any` for a time."""
@@ -90,7 +90,7 @@ class Watch:
         return call
 
     def _arrive(self, name: str) -> bool:
-        """Note an arrival; whether the run is to end here and now."""
+        """Record an arrival; return whether the run ends here."""
         self.counts[name] += 1
         self.child.note(name)
         if self.kill is None or self.kill.stage != name or self.counts[name] != self.kill.place:
@@ -120,7 +120,7 @@ class Watch:
 
 
 def _tear(path: str) -> None:
-    """Leave what a writer leaves that is killed before its first flush, or after half of a line."""
+    """Write the file of a writer that was killed before its first flush, or after half of a line."""
     appends = path.endswith(".jsonl")
     with open(path, "ab" if appends else "wb") as file:
         file.write(b'{"step": 3, "rew' if appends else b"{")

@@ -1,5 +1,6 @@
 """Hostile surroundings: a full disk, a folder that cannot be written, few handles, little memory, no /dev/shm, a clock
-that goes back. A run ends with one line or goes on, and goes on to the same bits once the fault is gone."""
+that goes back. A run ends with one line or continues, and resumes to the same bits once the fault is gone.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ MS_RDONLY, MS_REC, MS_PRIVATE = 1, 16384, 1 << 18
 
 
 class _ImpossibleError(Exception):
-    """This machine does not let the fault be made."""
+    """The fault cannot be produced on this machine."""
 
 
 def _full_disk(rng: random.Random, run_dir: Path) -> None:
@@ -51,7 +52,7 @@ def _read_only(rng: random.Random, run_dir: Path) -> None:
 
 
 def _obey_permissions() -> None:
-    """Give up what lets root write where it may not: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+    """Drop the capabilities that let root write anywhere: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
     libc = ctypes.CDLL(None, use_errno=True)
     header, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     if libc.capget(header, sets):
@@ -74,7 +75,7 @@ def _little_memory(rng: random.Random, run_dir: Path) -> None:
 
 
 def _no_shared_memory(rng: random.Random, run_dir: Path) -> None:
-    """An empty read-only folder in the place of /dev/shm."""
+    """An empty read-only folder instead of /dev/shm."""
     libc = ctypes.CDLL(None, use_errno=True)
     flags = CLONE_NEWNS if os.geteuid() == 0 else CLONE_NEWNS | CLONE_NEWUSER
     if libc.unshare(flags) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
@@ -157,7 +158,7 @@ class SurroundingsCampaign:
         return f"exit {ending.code}", found
 
     def _repaired(self, subject: Subject, run_dir: Path, go: Callable[..., int]) -> str:
-        """Go on as a user would when the fault is gone."""
+        """Continue as a user would when the fault is gone."""
         for words in (("--resume",), ()):
             ending = self.kills.nursery.run(lambda child, words=words: go(child, False, *words), RUN_LIMIT_S)
             if ending.code == 0:
@@ -173,7 +174,7 @@ class SurroundingsCampaign:
 
 
 def _wrong_end(name: str, ending: Ending) -> str:
-    """What is wrong with how a run ended; empty where it is as promised."""
+    """Problem with the end of a run; empty if it is as promised."""
     if ending.hung:
         return f"hung: {ending.output[-1500:]}"
     if "Traceback (most recent call last)" in ending.output:

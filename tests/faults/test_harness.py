@@ -1,4 +1,4 @@
-"""The campaign sees what it is for: kills, hangs, crashes, tracebacks, differences and processes left behind."""
+"""The campaign detects kills, hangs, crashes, tracebacks, differences and processes left behind."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_process_that_outlives_its_run_is_noted_and_ended(tmp_path, monkeypatc
 
 
 def attempt(prepared, rng, folder):
-    """One of everything that can go wrong, by turns."""
+    """Each possible fault in turn."""
     assert not list(folder.iterdir())
     number = int((folder.parent / "number").read_text())
     (folder.parent / "number").write_text(str(number + 1))

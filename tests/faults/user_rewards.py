@@ -1,4 +1,4 @@
-"""Rewards of a user, for runs whose rewards live in worker processes."""
+"""Rewards of a user, for runs whose rewards run in worker processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every method has golden numbers, and every file says where they come from."""
+"""Every method has golden numbers, and every file names their source."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.golden.numbers import assert_agrees, inputs_of, load, tensor
 
 
 def agrees(kernel, paper, start, end, prefix="step_", names=("mean", "drawn")):
-    """Mean, log-probability of where the step led, and its gradient by the model's output."""
+    """Mean, log-probability of the step's result, and its gradient with respect to the model's output."""
     b, (peer,) = inputs_of(paper), load(paper).peers
     mean_key, drawn_key = names
     velocity = b.velocity.requires_grad_()

@@ -16,7 +16,7 @@ STEPS = 4
 
 
 def terms_of(options) -> tuple[list[LossTerm], Step]:
-    """PAPO's terms, and the step where the perception term weighs what it does in the peer's numbers."""
+    """PAPO's terms, and the step at which the perception term has the weight of the peer's numbers."""
     settings = PapoSettings(
         gamma=0.02,
         schedule="annealing",

@@ -70,7 +70,7 @@ def test_advantages_are_trls(peer):
 
 
 def test_the_correction_changes_the_gradient_where_the_ratio_is_one():
-    """As TRL's documentation says: the ratio is differentiated, so the term differs on policy too."""
+    """As in TRL's documentation, the ratio is differentiated, so the term differs on policy too."""
     b = inputs_of("trl_grpo")
     rollouts = Rollouts(
         group=b.group, mask=b.mask, logp_old=b.logp, reward=b.reward, logp_ref=b.logp_ref, advantage=0 * b.mask

@@ -71,7 +71,7 @@ def test_an_update_is_that_of_the_public_code(case):
 
 
 def test_the_ratio_limit_is_in_the_numbers():
-    """Without it the numbers would be others: the file has a turn that it changes."""
+    """The numbers depend on it: it changes a turn of the file."""
     b = inputs_of("vl_dac")
     objective = objective_of("time limit")
     rollouts = objective.compute_advantages(rollouts_of(b, "time limit"))

@@ -1,4 +1,4 @@
-"""A browser for the tests that need one; where there is none they are skipped, and the reason says what to install."""
+"""A browser for the tests that need one; without one they are skipped with a reason that says what to install."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from mmrl.gui.browser.browser import Browser, BrowserSettings, require_chromium
 
 @pytest.fixture(scope="module")
 def browser():
-    """One for a module: the driver's loop counts as running in this thread until it is closed."""
+    """One browser per module: the driver's loop counts as running in this thread until it is closed."""
     try:
         require_chromium()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Small screens and models for the tests of this room."""
+"""Small screens and models for the tests of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The AEPO recipe and its baselines on a tiny model: what they ask, earn, log and evaluate."""
+"""The AEPO recipe and its baselines on a tiny model: prompts, rewards, logs and evaluation."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_a_run_logs_every_part_and_evaluates_by_kind(family, tmp_path, model):
 
 
 def test_an_answer_is_drawn_where_it_points(tmp_path, model):
-    """Blue for a hit and red for a miss, at the place in the original image, in both families' spaces."""
+    """Blue for a hit and red for a miss, at the position in the original image, in both families' spaces."""
     recipe = recipe_of(tmp_path, model)
     task = recipe.train_tasks[0]
     x1, y1, x2, y2 = task.columns["bbox"]
@@ -101,7 +101,7 @@ def recipe_of(tmp_path, model, **answer):
 
 
 def test_rewards_of_sampled_texts_are_those_of_the_target(tmp_path, model):
-    """Whole way: boxes in a file, prompt, answers in the model's pixels, score."""
+    """The whole path: boxes in a file, prompt, answers in the model's pixels, score."""
     recipe = recipe_of(tmp_path, model)
     recipe.policy.eval()
     rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:1], torch.Generator().manual_seed(0), Step())

@@ -1,4 +1,4 @@
-"""Reading points out of answers: the public rule bit for bit, and a tolerant one; neither raises."""
+"""Points parsed from answers: the public rule bit for bit, and a tolerant one; neither raises."""
 
 import json
 import math
@@ -109,7 +109,7 @@ def test_a_refusal_is_an_answer():
 
 
 def test_numbers_are_never_taken_for_another_space():
-    """0.5 stays 0.5 and 500 stays 500: what they mean is the caller's."""
+    """0.5 stays 0.5 and 500 stays 500: the caller interprets them."""
     assert parse_answer("[0.5, 0.25]").points == ((0.5, 0.25),)
     assert parse_answer("[500, 250]").points == ((500, 250),)
 

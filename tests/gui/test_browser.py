@@ -1,4 +1,4 @@
-"""A page in Chromium: the same picture every time, nothing gets away, and a browser that dies or hangs is replaced."""
+"""A page in Chromium: reproducible images, no escape from the page, and replacement of a browser that dies or hangs."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Without a browser, errors and `mmrl doctor` say what to install; a program that is no browser is named."""
+"""Without a browser, errors and `mmrl doctor` name what to install, and a program that is not a browser."""
 
 import pytest
 

@@ -25,7 +25,7 @@ FACTORS = (28, 32)
 
 
 def sides(rng, count):
-    """Heights and widths from slivers to 8K screens."""
+    """Heights and widths from very narrow images to 8K screens."""
     return np.exp(rng.uniform(math.log(8), math.log(8192), (count, 2))).astype(int).tolist()
 
 
@@ -58,7 +58,7 @@ def test_smart_resize_on_the_numbers_of_the_original():
 
 @pytest.mark.parametrize("factor", FACTORS)
 def test_a_resized_image_is_not_resized_again(factor):
-    """By this rule nor by transformers' copy of it, whose slivers differ."""
+    """Neither by this rule nor by transformers' copy of it, which differs for very narrow images."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as of_transformers
 
     bounds = (4 * factor**2, 1280 * factor**2)

@@ -1,4 +1,4 @@
-"""Screens drawn without a browser: repeatable, unambiguous, and a start that is trapped as it says."""
+"""Screens drawn without a browser: repeatable, unambiguous, and a warm start that is trapped as described."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Pages drawn by Pillow: repeatable, split by words, looks and templates, with true and unambiguous boxes."""
+"""Pages drawn by Pillow: repeatable, split by words, appearance and templates, with true and unambiguous boxes."""
 
 import random
 

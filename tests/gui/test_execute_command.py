@@ -1,4 +1,4 @@
-"""What each action does in a page: the events that reach it, how far it scrolls, what a native select holds after."""
+"""Effects of each action in a page: events, scroll distance, value of a native select."""
 
 import pytest
 

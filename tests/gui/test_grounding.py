@@ -1,4 +1,4 @@
-"""Questions about screens: prompt, the one resize, targets and what is dropped."""
+"""Questions about screens: prompt, resizing, targets and dropped rows."""
 
 from dataclasses import replace
 
@@ -98,7 +98,7 @@ def test_training_drops_and_counts_bad_boxes_and_held_out_ones_stay():
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_the_model_sees_the_size_that_the_prompt_names(family, tmp_path):
-    """The processor finds nothing left to resize, or the question is refused."""
+    """The processor does not resize again, or the question is refused."""
     settings = GroundingSettings(family=family)
     config = ModelConfig(path=str(small_model(tmp_path / "model", family)), min_pixels=10_000, max_pixels=60_000)
     policy = load_policy(config)
@@ -113,7 +113,7 @@ def test_the_model_sees_the_size_that_the_prompt_names(family, tmp_path):
 
 
 def test_pixels_are_those_of_the_resized_image(tmp_path):
-    """What the model reads is our resize, not that of the processor."""
+    """The model gets the suite's resized image, not the processor's."""
     policy = load_policy(ModelConfig(path=str(small_model(tmp_path / "model"))))
     image = Image.radial_gradient("L").convert("RGB").resize((230, 170))
     task = replace(screen((230, 170)), images=[image])

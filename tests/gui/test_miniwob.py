@@ -1,4 +1,4 @@
-"""MiniWoB++ pages: repeatable, rewarded by the page and not by the clock, solved by the right click."""
+"""MiniWoB++ pages: repeatable, rewarded by the page independently of the clock, solved by the right click."""
 
 import gymnasium
 import numpy as np

@@ -1,4 +1,4 @@
-"""`mmrl gui screens` writes what the grounding recipes read, and `python -m benchmarks gui` measures."""
+"""`mmrl gui screens` writes files for the grounding recipes, and `python -m benchmarks gui` measures."""
 
 import json
 

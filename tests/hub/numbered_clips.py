@@ -1,4 +1,4 @@
-"""Video files whose frames say their number, in black and white blocks that compression does not change."""
+"""Video files whose frames encode their index, in black and white blocks that compression does not change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def numbered(number: int) -> np.ndarray:
 
 
 def number_of(frame: np.ndarray) -> int:
-    """The number of a frame of any size that is a multiple of 2 x 8."""
+    """The index of a frame of any size that is a multiple of 2 x 8."""
     height, width = frame.shape[:2]
     blocks = frame[..., 0].reshape(2, height // 2, 8, width // 8).mean((1, 3)) > 127
     return sum(int(bit) << place for place, bit in enumerate(blocks.flatten()))

@@ -1,4 +1,4 @@
-"""Images from outside: the header decides whether a pixel is decoded."""
+"""Untrusted images: the header decides whether a pixel is decoded."""
 
 import io
 import struct
@@ -11,7 +11,7 @@ from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_i
 
 
 def png(width, height, pixels=b""):
-    """A PNG file whose header says what it likes."""
+    """A PNG file with an arbitrary header."""
 
     def chunk(kind, content):
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -28,7 +28,7 @@ def good(width, height):
 
 @pytest.fixture
 def undecoded(monkeypatch):
-    """Fails where a pixel is decoded."""
+    """Fails if a pixel is decoded."""
 
     def refuse(image):
         raise AssertionError("decoded")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def moving_ramp(length=12, height=48, width=64):
-    """Smooth pictures whose brightness tells the frame."""
+    """Smooth images whose brightness encodes the frame index."""
     down, across = np.mgrid[0 : 1 : height * 1j, 0 : 1 : width * 1j]
     levels = [np.stack([80 * across + 10 * t, 80 * down + 60, 0 * down + 200 - 10 * t], -1) for t in range(length)]
     return np.stack(levels).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Frames of video files: the right ones, one at a time, and a name for everything that may be wrong with a file."""
+"""Frames of video files: the right ones, one at a time, and a named error for every fault of a file."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class StandInDecoder:
 
 @pytest.fixture
 def torchcodec(monkeypatch):
-    """A torchcodec that is installed; tests change what it has."""
+    """A fake installed torchcodec, which tests modify."""
     monkeypatch.undo()
     StandInDecoder.calls = []
     module = ModuleType("torchcodec.decoders")

@@ -1,4 +1,4 @@
-"""Which frames a model is shown and how large, against qwen-vl-utils with a reader that holds every frame."""
+"""Selection and size of a model's frames, against qwen-vl-utils with a reader that holds every frame."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_times_of_frames(clip, library):
 
 
 def test_times_of_a_variable_rate_are_true(tmp_path, library):
-    """A film that stands still from second 1 to second 9."""
+    """A video without motion from second 1 to second 9."""
     times = [*even_times(10), *[9.0 + number / 10 for number in range(10)]]
     path = write_clip(tmp_path / "a.mp4", times)
     frames, metadata = sample_file(
@@ -150,7 +150,7 @@ def test_lists_that_cannot_be_used(library):
 
 
 def test_large_frames_are_reduced_one_by_one(tmp_path, monkeypatch, library):
-    """Of 24 frames of 960 x 480, what is kept are those of 112 x 56."""
+    """For 24 frames of 960 x 480, only their 112 x 56 versions are kept."""
     large = np.kron(numbered(1)[..., 0], np.ones((10, 10), np.uint8))[..., None].repeat(3, 2)
     path = write_clip(tmp_path / "a.mp4", even_times(24), frame=lambda number: large)
     sizes = []

@@ -1,4 +1,4 @@
-"""What tests of the report share: its page taken apart, and an evaluation to show."""
+"""Helpers for tests of the report: a parser of its page, and an evaluation to show."""
 
 from html.parser import HTMLParser
 

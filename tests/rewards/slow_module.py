@@ -1,4 +1,4 @@
-"""A module that takes its time to be imported."""
+"""A module that is slow to import."""
 
 import time
 

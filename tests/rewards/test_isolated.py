@@ -91,7 +91,7 @@ def test_odd_values_are_counted_by_kind(make):
     ],
 )
 def test_another_number_of_values_than_rows_fails_every_row_and_is_not_tried_again(make, function, message, isolate):
-    """Alone, each row would get a value of its own, which means something else."""
+    """Scored alone, each row would get a value with another meaning."""
     values, result = score(make(function, isolate=isolate))
     assert all(math.isnan(value) for value in values)
     assert result.errors == {"mine/wrong_length": 4}

@@ -1,4 +1,4 @@
-"""Rewards that execute what a model wrote."""
+"""Rewards that execute text written by a model."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Reward functions of a careless user, for the tests of rewards in worker processes."""
+"""Faulty reward functions of a user, for the tests of rewards in worker processes."""
 
 import os
 import subprocess
@@ -142,7 +142,7 @@ def numpy_values(prompts, completions, **columns):
 
 
 class Unsendable:
-    """No plain data."""
+    """Not plain data."""
 
 
 def hangs_on_some(prompts, completions, **columns):
@@ -152,7 +152,7 @@ def hangs_on_some(prompts, completions, **columns):
 
 
 class Odd:
-    """Whatever the wrong completion is named after raises when it is used."""
+    """A value whose special method, named by the completion, raises."""
 
     def __init__(self, method, error):
         self.method, self.error = method, error
@@ -216,7 +216,7 @@ time.sleep(600)
 
 
 def leaves_daemons(prompts, completions, pids, **columns):
-    """Starts a process in a session of its own whose parent ends at once, then ends as the completion says."""
+    """Starts a process in a separate session whose parent ends at once, then ends as the completion says."""
     subprocess.run([sys.executable, "-c", DAEMON, pids[0]], check=True)
     while not Path(pids[0]).exists() or not Path(pids[0]).read_text():
         time.sleep(0.01)
@@ -228,7 +228,7 @@ def leaves_daemons(prompts, completions, pids, **columns):
 
 
 def runs_programs(prompts, completions, secret="", **columns):
-    """What a careless reward does: executes what a model wrote, and rewards what it left in `reward`."""
+    """A careless reward: executes the completion and returns the variable `reward` that it sets."""
     found = []
     for text in completions:
         names = {"reward": 0.0}

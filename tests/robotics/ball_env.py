@@ -9,7 +9,7 @@ SIDE = 64
 
 
 class Ball(gymnasium.Env):
-    """A ball is sent to a place of 512 pixels and pushed on, and wind blows; it solves the task beyond `goal`."""
+    """A ball is sent to a position in 512 pixels and pushed further by wind; the task is solved beyond `goal`."""
 
     def __init__(self, goal=500.0):
         self.goal, self.metadata = goal, {"render_modes": []}

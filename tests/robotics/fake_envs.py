@@ -1,5 +1,6 @@
-"""Environments that do what they are told, some of it bad; loaded by path in a worker, so only the standard library
-and numpy are imported."""
+"""Environments that misbehave on request; loaded by path in a worker, so only the standard library and numpy are
+imported.
+"""
 
 import ctypes
 import os
@@ -131,7 +132,7 @@ def misshapen():
 
 
 class Odd(Fake):
-    """At control step 3 something is wrong with what it shows."""
+    """At control step 3 its observation is malformed."""
 
     def __init__(self, what, **options):
         super().__init__(**options)
@@ -172,7 +173,7 @@ def lying(**claims):
 
 
 class Counting(Fake):
-    """Its expert tells how many images were drawn."""
+    """Its expert reports how many images were rendered."""
 
     def expert(self):
         return np.full(2, float(self.drawn))

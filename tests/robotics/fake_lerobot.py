@@ -69,12 +69,12 @@ def choose(images, state, views):
 
 
 def make(folder, device="cpu", cameras=()):
-    """For `mmrl.workers`."""
+    """Factory for `mmrl.workers`."""
     return Row() if Path(folder).name == "row" else SlowWalk(folder, device, cameras)
 
 
 class SlowFlow(SlowWalk):
-    """A flow that ends at gain * (goal - place): its velocity is (x - end) / time, so its gradient is known.
+    """A flow that ends at gain * (goal - position): its velocity is (x - end) / time, so its gradient is known.
 
     Actions have 1 entry and one more of padding, which ends at `shift`; the data's actions are twice the head's.
     """
@@ -135,5 +135,5 @@ def _wide(times):
 
 
 def make_flow(folder, device="cpu", cameras=()):
-    """For `mmrl.workers`."""
+    """Factory for `mmrl.workers`."""
     return SlowFlow(folder, device, cameras)

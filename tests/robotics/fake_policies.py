@@ -1,4 +1,4 @@
-"""A policy that looks at nothing, for environments that only have to run."""
+"""A policy that ignores its inputs, for environments that only have to run."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class Blind(nn.Module):
 
 
 def make_blind() -> nn.Module:
-    """For `model.kind`."""
+    """Factory for `model.kind`."""
     return Blind()

@@ -1,4 +1,4 @@
-"""Tiny random SmolVLA and pi0 policies that the package lerobot builds, saves and asks; run with its interpreter.
+"""Tiny random SmolVLA and pi0 policies that the package lerobot builds, saves and evaluates; run with its interpreter.
 
     python -m tests.robotics.lerobot_flows build FOLDER
     python -m tests.robotics.lerobot_flows check POLICY ARRAYS
@@ -87,7 +87,7 @@ def _special() -> dict[str, str]:
 
 
 def build(folder: Path) -> None:
-    """Build, save and ask the policies."""
+    """Build, save and evaluate the policies."""
     import torch
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
@@ -126,7 +126,7 @@ def build(folder: Path) -> None:
 
 
 def _name_tokenizer(backbone: Path) -> None:
-    """pi0's processor names a tokenizer of the hub; this one takes its place when the processor is built."""
+    """pi0's processor names a tokenizer of the hub; this one replaces it when the processor is built."""
     from lerobot.policies.pi0 import processor_pi0
 
     real = processor_pi0.TokenizerProcessorStep

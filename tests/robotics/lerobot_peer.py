@@ -144,7 +144,7 @@ def _frame(feature: dict, value):
 
 
 def read(folder: Path, out: Path) -> None:
-    """Save what lerobot reads: `frame/<key>` stacked over frames, and `meta`, JSON of its metadata."""
+    """Save the data that lerobot reads: `frame/<key>` stacked over frames, and `meta`, JSON of its metadata."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     dataset = LeRobotDataset("local/peer", root=folder, video_backend="pyav")

@@ -25,7 +25,7 @@ def observations() -> dict[str, np.ndarray]:
 
 
 def main(folder: Path) -> None:
-    """Build, save and ask the policies."""
+    """Build, save and evaluate the policies."""
     import torch
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.act.configuration_act import ACTConfig
@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
 
 
 def _selected(policy, before, after, two: bool) -> np.ndarray:
-    """The first actions of an episode that stands still, by lerobot's `select_action`."""
+    """The first actions of an episode with a constant observation, by lerobot's `select_action`."""
     import torch
 
     seen = observations()

@@ -1,4 +1,4 @@
-"""Tiny random diffusion policies of several observations in a row that lerobot builds, saves and asks.
+"""Tiny random diffusion policies with several consecutive observations that lerobot builds, saves and evaluates.
 
     python -m tests.robotics.lerobot_rows build FOLDER
     python -m tests.robotics.lerobot_rows select POLICY ARRAYS

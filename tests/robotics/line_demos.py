@@ -16,7 +16,7 @@ SPEED = 0.5
 
 
 def demonstrate(path, episodes=4, camera="", failures=(), stretch=1.0):
-    """Write one episode a layout, of both tasks in turn; `stretch` scales the actions as other units would."""
+    """Write one episode per layout, alternating between both tasks; `stretch` scales the actions to other units."""
     from robotics.data import EpisodeWriter, robot_features
 
     sim = LineSim()

@@ -1,4 +1,4 @@
-"""Policies for the line: a user's plain module, and one that always knows the way."""
+"""Policies for the line: a user's plain module, and one that always reaches the goal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class GaussianWalker(nn.Module):
-    """A user's module: one action of one number from the state, with a learnt spread."""
+    """A user's module: one action of one number from the state, with a learned standard deviation."""
 
     def __init__(self, bias: float = 0.0):
         super().__init__()
@@ -29,7 +29,7 @@ class GaussianWalker(nn.Module):
 
 
 def make_walker(bias: float = 0.0) -> nn.Module:
-    """For `model.kind`."""
+    """Factory for `model.kind`."""
     return GaussianWalker(bias)
 
 
@@ -43,5 +43,5 @@ class PictureReader(GaussianWalker):
 
 
 def make_reader(bias: float = 0.0) -> nn.Module:
-    """For `model.kind`."""
+    """Factory for `model.kind`."""
     return PictureReader(bias)

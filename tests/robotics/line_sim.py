@@ -1,4 +1,4 @@
-"""A simulator without physics: a point on a line that has to reach its goal; some layouts break down on purpose."""
+"""A simulator without physics: a point on a line that has to reach its goal; some layouts fail on purpose."""
 
 from __future__ import annotations
 
@@ -109,5 +109,5 @@ class LineSim:
 
 
 def open_line(config) -> LineSim:
-    """For `sim.kind`."""
+    """Factory for `sim.kind`."""
     return LineSim(**config.options, views=config.views)

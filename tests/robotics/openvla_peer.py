@@ -1,4 +1,4 @@
-"""A tiny random OpenVLA-OFT folder, built, saved and asked by SimpleVLA-RL's own code.
+"""A tiny random OpenVLA-OFT folder, built, saved and evaluated by SimpleVLA-RL's own code.
 
     python -m tests.robotics.openvla_peer CHECKOUT FOLDER
 
@@ -38,7 +38,7 @@ STATISTICS = {
 
 
 def prompt(text: str) -> str:
-    """As OpenVLA asks."""
+    """The prompt of OpenVLA."""
     return f"In: What action should the robot take to {text}?\nOut:"
 
 
@@ -53,7 +53,7 @@ def wrist_images() -> np.ndarray:
 
 
 def main(checkout: Path, folder: Path) -> None:
-    """Build, save and ask the policy."""
+    """Build, save and evaluate the policy."""
     import torch
 
     configuration, policy_class = _original(checkout)
@@ -76,7 +76,7 @@ def main(checkout: Path, folder: Path) -> None:
 
 
 def ask_with_two_images(checkout: Path, folder: Path, answers: Path) -> None:
-    """Load the policy of a folder and ask it with `images` and, as the wrist's camera, `wrist_images`."""
+    """Load the policy of a folder and evaluate it with `images` and, as the wrist's camera, `wrist_images`."""
     _, policy_class = _original(checkout)
     model = policy_class.from_pretrained(folder).eval()
     model.vision_backbone.set_num_images_in_input(2)

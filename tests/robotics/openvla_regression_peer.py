@@ -1,4 +1,4 @@
-"""An action head and a projector of the state for a tiny folder, built and asked by OpenVLA-OFT's own code.
+"""An action head and a projector of the state for a tiny folder, built and evaluated by OpenVLA-OFT's own code.
 
     python -m tests.robotics.openvla_regression_peer CHECKOUT FOLDER
     python -m tests.robotics.openvla_regression_peer CHECKOUT FOLDER answers.npz
@@ -65,7 +65,7 @@ def demonstrated() -> np.ndarray:
 
 
 def build(checkout: Path, folder: Path) -> None:
-    """Add the head, the projector and the statistics to a folder, and ask it."""
+    """Add the head, the projector and the statistics to a folder, and evaluate it."""
     import torch
 
     original = _original(checkout)
@@ -90,7 +90,7 @@ def build(checkout: Path, folder: Path) -> None:
 
 
 def ask(checkout: Path, folder: Path, answers: Path) -> None:
-    """Write what the original code answers for a folder with a head and a projector, with two images."""
+    """Write the outputs of the original code for a folder with a head and a projector, with two images."""
     import torch
 
     original = _original(checkout)

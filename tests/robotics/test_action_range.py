@@ -1,4 +1,4 @@
-"""Policies whose data have units of their own: options say what of them is -1 and 1 of the simulator."""
+"""Policies whose data have other units: options map them to the simulator's -1 and 1."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ V = 32000
 
 
 def openvla_ids(actions, vocabulary=V):
-    """The public formula, written down once more."""
+    """The public formula, implemented a second time."""
     return vocabulary - np.digitize(np.clip(actions, -1, 1), np.linspace(-1.0, 1.0, 256))
 
 

@@ -71,7 +71,7 @@ def test_the_panda_has_the_published_geometry():
 
 
 def test_the_ur5e_has_the_published_geometry():
-    """To the 2 mm by which the model's lengths are rounded; the gripper continues the flange along its axis."""
+    """Within the 2 mm by which the model's lengths are rounded; the gripper continues the flange along its axis."""
     angles = random_angles(ARMS["ur5e"], 20)
     found, _ = ARMS["ur5e"].kinematics(angles)
     flange = found @ np.linalg.inv(shift(0.0, PANDA_TOOL))

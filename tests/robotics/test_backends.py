@@ -9,7 +9,7 @@ from robotics.sim import backends
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """No choice made yet, and none left behind."""
+    """No renderer chosen before the test or after it."""
     for name in ("MUJOCO_GL", "PYOPENGL_PLATFORM", "DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(backends.platform, "system", lambda: "Linux")

@@ -37,7 +37,7 @@ LINE = "tests.robotics.line_sim:open_line"
 
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
-    """Charts take longer than the training here."""
+    """Skip the charts, which take longer than the training."""
     monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
 
 
@@ -53,7 +53,7 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stretched(tmp_path_factory):
-    """Actions in units of a quarter: what moves the point by half a step is written as 0.125."""
+    """Actions in units of a quarter: a move of half a step is written as 0.125."""
     return demonstrate(tmp_path_factory.mktemp("line") / "stretched", stretch=0.25)
 
 
@@ -327,7 +327,7 @@ NORMALISED = ActingSettings(scale="bounds_q99")
 
 
 class Fixed(ModuleAdapter):
-    """Always says the same chunk."""
+    """Always returns the same chunk."""
 
     def __init__(self, chunk):
         super().__init__(WholeChunks(), len(chunk[0]), len(chunk))

@@ -14,7 +14,7 @@ def arm(request):
 
 
 def walk(rows: int, steps: int, seed: int = 0) -> np.ndarray:
-    """Random actions that keep their direction for some steps, so that they come to the edges of the workspace."""
+    """Random actions that keep their direction for some steps, so that they reach the edges of the workspace."""
     turns = np.random.default_rng(seed).uniform(-1.5, 1.5, (rows, steps // 6, 5))
     return np.repeat(turns, 6, axis=1)
 
@@ -61,7 +61,7 @@ def test_the_angles_put_the_grip_where_the_command_says(arm):
 
 
 def test_there_is_no_drift_within_the_redundancy():
-    """The Panda has a joint more than it needs; after a long way out and back it stands as it did."""
+    """The Panda has a redundant joint; after a long path out and back it returns to the same posture."""
     controller = begin(ARMS["panda"], 1)
     out = np.tile([0.5, 0.5, -0.3, 0.2, -1.0], (8, 1))
     still = np.zeros((40, 5))
@@ -89,7 +89,7 @@ def test_a_row_that_is_not_planned_stays(arm):
 
 
 def test_the_arm_follows_in_the_physics(arm):
-    """A second after the last motion, the gripper is where it was sent."""
+    """A second after the last motion, the gripper is at its target."""
     model = arm.load()
     data = mujoco.MjData(model)
     controller = begin(arm, 1)

@@ -1,4 +1,4 @@
-"""A dataset from elsewhere may say anything of itself: one line names what is wrong, nothing is allocated for it."""
+"""Untrusted metadata of a dataset: one line names the fault, and nothing is allocated for it."""
 
 import json
 import tracemalloc

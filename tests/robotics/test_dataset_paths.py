@@ -1,4 +1,4 @@
-"""Paths in a dataset's metadata, which whoever made the dataset chose."""
+"""Untrusted paths in a dataset's metadata."""
 
 import json
 import shutil

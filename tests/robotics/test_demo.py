@@ -1,4 +1,4 @@
-"""The robot demonstration, with everything in it made small: the chain of its stages, not what they reach."""
+"""The robot demo in small: the chain of its stages, not their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Demonstrations of the tabletop's experts: carrying them out, writing them, and reading them for cloning."""
+"""Demonstrations of the tabletop's experts: executing them, writing them, and reading them for cloning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reach(count, task="reach"):
 
 
 class Watched(TabletopBatch):
-    """Notes what it is told and the full state that it was told it in."""
+    """Records the actions that it receives and the full state at that time."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)

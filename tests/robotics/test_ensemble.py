@@ -19,7 +19,7 @@ def test_ensemble_by_hand():
 
 
 def act_algorithm(chunks, decay):
-    """Algorithm 2 of the paper as its code has it: a table of all predictions for all times."""
+    """Algorithm 2 of the paper as in its code: a table of all predictions for all times."""
     steps, size, entries = chunks.shape
     table = np.full((steps, steps + size, entries), np.nan)
     done = []

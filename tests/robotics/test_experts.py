@@ -54,7 +54,7 @@ def test_experts_solve_95_of_100(task, arm, split):
 
 
 def test_standing_still_solves_nothing():
-    """What the experts show is not given away by the starts."""
+    """Initial states do not determine the experts' actions."""
     tasks = list(TASKS)
     with TabletopBatch(tasks, settings=BatchSettings(image_size=None, horizon=10)) as sim:
         sim.reset([EpisodeSpec(task, "", layout) for task in tasks for layout in range(3)])
@@ -117,7 +117,7 @@ def test_the_command_tells_how_far_one_motion_gets():
 
 
 def test_replays_of_a_simulator_with_few_layouts_and_failures(monkeypatch):
-    """Batches of two give what all at once give, and an environment that fails is no miss."""
+    """Batches of two give the same results as one batch, and a failed environment does not count as a miss."""
     with TabletopBatch(["drawer"], settings=BatchSettings(image_size=None)) as sim:
         whole = replay_experts(sim, "drawer", 3)
         sim.capacity = 2

@@ -1,4 +1,4 @@
-"""What people see of the tabletop, which policies must never notice."""
+"""Videos of the tabletop, which must not affect policies."""
 
 import contextlib
 import os
@@ -54,7 +54,7 @@ def expert_actions(task, layout, arm="panda"):
 
 
 def bar_colour(frame):
-    """Of the caption, at its right edge."""
+    """Colour of the caption at its right edge."""
     return frame[-2, -2].astype(int)
 
 
@@ -244,7 +244,7 @@ def test_an_unknown_look_is_named():
 
 
 class Clock:
-    """Time that passes only when somebody waits."""
+    """A clock that advances only while something waits."""
 
     def __init__(self):
         self.now = 0.0
@@ -257,7 +257,7 @@ class Clock:
 
 
 class Window:
-    """A viewer whose pictures take time; it notes when each was shown and its caption."""
+    """A viewer whose images take time; it records when each was shown and its caption."""
 
     def __init__(self, clock, draw_s):
         self.clock, self.draw_s, self.shown, self.open = clock, draw_s, [], True

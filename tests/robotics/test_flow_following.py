@@ -1,4 +1,4 @@
-"""The reward of following a flow: hand-made ways, predictions that are kept or fail, and training with it."""
+"""The reward of following a flow: hand-made paths, cached and failing predictions, and training with it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def follow_red(frames, observation, points):
 
 
 class OneWay:
-    """A world model that moves every point 10 cm along x, in even steps, and fails where it is told to."""
+    """A world model that moves every point 10 cm along x, in even steps, and fails on request."""
 
     encoding = FlowEncoding(num_frames=4, grid=2)
 
@@ -81,7 +81,7 @@ def following(model, **changes) -> FlowFollowing:
 
 
 def paths(*ways, success=()) -> EpisodePayload:
-    """Episodes whose object goes along some places (x, y) in metres, a row each."""
+    """Episodes whose object moves along some positions (x, y) in metres, one row each."""
     poses = [make_pose(np.eye(3), np.array([(x + 0.4, y, 0.02) for x, y in [(0.0, 0.0), *way]])) for way in ways]
     count = len(ways)
     none = torch.zeros(count, dtype=torch.bool)
@@ -152,7 +152,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
 
 
 def world_model(folder, text=TEXT):
-    """A tiny one that has learnt nothing: it predicts standing still."""
+    """A tiny untrained model, which predicts no motion."""
     config = FlowModelConfig(
         FlowEncoding(num_frames=3, grid=2, z_min_m=0.5, z_max_m=1.3, target="displacement", visibility="none"),
         BodyConfig(width=16, blocks=1, heads=2),

@@ -8,7 +8,7 @@ spaces = gymnasium.spaces
 
 
 class Arm(gymnasium.Env):
-    """Remembers what it was given; observations are a Dict with the keys asked for."""
+    """Records its inputs; observations are a Dict with the requested keys."""
 
     def __init__(self, observation=None, action=None, info=None, render_mode=None):
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": 20}

@@ -1,4 +1,4 @@
-"""Robot runs that are killed around an evaluation: episodes, pictures and videos are there once; export."""
+"""Robot runs that are killed around an evaluation: episodes, images and videos appear exactly once; export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.robotics.test_robot_recipes import grpo
 
 
 class KilledError(BaseException):
-    """Nothing of the run catches it, as nothing catches a kill."""
+    """An exception that the run does not catch, like a kill."""
 
 
 def kill(*arguments, **keywords):

@@ -16,7 +16,9 @@ from tests.robotics.test_srpo_latents import PosedLineSim
 
 
 def episodes(states=4, each=20, seed=0):
-    """An object that every start wants elsewhere; the simulator's reward is the share of its way that is done."""
+    """An object with a different goal for every initial state; the simulator's reward is the completed share of its
+    path.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for start in range(states):

@@ -63,7 +63,7 @@ def features(video=True, size=(16, 24)):
 
 
 def made_episode(number, size=(16, 24)):
-    """Arguments of add_episode: length, numbers, colour, task and success tell the number."""
+    """Arguments of add_episode: length, numbers, colour, task and success encode the index."""
     rng = np.random.default_rng(number)
     length = 5 + number % 4
     ramp = np.linspace(0, 40, size[1])[None, None, :, None] + 5.0 * np.arange(length)[:, None, None, None]
@@ -101,7 +101,7 @@ def all_rows(folder, kind):
 
 
 def assert_is_clean(folder, episodes, spare_pictures=False):
-    """What a reader sees that takes every file there is, in order, as lerobot's does."""
+    """Episodes as read by a reader that takes every file in order, as lerobot's does."""
     frames = all_rows(folder, "data")
     assert [frame["index"] for frame in frames] == list(range(len(frames)))
     rows = all_rows(folder, "meta/episodes")
@@ -377,7 +377,7 @@ def test_unfinished_writing_is_readable(tmp_path):
 
 
 def run_and_die(folder, steps):
-    """Write in a child process that is gone before its steps-th change of a file; whether it got to the end."""
+    """Write in a child process that is killed before its steps-th change of a file; return whether it finished."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -479,7 +479,7 @@ def test_features_that_cannot_be_stored_are_named(tmp_path, feature, words):
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Two episodes of 3 and 4 frames as lerobot lays them out, written with pyarrow and PyAV alone."""
+    """Two episodes of 3 and 4 frames in lerobot's layout, written with pyarrow and PyAV alone."""
     scalar = {"dtype": "int64", "shape": [1], "names": None}
     info = {
         "codebase_version": "v3.0",

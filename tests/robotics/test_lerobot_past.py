@@ -1,4 +1,4 @@
-"""LeRobot policies of several observations in a row: what they are given, here and by lerobot's own `select_action`.
+"""LeRobot policies with several consecutive observations: their inputs, here and in lerobot's own `select_action`.
 
 The slow test needs an environment with lerobot, see `test_lerobot_policy.py`.
 """
@@ -243,7 +243,7 @@ def run_peer(python, *arguments):
 
 
 def each_step(sim, actions):
-    """What every control step of some episodes shows before its action, (T, B, ...)."""
+    """Observations before every action of some episodes, (T, B, ...)."""
     seen = [sim.reset(EPISODES).observation]
     seen += [sim.step_chunk(actions[:, step : step + 1]).observation for step in range(actions.shape[1] - 1)]
     return {name: np.stack([getattr(observation, name) for observation in seen]) for name in PARTS}

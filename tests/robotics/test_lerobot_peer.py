@@ -42,7 +42,7 @@ def foreign(tmp_path):
 
 
 def columns_of(episode, reader):
-    """What the reader gives for each feature of an episode."""
+    """The reader's value of each feature of an episode."""
     columns = {}
     for key, feature in reader.info["features"].items():
         if key in BOOKKEPT:
@@ -56,7 +56,7 @@ def columns_of(episode, reader):
 
 
 def assert_holds(reader, numbers):
-    """The reader gives exactly these episodes of `lerobot_peer`, but for what a video loses."""
+    """The reader gives exactly these episodes of `lerobot_peer`, except for the loss of video compression."""
     assert len(reader) == len(numbers)
     for episode, number in zip(reader, numbers, strict=True):
         assert list(episode.frame_tasks) == peer.episode_tasks(number)
@@ -289,7 +289,7 @@ def lerobot():
 
 
 def assert_lerobot_reads_the_same(reader, path):
-    """What lerobot read of a dataset is what the reader gives."""
+    """lerobot and the suite's reader give the same values for a dataset."""
     with np.load(path) as file:
         theirs = dict(file)
     episodes = list(reader)

@@ -1,4 +1,4 @@
-"""Policies from their configuration: new ones that fit a simulator, saved ones, and a user's own."""
+"""Policies from their configuration: new ones that fit a simulator, saved ones, and user-defined ones."""
 
 from __future__ import annotations
 

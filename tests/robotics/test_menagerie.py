@@ -1,4 +1,4 @@
-"""Meshes of the arms in films, from folders laid out like mujoco_menagerie's."""
+"""Meshes of the arms in videos, from folders laid out like mujoco_menagerie's."""
 
 import os
 import struct
@@ -62,7 +62,7 @@ def write_stl(path):
 
 
 def make_menagerie(folder, arm, links=None):
-    """A folder with the layout of mujoco_menagerie: a model of the arm, and a visual and a collision mesh a link."""
+    """A folder with the layout of mujoco_menagerie: a model of the arm, and a visual and a collision mesh per link."""
     links = links or LINKS[arm]
     path = folder / FILES[arm]
     (path.parent / "assets").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What robot code says where a package of another extra is not installed."""
+"""Messages of robot code if a package of another extra is not installed."""
 
 import sys
 

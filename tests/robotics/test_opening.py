@@ -1,4 +1,4 @@
-"""Simulators from their configuration: tabletop, Gymnasium environments in processes, a user's own."""
+"""Simulators from their configuration: tabletop, Gymnasium environments in processes, user-defined ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.robotics.line_sim import LineSim
 
 @pytest.fixture(autouse=True)
 def _no_renderer(monkeypatch):
-    """Nothing is drawn in processes here; finding a renderer takes seconds."""
+    """Skip finding a renderer, which takes seconds; nothing is rendered in processes here."""
     monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
 
 

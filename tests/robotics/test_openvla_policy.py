@@ -1,4 +1,4 @@
-"""OpenVLA-OFT folders: a tiny one that SimpleVLA-RL's code built, saved and answered (`openvla_peer`)."""
+"""OpenVLA-OFT folders: a tiny one that SimpleVLA-RL's code built, saved and evaluated (`openvla_peer`)."""
 
 import json
 import tarfile
@@ -72,7 +72,7 @@ def test_logits_and_actions_are_those_of_the_original(policy, golden):
 
 
 def test_two_images_are_seen_as_by_the_original(folder):
-    """openvla-oft-two.npz is what SimpleVLA-RL's code answers for the same folder."""
+    """openvla-oft-two.npz has the outputs of SimpleVLA-RL's code for the same folder."""
     policy = OpenVlaPolicy(OpenVlaConfig(str(folder), center_crop=False, num_images_in_input=2))
     wrist = torch.from_numpy(openvla_peer.wrist_images())[:, None]
     both = PolicyInputs(batch().images, None, batch().instructions, wrist)
@@ -127,7 +127,7 @@ def test_the_vision_backbones_learn_where_they_are_read(folder):
 
 
 def test_actions_come_from_the_statistics_and_the_gripper_is_turned(policy, folder):
-    """-1 and 1 stand for the quantiles or the bounds; the gripper is 0 to 1, for LIBERO 1 closes and -1 opens."""
+    """-1 and 1 correspond to the quantiles or the bounds; the gripper is 0 to 1, for LIBERO 1 closes and -1 opens."""
     plain = policy.act(batch(), seeded())
     wide = OpenVlaPolicy(OpenVlaConfig(str(folder), center_crop=False, bounds="min_max", gripper="libero"))
     turned = wide.act(batch(), seeded())

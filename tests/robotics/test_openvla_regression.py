@@ -1,4 +1,4 @@
-"""OpenVLA-OFT folders with an action head: a tiny one that the original code asked (`openvla_regression_peer`)."""
+"""OpenVLA-OFT folders with an action head: a tiny one that the original code evaluated (`openvla_regression_peer`)."""
 
 import json
 import math
@@ -87,7 +87,9 @@ def changed_folder(folder, target):
 
 
 def test_greedy_actions_are_those_of_the_original(policy, golden):
-    """For rows of two lengths at once, and of a state that lies outside the quantiles; the original asks row by row."""
+    """For rows of two lengths at once, and of a state that lies outside the quantiles; the original evaluates row by
+    row.
+    """
     choice = policy.act(batch(), seeded(), greedy=True)
     np.testing.assert_allclose(choice.actions, golden["normalised"], atol=ROUNDING)
     np.testing.assert_allclose(policy.statistics.unnormalise(choice.actions), golden["actions"], atol=ROUNDING)

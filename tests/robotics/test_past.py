@@ -1,4 +1,4 @@
-"""The past of an observation: simulators tell what single steps would have shown, and policies are given it."""
+"""Past observations: simulators return those of single steps, and policies receive them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def balls(count):
 
 
 def step_by_step(sim, episodes, choose, steps=30):
-    """What a simulator shows after each control step: by row the observations, the actions, and (steps, 4) results."""
+    """A simulator's outputs after each control step: by row the observations, the actions, and (steps, 4) results."""
     begun = sim.reset(episodes)
     seen = [[{name: getattr(begun.observation, name)[row] for name in PARTS}] for row in range(len(episodes))]
     actions, results = [[] for _ in episodes], [[] for _ in episodes]

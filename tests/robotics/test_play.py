@@ -1,4 +1,4 @@
-"""`mmrl sim play`: films, strips and windows of experts, random actions and saved policies."""
+"""`mmrl sim play`: videos, strips and windows of experts, random actions and saved policies."""
 
 import os
 import subprocess

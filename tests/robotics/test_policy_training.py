@@ -1,4 +1,4 @@
-"""GRPO with every policy of the package on the line: two steps of the loop, and what its checkpoints give back."""
+"""GRPO with every policy of the package on the line: two steps of the loop, and restoring its checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = ("small", "gaussian", "flow", "vlm")
 
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
-    """Charts take longer than the training here."""
+    """Skip the charts, which take longer than the training."""
     monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
 
 
@@ -138,7 +138,7 @@ def test_a_wave_that_cannot_start_does_not_cost_the_others(tmp_path, model, kind
 
 
 def test_an_evaluation_of_other_states_is_not_mixed_in(tmp_path):
-    """Each set of initial states has a file of its own, which later evaluations leave as it is."""
+    """Each set of initial states has its own file, which later evaluations do not change."""
     written: dict[str, str] = {}
 
     def layouts(first, count):

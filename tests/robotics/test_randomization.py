@@ -1,4 +1,4 @@
-"""Domain randomisation: each part changes what it says and nothing else, and the same episode has the same draw."""
+"""Domain randomisation: each part changes only its own quantities, and the same episode has the same draw."""
 
 from __future__ import annotations
 

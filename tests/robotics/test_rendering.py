@@ -53,7 +53,7 @@ def poses(model, count: int, seed: int = 0) -> list[mujoco.MjData]:
 
 
 def theirs(model, settings: RenderSettings, scenes, mode: str = "rgb") -> list[np.ndarray]:
-    """The same pictures from MuJoCo's own renderer."""
+    """The same images from MuJoCo's own renderer."""
     with mujoco.Renderer(model, settings.height, settings.width) as renderer:
         if mode != "rgb":
             getattr(renderer, f"enable_{mode}_rendering")()
@@ -70,12 +70,12 @@ def ours(model, settings: RenderSettings, scenes) -> list[np.ndarray]:
 
 
 def without(model, settings: RenderSettings):
-    """A copy of the model for MuJoCo's own renderer, without what the settings leave out."""
+    """A copy of the model for MuJoCo's own renderer, without the parts that the settings leave out."""
     return fast_visuals(copy.copy(model), settings)
 
 
 def wrong_pixels(model, settings: RenderSettings, scenes) -> int:
-    """Pixels that differ from those of MuJoCo's own renderer, which draws every part in every picture."""
+    """Pixels that differ from those of MuJoCo's own renderer, which renders every part in every image."""
     pairs = zip(ours(model, settings, scenes), theirs(without(model, settings), settings, scenes), strict=True)
     return sum(int((mine != reference).any(axis=-1).sum()) for mine, reference in pairs)
 
@@ -166,7 +166,7 @@ def test_colours_that_change_need_a_refresh(model):
 
 
 def test_only_shading_changes(model):
-    """By default the objects are in the same pixels, and light that a shadow would take away arrives."""
+    """By default the objects are in the same pixels, and surfaces are lit where a shadow would fall."""
     size, scenes = (96, 80), poses(model, 2)
     settings = RenderSettings(*size, "front")
     with FrameRenderer(model, settings) as renderer:

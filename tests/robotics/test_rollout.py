@@ -280,7 +280,7 @@ def test_mistakes_are_named(pile):
 
 
 def test_the_arm_reaches_the_cube(model):
-    """The task that comes with the scene is solved by a hand-made pose, and not by standing still."""
+    """The scene's task is solved by a hand-made pose, and not without motion."""
     task = ReachCube(model)
     home = np.array(model.key("home").ctrl)
     with ImageRollout(model, task, 2, None, horizon=60) as rollout:

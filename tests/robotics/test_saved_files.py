@@ -1,4 +1,4 @@
-"""The JSON files of saved policies after somebody changed them: one line that names the file."""
+"""The JSON files of saved policies after manual changes: one line that names the file."""
 
 import json
 import shutil

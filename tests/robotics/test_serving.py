@@ -67,7 +67,7 @@ class StatePolicy(ActionPolicy):
 
 
 class PastPolicy(StatePolicy):
-    """Takes three observations in a row from two cameras and keeps what it is given."""
+    """Takes three consecutive observations from two cameras and records its inputs."""
 
     past, views = 2, 1
 
@@ -217,7 +217,7 @@ VIEW, IMAGE = "observation/wrist_image", "observation/image"
 
 
 def in_a_row(count, seed=0):
-    """What a robot with two cameras saw in its last control steps."""
+    """Observations of a robot with two cameras in its last control steps."""
     rng = np.random.default_rng(seed)
     images = rng.integers(0, 256, (2, count, 4, 5, 3), np.uint8)
     states = rng.uniform(-1, 1, (count, 2)).astype(np.float32)

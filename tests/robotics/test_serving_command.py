@@ -1,4 +1,4 @@
-"""`mmrl serve` from the command line: what it opens, what it refuses, Ctrl-C, and the real openpi-client."""
+"""`mmrl serve` from the command line: policies that it serves, refusals, Ctrl-C, and the real openpi-client."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REAL_CLIENT = os.environ.get("MMRL_OPENPI_PYTHON") or (
 
 
 def needs_real_client(test):
-    """For tests with the client of others, which asks for numpy below 2."""
+    """Interpreter for tests with openpi's client, which requires numpy below 2."""
     missing = "needs pip install openpi-client mujoco gymnasium, here or for the Python in MMRL_OPENPI_PYTHON"
     return pytest.mark.slow(pytest.mark.skipif(not REAL_CLIENT, reason=missing)(test))
 
@@ -106,7 +106,7 @@ def test_usage_errors_are_one_line(arguments, said, capsys, tmp_path, monkeypatc
 
 @dataclass
 class Served:
-    """`mmrl serve` in a process of its own."""
+    """`mmrl serve` in a separate process."""
 
     program: subprocess.Popen[str]
     port: int

@@ -1,4 +1,4 @@
-"""What environments do wrong inside a chunk, and what is said of it."""
+"""Faults of environments inside a chunk, and their messages."""
 
 import logging
 

@@ -36,13 +36,13 @@ ONE_CENTRE = ProgressSettings(min_samples=10_000)
 
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
-    """Charts take longer than the training here."""
+    """Skip the charts, which take longer than the training."""
     monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Makes a latent's model where it has one; each once."""
+    """Builds each latent's model once, if it has one."""
     made = {"pixels": ""}
     makers = {"video": save_tiny_video_encoder, "vjepa2": save_tiny_vjepa2}
 
@@ -175,7 +175,7 @@ def test_a_latent_that_is_fitted_survives_an_interruption(tmp_path, cut):
 
 
 class PosedLineSim(LineSim):
-    """Tells where the point is, as the object that the task acts on."""
+    """Reports the position of the point as that of the task's object."""
 
     def _result(self, rows, rewards, steps):
         poses = np.tile(np.eye(4), (len(rows), 1, 1))

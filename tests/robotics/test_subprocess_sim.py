@@ -19,13 +19,13 @@ FAKES = Path(__file__).with_name("fake_envs.py")
 
 @pytest.fixture(autouse=True)
 def _no_renderer(monkeypatch):
-    """The fakes draw with numpy; finding a renderer takes seconds."""
+    """Skip finding a renderer, which takes seconds; the fakes draw with numpy."""
     monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
 
 
 @pytest.fixture(scope="module")
 def calm():
-    """Two workers for tests that harm none."""
+    """Two workers for tests without faults."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
         with SubprocessSim(settings(count=2)) as sim:

@@ -139,7 +139,7 @@ class OffScreenRenderEnv:
 
 @pytest.fixture
 def package(tmp_path):
-    """A package laid out as LIBERO's, with stored states in torch's older format, and a folder of assets."""
+    """A package with LIBERO's layout, with stored states in torch's older format, and a folder of assets."""
     import torch
 
     inner = tmp_path / "site" / "libero" / "libero"
@@ -458,7 +458,7 @@ def test_a_suite_that_is_not_there_says_what_to_do(tmp_path):
 
 
 def installed(name: str) -> None:
-    """Skip where the suite is not there."""
+    """Skip if the suite is not installed."""
     try:
         suite_setup.suite_python(name)
     except UserError as error:
@@ -499,7 +499,7 @@ def test_libero_repeats_an_episode_bit_for_bit_whatever_came_before():
 
 
 def test_the_suites_load_without_this_package():
-    """What a worker loads by path imports nothing that only this package's environment has."""
+    """Modules that a worker loads by path import nothing that only this package's environment has."""
     for file in SUITES.glob("*.py"):
         source = file.read_text()
         assert "import robotics" not in source

@@ -1,4 +1,4 @@
-"""Environments that die, hang and raise while a policy is trained: the run goes on, and the log counts them."""
+"""Environments that die, hang and raise while a policy is trained: the run continues, and the log counts them."""
 
 from __future__ import annotations
 

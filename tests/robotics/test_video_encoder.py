@@ -56,7 +56,9 @@ def ranks(values):
 
 
 def progress_correlation(encoder):
-    """Spearman's, over failures, between the distance to the mean success and the share of the way that is left."""
+    """Spearman's correlation, over failures, between the distance to the mean success and the remaining share of the
+    path.
+    """
     rng = np.random.default_rng(5)
     wins = [play(rng, "success")[0] for _ in range(16)]
     losses, left = zip(*[play(rng, ("stops", "astray")[number % 2]) for number in range(60)], strict=True)

@@ -1,4 +1,4 @@
-"""Several cameras: what simulators draw, what policies are given and scored by, and who refuses them."""
+"""Several cameras: images of simulators, inputs of policies, and refusals."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_cameras_that_cannot_be_had_are_named(changes, message):
 
 
 def one_camera(config):
-    """A simulator that does not know of views."""
+    """A simulator without views."""
     return LineSim()
 
 

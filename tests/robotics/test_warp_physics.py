@@ -27,7 +27,7 @@ def warp(**options) -> BatchSettings:
 
 
 def upwards(rows: int, steps: int) -> np.ndarray:
-    """Motions that touch nothing."""
+    """Motions without contact."""
     actions = np.random.default_rng(0).uniform(-1.0, 1.0, (rows, steps, 5))
     actions[:, :, 2] = np.abs(actions[:, :, 2])
     return actions

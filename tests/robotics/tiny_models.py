@@ -18,7 +18,7 @@ def save_tiny_vlm(folder):
 
 
 def save_tiny_vjepa2(folder):
-    """A V-JEPA 2 that looks at 6 frames of 16 pixels; returns its folder."""
+    """A V-JEPA 2 for 6 frames of 16 pixels; returns its folder."""
     pytest.importorskip("transformers", reason="needs pip install 'mmrl-suite[vlm]'")
     from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 

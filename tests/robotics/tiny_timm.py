@@ -2,7 +2,7 @@
 
 
 def register() -> tuple[str, str]:
-    """Teach timm both; returns their names."""
+    """Register both with timm; returns their names."""
     from timm.models import register_model
     from timm.models.vision_transformer import VisionTransformer
 

@@ -1,4 +1,4 @@
-"""The digest of a data set: what changes it and what does not."""
+"""The digest of a data set and its sensitivity to changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of what was sampled in a step."""
+"""Metrics of the samples of a step."""
 
 from __future__ import annotations
 

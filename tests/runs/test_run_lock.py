@@ -1,4 +1,4 @@
-"""The lock of a run folder: one owner, free again when its process has ended, however it ended."""
+"""The lock of a run folder: one owner, free again when its process has ended in any way."""
 
 from __future__ import annotations
 

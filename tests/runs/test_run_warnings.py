@@ -1,4 +1,4 @@
-"""What a run says once: constant rewards, equal groups, an SRPO reward that agrees with nothing."""
+"""One-time warnings of a run: constant rewards, equal groups, an SRPO reward without agreement."""
 
 import math
 

@@ -120,7 +120,7 @@ class ToyRecipe(Recipe):
 
 
 def main() -> None:
-    """Run `toy.py CONFIG [overrides] [--resume]` in a process of its own."""
+    """Run `toy.py CONFIG [overrides] [--resume]` in a separate process."""
     from mmrl.config import load_run
     from mmrl.training.run import train
 

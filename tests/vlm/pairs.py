@@ -18,7 +18,7 @@ from tests.vlm.runs import write_questions
 
 
 def write_pairs(folder: Path, change: Callable[[int, dict[str, Any]], None] | None = None) -> Path:
-    """Six pairs with images, the last one without; `change` is given the number and the row."""
+    """Six pairs with images, the last one without; `change` gets the index and the row."""
     source = write_questions(folder)
     rows = []
     for number, line in enumerate(source.read_text().splitlines()):

@@ -1,4 +1,4 @@
-"""Accuracy by data column, and what each question scored."""
+"""Accuracy by data column, and the score of each question."""
 
 from __future__ import annotations
 

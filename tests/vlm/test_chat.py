@@ -57,7 +57,7 @@ def test_two_images_keep_their_order(policy):
 
 
 def test_other_pixels_same_tokens(policy):
-    """What PAPO needs: a masked image changes nothing but the pixels."""
+    """As PAPO requires, a masked image changes only the pixels."""
     task = make_task("t", "Sum?", [(100, 70)])
     original, masked = policy.encode(task), policy.encode(task, images=[Image.new("RGB", (70, 100))])
     assert torch.equal(original.input_ids, masked.input_ids)

@@ -1,4 +1,4 @@
-"""Synthetic clips of digits: what they show and when, the same from the same seed, streamed whatever their length."""
+"""Synthetic clips of digits: their contents and times, reproducible from a seed, streamed at any length."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_clip_shows_its_shots_and_digits_move():
 
 
 def test_a_shot_looks_the_same_whatever_stands_before_it():
-    """Long clips are put together of shots; changing an early one leaves the late ones as they were."""
+    """Long clips are composed of shots; changing an early one does not change later ones."""
     one, two = (list(clip_frames([Shot(2, scan), Shot(2, 9)], seed=4)) for scan in (3, 8))
     assert not np.array_equal(one[0], two[0])
     assert np.array_equal(one[3], two[3])

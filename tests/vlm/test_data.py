@@ -510,7 +510,7 @@ def test_task_errors_survive_pickling():
 
 
 def problem_of(row, **options):
-    """What is said of a bad row, which is left out beside a good one."""
+    """Message about a bad row, which is skipped while a good one is kept."""
     loaded = load([EASYR1, row], on_bad_row="skip", **options)
     assert len(loaded.tasks) == 1
     assert sum(loaded.skipped.values()) == 1

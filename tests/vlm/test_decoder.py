@@ -98,7 +98,7 @@ def test_recorded_log_probs_are_those_of_scoring(sharp):
 
 
 def test_every_position_and_every_prompt_counts(sharp):
-    """What a wrong position, a visible padding column or another group's prompt would look like."""
+    """The size of the error of a wrong position, a visible padding column or another group's prompt."""
     with torch.no_grad():
         prefix = sharp.encode_prefix(prompts_of(sharp))
     group = torch.arange(4).repeat_interleave(2)
@@ -199,7 +199,7 @@ def forced_logp(policy: VlmPolicy, autocast: bool = False) -> torch.Tensor:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_low_precision_is_near_float32(folder, lora):
-    """Total variation between distributions: small beside that of another set of weights."""
+    """Total variation between distributions: small compared with that of another set of weights."""
 
     def load(dtype: str) -> VlmPolicy:
         policy = load_policy(ModelConfig(path=str(folder), dtype=dtype, lora=LoraSettings(enabled=lora, rank=4)))
@@ -256,7 +256,7 @@ def test_multiplying_in_blocks_is_multiplying(rows, bias, monkeypatch):
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 def test_the_norm_is_the_models(policy, scale):
-    """Also where its constant outweighs the state."""
+    """Also if its constant outweighs the state."""
     norm = policy.network.model.language_model.norm
     x = scale * torch.randn(5, norm.weight.shape[0], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The demonstration with everything in it made small: the chain of its stages and what it says, not what it reaches."""
+"""The demo in small: the chain of its stages and its output, not its results."""
 
 from __future__ import annotations
 

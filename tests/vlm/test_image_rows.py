@@ -1,4 +1,4 @@
-"""Rows with pictures beside their file, where a folder of that name is there already."""
+"""Rows with images next to their file, if a folder of that name already exists."""
 
 import json
 

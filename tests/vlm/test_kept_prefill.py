@@ -1,4 +1,4 @@
-"""What sampling computed of the prompts serves the passes up to the first update, and changes nothing else."""
+"""The prefill of sampling is reused by the passes up to the first update, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.vlm.runs import run_config
 
 
 def answers_differ(prompts, completions, **columns):
-    """Rewards that always teach something."""
+    """Rewards that always differ within a group."""
     return [index % 4 / 3 for index, _ in enumerate(completions)]
 
 
@@ -75,7 +75,7 @@ def test_prompts_are_not_read_again_until_the_weights_change(
 
 @pytest.mark.parametrize("with_gradient", ["through the store", "beside it"])
 def test_a_loop_of_ones_own_with_fused_adamw_never_reads_stale_prompts(policy, with_gradient):
-    """A fused optimiser moves weights without raising their version, so the version alone does not tell."""
+    """A fused optimiser moves weights without raising their version, so the version alone is not enough."""
     policy = copy.deepcopy(policy)
     prompts = [policy.encode(task) for task in ragged_tasks()]
     config = SamplerConfig(max_new_tokens=4, lean=True)

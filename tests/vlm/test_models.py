@@ -139,7 +139,7 @@ def test_saved_adapters_come_back_bit_for_bit(folder, tmp_path):
 
 
 def test_an_adapter_folder_loads_as_a_model(folder, tmp_path):
-    """Its configuration names the base model: to train on, to evaluate, and for plain transformers."""
+    """Its configuration names the base model, for further training, evaluation, and plain transformers."""
     from transformers import AutoModelForImageTextToText
 
     adapted = lora(folder)

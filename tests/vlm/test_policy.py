@@ -135,7 +135,7 @@ def test_micro_batches_have_the_gradient_of_the_whole(folder):
 
 
 def test_a_shared_prompt_has_the_gradient_of_one_prompt_for_each_row(folder):
-    """Once through the tower for a group is the same as once for each row, and is what happens."""
+    """One pass of the tower for a group gives the same as one for each row, and is what is computed."""
     policy = load_policy(ModelConfig(path=str(folder)))
     shared = draw(policy, ragged_tasks())
     payload, group = shared.payload, shared.group.tolist()

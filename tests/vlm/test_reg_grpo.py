@@ -177,7 +177,7 @@ def test_rewards_see_the_given_start_of_an_answer(make_recipe):
 
 
 def test_training_is_on_the_question_as_it_was_asked(make_recipe):
-    """The prompt of a group, with hint and noise, is one; the evaluation knows nothing of either."""
+    """The prompt of a group, with hint and noise, is computed once; the evaluation uses neither."""
     recipe = make_recipe(**{"augmentation.hint_scale": 0.0})
     set_difficulty(recipe, q0=0.9)
     rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], seeded(), Step())

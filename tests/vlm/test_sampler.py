@@ -26,7 +26,7 @@ def run(policy, group: int = 4, seed: int = 0, greedy: bool = False, tasks=None,
 
 @pytest.fixture(params=[True, False], ids=["lean", "modules"])
 def lean(request) -> bool:
-    """Both ways to decode."""
+    """Both decoders."""
     return request.param
 
 

@@ -1,4 +1,4 @@
-"""The shared prompt changes nothing but the time: log-probs and every gradient are those of flat rows."""
+"""The shared prompt changes only the time: log-probs and every gradient are those of flat rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(folder, variant="trained tower", **changes) -> VlmPolicy:
 
 
 def sharpen(policy: VlmPolicy) -> None:
-    """Make attention far from uniform, else an error of its mask hides; and adapters other than zero."""
+    """Make attention far from uniform, so that an error of its mask shows, and adapters other than zero."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():

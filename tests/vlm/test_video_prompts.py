@@ -1,4 +1,4 @@
-"""Prompts with videos: what transformers' own processors make of them, and what is wrong with a video is named."""
+"""Prompts with videos: equality with transformers' own processors, and named faults of a video."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clip(tmp_path_factory) -> Path:
 
 
 def of_transformers(policy, folder, task: VlmTask) -> dict[str, torch.Tensor]:
-    """What a user gets who follows the model card: processor and qwen-vl-utils' frames, positions from the model."""
+    """The inputs of a user who follows the model card: processor and qwen-vl-utils' frames, positions from the model."""
     processor = load_processor(str(folder))
     videos = load_videos(task, policy.layout.patch_size)
     text = processor.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
@@ -129,7 +129,7 @@ def test_what_is_wrong_with_a_video_is_named(policies, tmp_path):
 
 
 def test_other_frames_same_tokens(policy, clip):
-    """What PAPO needs: masked frames change nothing but the pixels."""
+    """As PAPO requires, masked frames change only the pixels."""
     task = video_task("t", "Sum?", clip)
     (frames, metadata) = load_videos(task, policy.layout.patch_size)[0]
     original, masked = policy.encode(task), policy.encode(task, videos=[(torch.zeros_like(frames), metadata)])

@@ -32,7 +32,7 @@ CONFIGS = {"vlm": VlmConfig, "papo": PapoConfig, "apo": ApoConfig, "sft": SftCon
 
 
 def write_video_questions(folder: Path, count: int = 4, faulty: bool = False) -> Path:
-    """Questions on clips; the last clip is cut off where `faulty`."""
+    """Questions on clips; the last clip is truncated if `faulty`."""
     folder.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(0).integers(0, 256, (count, 12, 56, 56, 3), dtype=np.uint8)
     rows = []

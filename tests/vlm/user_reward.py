@@ -1,4 +1,4 @@
-"""Rewards that go wrong, as users' do."""
+"""Faulty rewards, as users may write them."""
 
 
 def sometimes(prompts, completions, *, answer, **columns):

@@ -1,4 +1,4 @@
-"""A service that does what a request says, some of it bad; loaded by path in a worker of any Python from 3.8 on."""
+"""A service that misbehaves on request; loaded by path in a worker of any Python from 3.8 on."""
 
 import ctypes
 import os
@@ -79,7 +79,7 @@ class Service:
         return {"value": object()}, {}
 
     def write(self, fields, arrays):
-        """Bypass the protocol: write bytes into the pool's pipe, whichever descriptor that is."""
+        """Bypass the protocol: write bytes into the pool's pipe, whatever its descriptor."""
         data = {"pickle": pickle.dumps(Bomb(fields["path"])), "garbage": b"hello"}.get(fields["what"])
         if data is None:
             wire = sys.modules["mmrl_wire"]
@@ -106,7 +106,7 @@ class Service:
 
 
 class Bomb:
-    """Makes a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""The pool with an engine of another kind: services that live in this process and answer at once."""
+"""The pool with a different engine: services in this process that answer at once."""
 
 import itertools
 import time

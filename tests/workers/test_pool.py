@@ -38,7 +38,7 @@ def do(name, **fields):
 
 
 def run(pool, names, timeout_s=20.0, **options):
-    """Answers to requests by name; a value for those that echo."""
+    """Answers to requests by name; a value for echo requests."""
     answers = pool.map(lambda row: do(names[row], value=row), len(names), timeout_s, **options)
     return [answer.fields.get("echo") if isinstance(answer, Message) else answer.kind for answer in answers]
 

@@ -1,4 +1,4 @@
-"""What a worker loads by path runs on an older Python; what a pool reads is plain data."""
+"""Modules that a worker loads by path run on an older Python; a pool reads only plain data."""
 
 import ast
 import sys

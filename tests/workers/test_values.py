@@ -11,7 +11,7 @@ from mmrl.workers.wire import decode, encode
 
 
 def sent(value):
-    """The value as a worker gets it: the tree goes through JSON."""
+    """The value as a worker receives it, after JSON."""
     tree, arrays = encode(value)
     return decode(json.loads(json.dumps(tree, allow_nan=False)), arrays)
 
@@ -103,7 +103,7 @@ def test_images_keep_mode_size_and_pixels(mode):
 
 
 class Bomb:
-    """Would run code where it is unpickled, and runs some where it is pickled."""
+    """Would run code when unpickled, and does when pickled."""
 
     def __reduce__(self):
         raise AssertionError("it was pickled")

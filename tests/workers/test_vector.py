@@ -1,4 +1,4 @@
-"""`PoolVectorEnv` step by step against Gymnasium's own vector environments, and what happens when one breaks."""
+"""`PoolVectorEnv` step by step against Gymnasium's own vector environments, and their failures."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Captioned images: what functions build, what users bring, and damaged files."""
+"""Captioned images: built by functions, given by users, and damaged files."""
 
 from __future__ import annotations
 

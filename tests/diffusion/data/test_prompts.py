@@ -1,4 +1,4 @@
-"""Prompt files of all kinds, with what is wrong with them."""
+"""Prompt files of all kinds, and their faults."""
 
 from __future__ import annotations
 

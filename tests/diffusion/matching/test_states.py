@@ -1,4 +1,4 @@
-"""AC-Flow on the states of its sampler: which are kept, what they are matched to, and credit along a path."""
+"""AC-Flow on the states of its sampler: kept states, matching targets, and credit along a path."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_target_is_the_velocity_towards_the_image_of_the_path_by_hand(tmp_path):
 
 
 def test_renoised_images_given_as_states_have_the_targets_and_the_loss_of_orw(tmp_path):
-    """On a straight path the state's target is noise - x_0, so ORW-CFM-W2's loss comes back."""
+    """On a straight path the state's target is noise - x_0, so the loss equals ORW-CFM-W2's."""
     orw = build(run_config("orw_cfm_w2", tmp_path))
     rollouts = collected(orw)
     forward = orw.process.noisy(rollouts).rows
@@ -148,7 +148,7 @@ def test_unweighted_targets_have_the_mean_that_theory_says(solver, noise_level):
 
 
 def slope(x, y):
-    """Of the regression of y on x."""
+    """Coefficients of the regression of y on x."""
     return float(((x - x.mean()) * (y - y.mean())).mean() / x.var(correction=0))
 
 

@@ -1,4 +1,4 @@
-"""Recipes that learn from finished images: AWM, and what it shares with the others."""
+"""Recipes that learn from finished images: AWM, and properties shared with the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def velocities(recipe, rollouts):
 
 
 def pseudo(error, sigma, weighting, power):
-    """The table of weightings, written down again."""
+    """The table of weightings, implemented a second time."""
     floor = 1e-10
     return {
         "uniform": -error,
@@ -64,7 +64,7 @@ def awm(tmp_path, **settings):
 @pytest.mark.parametrize("average", ["exp_first", "sum_first", "bgpo"])
 @pytest.mark.parametrize("weighting", ["uniform", "t", "t2", "huber", "ghuber"])
 def test_policy_term_is_that_of_numpy_off_policy(weighting, average, tmp_path):
-    """With two updates a step, so that old likelihoods are stored and ratios differ from 1."""
+    """With two updates per step, so that old likelihoods are stored and ratios differ from 1."""
     config = awm(tmp_path, weighting=weighting, average=average, ema_coef=0.0)
     config.trainer.minibatches_per_step = 2
     config.objective.kl = {"coef": 0.0}

@@ -24,7 +24,7 @@ def pair(caption: str, chosen: float = 1.0, rejected: float = 0.0, quality: floa
 
 
 def line(captions) -> torch.Tensor:
-    """A number at the end of a caption is its place on a line."""
+    """The number at the end of a caption is its position on a line."""
     return torch.tensor([[float(caption.split()[-1])] for caption in captions])
 
 

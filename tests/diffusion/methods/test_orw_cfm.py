@@ -1,4 +1,4 @@
-"""ORW-CFM-W2 and AC-Flow: weights of images, the critic, and that one is the other without a critic."""
+"""ORW-CFM-W2 and AC-Flow: weights of images, the critic, and their equality without a critic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAN = float("nan")
 
 
 def without_critic(config):
-    """The case of AC-Flow that is ORW-CFM-W2."""
+    """The special case of AC-Flow that equals ORW-CFM-W2."""
     config.critic.enabled = False
     config.shaping.kind = "none"
     config.advantage_bound = 0.0

@@ -1,4 +1,4 @@
-"""Flow matching on captioned images, and that the recipes raise what they are rewarded for."""
+"""Flow matching on captioned images; the recipes increase their rewards."""
 
 from __future__ import annotations
 

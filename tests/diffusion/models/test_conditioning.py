@@ -22,7 +22,7 @@ def embeddings(pipeline, **options):
 
 
 def fresh(pipeline, prompt):
-    """What the pipeline itself returns for one prompt: tokens (1, L, D), pooled (1, P)."""
+    """The pipeline's own embedding of one prompt: tokens (1, L, D), pooled (1, P)."""
     with torch.no_grad():
         if type(pipeline).__name__ == "FluxPipeline":
             tokens, pooled, _ = pipeline.encode_prompt(prompt, max_sequence_length=T5_TOKENS)

@@ -1,4 +1,4 @@
-"""The average that is evaluated: what is in the policy's place, and what a checkpoint holds."""
+"""The moving average used in evaluations: swapping it into the policy, and its checkpoint."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""`model_index.json` and `base.json` after somebody changed them: one line that names the file."""
+"""`model_index.json` and `base.json` after manual changes: one line that names the file."""
 
 import json
 

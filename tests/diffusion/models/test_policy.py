@@ -32,7 +32,7 @@ def loaded():
 
 @pytest.fixture(autouse=True)
 def _load_each_folder_once(monkeypatch, loaded, folder, flux_folder):
-    """Most tests change the transformer only; they get a new one beside parts that were read before."""
+    """A policy with a new transformer and cached other parts, since most tests change only the transformer."""
 
     def load(path, dtype=torch.float32):
         if path not in (str(folder), str(flux_folder)):

@@ -43,7 +43,7 @@ print(answer)
 
 
 def slow_distance(one, other):
-    """By the recursive definition."""
+    """Edit distance by its recursive definition."""
     if not one or not other:
         return len(one) + len(other)
     return min(

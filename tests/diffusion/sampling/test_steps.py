@@ -51,7 +51,7 @@ def times(name, index=1, dtype=torch.float32):
 
 
 def numpy_transition(name, v, x, s, n):
-    """The published formulas, in numpy float64."""
+    """The published formulas in numpy float64."""
     dt = n - s
     if name == "ode":
         return x + dt * v, 0.0

@@ -59,7 +59,7 @@ def test_ratio_is_one_before_the_first_update_whatever_the_batches_are(name, dty
 
 
 def test_ratio_is_one_bit_for_bit_on_bfloat16_weights_where_the_batch_is_the_same(tmp_path):
-    """Stored states are those that the log-density was taken of, rounding included."""
+    """Stored states are exactly those of the log-density, rounding included."""
     config = run_config("flow_grpo", tmp_path)
     config.model.dtype = "bfloat16"
     recipe = build(config)
@@ -226,7 +226,7 @@ def test_gradient_of_the_negative_half_can_be_kept(tmp_path):
 
 
 def test_gradient_agrees_with_finite_differences(tmp_path):
-    """Of the unclipped loss, along the gradient itself."""
+    """Directional derivative of the unclipped loss along its gradient."""
     config = run_config("flow_grpo", tmp_path)
     config.objective = ObjectiveConfig(preset="flow_grpo", clip={"kind": "policy_gradient"}, kl={"coef": 0.5})
     config.step.detach_negative = False

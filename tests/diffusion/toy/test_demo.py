@@ -1,4 +1,4 @@
-"""The diffusion demonstration with everything in it made small: the chain of its stages, not what they reach."""
+"""The diffusion demo in small: the chain of its stages, not its results."""
 
 from __future__ import annotations
 

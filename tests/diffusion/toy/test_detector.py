@@ -20,7 +20,7 @@ def looks(image):
 
 
 def reference_components(hues):
-    """Flood fill, pixel by pixel."""
+    """Flood fill, pixel by pixel, as a reference."""
     left, found = {(y, x) for y, x in np.argwhere(hues >= 0).tolist()}, []
     while left:
         stack, member = [min(left)], set()

@@ -15,7 +15,7 @@ def judge():
 
 
 def right_and_wrong(judge, kind, count):
-    """Scores under the caption, and under one that asks for something else."""
+    """Scores under the image's own caption and under another one."""
     scenes = all_scenes([kind])
     images, index = render_dataset(scenes, count, seed=99)
     right = [scenes[scene].metadata for scene in index]

@@ -1,4 +1,4 @@
-"""Everything that is damaged; `KINDS` lists it."""
+"""Kinds of damaged input; `KINDS` lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged answers: what a model, a data column, a judge's server or a worker process may say."""
+"""Damaged answers of a model, a data column, a judge's server or a worker process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _rewards(_: None, rng: random.Random, folder: Path) -> Verdict:
 
 
 def _check(result: Any) -> None:
-    """A damaged first row leaves the sound second one its values."""
+    """A damaged first row does not change the values of the valid second one."""
     numbers = [value for values in result.terms.values() for value in values] + result.total
     assert all(isinstance(value, float) for value in numbers), numbers
     assert result.terms["exact"][1] == 1.0, result
@@ -67,7 +67,7 @@ def _check(result: Any) -> None:
 
 
 def _maths(_: None, rng: random.Random, folder: Path) -> Verdict:
-    """The reward that lives in a worker process."""
+    """The reward that runs in a worker process."""
     from mmrl.rewards import RewardConfig
     from mmrl.rewards.sum import RewardSum
 
@@ -110,7 +110,7 @@ def _messages(_: None, rng: random.Random, folder: Path) -> Verdict:
 
 
 def _actions(_: None, rng: random.Random, folder: Path) -> Verdict:
-    """What an agent may write instead of an action, and what is in it where there is one."""
+    """Texts that an agent may write instead of an action, and damaged actions."""
     from mmrl.agents.environments.environment import FORMATS, PARSE_ERRORS, parse_answer
     from mmrl.workers.wire import encode
 

@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 class _EnoughError(Exception):
-    """The configuration passed every check; what follows would build the model."""
+    """The configuration passed every check; the next step would build the model."""
 
 
 def _stop(*_: Any) -> Any:
@@ -51,7 +51,7 @@ def _prepare_whole(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _values(files: list[Path], rng: random.Random, folder: Path) -> Verdict:
-    """Values and keys of a file, whose base stays sound."""
+    """Values and keys of a file; the file that it extends stays valid."""
     path = rng.choice(files)
     tree = yaml.safe_load(path.read_text())
     if "extends" in tree:

@@ -101,7 +101,7 @@ def _demonstrations(sound: Path, rng: random.Random, folder: Path) -> Verdict:
 
 
 def _damage_table(rng: random.Random, file: Path) -> None:
-    """Change a table's cells or columns and write it as a sound file."""
+    """Change a table's cells or columns and write it as a valid file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -88,7 +88,7 @@ def _damaged_checkpoint(lab: _Lab, rng: random.Random, folder: Path) -> Path:
 
 
 def _resume(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
-    """A run that goes on from a damaged checkpoint ends with the bits of one that was sound, or does not go on."""
+    """A run resumed from a damaged checkpoint ends bit for bit like an undamaged one, or is refused."""
     run = _damaged_checkpoint(lab, rng, folder)
     draw_no_charts()
     words = ["--resume", "--from-last-good"] if rng.random() < 0.4 else ["--resume"]
@@ -107,7 +107,7 @@ def _evaluate(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
 
 
 def _doctor(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
-    """`mmrl doctor RUN` says what is wrong with any folder; none of its checks fails itself."""
+    """`mmrl doctor RUN` reports the faults of any folder; none of its checks fails itself."""
     run = _damaged_checkpoint(lab, rng, folder)
     if rng.random() < 0.5:
         _damage_log(rng, run / rng.choice([name for name in LOGS if (run / name).exists()]))
@@ -169,7 +169,7 @@ def _experiments(_: None, rng: random.Random, folder: Path) -> Verdict:
 
 
 def _records(_: None, rng: random.Random, folder: Path) -> Verdict:
-    """What finished runs of an experiment have written, when it is summarised."""
+    """Results of an experiment's finished runs when it is summarised."""
     from mmrl.compare import plans as run_status
     from mmrl.compare.experiment import load_experiment
     from mmrl.compare.summary import plan_comparison

@@ -17,7 +17,7 @@ CORE = "verl/trainer/ppo/core_algos.py"
 
 
 class Script(SimpleNamespace):
-    """What run_3b.sh and its defaults say of the loss."""
+    """Loss settings of run_3b.sh and its defaults."""
 
     def get(self, name, default):
         return getattr(self, name, default)

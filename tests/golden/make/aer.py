@@ -73,7 +73,7 @@ def _texts() -> list[tuple[str, bool]]:
 
 
 def _answer(answers: int, rank: int) -> str:
-    """Answers of which only that of the rank is inside; none with rank 0."""
+    """Answers with only the one of the given rank inside; none for rank 0."""
     points = [HIT if place == rank else MISSES[place - 1] for place in range(1, answers + 1)]
     return str([{"point_2d": point} for point in points]).replace("'", '"')
 

@@ -78,7 +78,7 @@ def update(clone: Clone, inputs: dict) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def replay(clone: Clone) -> tuple[list[bool], list[list[float]]]:
-    """Of each group whether it is given a stored trajectory, and the outcomes stored of its task afterwards."""
+    """For each group whether it gets a stored trajectory, and the outcomes stored for its task afterwards."""
     file = "verl/trainer/replay_buffer.py"
     buffer = clone.function(
         file, "ReplayBuffer", np=np, math=math, json=json, random=random, defaultdict=defaultdict,

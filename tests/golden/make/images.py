@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def latents(seed: int = 20) -> dict[str, Any]:
-    """Latents of three images, what a model says about them, and where the step led to."""
+    """Latents of three images, the model's predictions for them, and the results of the step."""
     return {
         "latents": numbers(seed, *SHAPE, low=-2, high=2),
         "velocity": numbers(seed + 1, *SHAPE, low=-2, high=2),

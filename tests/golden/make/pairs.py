@@ -1,5 +1,6 @@
-"""Pairs of answers for the preference losses, and TRL's trainer run on them; a trainer without a model is told the
-log-probabilities."""
+"""Pairs of answers for the preference losses, and TRL's trainer run on them; a trainer without a model gets the
+log-probabilities.
+"""
 
 from __future__ import annotations
 

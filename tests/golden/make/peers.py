@@ -77,7 +77,7 @@ def doubles() -> Iterator[None]:
 
 
 def package(name: str) -> str:
-    """An installed package with its version."""
+    """An installed package and its version."""
     return f"{name} {importlib.metadata.version(name)}"
 
 

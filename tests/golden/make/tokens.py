@@ -1,4 +1,4 @@
-"""Inputs of the methods whose decisions are tokens, and the programs that are asked about them."""
+"""Inputs of the methods whose decisions are tokens, and the programs that compute their numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNT_EPS = {"relative": 1e-8, "because": "it adds 1e-8 to the number of tokens 
 
 
 def batch() -> dict[str, Any]:
-    """Three questions of four answers: unequal lengths, one question whose answers are worth the same."""
+    """Three questions of four answers: unequal lengths, one question whose answers earn the same reward."""
     lengths = [6, 4, 1, 5, 3, 6, 2, 4, 5, 6, 3, 2]
     old = numbers(1, 12, 6, low=-3.0, high=-0.3)
     move = numbers(2, 12, 6, low=-0.5, high=0.5)
@@ -59,7 +59,7 @@ class Verl:
         self.calls: list[str] = []
 
     def token_rewards(self, kl_ratio: float = 0.0) -> Tensor:
-        """The reward at the last trained token, less the divergence from the reference."""
+        """The reward at the last trained token, minus the divergence from the reference."""
         rewards = torch.zeros_like(self.b.mask)
         last = (self.b.mask * torch.arange(1, rewards.shape[1] + 1)).argmax(1)
         rewards[torch.arange(len(last)), last] = self.b.reward
@@ -99,7 +99,7 @@ class Verl:
         return self._call("compute_value_loss", b.values_new, returns, b.values, b.mask, clip)[0]
 
     def answer(self, advantage: Tensor, loss: Tensor, **more: Any) -> dict[str, Any]:
-        """What is written down of this peer."""
+        """The recorded entry of this peer."""
         program = {"program": self.program_of(), "calls": [f"verl.trainer.ppo.core_algos.{x}" for x in self.calls]}
         numbers = {"advantage": advantage, "loss": loss.detach(), "gradient": gradient(loss, self.b.logp)}
         return program | {"relative": 1e-12} | numbers | more
@@ -113,7 +113,7 @@ class Verl:
 
 
 class Trl:
-    """The losses of TRL's trainers on a batch, float64; a trainer without a model is told the log-probabilities."""
+    """The losses of TRL's trainers on a batch, float64; a trainer without a model gets the log-probabilities."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.b = tensors(inputs)

@@ -1,4 +1,4 @@
-"""REINFORCE++ by verl where tool output, which is not trained, lies between the tokens of a response."""
+"""REINFORCE++ by verl with untrained tool output between the tokens of a response."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Everything that TRL's GRPO options can be combined to: losses with their gradients, and advantages.
+"""All combinations of TRL's GRPO options: losses with their gradients, and advantages.
 
 python -m tests.golden.make.trl_grpo
 """
@@ -40,7 +40,7 @@ def group_advantages(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def scaled(inputs: dict[str, Any], scale: str) -> dict[str, Any]:
-    """Advantages (B,) by the lines of the trainer, which is told the rewards."""
+    """Advantages (B,) by the trainer's own lines, from given rewards."""
     import trl.trainer.grpo_trainer as module
 
     source = textwrap.dedent(inspect.getsource(module.GRPOTrainer._generate_and_score_completions)).splitlines()

@@ -95,7 +95,7 @@ def fill(clone: Clone, inputs: dict, cut_off: bool):
 
 
 def make_agent(clone: Clone, logp: Tensor, values: Tensor, tokens: list[int], losses: list[Tensor]):
-    """The agent, with leaves in the place of a model and a list in the place of accumulated gradients."""
+    """The agent, with leaf tensors instead of a model and a list instead of accumulated gradients."""
     quiet = {"tqdm": lambda x, **_: x, "print": lambda *_: None, "nn": nn}
     ppo = clone.function("a2c_ppo_acktr/algo/ppo.py", "PPO", **quiet)
     model = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""`mmrl evaluate` on copies of benchmarks with tiny models of real architectures: from command to tables, pictures."""
+"""`mmrl evaluate` on copies of benchmarks with tiny models of real architectures: from command to tables and images."""
 
 from __future__ import annotations
 

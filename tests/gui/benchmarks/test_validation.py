@@ -1,4 +1,4 @@
-"""`mmrl gui validate`: malformed rows, suspicious boxes, and the test that tells xywh from xyxy."""
+"""`mmrl gui validate`: malformed rows, suspicious boxes, and the test that distinguishes xywh from xyxy."""
 
 from __future__ import annotations
 

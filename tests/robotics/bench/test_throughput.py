@@ -1,4 +1,4 @@
-"""Throughput of robot simulators: equal work in every arm, which way round ratios are, CPU time of other processes."""
+"""Throughput of robot simulators: equal work in every arm, direction of the ratios, CPU time of other processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(find_spec("mujoco") is None, reason="needs pip i
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
-    """An arm collects garbage before it measures; what the tests have imported would be searched each time."""
+    """Skips the arms' garbage collection, which would search everything that the tests have imported."""
     gc.freeze()
     yield
     gc.unfreeze()

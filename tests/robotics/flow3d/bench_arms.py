@@ -1,4 +1,4 @@
-"""The suite's arms with what a planner of flow asks of them."""
+"""The suite's arms with the interface of a flow planner."""
 
 from robotics.scenes.arms import find_arm
 

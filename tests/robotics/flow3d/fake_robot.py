@@ -1,4 +1,4 @@
-"""A robot without physics: a sphere that goes where the hand goes while it is held, drawn with exact depth."""
+"""A robot without physics: a sphere that follows the hand while it is held, rendered with exact depth."""
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class FakeRobot:
 
 
 class StraightModel:
-    """Predicts that the object goes over an arc to a goal; each seed may aim `spread_m` elsewhere along y."""
+    """Predicts that the object moves along an arc to a goal; each seed may aim up to `spread_m` away along y."""
 
     def __init__(self, goal_m, frames=8, spread_m=0.0):
         self.goal_m, self.frames, self.spread_m, self.seeds = np.array(goal_m), frames, spread_m, []

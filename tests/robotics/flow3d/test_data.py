@@ -1,4 +1,4 @@
-"""Clips on disk: what is written is read, in an order that follows from a seed, and damage is named."""
+"""Clips on disk: written clips are read back, in an order that depends on a seed, and damage is named."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def folder(tmp_path):
-    """Eleven clips in shards of four; the last is of the split test."""
+    """Eleven clips in shards of four; the last is in the test split."""
     with FlowWriter(tmp_path / "clips", num_frames=3, grid=2, settings=FEW) as writer:
         for seed in range(10):
             writer.add(a_clip(seed, source="arm" if seed % 2 else "hand", task="pour" if seed > 6 else "place"))

@@ -1,4 +1,4 @@
-"""From video to flow, against the simulator's truth."""
+"""From video to flow, compared with the simulator's ground truth."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The comparison of extractors: one video as it is judged, and the table of made rows."""
+"""The comparison of extractors: scores of one video, and the table of made-up rows."""
 
 import numpy as np
 import pytest

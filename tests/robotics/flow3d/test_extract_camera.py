@@ -1,4 +1,4 @@
-"""A camera that moves: noticed, refused, or taken out by its poses."""
+"""A moving camera: detected, refused, or compensated by its poses."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ EIGHT = FlowEncoding(num_frames=8, grid=4)
 
 
 def wall_video(shifts_px, side=96, focal_px=120.0):
-    """A textured wall 1.2 m away, seen by a camera that goes sideways by whole pixels."""
+    """A textured wall 1.2 m away, seen by a camera that moves sideways by whole pixels."""
     rng = np.random.default_rng(0)
     wide = np.kron(rng.integers(0, 256, (24, 40)), np.ones((4, 4))).astype(np.uint8)
     rgb = np.stack([np.repeat(wide[:, 20 + shift : 20 + shift + side, None], 3, -1) for shift in shifts_px])
@@ -63,7 +63,7 @@ def test_nearer_pixels_hide_farther_ones():
 
 @pytest.fixture(scope="module")
 def shaken(backend):
-    """A video whose camera goes 4 cm sideways and turns by 2 degrees, and the still one that it was made of."""
+    """A video whose camera moves 4 cm sideways and rotates by 2 degrees, and the static one that it was made from."""
     video = rgbd_video("place", "box", seed=2, size=128)
     angle = np.linspace(0, np.radians(2), len(video))
     turns = np.stack([[[np.cos(a), 0, np.sin(a)], [0, 1, 0], [-np.sin(a), 0, np.cos(a)]] for a in angle])

@@ -1,4 +1,4 @@
-"""The demonstration of 3D flow, with everything in it made small: the chain of its parts, not what they reach."""
+"""The 3D flow demo in small: the chain of its parts, not their results."""
 
 from pathlib import Path
 

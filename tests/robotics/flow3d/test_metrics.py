@@ -32,7 +32,7 @@ def test_errors_are_distances_in_metres():
 
 
 def line_flow(frames=4, step_m=0.1):
-    """Two points, 1 m apart, that go along x by 10 cm a frame."""
+    """Two points, 1 m apart, that move along x by 10 cm per frame."""
     start = np.array([[0.0, 0, 0], [0, 1, 0]])
     return start + np.arange(frames + 1)[:, None, None] * np.array([step_m, 0, 0])
 

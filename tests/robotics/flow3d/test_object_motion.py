@@ -1,4 +1,4 @@
-"""Motions of the object: frames, smoothing, support and steps in between, against closed forms and scipy."""
+"""Motions of the object: frames, smoothing, support and intermediate steps, against closed forms and scipy."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def pose(rng, size_m=0.3):
 
 @pytest.fixture
 def moving():
-    """A clip of 25 points that turn about a vertical and go along, and the motion in the world."""
+    """A clip of 25 points that rotate about a vertical axis and translate, and the motion in the world."""
     rng = np.random.default_rng(5)
     T_world_cam = make_pose(np.array([[0.0, -1, 0], [-1, 0, 0], [0, 0, -1]]), np.array([0.5, 0.0, 1.0]))
     points_world = rng.uniform(-0.04, 0.04, (25, 3)) + np.array([0.5, 0.1, 0.05])

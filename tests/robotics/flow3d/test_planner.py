@@ -1,4 +1,4 @@
-"""The closed loop with a robot without physics: the object gets there, and everything that can go wrong has a name."""
+"""The closed loop with a robot without physics: the object reaches its goal, and every failure has a name."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def planner(flow, arm=None, verifier=None, config=None, grasps=(from_above,), **
 
 
 class Scripted:
-    """A verifier with its verdicts written down."""
+    """A verifier with given verdicts."""
 
     def __init__(self, *verdicts):
         self.verdicts, self.seen = list(verdicts), []
@@ -135,7 +135,7 @@ def test_a_verifier_that_is_down_is_asked_once():
 
 
 def seeing(**changes):
-    """A robot whose camera gives something else."""
+    """A robot with a faulty camera."""
     robot = FakeRobot(BenchArm("panda"))
     robot.observe = lambda: dataclasses.replace(drawn_sphere(), **changes)
     return robot
@@ -151,21 +151,21 @@ def broken(name, error):
 
 
 def stuck():
-    """An arm that something stops."""
+    """An arm that is blocked."""
     robot = FakeRobot(BenchArm("panda"))
     robot.move = lambda _: False
     return robot
 
 
 def flow_of(value, row=0):
-    """The flow to the goal with one channel written over."""
+    """The flow to the goal with one channel overwritten."""
     flow = clip_to(GOAL).flow.copy()
     flow[..., row] = value
     return flow
 
 
 class Sideways:
-    """Predicts that all points go sideways, 4 pixels a frame."""
+    """Predicts that all points move sideways, 4 pixels per frame."""
 
     def predict(self, observation, points, samples=1, seed=0):
         flow = np.repeat(np.concatenate([points, np.ones((*points.shape[:2], 1))], -1)[None], 4, axis=0)
@@ -395,7 +395,7 @@ def test_true_flow_does_every_task_in_physics(task, actor, seed):
 
 
 class TrueFlow:
-    """What the task's scripted motion does to the query points."""
+    """Motion of the query points under the task's scripted motion."""
 
     def __init__(self, robot, frames=8):
         self.robot, self.frames = robot, frames

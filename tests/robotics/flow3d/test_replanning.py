@@ -1,4 +1,4 @@
-"""Looking again in physics: what slips out of the fingers is taken up again, where the planner may look."""
+"""Replanning in physics: a dropped object is picked up again if the planner may observe."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Fitted motions against scipy, and on points of which some are wrong."""
+"""Fitted motions against scipy, and with outliers."""
 
 import numpy as np
 import pytest

@@ -20,7 +20,7 @@ PLACES = {"octaves": 2, "condition_queries": True}
 
 
 class Gaussian(nn.Module):
-    """A module as a user may bring it: a diagonal Gaussian over a chunk, one log-probability a control step."""
+    """A user's module: a diagonal Gaussian over a chunk, one log-probability per control step."""
 
     def __init__(self):
         super().__init__()

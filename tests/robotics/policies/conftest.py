@@ -46,7 +46,7 @@ def builders(tiny_folder):
 
 @pytest.fixture(scope="session")
 def policies(builders):
-    """One of each kind; tests that change weights build their own."""
+    """One policy of each kind; tests that change weights build their own."""
     return {kind: build() for kind, build in builders.items()}
 
 

@@ -1,4 +1,4 @@
-"""Modules of a user's own."""
+"""User-defined modules."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.robotics.policies.builders import TEXTS, B, D, Gaussian, K, S, demons
 
 
 class Plain(nn.Module):
-    """The least that will do: one step at a time, one log-probability, no options."""
+    """The minimal interface: one step at a time, one log-probability, no options."""
 
     def act(self, obs, generator):
         actions = torch.randn(len(obs["instructions"]), D, generator=generator) * 3

@@ -1,4 +1,4 @@
-"""Free memory between live tensors goes back to the system."""
+"""Free memory between live tensors is returned to the system."""
 
 from __future__ import annotations
 

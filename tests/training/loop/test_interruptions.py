@@ -1,4 +1,4 @@
-"""Runs that end early: kills at chosen places and signals, then a resume that ends as if nothing had happened."""
+"""Runs that end early: kills at chosen points and signals, then a resume that ends like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def lines(path):
 
 
 def forget_extra(stopped, whole):
-    """Remove the checkpoint of the stop, which a run that was not stopped has no reason for."""
+    """Remove the checkpoint written at the stop, which an uninterrupted run does not have."""
     for checkpoint in stopped.glob("checkpoints/step-*"):
         if not (whole / "checkpoints" / checkpoint.name).exists():
             shutil.rmtree(checkpoint)
 
 
 def run_and_kill(config, folder, place, count):
-    """Train in a child process that kills itself when it has passed a method so many times."""
+    """Train in a child process that kills itself after a given number of calls of a method."""
     owner, _, name = place.partition(".")
     owner = {"Trainer": Trainer, "RunSaver": RunSaver, "Checkpoints": Checkpoints}[owner]
     method, passed = getattr(owner, name), []

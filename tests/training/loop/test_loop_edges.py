@@ -1,4 +1,4 @@
-"""What a run does at its edges: kills between two writes, full disks, NaN in odd places, mixed precision."""
+"""Edge cases of a run: kills between two writes, full disks, unexpected NaN, mixed precision."""
 
 from __future__ import annotations
 

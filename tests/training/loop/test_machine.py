@@ -11,7 +11,7 @@ from mmrl.training import processes as machine
 
 @pytest.fixture
 def probes(monkeypatch):
-    """A machine that announces AMX and has no GPU; the list of probes that were started."""
+    """A machine that reports AMX and has no GPU; yields the list of started probes."""
     monkeypatch.setattr(machine, "_announces_amx", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv(machine.LIMIT, "")

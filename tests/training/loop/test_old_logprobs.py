@@ -1,4 +1,4 @@
-"""One rule for old log-probs: where they come from, and the pass that each source needs or saves."""
+"""One rule for old log-probs: their source, and the pass that each source needs or saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every comparison in its quick form, and the arms that the comparisons stand on."""
+"""Every comparison in its quick form, and their arms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames of a long video: what is in memory, what is computed, and what a second epoch reads."""
+"""Frames of a long video: memory, computation, and cached reads in a second epoch."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_answers_may_stay_right(tmp_path):
 
 
 def make_up(row):
-    """One right critique, one that names a detail too many, one empty one, the right one again in other words."""
+    """One right critique, one with an extra detail, an empty one, the right one again in other words."""
     right = "; ".join(row["inserted"])
     return [right, f"{right}; number 9", "none", right.upper()]
 

@@ -27,7 +27,7 @@ def tasks():
 
 @pytest.fixture
 def reasoner(monkeypatch):
-    """Answers every revision with "better", and keeps what it read."""
+    """Answers every revision with "better", and records its inputs."""
     asked = []
 
     def say(policy, prompts, count, config, draws):

@@ -23,7 +23,7 @@ SAMPLER = SamplerConfig(max_new_tokens=4)
 
 
 class Scripted:
-    """Stands for the sampler: answers critic questions by a rule, and keeps what was asked."""
+    """Replaces the sampler: answers critic questions by a rule, and records the questions."""
 
     def __init__(self, rule):
         self.rule, self.asked = rule, []
@@ -41,7 +41,7 @@ def boxed(answer):
 
 
 def place_of(text, wanted):
-    """1 where the wanted answer is shown as number 1."""
+    """1 if the wanted answer is shown as number 1."""
     return 1 if text.split(" 1: ")[1].startswith(wanted) else 2
 
 

@@ -10,7 +10,7 @@ FIRST, SECOND, SPLIT, MUTE = Verdict(1, 2), Verdict(2, 1), Verdict(1, 1), Verdic
 
 
 def judge(best_to_worst, asked=None):
-    """A judge that knows the order of the answers; of question n where a list of orders is given."""
+    """A judge that knows the order of the answers, for question n if a list of orders is given."""
 
     def compare(matches):
         if asked is not None:

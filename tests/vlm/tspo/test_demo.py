@@ -1,4 +1,4 @@
-"""The video demonstration with everything in it made small: the chain of its stages and what it says."""
+"""The video demo in small: the chain of its stages and its output."""
 
 from __future__ import annotations
 

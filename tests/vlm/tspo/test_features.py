@@ -1,4 +1,4 @@
-"""Features of frames and texts, and where they are kept."""
+"""Features of frames and texts, and their cache."""
 
 from __future__ import annotations
 

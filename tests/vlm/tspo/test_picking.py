@@ -27,7 +27,7 @@ def orders(count):
 
 
 def drawn_one_by_one(logits, order):
-    """Probability of an order by its definition: a softmax over what is left, pick after pick."""
+    """Probability of an order by its definition: a softmax over the remaining frames, pick after pick."""
     left = list(range(len(logits)))
     probability = 1.0
     for pick in order:

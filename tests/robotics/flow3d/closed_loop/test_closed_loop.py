@@ -1,4 +1,4 @@
-"""Closed loops: episodes, what a run reports, what runs come to, and `mmrl evaluate`."""
+"""Closed loop: episodes, metrics of runs, and `mmrl evaluate`."""
 
 import json
 
@@ -29,7 +29,7 @@ PLACE = FlowEpisodesConfig(tasks=["place_red"], arms=["free_gripper"], episodes=
 
 
 class Listens:
-    """Moves points straight to where the instruction says, or, when deaf, always to the same place."""
+    """Moves points straight to the instructed goal, or, if `deaf`, always to the same position."""
 
     def __init__(self, goals, deaf_to=None):
         self.goals, self.deaf_to = goals, deaf_to

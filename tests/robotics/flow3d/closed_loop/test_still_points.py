@@ -1,4 +1,4 @@
-"""Flow some of whose points are made to stand still."""
+"""Flow with some points held still."""
 
 import numpy as np
 

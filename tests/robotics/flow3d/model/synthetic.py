@@ -16,7 +16,7 @@ T_WORLD_CAM = np.array([[1.0, 0, 0, 0.4], [0, -1, 0, 0], [0, 0, -1, 1.0], [0, 0,
 
 
 def make_clips(count: int = 8, frames: int = 4, side: int = 3, seed: int = 0, task: str = "move") -> list[FlowClip]:
-    """Clips in alternating colours; `meta["goals_world_m"]` has the place that each instruction names."""
+    """Clips in alternating colours; `meta["goals_world_m"]` has the goal that each instruction names."""
     rng = np.random.default_rng(seed)
     return [_clip(rng, list(COLOURS)[number % 2], frames, side, task) for number in range(count)]
 
@@ -57,7 +57,7 @@ def _square(rgb: np.ndarray, u: float, v: float, half: int, colour: tuple[int, i
 
 
 class GoesRight:
-    """A verifier that likes flows which move the block along x of the world, by 5 cm or more."""
+    """A verifier that accepts flows that move the block along the world's x axis by 5 cm or more."""
 
     def verify(self, before, after, instruction, meta) -> Verdict:
         way_m = float(meta.motion.T_t_0_world[-1][:3, 3] @ [1.0, 0.0, 0.0])

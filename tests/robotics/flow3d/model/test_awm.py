@@ -1,4 +1,4 @@
-"""AWM on the verdict of a verifier: its numbers, its control, what it leaves, and what it refuses."""
+"""AWM on the verdict of a verifier: its numbers, its control, its outputs, and refused settings."""
 
 import dataclasses
 import math
@@ -110,7 +110,7 @@ def test_rewards_are_weighted_verdicts_and_what_nobody_can_judge_has_none(tmp_pa
 
 
 def _unjudged(recipe) -> int:
-    """Rows without a reward, which are those that nobody could judge; flow without a motion is just rejected."""
+    """Rows without a reward could not be judged; flow without a motion is only rejected."""
     rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], make_generator(0, "rollout"), Step())
     payload, result = recipe._judged(rollouts)
     failed = ["Broken failed: TimeoutError: no answer" in reason for reason in payload.reasons]

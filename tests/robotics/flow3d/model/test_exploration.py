@@ -1,4 +1,4 @@
-"""Random motion of guesses: rigid, growing along the flow, a matter of each guess's own seed, and as far as it says."""
+"""Random motion of samples: rigid, growing along the flow, dependent only on each sample's seed, and of the given size."""
 
 import numpy as np
 import torch

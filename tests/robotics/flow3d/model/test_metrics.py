@@ -1,4 +1,4 @@
-"""Errors of flow by hand, and the drawing."""
+"""Errors of flow against values computed by hand, and the drawing."""
 
 import math
 

@@ -1,4 +1,6 @@
-"""Codes of query points against their formulas and against the released code, written out at a small size."""
+"""Positional encodings of query points against their formulas and against the released code, written out at a small
+size.
+"""
 
 import math
 

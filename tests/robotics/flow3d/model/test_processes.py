@@ -100,7 +100,7 @@ def test_ddim_steps_are_the_closed_form():
 
 @pytest.mark.parametrize("parameterisation", PARAMETERISATIONS)
 def test_all_parameterisations_of_ddim_sample_the_same(parameterisation):
-    """A network that knows flow and noise exactly walks back to the flow, whatever it is asked for."""
+    """A network that knows flow and noise exactly recovers the flow with every parameterisation."""
     clean, noise = pair()
     process = DdimProcess(parameterisation)
     first = torch.full((5,), 981.0)

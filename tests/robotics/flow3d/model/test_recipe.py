@@ -1,4 +1,4 @@
-"""Training of a world model: its loss, what it learns, folders it goes on from, and what it refuses."""
+"""Training of a world model: loss, learning, resuming from folders, and refused settings."""
 
 import dataclasses
 import json

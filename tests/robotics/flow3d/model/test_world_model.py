@@ -1,4 +1,4 @@
-"""The world model: its networks, its folder, and what it refuses."""
+"""The world model: its networks, its folder, and refused settings."""
 
 import dataclasses
 

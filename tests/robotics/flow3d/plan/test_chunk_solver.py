@@ -60,7 +60,7 @@ def test_keypoints_cost_their_distance():
 
 @pytest.fixture
 def chunk():
-    """A box of points that goes aside and turns, and its flow."""
+    """A box of points that moves sideways and rotates, and its flow."""
     rng = np.random.default_rng(0)
     points = rng.uniform(-0.03, 0.03, (40, 3)) + np.array([0.5, 0.0, 0.06])
     centre = points.mean(0)

@@ -1,4 +1,4 @@
-"""A model chooses the part of an object to take."""
+"""A model chooses the part of an object to grasp."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which grasp an arm takes, and what it keeps clear of, with MuJoCo's own distances as the judge."""
+"""Choice of an arm's grasp and its clearance, checked with MuJoCo's own distances."""
 
 import dataclasses
 

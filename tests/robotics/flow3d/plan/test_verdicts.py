@@ -1,4 +1,4 @@
-"""Verifiers: what they accept, what they reject, and that nothing they meet gets out as an exception."""
+"""Verifiers: acceptance, rejection, and no exception from any input."""
 
 import json
 

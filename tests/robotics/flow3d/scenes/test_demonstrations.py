@@ -51,7 +51,7 @@ def test_query_points_lie_on_the_object_as_the_first_image_shows_it():
 
 
 def test_visible_points_are_on_pixels_of_the_object_and_covered_ones_are_not():
-    """A point at a pixel that shows something nearer is hidden, and the one that the picture shows is visible."""
+    """A point behind the surface at its pixel is hidden, and a point on that surface is visible."""
     with FlowScene(SMALL, task="place_green", actor="hand") as scene:
         scene.reset(1)
         demonstrator = Demonstrator(scene)
@@ -173,7 +173,7 @@ def test_unknown_names_are_refused():
 
 
 def test_first_images_are_those_of_whole_demonstrations_with_the_same_flow():
-    """Each picture comes once with every instruction, and nothing of it depends on the others."""
+    """Each image occurs once with every instruction, independently of the other images."""
     config = DemonstrationConfig(actors=("hand",), shapes=("mug",), tasks=("place_red", "pour"), scene=SMALL)
     form = FlowEncoding(num_frames=4, grid=3)
     pairs = list(instructed_clips(range(2), config, form))

@@ -1,4 +1,4 @@
-"""Scenes of 3D flow: what their camera gives, and what an episode draws."""
+"""Scenes of 3D flow: camera outputs and random draws of an episode."""
 
 import numpy as np
 import pytest

@@ -60,7 +60,7 @@ def test_all_arms_start_with_the_grip_at_the_same_position(robot):
 
 
 def test_the_gen3_has_the_published_geometry():
-    """Stretched upwards it is as tall as the lengths that its maker gives for its parts."""
+    """Stretched upwards, its height is the sum of the lengths of its parts in the data sheet."""
     arm = FLOW_ARMS["gen3"]
     pose, _ = arm.kinematics(np.zeros((1, 7)))
     lengths = 0.15643 + 0.12838 + 2 * 0.21038 + 0.20843 + 2 * 0.10593 + 0.061525
@@ -74,7 +74,7 @@ def test_physics_needs_an_arm():
 
 
 def perform(robot, seed):
-    """Whole episode along the ideal motion, with the first scripted grip that the arm reaches all along."""
+    """Whole episode along the ideal motion, with the first scripted grip that the arm can reach throughout."""
     from robotics.flow3d.kinematics import ArmIk
 
     robot.reset(seed)

@@ -1,4 +1,4 @@
-"""Tasks of the flow scenes: who satisfies their criteria and who does not."""
+"""Tasks of the flow scenes: motions that satisfy their criteria and motions that do not."""
 
 import dataclasses
 
@@ -145,6 +145,6 @@ def test_unknown_tasks_and_shapes_are_named():
 
 
 def test_an_episode_whose_layout_is_rare_has_one_too():
-    """Of this number's draws the first 2000 do not fit."""
+    """The first 2000 draws of this seed do not fit."""
     found = FLOW_TASKS["pour"].furniture.draw("train", np.random.default_rng(layout_seed("train", 1905)))
     assert set(found) == set(FLOW_TASKS["pour"].furniture.areas)

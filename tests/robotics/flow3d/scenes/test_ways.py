@@ -1,4 +1,4 @@
-"""Ways of a gripper as actions: written and read again, played from clips, and followed by arms in physics."""
+"""Gripper paths as actions: written and read, replayed from clips, and followed by arms in physics."""
 
 import numpy as np
 import pytest
