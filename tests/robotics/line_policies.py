@@ -34,7 +34,7 @@ def make_walker(bias: float = 0.0) -> nn.Module:
 
 
 class PictureReader(GaussianWalker):
-    """Walks to the goal that the image shows, and stays there."""
+    """Walks to the goal shown in the image, and stays there."""
 
     def act(self, obs, generator, temperature=1.0, greedy=False):
         column = obs["images"][:, 0, :, 1].float().argmax(1)

@@ -47,7 +47,7 @@ def table_view(episode) -> Observation:
 
 
 def follow_red(frames, observation, points):
-    """The place of the point on the line, from the red column of its image; every third episode is lost."""
+    """The position of the point on the line, from the red column of its image; every third episode is lost."""
     column = frames[:, 0, :, 0].argmax(1)
     if column[-1] % 3 == 0:
         raise RuntimeError("lost it")

@@ -22,7 +22,7 @@ def specs(layouts, task="right"):
 
 
 class Watcher(GaussianWalker):
-    """Keeps the images that it is shown."""
+    """Records the images that it receives."""
 
     def __init__(self):
         super().__init__(0.2)

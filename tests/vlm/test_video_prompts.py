@@ -25,7 +25,7 @@ def clip(tmp_path_factory) -> Path:
 
 
 def of_transformers(policy, folder, task: VlmTask) -> dict[str, torch.Tensor]:
-    """The inputs of a user who follows the model card: processor and qwen-vl-utils' frames, positions from the model."""
+    """Inputs of a user who follows the model card: processor and qwen-vl-utils' frames, positions from the model."""
     processor = load_processor(str(folder))
     videos = load_videos(task, policy.layout.patch_size)
     text = processor.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""Motions read from flow in space and from its two coordinates in the image alone."""
+"""Motions estimated from flow in space and from its two image coordinates alone."""
 
 import dataclasses
 

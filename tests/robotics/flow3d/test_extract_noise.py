@@ -1,4 +1,4 @@
-"""Extraction from noisy depth, and detection in the presence of hands and arms, on synthetic depth and rendered scenes."""
+"""Extraction from noisy depth, and detection near hands and arms, on synthetic depth and rendered scenes."""
 
 import dataclasses
 

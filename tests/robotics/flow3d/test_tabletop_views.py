@@ -1,4 +1,4 @@
-"""First images and ideal flow of tabletop episodes, and the poses that the simulator tells of their objects."""
+"""First images and ideal flow of tabletop episodes, and the simulator's poses of their objects."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Random motion of samples: rigid, growing along the flow, dependent only on each sample's seed, and of the given size."""
+"""Random motion of samples: rigid, growing along the flow, dependent only on its seed, and of the given size."""
 
 import numpy as np
 import torch
