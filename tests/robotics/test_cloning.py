@@ -222,7 +222,7 @@ def test_failures_are_left_out_and_counted(tmp_path, recorded):
     assert loaded(max_episodes=1)[1] == {"data/transitions": float(lengths[0]), "data/skipped": 0.0}
 
 
-def test_images_are_those_of_the_camera(tmp_path, filmed):
+def test_images_are_those_of_the_camera(tmp_path, recorded):
     model = ActionPolicyConfig(chunk=K, options={"bins": 16, "encoder": ENCODER})
     recipe = CloneRecipe(clone(tmp_path, recorded, model=model, demonstrations={"camera": "front"}))
     seen = collected(recipe, recipe.train_tasks[:4]).payload.inputs
@@ -231,7 +231,7 @@ def test_images_are_those_of_the_camera(tmp_path, filmed):
     assert bool(torch.isfinite(loss))
 
 
-def test_decoded_images_are_mapped_from_the_cache(tmp_path, filmed, monkeypatch):
+def test_decoded_images_are_mapped_from_the_cache(tmp_path, recorded, monkeypatch):
     def load(camera="front"):
         config = DemonstrationConfig(str(recorded), camera=camera, cache=str(tmp_path / "cache"), only_success=False)
         return load_demonstrations(config)
@@ -256,7 +256,7 @@ def test_decoded_images_are_mapped_from_the_cache(tmp_path, filmed, monkeypatch)
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
 
 
-def test_each_image_is_decoded_once(filmed, monkeypatch):
+def test_each_image_is_decoded_once(recorded, monkeypatch):
     read = []
     decode = LazyImages.__getitem__
     monkeypatch.setattr(LazyImages, "__getitem__", lambda images, camera: read.append(camera) or decode(images, camera))
