@@ -13,9 +13,9 @@ REACH = 0.1
 
 
 class LineSim:
-    """State is (place, goal); an action of one number moves the place; pictures are 32 x 32 with two columns lit.
+    """The state is (position, goal); an action of one number moves it; images are 32 x 32 with two lit columns.
 
-    Each of the views is the picture shifted down the brightness by 50 more, so that they differ.
+    Each view is the image darkened by another 50, so that views differ.
     """
 
     action_size, state_size, horizon = 1, 2, 12

@@ -22,9 +22,9 @@ DISTRACTOR_STEP, HAND_SHAKE, PIXEL_NOISE = 0.6, 0.15, 12
 
 
 def play(rng, kind):
-    """Frames of a dot that goes to a disc, beside another that wanders, and the share of the way that is left at last.
+    """Frames of a dot that moves to a disc, next to another that wanders, and the share of the path that is left.
 
-    A success ends at the disc; a failure stops on the way or goes somewhere else, and stays there for as long again.
+    A success ends at the disc; a failure stops on its path or moves elsewhere, and stays there for the same time again.
     """
     start, goal = np.array([rng.uniform(5, 27), rng.uniform(22, 28)]), np.array([rng.uniform(8, 24), rng.uniform(4, 7)])
     aim = np.array([rng.uniform(3, 29), rng.uniform(6, 29)]) if kind == "astray" else goal
