@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import sys
 import tomllib
 import warnings
 
@@ -127,6 +128,15 @@ def test_recipes_of_the_table_are_those_that_exist():
             (file,) = (ROOT / "configs").glob(f"*/{config}")
             loaded, _ = load_run(file)
             assert loaded.name == entry.name
+
+
+def test_the_modules_of_recipes_explain_their_papers():
+    for entry in RECIPES.values():
+        recipe = entry.load_recipe_class()
+        text = f"{sys.modules[recipe.__module__].__doc__} {recipe.__doc__}"
+        assert len(text.split()) > 30, entry.name
+        if not entry.preset:
+            assert [number for number in re.findall(r"\d{4}\.\d{5}", entry.citation) if number not in text] == []
 
 
 def test_objectives_that_are_named_exist():

@@ -1,4 +1,10 @@
-"""The critic of AC-Flow and Flow-PPO: returns from rewards, the value function, its training and its credit."""
+"""The critic of AC-Flow and Flow-PPO: returns from rewards, the value function, its training and its credit.
+
+The value function predicts, from a noisy latent x_t, the reward that can still be expected.
+
+Source: the size, a small convolutional network with layer norms, as in a public summary of AC-Flow (arXiv 2510.18072);
+    the rest of the architecture is ours.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Rewards remembered per prompt, for advantages that compare with earlier rollouts as DDPO's do."""
+"""DDPO (Black et al., arXiv 2305.13301; public code kvablack/ddpo-pytorch) on flow models.
+
+Policy gradient over the denoising chain with PPO's clip, advantages from the history of each prompt's own rewards (mean
+and standard deviation of the last `history.size`, of the whole epoch while there are fewer than `history.min_count`),
+no KL.
+
+Difference from the public code: it trains noise-prediction models of Stable Diffusion 1 on DDIM steps with eta 1. The
+suite's models are flow models, so the steps are Flow-GRPO's; the DDIM step itself is
+`diffusion.sampling.steps.DdimStep`. Defaults: clip 1e-4, guidance 5 with gradient through both halves, history 16 of
+16, one pass.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diffusion-DPO (Wallace et al., arXiv 2311.12908) on pairs of images, with FiFA's filter (`diffusion.methods.fifa`).
+"""Diffusion-DPO (Wallace et al., arXiv 2311.12908) on pairs of images, with FiFA's filter.
 
     L = -mean log sigmoid(-beta / 2 [(e_w - e_ref_w) - (e_l - e_ref_l)])
 
@@ -7,7 +7,7 @@ a pair get the same time and the same noise. For a flow model e = |v - (noise - 
 of the noise that the velocity implies instead, (1 - t)^2 times that, which is what the paper's noise-prediction models
 minimise. In terms of the core it is the objective `diffusion_dpo` with logp = -e / 2: other pair losses of the
 catalogue work too, and `objective: {loss: {kind: none}, likelihood: {kind: nll, coef: 1}}` is supervised fine-tuning
-on the preferred images, the paper's baseline.
+on the preferred images, the paper's baseline. FiFA's filter (arXiv 2410.10166) is `diffusion.methods.fifa`.
 
 Differences from the public code (SalesforceAIResearch/DiffusionDPO): flow models in place of Stable Diffusion 1.5 and
 SDXL, times from a shifted logit-normal as in yifan123/flow_grpo scripts/train_sd3_dpo.py, whose beta 100 is the default

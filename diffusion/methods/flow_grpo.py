@@ -107,7 +107,18 @@ class GrpoGuardConfig(TrajectoryParts, DiffusionConfig):
 
 
 class GrpoGuardRecipe(DiffusionRecipe):
-    """Flow-GRPO with normalised ratios; see the module."""
+    """Flow-GRPO with ratios of one scale at all steps.
+
+    The log-density averaged over the latent's dimensions makes log-ratios negative on average and of a size that
+    depends on the time, so a clip range binds at some times and never at others, and mostly from one side. Here the
+    log-ratio of a step is
+
+        (logp - logp_old) d + mean((mean - mean_old)^2) / (2 d),    d = standard deviation of the step,
+
+    which is 0 on average and of one scale at all times. The gradient of each step is weighted by d as well, as there.
+
+    Source: GRPO-Guard, arXiv 2510.22319; X-GenGroup/Flow-Factory, trainer GRPOGuard.
+    """
 
     config: GrpoGuardConfig
     process: Trajectories

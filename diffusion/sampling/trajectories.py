@@ -1,4 +1,8 @@
-"""Rollouts of images: their payload, the decisions that are trained, and denoising steps evaluated in the update.
+"""Denoising trajectories with a log-density for each trained step, and their evaluation under another policy.
+
+DDPO, Flow-GRPO and their relatives share it. An image is a row; each trained denoising step is one decision with a
+Gaussian log-density, averaged over the latent's dimensions. Rollouts keep the latents before and after each trained
+step; the update evaluates the model again on them.
 
 Shapes: N groups (prompts), B rows (images), T decisions (denoising steps or draws), C x H x W one latent.
 """

@@ -1,4 +1,10 @@
-"""Evaluation on held-out tasks: metrics with intervals, broken down by data columns."""
+"""Evaluation on held-out tasks: one driver for all domains, which supply only their measures.
+
+The driver distributes the trials over the processes, runs them in batches, merges the rows in the order of the tasks,
+and turns them into metrics with intervals, broken down by data columns, and samples. Where a measure keeps its rows on
+disk, an interrupted evaluation continues with the remaining whole batches, so that it ends as it would have without
+the interruption.
+"""
 
 from __future__ import annotations
 

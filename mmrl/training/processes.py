@@ -1,4 +1,10 @@
-"""Processes of a run: the accelerator, sums over ranks, random streams, and memory."""
+"""Processes of a run: the accelerator, sums over ranks, random streams, and memory that is returned to the system.
+
+`HeapTrimmer` is for CPUs, where the tensors of a step differ in size from step to step: freed blocks between live ones
+stay with the process, a larger tensor fits into none of them, and the process grows although no more tensors are alive.
+glibc returns whole free pages on request. oneDNN compiles a kernel for every shape of a convolution and keeps the last
+1024, some 50 KB each; batches of changing sizes fill that cache and seldom return to a shape.
+"""
 
 from __future__ import annotations
 

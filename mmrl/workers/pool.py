@@ -1,4 +1,14 @@
-"""The worker pool: requests that any worker can answer, spread over restarted workers, with retries."""
+"""A pool of worker processes, any of which may raise, hang or die without harm to this process.
+
+    spec = WorkerSpec("path/to/service.py:make", {"limit": 3}, purpose="parsing")
+    with WorkerPool(spec, 4) as pool:
+        answers = pool.map(lambda row: Request({"text": texts[row]}), len(texts), timeout_s=10.0)
+
+`map` is for work that any worker can do: requests are spread over workers, which are started when they are needed.
+`ask` is for workers with a state of their own, such as a simulated scene: each has a slot and its own requests. A
+worker that does not answer in time, ends or raises is killed with everything that it started; a `WorkerFailure` takes
+the place of its answer.
+"""
 
 from __future__ import annotations
 

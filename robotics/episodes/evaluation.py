@@ -1,4 +1,11 @@
-"""Evaluation of policies in a simulator: success by task, tables, and videos of replayed failures and successes."""
+"""Evaluation of policies in a simulator: success by task, tables, and videos of replayed failures and successes.
+
+Each finished episode is one line of `episodes/<split>-<protocol>-<fingerprint>.jsonl` in the run's folder. The
+fingerprint covers weights, settings and initial states, so an interrupted evaluation continues where it stopped, and
+episodes of other weights are never mixed in. Episodes whose environment failed are run again.
+
+`swapped` shows the images of another initial state throughout: success that remains does not come from vision.
+"""
 
 from __future__ import annotations
 

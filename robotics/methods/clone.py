@@ -5,6 +5,8 @@ after the end of the episode are masked. The loss is the policy's own (cross-ent
 Gaussian head, flow matching of a flow head), averaged over the control steps. With `acting.scale: bounds_q99` the
 policy learns actions normalised by the quantiles of the demonstrations. The simulator only evaluates held-out initial
 states.
+
+Source: ALVINN (Pomerleau, 1988); action chunks: ACT, arXiv 2304.13705.
 """
 
 from __future__ import annotations

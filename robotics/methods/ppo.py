@@ -1,12 +1,26 @@
-"""A critic for robot policies: the expected return from the simulator's full state.
+"""PPO on episodes with a critic of the simulator's full state: each action chunk has its own advantage.
 
-It is asymmetric: only training reads it, so it may see the poses of all pieces, which no camera shows, and needs no
-image. That makes it small and quick to learn, and the advantages of single chunks precise, while the policy acts from
-images and the robot's own state.
+    r_k = w_s success_k + w_p (R_k - R_{k-1}),    R_k the simulator's own reward after chunk k,  R_{-1} = 0,
+    A_k = sum_{l >= k} (gamma lambda)^(l - k) (r_l + gamma V(s_{l+1}) - V(s_l)),
+    loss = mean of max(-A_k rho, -A_k clip(rho, 1 - 0.2, 1 + 0.28)) + c (V(s_k) - (A_k + V_old(s_k)))^2 / 2.
+
+An episode's 0/1 reward, shared by all its decisions as in GRPO, says little about each of some hundred of them. Here
+all decisions of a chunk share the chunk's advantage, and rho is the ratio of each decision. gamma and lambda count
+chunks. The critic is asymmetric: it is used in training only, so it reads the poses of all pieces and the elapsed time
+from the simulator, and no image. A time limit is therefore a state that it knows, and ends an episode like any other
+end.
+
+`reward.success` pays the chunk that solves the task, `reward.progress` what a chunk added to the simulator's reward
+(hand-written in the tabletop tasks, from 0 to 1). `shuffle_success` is the control: the successes of a batch are
+shuffled among the episodes of a task, so that learning with it does not come from success. A success ends its episode,
+and early pay is discounted less, so short episodes would still look better; the control therefore pays as if at the
+horizon, r gamma^(C - 1 - k) in chunk k of at most C.
 
 Shapes: B episodes, C chunks, S entries of the full state, K task names.
 
-Source: Pinto et al., Asymmetric Actor Critic for Image-Based Robot Learning, arXiv 1710.06542.
+Source: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; critic of the full state: Pinto et al., arXiv 1710.06542; PPO for
+vision-language-action policies with values per chunk: RLinf-VLA, arXiv 2510.06710, whose critic reads the hidden state
+of the policy's own network.
 """
 
 from __future__ import annotations

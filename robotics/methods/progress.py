@@ -1,4 +1,23 @@
-"""SRPO's progress reward: settings with their presets, distances to remembered successes, and how they are scored."""
+"""SRPO's progress reward: a failure is paid by how close it comes to the same policy's successes at the task.
+
+Trajectories are points in the latent space of a frozen world model. Successes of a task, or of an initial state, are
+clustered; a failure's distance to the nearest cluster's centre is normalised and mapped to a reward between 0 and
+`alpha` < 1; a success has reward 1. Where there is no success to compare with, failures have reward 0.
+
+Paper: SRPO, arXiv 2511.15605. The preset "published" is the released code, sii-research/siiRL
+siirl/utils/reward_score/embodied.py. Differences by the other options:
+
+- `eps_mode="per_sqrt_dim"`: two standardised successes are about sqrt(2 E) apart, so the released radius of 0.5 never
+  finds a cluster in E = 64 entries or more; here it grows with the root of the number of entries that vary.
+- `invalid="nan"`: a trajectory that could not be embedded has no reward, where the code gives 0, even to a success.
+- `references="initial_state"`: successes from other layouts of a task have other latents, whatever the failure
+  achieved. `task_fallback` gives an initial state without a known success the successes of its task.
+- `memory` adds successes of earlier batches as references; the code has only those of the batch.
+- `norm="initial"` measures progress from the episode's own first frame, so that an episode in which nothing happened
+  earns nothing; minmax and zscore always spread the failures over the whole range, however little they differ.
+- `norm="zscore"` is the paper's form (the distance's deviation from its mean), `squared` its squared distance;
+  "absolute" distinguishes batches of close failures from batches of distant ones, which minmax and zscore cannot.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,14 @@
-"""A policy behind a websocket: reads the robots' observations, answers with chunks of actions, and keeps count.
+"""A policy behind a websocket: metadata to each robot that connects, then an answer to each of its observations.
 
-Whatever a message or a policy raises is answered to its robot as text and logged once; the server continues.
+The messages are those of openpi's server, so that `openpi_client.WebsocketClientPolicy` can talk to it: the first
+message to a robot is the metadata; each message from it is an observation, each answer a dictionary with `actions`
+(K, D) float32, `server_timing` and `policy_timing`; a text instead of an answer is an error. `GET /healthz` answers
+200.
+
+Differences: an error does not end the connection, it is sent to its robot and logged once, and the next message is
+answered; {"endpoint": "reset"} restarts the robot's random numbers.
+
+Source: openpi-client 0.1.2; Physical-Intelligence/openpi src/openpi/serving/websocket_policy_server.py.
 """
 
 from __future__ import annotations

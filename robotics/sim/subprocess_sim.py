@@ -1,6 +1,15 @@
 """Environments in subprocesses as one simulator, each with time and memory limits, restarted when it fails.
 
-A worker runs other people's code and may send anything, so every reply is checked before it is used.
+    settings = SubprocessSettings("gymnasium:make", {"id": "FetchReach-v4", "render_mode": "rgb_array"}, workers=4)
+    with SubprocessSim(settings) as sim:
+        first = sim.reset([EpisodeSpec("FetchReach-v4", "reach", layout) for layout in range(4)])
+        while len(sim.live):
+            chunk = sim.step_chunk(policy(first.observation.of(sim.live)))
+
+A worker that dies, hangs or raises costs one episode: its row has failed, and another process starts while the other
+episodes continue. An episode that cannot begin is tried again in a fresh process a few times and then dropped. None of
+this is ever a reward of 0. A worker runs other people's code and may send anything, so every reply is checked before it
+is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Stored episodes with the inputs of DigiRL's critics and filters: states of the policy, returns, totals."""
+"""DigiRL's two critics: classifiers on states of the policy that predict whether an episode will succeed.
+
+Their inputs are constants, so that no gradient of theirs reaches the policy. Each is trained as a classifier of
+Monte-Carlo returns, without bootstrapping and target networks. `label_episodes` adds states and returns to stored
+episodes.
+"""
 
 from __future__ import annotations
 

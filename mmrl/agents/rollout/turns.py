@@ -1,4 +1,9 @@
-"""Sampling the turns of many conversations at once, each continuing from what it has read."""
+"""Sampling the turns of many conversations at once, so that no turn reads its history again.
+
+A turn appends to the keys and values of its row: what the row was given since the last turn passes the vision tower and
+the language model once, and the sampled tokens stay as the decoder leaves them. Nothing is ever dropped from the
+middle; a row whose history is truncated starts again with another prompt.
+"""
 
 from __future__ import annotations
 

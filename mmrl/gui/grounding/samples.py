@@ -1,4 +1,9 @@
-"""One screen with an instruction and its target."""
+"""Screens with an instruction and its target, and their rows in a table.
+
+A row has `image`, `instruction`, `original_wh` (optional) and one target, all in pixels of the original image: `bbox`
+[x1, y1, x2, y2], `boxes` (several that are equally right), `polygon` [[x, y], ...] or `refusal` true. Other columns are
+kept. `answers` [[x, y], ...] are worked answers for supervised runs.
+"""
 
 from __future__ import annotations
 

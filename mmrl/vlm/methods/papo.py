@@ -1,4 +1,22 @@
-"""Images and videos with random patches in black, as PAPO compares looking with."""
+"""PAPO, Perception-Aware Policy Optimization (Wang et al., arXiv 2507.06448; public code MikeWangWZHL/PAPO).
+
+A GRPO (PAPO_G) or DAPO (PAPO_D) update plus a term that rewards token probabilities for depending on the image:
+
+    L = L_policy + beta KL_ref - gamma_t mean(w k3(logp, logp_masked)) + rho_t (eta_policy H + eta_masked H_masked)
+
+where logp_masked are the log-probs of the same responses when random patches of the images are black, H = -mean(logp)
+and rho_t = gamma_t / gamma. All frames of a video lose the same patches, so that none shows what another one lost; the
+paper has images only. The masked image is drawn once per question and shared by its G samples; responses are sampled
+with the original images only.
+
+Differences from the paper, following the released code: the k3 estimator is exp(logp_masked - logp) - ... (the paper's
+ratio is the inverse; `orientation: paper`); the entropy terms lower the entropy (the paper's sign would raise it); the
+masked log-probs are constants of the update (`recompute_masked: true` sends gradient through them). Differences from
+the code: means are taken over the whole optimiser step, not per micro-batch; a PAPO_D step that is not full after
+`filter.max_tries` sampling rounds continues with the groups it has instead of failing. Questions without image or video
+count in the denominator with w = 0. Defaults are those of the PAPO_G 3B script: gamma 0.02, beta 0.01, clip 0.2/0.3 and
+dual clip 3.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Log-probabilities that a policy gives to pairs before it is trained, kept by question."""
+"""Preference optimisation of a vision-language model on given pairs: DPO and related losses.
+
+    L = mean over pairs [l(h)] + coef * NLL of the preferred answers,
+    h = (logp_w - logp_ref_w) - (logp_l - logp_ref_l)
+
+with l of the objective (`mmrl list objectives`; DPO: -log sigmoid(beta h)). A pair is a group of two rows, so its
+prompt with its images is computed once for both sides, in the policy's pass and in the reference's. The reference is
+the model at the start: a frozen copy, the model with its adapter off, or log-probabilities computed in advance.
+
+Differences from TRL's trainer: answers are never truncated, a pair that does not fit is left out and counted; losses
+are means over the optimiser step, not over micro-batches. Defaults: beta 0.1, learning rate 1e-6, as in TRL.
+
+Source: Rafailov et al., DPO, arXiv 2305.18290; huggingface/trl trl/trainer/dpo_trainer.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Learning from given instead of sampled answers: shared parts of supervised and preference recipes."""
+"""Supervised fine-tuning of a vision-language model: maximum likelihood of given completions.
+
+A completion is a rollout that was given instead of sampled: with advantage 1 the policy-gradient loss without ratio has
+exactly the gradient of the negative log-likelihood. `given_answers` builds such rollouts, for preference pairs too.
+"""
 
 from __future__ import annotations
 

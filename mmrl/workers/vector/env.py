@@ -1,4 +1,14 @@
-"""A Gymnasium vector environment whose environments run in the worker pool."""
+"""A pool of workers as Gymnasium's `VectorEnv`, for other training loops.
+
+    envs = PoolVectorEnv("CartPole-v1", 8)
+    observations, infos = envs.reset(seed=0)
+    observations, rewards, terminations, truncations, infos = envs.step(actions)
+
+Seeds, autoreset, `final_obs` and `infos` are those of `gymnasium.vector.AsyncVectorEnv`. Differences: nothing is
+pickled, so environments are given by name; an environment that raises, hangs or dies costs the episodes of its process,
+and another process takes over; actions are cast to the dtype of their space. Actions, observations, rewards and flags
+are in shared memory; a step is one short message to each process and one back.
+"""
 
 from __future__ import annotations
 

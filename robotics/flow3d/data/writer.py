@@ -1,8 +1,7 @@
 """Writes clips of 3D flow so that every added clip survives a kill.
 
-A parquet file cannot be read before it is finished. Until then the clips of a shard are kept in a journal, an Arrow
-stream that can be read after a kill. A full journal becomes a shard, whose metadata holds the counts of its clips, and
-`info.json` and the card follow. Opening the folder for writing turns leftover journals into shards.
+Each clip is first appended to a journal; a full journal becomes a shard, then `info.json` and the card are updated.
+Opening the folder again for writing turns what an interrupted writer left into shards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,14 @@
-"""The observation encoder of the small policies: image, state and instruction to the features of their queries.
+"""Observation encoder of the small policies: a transformer over image, instruction, state and learned queries.
 
-Source: sines and cosines of doubling frequencies, NeRF, arXiv 2003.08934, eq. 4.
+Shapes: B rows, W width, Q queries, N observation tokens, P pixels of a feature map, L words of an instruction.
+
+The image stem suits little data: the instruction scales and shifts its features (FiLM), and besides 4 x 4 patch tokens
+it returns keypoints, the positions at which learned features are strongest, because a gripper needs positions. A row
+does not depend on the rest of the batch, and there is no dropout: the same weights compute the same numbers in sampling
+and in training.
+
+Source: FiLM, arXiv 1709.07871, as in BC-Z, arXiv 2202.02005; keypoints (spatial softmax): arXiv 1504.00702; sines and
+cosines of doubling frequencies: NeRF, arXiv 2003.08934, eq. 4.
 """
 
 from __future__ import annotations
