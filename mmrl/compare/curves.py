@@ -93,8 +93,9 @@ def read_curve(experiment: ExperimentConfig, plan: RunPlan) -> Curve | str:
     values = [_number(record, metric) for record in records]
     if not any(map(math.isfinite, values)):
         return f"'{metric}' is no number in any of its {source}, which have: {known}"
-    if over:
-        values, records = _running_means(values, over), records[over - 1 :]
+    if over:  # means of `over` steps each; NaN where one is no number
+        values = [sum(values[end - over : end]) / over for end in range(over, len(values) + 1)]
+        records = records[over - 1 :]
     costs = {}
     for name, weights in experiment.work.costs.items():
         for counter in weights:
@@ -154,11 +155,6 @@ def _steps(plan: RunPlan) -> list[dict[str, Any]]:
         row | {"cost/samples": row.get("samples/total"), "cost/seconds": spent}
         for row, spent in zip(rows, seconds, strict=True)
     ]
-
-
-def _running_means(values: list[float], count: int) -> list[float]:
-    """Mean of each value and the `count` - 1 before it, for those that have as many; NaN where one is no number."""
-    return [sum(values[end - count : end]) / count for end in range(count, len(values) + 1)]
 
 
 def _number(record: Mapping[str, Any], name: str) -> float:

@@ -184,7 +184,9 @@ class ExperimentConfig:
         self._check_arms()
         _check_seeds("seeds", self.seeds)
         self._check_sweep()
-        self._check_metric()
+        first = next((arm for arm in self.arms if self.arm(arm).reads == "start"), None)
+        if self.metric_over == "steps" and first is not None:
+            raise ValueError(f"`metric_over` is steps, but arms.{first} reads the start, which has no steps")
         self._check_work()
         self._check_reserved()
 
@@ -227,11 +229,6 @@ class ExperimentConfig:
         shared = sorted(set(self.sweep.seeds) & set(self.seeds))
         if shared:
             raise ValueError(f"seeds {shared} are in `seeds` and in `sweep.seeds`; the comparison needs fresh seeds")
-
-    def _check_metric(self) -> None:
-        first = [arm for arm in self.arms if self.arm(arm).reads == "start"]
-        if self.metric_over == "steps" and first:
-            raise ValueError(f"`metric_over` is steps, but arms.{first[0]} reads the start, which has no steps")
 
     def _check_work(self) -> None:
         if self.work is not None:

@@ -70,7 +70,7 @@ def plan_arm_run(
     if experiment.sweep is not None:
         overrides += dotted_overrides({experiment.sweep.parameter: value}, output_dir)
         if sweeping:
-            label = f"sweep/{arm}/{_folder_name(value)}/seed-{seed}"
+            label = f"sweep/{arm}/{re.sub(r'[^A-Za-z0-9_.-]+', '_', str(value))}/seed-{seed}"
             overrides += dotted_overrides(experiment.sweep.overrides, output_dir)
     config = Path(str(settings.config or experiment.base))
     return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, metrics, reads)
@@ -119,10 +119,6 @@ def _digest(config: Path) -> str:
     return digest.hexdigest()
 
 
-def _folder_name(value: Any) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", str(value))
-
-
 MARKER = "experiment_run.json"
 
 
@@ -166,7 +162,8 @@ def prepare_folder(plan: RunPlan) -> bool:
     if saved and marker.get("failed") is None and _same_run(plan, marker):
         return True
     if (plan.run_dir / "result.json").is_file() and marker.get("failed") is None:
-        plan.run_dir.rename(_free_name(plan))
+        names = (plan.run_dir.with_name(f"{plan.run_dir.name}.replaced-{i}") for i in itertools.count(1))
+        plan.run_dir.rename(next(path for path in names if not path.exists()))
     else:
         shutil.rmtree(plan.run_dir)
     return False
@@ -177,11 +174,6 @@ def mark(plan: RunPlan, failed: str | None = None) -> None:
     plan.run_dir.mkdir(parents=True, exist_ok=True)
     content = {**plan.fingerprint(), "config": str(plan.config), "failed": failed}
     write_atomically(plan.run_dir / MARKER, json.dumps(content, indent=1) + "\n")
-
-
-def _free_name(plan: RunPlan) -> Path:
-    names = (plan.run_dir.with_name(f"{plan.run_dir.name}.replaced-{i}") for i in itertools.count(1))
-    return next(path for path in names if not path.exists())
 
 
 def _same_run(plan: RunPlan, marker: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,10 @@ class _Session:
         if len(waiting) < len(plans):
             self.announce(f"{len(plans) - len(waiting)} of {len(plans)} runs are finished already")
         resumed = {label for label, plan in waiting.items() if run_status.prepare_folder(plan)}
-        queue = [self._job(plan, label in resumed) for label, plan in waiting.items()]
+        queue = [
+            Job(label, tuple(self.command(plan, label in resumed)), self._log(plan), partial(run_status.mark, plan))
+            for label, plan in waiting.items()
+        ]
         failed: dict[str, str] = {}
         ended = 0
 
@@ -156,9 +160,6 @@ class _Session:
         if comparison.status != "running":
             draw(self.experiment, self.folder, comparison)
         return comparison
-
-    def _job(self, plan: RunPlan, resume: bool) -> Job:
-        return Job(plan.label, tuple(self.command(plan, resume)), self._log(plan), lambda: run_status.mark(plan))
 
     def _check_result(self, plan: RunPlan, result: JobResult) -> str | None:
         reason = result.reason

@@ -106,13 +106,15 @@ def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | No
     joint = _mean_rows(arms) if sweep.shared else []
     best = {arm: _best_value(joint or rows, experiment.higher_is_better) for arm, rows in arms.items()}
     chosen = {arm: best[experiment.source(arm)] for arm in experiment.arms}
+    numbers = len(sweep.values) > 1 and all(isinstance(value, int | float) for value in sweep.values)
+    edges = (min(sweep.values), max(sweep.values)) if numbers else ()
     return SweepResult(
         parameter=sweep.parameter,
         seeds=sweep.seeds,
         overrides=sweep.overrides,
         metric=metric,
         chosen=chosen,
-        arms={arm: SweepArm(rows, _at_edge(chosen[arm], sweep.values)) for arm, rows in arms.items()},
+        arms={arm: SweepArm(rows, at_edge=chosen[arm] in edges) for arm, rows in arms.items()},
     )
 
 
@@ -145,11 +147,6 @@ def _best_value(rows: Sequence[SweepRow], higher_is_better: bool) -> Any:
     sign = 1 if higher_is_better else -1
     means = [(sign * row.mean, row.value) for row in rows if row.mean is not None]
     return max(means, key=lambda pair: pair[0], default=(0.0, None))[1]
-
-
-def _at_edge(value: Any, tried: Sequence[Any]) -> bool:
-    numbers = [x for x in tried if isinstance(x, int | float)]
-    return len(numbers) == len(tried) > 1 and value in (min(numbers), max(numbers))
 
 
 def _arms(

@@ -5,14 +5,15 @@ A check returns findings instead of raising, because it must run in a broken ins
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from mmrl.doctor import machine, packages
 from mmrl.doctor.machine import Finding, one_line
+from mmrl.entries import load_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -63,7 +64,7 @@ def check_all(runs_dir: Path) -> list[Finding]:
         ("rendering", machine.check_rendering),
         ("sandbox", machine.check_sandbox),
         ("names", packages.check_names),
-        *((area, lambda place=place: _load_check(place)()) for area, place in ROOM_CHECKS.items()),
+        *((area, partial(_check_elsewhere, target)) for area, target in ROOM_CHECKS.items()),
         ("disk", lambda: machine.check_disk(runs_dir)),
     ]
     findings: list[Finding] = []
@@ -75,10 +76,8 @@ def check_all(runs_dir: Path) -> list[Finding]:
     return findings
 
 
-def _load_check(place: str) -> Callable[[], list[Finding]]:
-    module, _, function = place.partition(":")
-    check: Callable[[], list[Finding]] = getattr(importlib.import_module(module), function)
-    return check
+def _check_elsewhere(target: str) -> list[Finding]:
+    return load_target(target)()  # type: ignore[no-any-return]
 
 
 def is_usable(findings: Iterable[Finding]) -> bool:

@@ -28,7 +28,11 @@ def sort_header(file: Path) -> None:
     with file.open("rb") as source:
         length = int.from_bytes(source.read(LENGTH_BYTES), "little")
         header = json.loads(source.read(length))
-        text = json.dumps(_sorted_header(header), separators=(",", ":"), ensure_ascii=False).encode()
+        metadata = header.pop("__metadata__", None)
+        entries = dict(sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])))
+        if metadata is not None:
+            entries = {"__metadata__": dict(sorted(metadata.items())), **entries}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % ALIGNMENT)
         partial = file.with_name(f"{file.name}.partial")
         with partial.open("wb") as target:
@@ -82,12 +86,6 @@ def first_line(error: Exception) -> str:
     """Kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def _sorted_header(header: dict[str, Any]) -> dict[str, Any]:
-    metadata = header.pop("__metadata__", None)
-    tensors = dict(sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])))
-    return ({} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}) | tensors
 
 
 log = logging.getLogger("mmrl")

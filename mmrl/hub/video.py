@@ -192,7 +192,10 @@ class _Encoder:
 
         self._shape = shape
         self._output = av.open(str(self._path), "w", format="mp4", options=self._options)
-        options = {"g": str(self._settings.gop), "bf": "0", **_quality(self._encoder, self._settings.crf)}
+        options = {"g": str(self._settings.gop), "bf": "0"}
+        if self._encoder == "libx264":
+            # with mbtree the bytes of small images depend on the earlier content of memory
+            options |= {"crf": str(self._settings.crf), "preset": "veryfast", "mbtree": "0"}
         self._stream = self._output.add_stream(self._encoder, rate=self._rate, options=options)
         self._stream.height, self._stream.width = (size + size % 2 for size in shape[:2])
         self._stream.pix_fmt = "yuv420p"
@@ -215,11 +218,6 @@ def _can_encode(name: str) -> bool:
         return bool(av.Codec(name, "w").is_encoder)
     except ValueError:
         return False
-
-
-def _quality(encoder: str, crf: int) -> dict[str, str]:
-    # With mbtree the bytes of small images depend on what lay in memory before.
-    return {"crf": str(crf), "preset": "veryfast", "mbtree": "0"} if encoder == "libx264" else {}
 
 
 def _append_packets(source: Any, output: Any, stream: Any, start: int) -> int:

@@ -96,7 +96,9 @@ def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS)
         tick, in_order = float(stream.time_base), container.format.name in WITHOUT_TIMES
     pts = sorted(packet.pts for packet in packets if packet.pts is not None)
     if len(pts) < len(packets):
-        return VideoIndex(path, rate or _no_rate(), len(packets), None)
+        if not rate:
+            raise VideoError("unreadable_video", "it has neither times of its frames nor a rate")
+        return VideoIndex(path, rate, len(packets), None)
     fps, shown = _grid([value * tick for value in pts], rate)
     if in_order:
         return VideoIndex(path, fps, len(packets), None)
@@ -178,10 +180,6 @@ def _check_whole(container: Any, stream: Any, size: int, end_s: float) -> None:
     promised_s = (container.duration or 0) / 1e6
     if "matroska" in container.format.name and promised_s - end_s > LATE_END_S:
         raise VideoError("truncated_video", f"it ends early: after {end_s:.1f} of {promised_s:.1f} seconds")
-
-
-def _no_rate() -> float:
-    raise VideoError("unreadable_video", "it has neither times of its frames nor a rate")
 
 
 def _grid(times_s: list[float], rate: float) -> tuple[float, list[int] | None]:

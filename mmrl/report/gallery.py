@@ -77,7 +77,10 @@ def sample_gallery(run_dir: Path) -> dict[str, Any] | None:
 
 def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
     """Answers to the same held-out questions at the start of each run and at the end of the last."""
-    columns = [(label, _answered(groups)) for label, groups in evaluation_columns(runs)]
+    columns = [
+        (label, {task: group for task, group in groups.items() if not group[0].outputs})
+        for label, groups in evaluation_columns(runs)
+    ]
     if len(columns) < 2:
         return None
     last = columns[-1][1]
@@ -173,10 +176,6 @@ def _by_task(records: Sequence[SampleRecord]) -> dict[str, list[SampleRecord]]:
     for record in records:
         groups.setdefault(str(record.id), []).append(record)
     return groups
-
-
-def _answered(groups: dict[str, list[SampleRecord]]) -> dict[str, list[SampleRecord]]:
-    return {task: group for task, group in groups.items() if not group[0].outputs}
 
 
 def _spread(steps: Sequence[int], count: int) -> list[int]:

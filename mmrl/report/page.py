@@ -84,7 +84,11 @@ def _hacking_notice(run: RunFolder, split: str) -> str | None:
     first, last = records[0], records[-1]
     names = measured([first], JUDGED)
     risen = [name for name in names if name.startswith("score/") and last.get(name, math.nan) > first[name]]
-    fallen = [name for name in names if name.startswith("heldout/") and _is_below(last, first, name)]
+    fallen = []
+    for name in names:
+        value, low, _ = estimate(first, name)
+        if name.startswith("heldout/") and last.get(name, math.nan) < (value if math.isnan(low) else low):
+            fallen.append(name)
     spread, before = last.get(DIVERSITY, math.nan), first.get(DIVERSITY, math.nan)
     narrow = spread < (1 - DIVERSITY_LOSS) * before
     if not risen or not (fallen or narrow):
@@ -95,11 +99,6 @@ def _hacking_notice(run: RunFolder, split: str) -> str | None:
     return (
         f"Possible reward hacking on {split}: the optimised {gains}, while {' and '.join(losses)}. Look at the images."
     )
-
-
-def _is_below(last: Mapping[str, Any], first: Mapping[str, Any], name: str) -> bool:
-    value, low, _ = estimate(first, name)
-    return last.get(name, math.nan) < (value if math.isnan(low) else low)
 
 
 def _move(first: Mapping[str, Any], last: Mapping[str, Any], name: str) -> str:
