@@ -329,7 +329,7 @@ class SimCounts:
 
     def state_dict(self) -> dict[str, int]:
         """Counts for a checkpoint."""
-        # Counts of an evaluation since the step are known without the other processes only if there are none.
+        # one process knows the counts since its last step; several would have to exchange them first
         return self._totals(self._sim.counts) if PartialState().num_processes == 1 else dict(self._latest)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
