@@ -219,65 +219,87 @@ class Advantage(Block):
 
 
 @dataclass(frozen=True)
-class GroupMeanStd(Advantage):
-    """See `group_mean_std`."""
+class GroupEstimator(Advantage):
+    """Compares the rewards of a group; all decisions of a row share its advantage."""
 
-    kind = "group_mean_std"
     needs = frozenset({"samples"})
     singleton: str = rare(choice("zero", SINGLETONS))
     """A group with one scored row gets: "zero" advantage 0, "keep" its raw reward (verl)."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`."""
+        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        rows = self.of_rows(reward, group, valid)
+        if self.singleton == "keep":
+            rows = torch.where(group_count(group, valid) > 1, rows, self.alone(reward))
+        return torch.where(rollouts.loss_mask > 0, rows.detach()[:, None], 0.0)
+
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        """Advantages (B,) of rewards (B,) in groups (B,) int64, 0 on rows that are not valid (B,)."""
+        raise NotImplementedError
+
+    def alone(self, reward: Tensor) -> Tensor:
+        """Advantages (B,) of rewards (B,) without others in their group, where these are kept."""
+        return reward
+
+    def rule(self) -> str:
+        """The right-hand side of the formula."""
+        raise NotImplementedError
+
+    def formula(self) -> str:
+        kept = "0" if self.singleton == "zero" else "its raw reward"
+        return f"A_it = {self.rule()}; a group with one scored row gets {kept}"
+
+
+@dataclass(frozen=True)
+class GroupMeanStd(GroupEstimator):
+    """Reward minus group mean, over the standard deviation of the group; see `group_mean_std`."""
+
+    kind = "group_mean_std"
     ddof: int = rare(choice(1, (0, 1)))
     """1 divides the variance by n - 1 (DeepSeekMath, verl, TRL), 0 by n."""
     eps: float = rare(bounded(1e-6, at_least=0))
     """Added to the standard deviation (verl 1e-6; TRL, Flow-GRPO 1e-4)."""
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`; alone in its group, a reward is divided by a standard deviation of 1."""
-        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
-        usual = group_mean_std(reward, group, ddof=self.ddof, eps=self.eps, valid=valid)
-        return _spread(usual, rollouts, self.singleton, alone=reward / (1.0 + self.eps))
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        return group_mean_std(reward, group, ddof=self.ddof, eps=self.eps, valid=valid)
 
-    def formula(self) -> str:
-        rule = f"(R_i - mean_g R) / (std_g R + {self.eps:g}), std with ddof {self.ddof}"
-        return _group_formula(rule, self.singleton)
+    def alone(self, reward: Tensor) -> Tensor:
+        """See `GroupEstimator`; the standard deviation counts as 1."""
+        return reward / (1.0 + self.eps)
+
+    def rule(self) -> str:
+        return f"(R_i - mean_g R) / (std_g R + {self.eps:g}), std with ddof {self.ddof}"
 
 
 @dataclass(frozen=True)
-class GroupMean(Advantage):
-    """See `group_mean`."""
+class GroupMean(GroupEstimator):
+    """Reward minus group mean; see `group_mean`."""
 
     kind = "group_mean"
-    needs = frozenset({"samples"})
-    singleton: str = rare(choice("zero", SINGLETONS))
-    """Advantage of a group of one, as in `GroupMeanStd`."""
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        usual = group_mean(rollouts.reward, rollouts.group, valid=rollouts.scored)
-        return _spread(usual, rollouts, self.singleton)
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        return group_mean(reward, group, valid=valid)
 
-    def formula(self) -> str:
-        return _group_formula("R_i - mean_g R", self.singleton)
+    def rule(self) -> str:
+        return "R_i - mean_g R"
 
 
 @dataclass(frozen=True)
-class LeaveOneOut(Advantage):
-    """See `leave_one_out`."""
+class LeaveOneOut(GroupEstimator):
+    """Reward minus the mean of the other rows of the group; see `leave_one_out`."""
 
     kind = "leave_one_out"
-    needs = frozenset({"samples"})
-    singleton: str = rare(choice("zero", SINGLETONS))
-    """Advantage of a group of one, as in `GroupMeanStd`."""
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        usual = leave_one_out(rollouts.reward, rollouts.group, valid=rollouts.scored)
-        return _spread(usual, rollouts, self.singleton)
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        return leave_one_out(reward, group, valid=valid)
 
-    def formula(self) -> str:
-        return _group_formula("R_i - mean of the other rows of the group", self.singleton)
+    def rule(self) -> str:
+        return "R_i - mean of the other rows of the group"
 
 
 @dataclass(frozen=True)
-class GroupMeanBatchStd(Advantage):
+class GroupMeanBatchStd(GroupEstimator):
     """Reward minus group mean, whitened over all trained decisions.
 
     The whitening subtracts the mean over decisions, so groups with equal rewards come out near 0 but not at 0 when rows
@@ -288,49 +310,39 @@ class GroupMeanBatchStd(Advantage):
     """
 
     kind = "group_mean_batch_std"
-    needs = frozenset({"samples"})
-    singleton: str = rare(choice("zero", SINGLETONS))
-    """Advantage of a group of one, as in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        usual = group_mean(rollouts.reward, rollouts.group, valid=rollouts.scored)
-        return masked_whiten(_spread(usual, rollouts, self.singleton), rollouts.loss_mask)
+        return masked_whiten(super().__call__(rollouts), rollouts.loss_mask)
 
-    def formula(self) -> str:
-        return _group_formula("whiten_batch(R_i - mean_g R)", self.singleton)
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        return group_mean(reward, group, valid=valid)
+
+    def rule(self) -> str:
+        return "whiten_batch(R_i - mean_g R)"
 
 
 @dataclass(frozen=True)
-class GroupMeanGlobalStd(Advantage):
-    """See `group_mean_global_std`."""
+class GroupMeanGlobalStd(GroupEstimator):
+    """Reward minus group mean, over the standard deviation of all rewards; see `group_mean_global_std`."""
 
     kind = "group_mean_global_std"
-    needs = frozenset({"samples"})
-    singleton: str = rare(choice("zero", SINGLETONS))
-    """Advantage of a group of one, as in `GroupMeanStd`."""
     ddof: int = rare(choice(0, (0, 1)))
     """0 divides the variance by n (Flow-GRPO), 1 by n - 1 (TRL's scale_rewards="batch")."""
     eps: float = rare(bounded(1e-6, at_least=0))
     """Added to the standard deviation (Flow-GRPO, TRL 1e-4)."""
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
-        usual = group_mean_global_std(reward, group, ddof=self.ddof, eps=self.eps, valid=valid)
-        return _spread(usual, rollouts, self.singleton)
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        return group_mean_global_std(reward, group, ddof=self.ddof, eps=self.eps, valid=valid)
 
-    def formula(self) -> str:
-        rule = f"(R_i - mean_g R) / (std of all R + {self.eps:g}), std with ddof {self.ddof}"
-        return _group_formula(rule, self.singleton)
+    def rule(self) -> str:
+        return f"(R_i - mean_g R) / (std of all R + {self.eps:g}), std with ddof {self.ddof}"
 
 
 @dataclass(frozen=True)
-class GroupOutcomeStd(Advantage):
-    """See `group_outcome_std`."""
+class GroupOutcomeStd(GroupEstimator):
+    """Outcomes centred and scaled as if they were the only reward, the rest as a tie-break; see `group_outcome_std`."""
 
     kind = "group_outcome_std"
-    needs = frozenset({"samples"})
-    singleton: str = rare(choice("zero", SINGLETONS))
-    """Advantage of a group of one, as in `GroupMeanStd`."""
     solved: float = rare(1.0)
     """Smallest reward of a success; what is less is a failure's."""
     ddof: int = rare(choice(1, (0, 1)))
@@ -338,31 +350,14 @@ class GroupOutcomeStd(Advantage):
     eps: float = rare(bounded(1e-6, at_least=0))
     """Added to the standard deviation."""
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        usual = group_outcome_std(
-            rollouts.reward, rollouts.group, solved=self.solved, ddof=self.ddof, eps=self.eps, valid=rollouts.scored
-        )
-        return _spread(usual, rollouts, self.singleton)
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        return group_outcome_std(reward, group, solved=self.solved, ddof=self.ddof, eps=self.eps, valid=valid)
 
-    def formula(self) -> str:
-        rule = (
+    def rule(self) -> str:
+        return (
             f"(s_i - mean_g s + R_i - mean_g of R with outcome s_i) / (max(std_g s, f_g) + {self.eps:g}), s = R >= "
             f"{self.solved:g}, f_g = std of one success among failures, std with ddof {self.ddof}"
         )
-        return _group_formula(rule, self.singleton)
-
-
-def _spread(usual: Tensor, rollouts: Rollouts, singleton: str, alone: Tensor | None = None) -> Tensor:
-    """One number a row (B,) at its trained decisions (B, T); `alone` is for rows alone in their group."""
-    if singleton == "keep":
-        several = group_count(rollouts.group, rollouts.scored) > 1
-        usual = torch.where(several, usual, rollouts.reward if alone is None else alone)
-    return torch.where(rollouts.loss_mask > 0, usual.detach()[:, None], 0.0)
-
-
-def _group_formula(rule: str, singleton: str) -> str:
-    kept = "0" if singleton == "zero" else "its raw reward"
-    return f"A_it = {rule}; a group with one scored row gets {kept}"
 
 
 def _all_rows(reward: Tensor, valid: Tensor | None) -> Tensor:

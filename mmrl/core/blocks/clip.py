@@ -240,17 +240,27 @@ def clip_indicators(ratio: Tensor, low: float, high: float, signed: Tensor | Non
 
 
 @dataclass(frozen=True)
-class PpoClip(Clip):
+class BoundedClip(Clip):
+    """Bounds the ratio, on both sides of 1."""
+
+    low: float = bounded(0.2, at_least=0, at_most=1)
+    """The ratio is bounded below by 1 - low."""
+    high: float = bounded(0.2, at_least=0)
+    """The ratio is bounded above by 1 + high."""
+
+    def clipped(self) -> str:
+        """The bounded ratio of the formula."""
+        return f"clip(r_it, {1 - self.low:g}, {1 + self.high:g})"
+
+
+@dataclass(frozen=True)
+class PpoClip(BoundedClip):
     """Clipped surrogate with an optional dual clip; see `clipped_loss`.
 
     Source: `ratio_limit`: corl-team/VL-DAC a2c_ppo_acktr/algo/ppo.py, after a rule of TRL's PPO trainer.
     """
 
     kind = "ppo_clip"
-    low: float = bounded(0.2, at_least=0, at_most=1)
-    """The ratio is bounded below by 1 - low."""
-    high: float = bounded(0.2, at_least=0)
-    """The ratio is bounded above by 1 + high."""
     dual: float | None = rare(bounded(None, above=1))
     """Bound c > 1 (3 is usual) on the loss -A c where the advantage is negative; none switches it off."""
     ratio_limit: float | None = rare(bounded(None, above=1))
@@ -272,7 +282,7 @@ class PpoClip(Clip):
         return loss, indicators | {"policy/beyond_ratio_limit": beyond.to(ratio.dtype)}
 
     def formula(self) -> str:
-        bounded_ratio = f"clip(r_it, {1 - self.low:g}, {1 + self.high:g})"
+        bounded_ratio = self.clipped()
         loss = f"max(-A_it r_it, -A_it {bounded_ratio})"
         if self.dual is not None:
             loss = f"[{loss}, where A_it < 0 at most -{self.dual:g} A_it]"
@@ -291,24 +301,20 @@ def _any_of_turn(flags: Tensor, turn: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GspoClip(Clip):
+class GspoClip(BoundedClip):
     """Clipped surrogate on the ratio of a whole row, so that all its decisions are clipped at once.
 
     Source: GSPO, arXiv 2507.18071, eq. 5 (sequence) and 13 (token form).
     """
 
     kind = "gspo"
-    low: float = bounded(0.2, at_least=0, at_most=1)
-    """The ratio is bounded below by 1 - low."""
-    high: float = bounded(0.2, at_least=0)
-    """The ratio is bounded above by 1 + high."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         loss = clipped_loss(log_ratio, advantage, self.low, self.high)
         return loss, clip_indicators(log_ratio.exp(), self.low, self.high, signed=advantage.detach())
 
     def formula(self) -> str:
-        return f"max(-A_it r_it, -A_it clip(r_it, {1 - self.low:g}, {1 + self.high:g}))"
+        return f"max(-A_it r_it, -A_it {self.clipped()})"
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
         if ratio.level == "decision":
@@ -316,7 +322,7 @@ class GspoClip(Clip):
 
 
 @dataclass(frozen=True)
-class Cispo(Clip):
+class Cispo(BoundedClip):
     """Policy gradient weighted by the clipped, detached ratio: -sg(clip(r)) A logp.
 
     The bounds are relative to 1 as in all other rules. TRL's `epsilon_high` for this loss is the bound itself: its 5.0
@@ -328,10 +334,6 @@ class Cispo(Clip):
     """
 
     kind = "cispo"
-    low: float = bounded(0.2, at_least=0, at_most=1)
-    """The ratio is bounded below by 1 - low."""
-    high: float = bounded(0.2, at_least=0)
-    """The ratio is bounded above by 1 + high."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`; the indicators do not depend on the sign of the advantage."""
@@ -340,7 +342,7 @@ class Cispo(Clip):
         return -bounded_ratio * advantage.detach() * logp, clip_indicators(ratio, self.low, self.high)
 
     def formula(self) -> str:
-        return f"-stopgrad(clip(r_it, {1 - self.low:g}, {1 + self.high:g})) A_it logp_it"
+        return f"-stopgrad({self.clipped()}) A_it logp_it"
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
         if ratio.row_gradient:

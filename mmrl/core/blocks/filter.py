@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -186,6 +187,8 @@ class DropGroups(GroupFilter):
     """Drops groups whose rewards are all equal, or whose mean is outside the bounds."""
 
     kind = "drop"
+    fate: ClassVar[str] = "are dropped"
+    """Verb of the formula."""
     key: str = rare("reward")
     """`reward`, or the name of a reward term."""
     low: float | None = rare(None)
@@ -201,15 +204,22 @@ class DropGroups(GroupFilter):
         return zero_variance_groups(rollouts, self.key, self.low, self.high)
 
     def formula(self) -> str:
-        return f"{_rule(self.key, self.low, self.high)} are dropped"
+        if self.low is None and self.high is None:
+            return f"groups whose {self.key} is the same in all rows {self.fate}"
+        low, high = (
+            (self.low if self.low is not None else -math.inf),
+            (self.high if self.high is not None else math.inf),
+        )
+        return f"groups whose mean {self.key} is not strictly between {low:g} and {high:g} {self.fate}"
 
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)
-        yield from _order_problems(self.low, self.high, where)
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            yield f"{where}.low {self.low} must lie below {where}.high {self.high}; no group could be kept."
 
 
 @dataclass(frozen=True)
-class ResampleGroups(GroupFilter):
+class ResampleGroups(DropGroups):
     """Dynamic sampling: replaces the groups that `DropGroups` drops by sampling further tasks.
 
     Source: DAPO, arXiv 2503.14476, eq. 11; bounds on the mean as in EasyR1 filter_low and filter_high.
@@ -217,41 +227,10 @@ class ResampleGroups(GroupFilter):
 
     kind = "resample"
     resamples = True
-    key: str = rare("reward")
-    """`reward`, or the name of a reward term."""
-    low: float | None = rare(None)
-    """Keep groups whose mean of `key` lies strictly above; None for both bounds asks for different rewards."""
-    high: float | None = rare(None)
-    """Keep groups whose mean of `key` lies strictly below."""
+    fate = "are replaced by sampling further tasks"
     max_tries: int = rare(bounded(20, at_least=1))
     """Sampling rounds before the step continues with the groups it has (EasyR1: 20)."""
 
     @property
     def tries(self) -> int:
         return self.max_tries
-
-    @property
-    def reward_key(self) -> str:
-        return self.key
-
-    def kept(self, rollouts: Rollouts) -> Tensor:
-        return zero_variance_groups(rollouts, self.key, self.low, self.high)
-
-    def formula(self) -> str:
-        return f"{_rule(self.key, self.low, self.high)} are replaced by sampling further tasks"
-
-    def problems(self, where: str) -> Iterator[str]:
-        yield from super().problems(where)
-        yield from _order_problems(self.low, self.high, where)
-
-
-def _rule(key: str, low: float | None, high: float | None) -> str:
-    if low is None and high is None:
-        return f"groups whose {key} is the same in all rows"
-    shown = ("-inf" if low is None else f"{low:g}", "inf" if high is None else f"{high:g}")
-    return f"groups whose mean {key} is not strictly between {shown[0]} and {shown[1]}"
-
-
-def _order_problems(low: float | None, high: float | None, where: str) -> Iterator[str]:
-    if low is not None and high is not None and low >= high:
-        yield f"{where}.low {low} must lie below {where}.high {high}; no group could be kept."
