@@ -70,6 +70,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     Returns:
         (B,) row sums.
     """
+    # not x * mask, because 0 * NaN is NaN
     return torch.where(mask > 0, x, torch.zeros((), dtype=x.dtype, device=x.device)).sum(1)
 
 
@@ -91,6 +92,7 @@ def token_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
 
     The shares of micro-batches and ranks add up to the mean over all of them, in value and in gradient.
     """
+    # dividing by this batch's own count would make decisions of short micro-batches weigh more
     return masked_sum(x, mask).sum() / max(denominators.tokens, 1.0)
 
 

@@ -87,6 +87,7 @@ def gae(
         if open_end is not None:
             here = here.masked_fill(open_end, 0.0)
             open_end = open_end & ~trained
+        # tool output and padding are passed over: the next trained decision is the successor state
         carry = torch.where(trained, here, carry)
         next_value = torch.where(trained, values[:, t], next_value)
         columns.append(torch.where(trained, here, 0.0))

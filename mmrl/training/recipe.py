@@ -365,6 +365,7 @@ def score_in_chunks(
 
     def joined(name: str) -> Tensor:
         values = (getattr(part, name) for part in parts)
+        # each chunk is as wide as its own longest row
         return torch.cat([nn.functional.pad(x, (0, rollouts.num_decisions - x.shape[1])) for x in values])
 
     return PolicyOutputs(
@@ -387,6 +388,7 @@ def old_in_update(trainer: TrainerConfig, minibatch: Rollouts, logp: Tensor) -> 
     """
     if trainer.old_logp == "sampler" or not trainer.single_update:
         return minibatch
+    # at the first and only update new = old: the ratio is 1 in value and has the gradient of logp
     old = logp.detach()
     if KEEPS_OLD in minibatch.extras:
         old = torch.where(minibatch.extras[KEEPS_OLD][:, None] > 0, minibatch.logp_old, old)

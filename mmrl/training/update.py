@@ -313,7 +313,7 @@ class Updater:
         live = groups_with_gradient(self.recipe, minibatch)
         if bool(live.all()):
             return minibatch
-        if not bool(live.any()):
+        if not bool(live.any()):  # the longest, so that a data-parallel wrapper finds a backward pass here too
             trained = group_sum(minibatch.loss_mask.sum(1), minibatch.group)
             live = torch.arange(minibatch.num_groups, device=live.device) == trained.argmax()
         return minibatch.select_groups(live)

@@ -128,6 +128,7 @@ def group_mean_std(
     Source: GRPO, arXiv 2402.03300, section 4.1.2.
     """
     valid = _all_rows(reward, valid)
+    # with eps 0, a group of equal rewards would divide 0 by 0
     std = group_std(reward, group, valid, ddof) + eps
     return group_center(reward, group, valid) / torch.where(std > 0, std, 1.0)
 

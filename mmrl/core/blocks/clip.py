@@ -44,6 +44,7 @@ class Ratio(Block):
         Gradient: through logp only.
         """
         difference = torch.where(mask > 0, logp - logp_old.detach(), 0.0)
+        # exp(20) is far beyond every clip bound, and still finite after products with advantages in float32
         return self.of(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), logp, mask)
 
     def of(self, difference: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
@@ -90,6 +91,7 @@ class SequenceRatio(Ratio):
     kind = "sequence"
 
     def of(self, difference: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
+        # own is 0 in value: every decision has the ratio of its row, but the gradient of its own logp
         own = torch.where(mask > 0, logp - logp.detach(), 0.0)
         mean = masked_mean(difference, mask)[:, None]
         return (own + mean.detach()).clamp(max=SEQUENCE_LOG_RATIO_LIMIT)

@@ -86,6 +86,7 @@ def kl_full(logits: Tensor, logits_ref: Tensor, temperature: float = 1.0) -> Ten
     """
     logp = torch.log_softmax(_upcast(logits) / temperature, dim=-1)
     logp_ref = torch.log_softmax(_upcast(logits_ref) / temperature, dim=-1)
+    # banned entries have probability 0, but 0 * (-inf - -inf) would be NaN
     allowed = torch.isfinite(logp)
     difference = torch.where(allowed, logp, 0.0) - torch.where(allowed, logp_ref, 0.0)
     return (logp.exp() * difference).sum(-1)
@@ -118,6 +119,7 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 def _straight_through(value: Tensor, gradient: Tensor) -> Tensor:
+    # on policy the gradient of k2 is an unbiased one of the KL and its value is not; k1 and k3 are the other way round
     return value.detach() + (gradient - gradient.detach())
 
 
@@ -205,7 +207,8 @@ class K3(Divergence):
 
     def formula(self) -> str:
         limits = " (exponent within +-20, value within +-10)" if self.clamp and not self.in_reward else ""
-        return f"(exp(logp_ref_it - logp_it) - (logp_ref_it - logp_it) - 1){limits}"
+        gradient = "; gradient of k2" if self.only_gradient else ""
+        return f"(exp(logp_ref_it - logp_it) - (logp_ref_it - logp_it) - 1{gradient}){limits}"
 
 
 @dataclass(frozen=True)
@@ -223,20 +226,14 @@ class K1StraightThrough(Divergence):
 
 
 @dataclass(frozen=True)
-class K3StraightThrough(Divergence):
+class K3StraightThrough(K3):
     """The value of k3 with the gradient of k2."""
 
     kind = "k3p"
     only_gradient = True
-    clamp: bool = rare(True)
-    """Clamp of the estimate, as in `K3`."""
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
         return k3p(logp, logp_ref, self.clamp)
-
-    def formula(self) -> str:
-        limits = " (exponent within +-20, value within +-10)" if self.clamp else ""
-        return f"(exp(logp_ref_it - logp_it) - (logp_ref_it - logp_it) - 1; gradient of k2){limits}"
 
 
 @dataclass(frozen=True)
