@@ -156,7 +156,7 @@ def test_sft_refuses_a_recipe_that_learns_from_rewards(toy_config, capsys):
     assert "use `mmrl train`" in one_error_line(capsys)
 
 
-def test_evaluate_refuses_a_folder_that_is_no_run(tmp_path, capsys):
+def test_evaluate_refuses_a_folder_that_is_not_a_run(tmp_path, capsys):
     assert main(["evaluate", str(tmp_path)]) == 2
     assert "no config.yaml" in one_error_line(capsys)
 
@@ -191,7 +191,7 @@ def recorded_train(monkeypatch):
         ["train", "--resume", "CONFIG", "slope=2", "trainer.steps=7"],
     ],
 )
-def test_overrides_arrive_wherever_the_option_stands(order, toy_config, recorded_train, capsys):
+def test_overrides_are_applied_wherever_the_option_is(order, toy_config, recorded_train, capsys):
     assert main([str(toy_config) if text == "CONFIG" else text for text in order]) == 0
     assert (recorded_train.config.slope, recorded_train.config.trainer.steps) == (2.0, 7)
     assert recorded_train.resume is True

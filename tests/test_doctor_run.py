@@ -117,6 +117,6 @@ def test_odd_files_are_findings(run, file, text, state, said, capsys):
     assert json.loads(capsys.readouterr().out)["usable"] is (state != "fail")
 
 
-def test_folder_that_is_no_run(tmp_path, capsys):
+def test_folder_that_is_not_a_run(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err

@@ -178,7 +178,7 @@ def test_import_loads_nothing_heavy(statement, unwanted):
     assert done.stdout.splitlines()[-1] == "loaded:"
 
 
-def test_core_stands_on_torch_alone():
+def test_core_needs_torch_alone():
     allowed = {"torch", "mmrl", *sys.stdlib_module_names}
     for path in (PROJECT / "mmrl" / "core").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -181,7 +181,7 @@ PLANTED = {
 }
 
 
-def test_each_check_finds_what_is_planted(tmp_path):
+def test_each_check_finds_the_planted_fault(tmp_path):
     for file, text in PLANTED.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text)

@@ -162,7 +162,7 @@ def test_a_full_buffer_drops_the_oldest_of_all_tasks():
     assert buffer.megabytes <= 1
 
 
-def test_stored_episodes_come_back_to_the_bit_and_are_plain_data(tmp_path, folder):
+def test_stored_episodes_are_restored_bit_for_bit_and_are_plain_data(tmp_path, folder):
     recipe, first, _, _, _ = two_steps(make_config(tmp_path, folder))
     episodes = AgentPayload.of(first).episodes
     assert any(episode.trajectory.contexts for episode in episodes)
@@ -192,7 +192,7 @@ def test_stored_episodes_come_back_to_the_bit_and_are_plain_data(tmp_path, folde
     assert len(recipe.replay.buffer) > 0
 
 
-def test_the_second_step_replays_what_the_first_one_found(tmp_path, folder):
+def test_the_second_step_replays_successes_of_the_first(tmp_path, folder):
     _, first, second, logp, metrics = two_steps(make_config(tmp_path, folder))
     before, now = AgentPayload.of(first), AgentPayload.of(second)
     assert first.extras["replayed"].sum() == 0
@@ -281,7 +281,7 @@ def test_ratios_of_fresh_and_replayed_tokens_apart():
     assert not [name for name in fresh if name.endswith("replayed")]
 
 
-def test_a_resumed_run_replays_what_the_whole_one_does(tmp_path, folder):
+def test_a_resumed_run_replays_the_same_as_an_uninterrupted_one(tmp_path, folder):
     """The buffer is part of the checkpoint: without it the steps after a resume would have nothing to replay."""
     entry = RECIPES["arpo"]
     whole = train(entry, make_config(tmp_path / "whole", folder))

@@ -236,7 +236,7 @@ def test_recorded_episodes_that_do_not_fit_are_left_out_never_cut(tmp_path, fold
         read_recorded(path.parent, recipe.policy, writer)
 
 
-def test_recorded_episodes_of_a_model_come_back(tmp_path, folder, make_recipe):
+def test_recorded_episodes_of_a_model_are_read_back(tmp_path, folder, make_recipe):
     recipe = make_recipe(make_config(tmp_path, folder))
     writer = Writer(recipe.policy, recipe.config.conversation, "Walk.")
     episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Step())[0]

@@ -84,7 +84,7 @@ def test_an_action_that_is_none_spends_the_turn(calm):
     assert calm.live == [0]
 
 
-def test_what_is_asked_for_wrongly_is_refused(calm):
+def test_invalid_requests_are_refused(calm):
     calm.reset(tasks("well"))
     calm.stop([0])
     with pytest.raises(ValueError, match=r"rows \[0\] have no running episode"):
@@ -151,7 +151,7 @@ def test_an_episode_that_does_not_begin_is_tried_again_in_a_fresh_process(tmp_pa
         assert (counts["crashed"], counts["raised"], counts["dropped"]) == (1, 2, 1)
 
 
-def test_a_reset_has_a_time_limit_of_its_own():
+def test_a_reset_has_its_own_time_limit():
     with EnvPool(config(reset_timeout_s=0.5, reset_retries=0)) as pool:
         begin = time.monotonic()
         assert pool.reset(tasks("slowly"))[0].failure.reason.startswith("no answer in 0.5 s")
@@ -234,7 +234,7 @@ def test_options_are_checked_before_a_process_starts(options, message):
         check_config(config(**options), "environment")
 
 
-def test_an_outcome_comes_back_as_it_was_sent():
+def test_an_outcome_is_received_as_it_was_sent():
     image = np.random.default_rng(0).integers(0, 256, (5, 4, 3), np.uint8)
     sent = Outcome(Observation("ü\ud800", (image, image.copy())), -0.25, True, False, {"a": (1, 2.5), "b": {3: None}})
     fields, arrays = pack_outcome(sent)

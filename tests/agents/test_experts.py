@@ -50,7 +50,7 @@ def test_what_is_written_is_read_again_in_both_modes(format):
             assert found.thought == "so be it"
 
 
-def test_examples_are_what_is_written():
+def test_examples_equal_the_written_text():
     assert (
         write_answer([Action("click", {"x": 10, "y": 20})], "call", "The button is below.") == FORMATS["call"].example
     )
@@ -70,7 +70,7 @@ def test_examples_are_what_is_written():
         (Action(""), "json"),
     ],
 )
-def test_what_a_format_cannot_say_is_refused(action, format):
+def test_actions_that_a_format_cannot_express_are_refused(action, format):
     with pytest.raises(ValueError):
         write_answer([action], format)
 

@@ -86,7 +86,7 @@ def test_the_last_step_has_no_state_behind_it():
     assert float(loss) == pytest.approx(4 * math.log(2))
 
 
-def test_the_step_critic_learns_what_leads_to_success():
+def test_the_step_critic_learns_which_steps_lead_to_success():
     torch.manual_seed(0)
     critic = StepCritic(4, 16)
     fitter = Fitter(critic, CriticConfig(learning_rate=1e-2))

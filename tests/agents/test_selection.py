@@ -18,7 +18,7 @@ from tests.agents.test_recipe import by_length, make_config
 RATES = [TaskRate(AgentTask(f"t/{n}", {"name": "t"}, n, "Go."), n, 4) for n in range(5)]
 
 
-def test_the_published_rule_keeps_what_succeeded_once():
+def test_the_published_rule_keeps_tasks_that_succeeded_once():
     assert [rate.task.id for rate in TaskSelector(n_rollouts=4).select(RATES)] == ["t/1", "t/2", "t/3", "t/4"]
 
 
@@ -71,7 +71,7 @@ def test_failed_episodes_count_for_nothing(tmp_path, folder, monkeypatch):
     assert [rate.rollouts for rate in rates] == [0] * 4
 
 
-def test_the_command_writes_what_training_reads_and_keeps_the_episodes(tmp_path, folder, monkeypatch, capsys):
+def test_the_command_writes_a_readable_task_list_and_keeps_the_episodes(tmp_path, folder, monkeypatch, capsys):
     monkeypatch.setattr(ActionConfig, "parse", by_length)
     config = make_config(tmp_path, folder, kwargs={"length": 1})
     config.recipe = "agent"

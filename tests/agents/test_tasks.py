@@ -49,7 +49,7 @@ def test_tasks_come_from_a_file(tmp_path):
         ({"task": "good", "seed": 0}, "two tasks good/0; give them different ids"),
     ],
 )
-def test_rows_that_are_no_task_are_named(tmp_path, row, message):
+def test_rows_that_are_not_tasks_are_named(tmp_path, row, message):
     file = tmp_path / "tasks.jsonl"
     file.write_text(f"{json.dumps({'task': 'good', 'seed': 0})}\n{json.dumps(row)}\n")
     with pytest.raises(UserError, match=message) as raised:

@@ -124,7 +124,7 @@ def test_turns_left_out_of_the_loss_change_nothing_else(folder):
 
 @pytest.mark.parametrize("restart_at", [None, 2])
 @pytest.mark.parametrize("batch_rows", [2, 256])
-def test_histories_that_are_kept_draw_what_rereading_draws(folder, restart_at, batch_rows):
+def test_kept_histories_sample_the_same_tokens_as_rereading(folder, restart_at, batch_rows):
     policy = load(folder)
     kept, reread = (
         converse(policy, GROUP, 4, reread=reread, restart_at=restart_at, batch_rows=batch_rows)

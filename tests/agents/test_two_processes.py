@@ -81,7 +81,7 @@ def test_two_processes_train_the_critic_and_then_the_policy_of_one(tmp_path):
     assert float(((weights - shared).abs() > 1e-4).float().mean()) < 0.01
 
 
-def test_two_processes_replay_what_one_replays(tmp_path):
+def test_two_processes_replay_the_same_as_one(tmp_path):
     """The second group of a task is sampled by the other process, which also has the trajectories of the first."""
 
     def replays(config: Any) -> None:

@@ -196,7 +196,7 @@ def test_the_critics_gradient_ends_at_the_state_where_asked(folder, tmp_path, re
     assert moved == ({"value_head"} if stop else {"value_head", "model"})
 
 
-def test_a_critic_with_hidden_layers_comes_back_bit_for_bit(folder, tmp_path):
+def test_a_critic_with_hidden_layers_is_restored_bit_for_bit(folder, tmp_path):
     config = ModelConfig(path=str(folder), dtype="bfloat16", critic=CRITIC)
     policy = load_policy(config, value_head=True)
     assert {p.dtype for p in policy.value_head.parameters()} == {torch.float32}

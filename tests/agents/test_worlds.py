@@ -126,7 +126,7 @@ def test_episodes_are_cut():
     assert env.step(action)[2:4] == (False, False)
 
 
-def test_the_wind_carries_the_agent_whatever_it_does():
+def test_the_wind_moves_the_agent_independently_of_its_action():
     env = GridWorld(size=4, min_distance=4, max_steps=200, winds={"calm": 0.0, "windy": 0.5, "storm": 1.0})
     way_back = {0: 1, 1: 0, 2: 3, 3: 2}
 

@@ -8,7 +8,7 @@ import shutil
 from tests.bad_input.conftest import truncate
 
 
-def test_evaluate_what_is_no_run(made, lab, refused):
+def test_evaluate_a_folder_that_is_not_a_run(made, lab, refused):
     empty = lab.folder / "empty"
     empty.mkdir()
     assert f"{empty} is not a run folder: it holds no config.yaml" in refused("evaluate", empty)
@@ -31,7 +31,7 @@ def test_evaluate_a_run_that_is_damaged(made, lab, mmrl, refused):
     assert f"{lab.run} has no checkpoint to evaluate" in refused("evaluate", lab.run)
 
 
-def test_report_of_what_is_no_run(lab, refused):
+def test_report_of_a_folder_that_is_not_a_run(lab, refused):
     empty = lab.folder / "empty"
     empty.mkdir()
     for folder in (empty, lab.folder / "nowhere", lab.config):

@@ -52,6 +52,6 @@ def test_bad_usage_is_one_line_and_exit_2(arguments, message, capsys):
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_the_command_knows_every_room(room, capsys):
+def test_the_command_knows_every_domain(room, capsys):
     assert main([room, "--threads", "-2"]) == 2
     assert "--threads is -2" in capsys.readouterr().err

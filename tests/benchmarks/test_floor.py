@@ -95,7 +95,7 @@ def test_ratios_approach_the_group_size_for_long_prompts_and_one_for_long_comple
     assert ratio(1, 100_000) == pytest.approx(1.0, rel=1e-3)
 
 
-def test_tower_counts_what_pytorch_counts(policy):
+def test_tower_operations_equal_pytorchs_count(policy):
     model = policy.network.model
     size = dimensions_of(policy.network.config)
     unit = size.merge**2
@@ -107,7 +107,7 @@ def test_tower_counts_what_pytorch_counts(policy):
     assert counter.get_total_flops() == pytest.approx(vision_flops(size, patches // unit), rel=1e-6)
 
 
-def test_decoder_counts_what_pytorch_counts(policy):
+def test_decoder_operations_equal_pytorchs_count(policy):
     """PyTorch counts the attention of every pair, which the causal mask halves."""
     network = policy.network
     size = dimensions_of(network.config)

@@ -20,7 +20,7 @@ def journal(tmp_path):
     return [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
 
 
-def test_arms_take_turns_in_processes_of_their_own(tmp_path):
+def test_arms_take_turns_in_their_own_processes(tmp_path):
     arms = [arm(tmp_path, "a", environment={"EXTRA": "yes"}), arm(tmp_path, "b")]
     runs = run_arms("test", arms, BenchOptions(blocks=2, threads=3))
     notes = journal(tmp_path)

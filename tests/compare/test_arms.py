@@ -49,7 +49,7 @@ def test_an_arm_may_read_the_runs_of_another(lab):
     assert not any("finished already" in line for line in lab.lines)
 
 
-def test_an_arm_may_stand_for_the_start(lab, monkeypatch):
+def test_an_arm_may_represent_the_start(lab, monkeypatch):
     drawn = []
     whole = figures.comparison_figure
     monkeypatch.setattr(figures, "comparison_figure", lambda *views: drawn.append(views[-1]) or whole(*views))

@@ -187,7 +187,7 @@ def test_unscored_rows_count_nowhere(name):
 
 
 @pytest.mark.parametrize("name", BLOCKS["advantage"])
-def test_untrained_decisions_get_zero_whatever_stands_there(name):
+def test_untrained_decisions_get_zero(name):
     r = random_rollouts()
     off = r.mask == 0
     poisoned = r.replace(values=torch.where(off, torch.nan, r.values))
@@ -235,7 +235,7 @@ def test_group_estimators_refuse_one_sample(name):
     check_group_size(2, objective, everything)
 
 
-def test_one_sample_advises_only_what_the_room_can_score():
+def test_one_sample_advises_only_what_the_domain_can_score():
     for scores, advised in (((), "whitened_returns"), (("values",), "gae, whitened_returns")):
         with pytest.raises(ValueError, match=f"works with one sample: {advised}$"):
             check_group_size(1, Objective("mine"), scores)

@@ -116,7 +116,7 @@ def test_sides_are_found_by_their_mark_not_their_position():
 
 @pytest.mark.parametrize("name", PREFERENCES)
 @pytest.mark.parametrize("likelihood", [None, ChosenLikelihood(0.3), ChosenLikelihood(0.3, "decisions")])
-def test_micro_batches_padding_and_what_stands_behind_an_answer_change_nothing(name, likelihood):
+def test_micro_batches_padding_and_tokens_after_an_answer_change_nothing(name, likelihood):
     objective = get_preference(name).replace(likelihood=likelihood)
     rollouts, logp = pairs()
     leaf = logp.clone().requires_grad_()

@@ -30,7 +30,7 @@ def estimator(case):
     return BLOCKS["advantage"][name](**{key: kinds.get(key, float)(value) for key, value in values.items()})
 
 
-def test_the_file_is_what_the_reference_computes():
+def test_the_file_equals_the_references_numbers():
     assert nearly_equal(DATA, reference.all_numbers())
 
 

@@ -35,7 +35,7 @@ def test_lambda_scaling_by_hand():
     assert gradient == pytest.approx([-1 - 1 / 12, 1 - 7 / 12, 2 / 3])
 
 
-def test_the_standardised_loss_does_not_know_the_size_of_the_log_ratios():
+def test_the_standardised_loss_does_not_depend_on_the_size_of_the_log_ratios():
     block = GroupRegression(eps=1e-12)
     assert loss_of(block, 10 * RHO)[0] == pytest.approx(loss_of(block)[0])
     assert loss_of(GroupRegression(scale=1.0), 10 * RHO)[0] != pytest.approx(loss_of(GroupRegression(scale=1.0))[0])

@@ -54,7 +54,7 @@ def test_seeds_depend_on_split_and_prompt_alone(tmp_path):
     assert not np.array_equal(one[0], shown(evaluated(build(config)))[0])
 
 
-def test_rewards_and_judges_have_names_of_their_own_and_intervals(tmp_path):
+def test_rewards_and_judges_have_their_own_names_and_intervals(tmp_path):
     config = run_config("awm", tmp_path)
     recipe = build(config)
     metrics = evaluated(recipe).metrics
@@ -80,7 +80,7 @@ def test_costs_are_those_of_training_alone(tmp_path):
     trainer.recipe.close()
 
 
-def test_the_average_is_what_is_evaluated(tmp_path):
+def test_evaluations_use_the_average(tmp_path):
     config = run_config("awm", tmp_path)
     config.eval_ema.decay = 0.9
     recipe = build(config)

@@ -142,7 +142,7 @@ def test_all_rewards_failing_ends_the_run_with_their_reasons(tmp_path, caplog):
 
 @pytest.mark.parametrize("value", [float("inf"), NAN])
 @pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard", "awm", "ac_flow"])
-def test_latents_that_overflow_are_counted_and_teach_nothing(name, value, tmp_path, monkeypatch):
+def test_latents_that_overflow_are_counted_and_have_no_gradient(name, value, tmp_path, monkeypatch):
     spoil(monkeypatch, value, rows=[5])
     config = run_config(name, tmp_path)
     if name == "ac_flow":
@@ -346,7 +346,7 @@ def test_bad_options_are_one_clear_line_and_exit_code_2(overrides, message, tmp_
     assert message in lines[0]
 
 
-def test_guard_refuses_what_it_cannot_correct(tmp_path):
+def test_guard_refuses_uncorrectable_clashes(tmp_path):
     path = written(tmp_path, "grpo_guard")
     with pytest.raises(UserError, match="has no scale to correct"):
         load_run(path, ["sampler.kernel=cps"])

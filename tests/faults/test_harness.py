@@ -126,7 +126,7 @@ def test_commands_are_judged_by_code_and_line(words, outcome):
     assert of_command(*words).outcome == outcome
 
 
-def test_two_lines_or_a_traceback_are_no_answer(monkeypatch):
+def test_two_lines_or_a_traceback_are_not_accepted(monkeypatch):
     for text, outcome in (("mmrl: error: a\nmmrl: error: b\n", "more than one line"), ("mmrl: error: a\n", "refused")):
         monkeypatch.setattr(batches, "main", lambda words, text=text: (sys.stderr.write(text), 2)[1])
         assert of_command("train").outcome == outcome

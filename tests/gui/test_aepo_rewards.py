@@ -55,7 +55,7 @@ def test_the_baselines():
     assert [score(text, **naive).score for text in (ranked(1, 1), ranked(1, 0), ranked(2, 1), "no")] == [2, 0, -1, -1]
 
 
-def test_the_adaptive_accuracy_prefers_what_it_should():
+def test_the_adaptive_accuracy_has_the_intended_order():
     accuracy = ACCURACIES["adaptive"]
     for n in range(1, 8):
         ranks = [accuracy(n, k) for k in range(1, n + 1)]
@@ -121,7 +121,7 @@ def test_the_parsers_differ_where_they_should():
     assert score(text, parser="robust").score == 2
 
 
-def test_a_think_block_that_is_asked_for_is_needed_by_both_parsers():
+def test_a_think_block_that_is_requested_is_needed_by_both_parsers():
     for parser in ("reference", "robust"):
         rules = AnswerRules(parser=parser)
         assert score_answer(ranked(1, 1), BOX, rules).score == -1

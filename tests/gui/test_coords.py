@@ -89,7 +89,7 @@ def test_shrinking_first_is_that_of_the_public_evaluation():
 
 
 @pytest.mark.parametrize("space", CoordinateSpace)
-def test_points_come_back_from_every_space(space):
+def test_points_are_recovered_from_every_space(space):
     rng = np.random.default_rng(2)
     for height, width in sides(rng, 500):
         if max(height, width) > 200 * min(height, width):

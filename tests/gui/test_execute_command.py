@@ -52,7 +52,7 @@ def test_a_drag_goes_from_one_point_to_the_other(act):
     assert act("drag", x=20, y=30, to_x=60, to_y=90)[:2] == [["mousedown", 20, 30], ["mouseup", 60, 90]]
 
 
-def test_scrolling_moves_what_is_under_the_point_at_once(act):
+def test_scrolling_moves_the_element_under_the_point_at_once(act):
     where = "() => [scrollY, frame.scrollTop, frame.scrollLeft]"
     assert act("scroll", where, direction="down", x=20, y=200) == [120, 0, 0]
     assert act("scroll", where, direction="up", amount=100, x=20, y=200) == [20, 0, 0]

@@ -44,7 +44,7 @@ def test_worked_answers_are_written_in_the_models_space():
         assert task.columns["completion"] == f'[{{"point_2d": {expected}}}]'
 
 
-def test_a_think_block_is_asked_for_in_the_system_turn():
+def test_a_think_block_is_requested_in_the_system_turn():
     task = screen()
     task.messages.insert(0, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]})
     ready = grounding_task(task, GroundingSettings(think=True, think_prompt="Think first."), Resize(28))

@@ -52,7 +52,7 @@ def test_distractors_are_apps_of_the_same_families():
             assert all(sorted(order) == sorted(config["tiles"]) for order in config["orders"])
 
 
-def test_apps_are_asked_for_by_name_or_by_what_they_are_for():
+def test_apps_are_requested_by_name_or_by_function():
     named, wished = make_case("launcher", 1, 2), make_case("wishes", 1, 2)
     for name in named.config["wanted"]:
         assert f'"{KNOWN[name].labels[0]}"' in named.instruction

@@ -34,7 +34,7 @@ def test_wrong_settings_say_what_there_is():
 
 
 @pytest.mark.parametrize("name", ["click-test", "click-button", "email-inbox-delete"])
-def test_a_seed_gives_one_screen_whatever_was_before(env, name):
+def test_a_seed_gives_one_screen_independently_of_earlier_ones(env, name):
     first, info = env.reset(seed=4, options={"task": name})
     assert first["image"].shape == (210, 160, 3)
     assert info["task"] == {"name": name, "seed": 4}
@@ -47,7 +47,7 @@ def test_a_seed_gives_one_screen_whatever_was_before(env, name):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_button_that_is_asked_for_is_worth_1_and_another_one_minus_1(env, seed):
+def test_the_requested_button_earns_1_and_another_one_minus_1(env, seed):
     for right in (True, False):
         observation, _ = env.reset(seed=seed, options={"task": "click-test-2"})
         wanted = "ONE" if "ONE" in observation["instruction"] else "TWO"

@@ -94,7 +94,7 @@ def test_endless_operators_end(imports):
         ensure()
 
 
-def test_progress_bars_come_back():
+def test_progress_bars_are_restored():
     from transformers.utils import logging
 
     before = logging.is_progress_bar_enabled()

@@ -90,7 +90,7 @@ def test_an_unknown_encoder_is_named(tmp_path):
         write_mp4(tmp_path / "a.mp4", moving_ramp(2), 20, VideoSettings(encoder="libnothing"))
 
 
-def test_the_recorder_writes_what_write_mp4_writes(tmp_path):
+def test_the_recorder_writes_the_same_file_as_write_mp4(tmp_path):
     frames = moving_ramp()
     with VideoRecorder(tmp_path / "a.mp4", fps=20) as video:
         for frame in frames:

@@ -33,7 +33,7 @@ def test_the_frames_of_the_numbers(tmp_path, name, bframes):
         assert numbers_of(decode_frames(index, numbers)) == numbers
 
 
-def test_a_rate_that_is_no_whole_number(tmp_path):
+def test_a_rate_that_is_not_a_whole_number(tmp_path):
     """Milliseconds, as in Matroska, round 1/29.97 s; the frames are still those of their numbers."""
     index = read_index(write_clip(tmp_path / "a.mkv", even_times(60, 30000 / 1001)))
     assert index.fps == pytest.approx(29.97, rel=0.01)
@@ -144,7 +144,7 @@ def test_a_damaged_frame_is_named(tmp_path):
     assert caught.value.kind == "unreadable_video"
 
 
-def test_a_long_clip_holds_two_frames_and_decodes_what_it_must(tmp_path, monkeypatch):
+def test_a_long_clip_holds_two_frames_and_decodes_only_the_needed_ones(tmp_path, monkeypatch):
     """Twenty minutes at a frame a second with a key frame each minute: eight frames are at most a minute from one."""
     path = write_mp4(tmp_path / "a.mp4", (numbered(n) for n in range(1200)), fps=1, settings=VideoSettings(gop=60))
     index = read_index(path)

@@ -14,7 +14,7 @@ def test_constants_are_named_and_not_drawn_and_a_reward_of_zero_is_named_too(tmp
     assert "Never changed: policy/ratio_mean 1, reward/mean 0." in page.text
 
 
-def test_counts_and_shares_have_charts_of_their_own(tmp_path):
+def test_counts_and_shares_have_their_own_charts(tmp_path):
     tracker = Tracker(tmp_path)
     for step in (1, 2, 3):
         counts = {"sim/crashed": 20.0 * step, "reward/errors/format/raised": 7.0 * step, "srpo/clusters": 2.0 + step}

@@ -245,7 +245,7 @@ def test_a_folder_of_evaluations_shows_the_newest_of_each_split(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null", ""])
-def test_damaged_result_is_no_obstacle(tmp_path, content):
+def test_damaged_result_is_ignored(tmp_path, content):
     (tmp_path / "result.json").write_text(content)
     assert "has not finished" in write_report(tmp_path).read_text(encoding="utf-8")
 

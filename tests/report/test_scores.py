@@ -84,7 +84,7 @@ def test_supervised_runs_are_not_suspected_of_reward_hacking(tmp_path):
     assert "hacking on" not in page.text
 
 
-def test_an_evaluation_without_measurements_is_no_obstacle(tmp_path):
+def test_an_evaluation_without_measurements_is_accepted(tmp_path):
     nan = math.nan
     text = image_run(tmp_path, (0.3, nan, nan), (nan, 0.2, 1.0)).text
     assert "hacking on" not in text

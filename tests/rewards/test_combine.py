@@ -21,7 +21,7 @@ def test_weighted_sum_with_unweighted_terms():
     assert result.errors == {}
 
 
-def test_none_is_left_out_and_nothing_left_is_no_zero():
+def test_none_is_left_out_and_an_empty_sum_is_not_zero():
     functions = {"one": constant([1.0, None, None]), "two": constant([None, 3.0, None])}
     result = RewardSum([RewardConfig("one"), RewardConfig("two")], functions).score(["q"] * 3, ["a"] * 3, {})
     assert result.total[:2] == [1.0, 3.0]
@@ -64,7 +64,7 @@ def test_a_row_with_a_bad_right_answer_does_not_harm_the_others():
     assert "'dog'" in result.examples["choice/raised"]
 
 
-def test_missing_column_names_what_is_there():
+def test_missing_column_lists_existing_ones():
     rewards = RewardSum([RewardConfig("number")])
     with pytest.raises(UserError, match=r"'number' needs answer.*columns are: level, solution"):
         rewards.score(["q"], ["a"], {"solution": [1], "level": [2]})
@@ -192,6 +192,6 @@ def test_loading_from_the_working_directory_or_a_file(folder):
     ],
 )
 @pytest.mark.parametrize("isolate", [True, False])
-def test_loading_errors_list_what_exists(folder, spec, message, isolate):
+def test_loading_errors_list_existing_names(folder, spec, message, isolate):
     with pytest.raises(UserError, match=message):
         RewardSum([RewardConfig("mine", spec, isolate=isolate)], workers=1)

@@ -81,7 +81,7 @@ def test_several_answers_can_mean_the_last():
     assert final_answer(text, several="last") == "2"
 
 
-def test_an_essay_is_no_answer():
+def test_an_essay_is_not_an_answer():
     assert final_answer(f"<answer>{'a' * MAX_ANSWER_CHARS}</answer>") is not None
     assert final_answer(f"<answer>{'a' * (MAX_ANSWER_CHARS + 1)}</answer>") is None
 

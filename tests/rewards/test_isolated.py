@@ -151,7 +151,7 @@ def test_numpy_arrays_are_lists_too(make):
     assert score(make("numpy_values"), ["a", "b", "c"])[0] == [0.0, 0.5, 1.0]
 
 
-def test_hanging_for_ever_ends_within_bounds(make):
+def test_endless_hangs_end_within_bounds(make):
     rewards = make("hangs_always", timeout_s=0.2)
     start = time.monotonic()
     values, result = score(rewards, ["x"] * 24)
@@ -275,7 +275,7 @@ def test_neither_rewards_nor_workers_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_hanging_rows_cost_themselves_only_however_many_they_are(make):
+def test_hanging_rows_fail_alone_in_any_number(make):
     rows = [f"bad {row}" if row % 8 in (0, 3, 4) else "good" for row in range(32)]
     values, result = score(make("hangs_on_some", timeout_s=1.0), rows)
     assert sum(value == 1.0 for value in values) == 20
@@ -327,7 +327,7 @@ def test_imports_do_not_count_against_the_first_call(make):
 
 
 @pytest.mark.parametrize("end", ["fine", "crash", "hang"])
-def test_what_a_function_leaves_in_a_session_of_its_own_is_ended_too(make, end, tmp_path):
+def test_processes_left_in_a_separate_session_are_ended_too(make, end, tmp_path):
     rewards = make("leaves_daemons", timeout_s=5.0)
     score(rewards, [end], pids=[str(tmp_path / "pids")])
     rewards.close()

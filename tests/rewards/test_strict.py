@@ -58,7 +58,7 @@ def test_memory_that_a_program_takes_is_bounded():
     assert sum(result.errors.values()) == 1
 
 
-def test_strict_needs_a_process_of_its_own():
+def test_strict_needs_its_own_process():
     with pytest.raises(UserError, match="sandbox=strict needs a worker process"):
         score([], isolate=False)
 

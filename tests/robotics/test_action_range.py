@@ -112,7 +112,7 @@ def test_a_saved_policy_keeps_its_range(policy, tmp_path):
     opened.close()
 
 
-def test_only_what_becomes_actions_differs_in_a_flow():
+def test_only_entries_that_become_actions_differ_in_a_flow():
     plain = moved(LeRobotFlowPolicy(LeRobotFlowConfig("anything", noise_level=0.4)))
     ranged = moved(LeRobotFlowPolicy(LeRobotFlowConfig("anything", noise_level=0.4, action_low=[-3], action_high=[5])))
     first, second = (made.act(inputs(), seeded()) for made in (plain, ranged))
@@ -154,7 +154,7 @@ def test_a_range_of_another_size_ends_the_command_with_its_name(tmp_path, capsys
     assert "model.options: entry 0 of action_low is 2" in capsys.readouterr().err
 
 
-def test_the_bounds_of_the_environment_are_taken_only_where_it_tells_them():
+def test_the_bounds_of_the_environment_are_used_only_if_given():
     row = GymRow(Ball(), horizon=5, image_key="top")
     assert [bound.tolist() for bound in row.action_bounds] == [LOW, HIGH]
     config = ActionPolicyConfig(kind="lerobot", options={"folder": "anything", "action_box": True})
@@ -174,7 +174,7 @@ def test_the_bounds_of_the_environment_are_taken_only_where_it_tells_them():
         LeRobotPolicy(LeRobotPolicyConfig("anything", action_box=True))
 
 
-def test_a_worker_that_tells_bounds_of_another_size_is_not_believed():
+def test_bounds_of_another_size_from_a_worker_are_refused():
     assert problem_in_hello({**GOOD, "action_bounds": [[0.0] * GOOD["action_size"], [1.0] * GOOD["action_size"]]}) == ""
     assert "action_bounds" in problem_in_hello({**GOOD, "action_bounds": [[0.0], [1.0], [2.0]]})
     assert "action_bounds" in problem_in_hello({**GOOD, "action_bounds": "any"})

@@ -55,7 +55,7 @@ def test_uniform_by_hand():
 
 
 @pytest.mark.parametrize("bins", [3, 16, 255, 256])
-def test_centres_of_uniform_bins_come_back(bins):
+def test_centres_of_uniform_bins_are_recovered(bins):
     tokens = ActionTokenizer(bins, "uniform")
     indices = np.arange(bins)
     np.testing.assert_array_equal(tokens.encode(tokens.decode(indices)), indices)
@@ -141,7 +141,7 @@ def test_a_temperature_of_zero_is_refused():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_cross_entropy_is_torchs_over_what_counts(smoothing):
+def test_cross_entropy_is_torchs_over_the_counted_tokens(smoothing):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 4, 5, generator=generator)
     targets = torch.randint(0, 5, (3, 4), generator=generator)

@@ -18,7 +18,7 @@ def fresh(monkeypatch):
     backends.probe_backend.cache_clear()
 
 
-def test_a_backend_that_was_found_has_drawn_and_says_on_what(backend):
+def test_a_found_backend_has_rendered_and_names_its_device(backend):
     found = backends.find_backend(backend)
     assert found.name == backend
     assert any(character.isdigit() for character in found.device)  # at least a version

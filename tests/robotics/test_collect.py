@@ -41,7 +41,7 @@ class ChunkWalker(GaussianWalker):
         return torch.distributions.Normal(mean, self.log_std.exp() * temperature).log_prob(actions)[..., 0]
 
 
-def test_episodes_come_back_in_order_with_what_was_carried_out():
+def test_episodes_are_returned_in_order_with_executed_actions():
     sim = LineSim()
     _, found = run(sim, specs(6))
     payload = found.payload

@@ -153,7 +153,7 @@ def give_up(monkeypatch):
     monkeypatch.setattr(Expert, "act", lambda self, state, info=None: np.zeros(5, np.float32))
 
 
-def test_failures_are_written_only_where_asked_for(tmp_path, monkeypatch):
+def test_failures_are_written_only_where_requested(tmp_path, monkeypatch):
     import robotics.toy.tabletop_demos as demos
 
     experts = demos.run_experts

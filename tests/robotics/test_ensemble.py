@@ -54,7 +54,7 @@ def test_rows_of_an_ensemble_are_apart_and_reset_alone():
     np.testing.assert_allclose(fresh[1:], np.stack([row1, row2]), rtol=1e-6)
 
 
-def test_equal_predictions_stay_what_they_are():
+def test_equal_predictions_stay_unchanged():
     ensemble = TemporalEnsemble(rows=1, chunk=5, action_size=2)
     for _ in range(8):
         np.testing.assert_allclose(ensemble.step(np.full((1, 5, 2), 0.3), [0]), 0.3, rtol=1e-6)

@@ -173,7 +173,7 @@ def test_success_ends_an_episode_with_a_reward_of_one(reward):
     assert all(value == 0.0 for value in rewards[:-1]) if reward == "sparse" else np.all(np.diff(rewards) > 0)
 
 
-def test_success_with_the_last_step_is_no_truncation():
+def test_success_with_the_last_step_is_not_truncated():
     env, expert = TabletopEnv("reach", observation="state"), Expert("reach")
     observation, _ = env.reset(seed=1)
     steps, ended = 0, False
@@ -200,7 +200,7 @@ def test_layouts_and_splits_can_be_chosen():
     assert TabletopEnv("stack", observation="state", split="held_out").reset(seed=0)[1]["split"] == "held_out"
 
 
-def test_a_simulation_that_blows_up_is_no_failure_of_the_policy():
+def test_a_diverging_simulation_does_not_count_as_a_failure_of_the_policy():
     env = TabletopEnv("push", observation="state")
     env.reset(seed=0)
     env.data.qvel[0] = 1e12

@@ -53,7 +53,7 @@ def test_experts_solve_95_of_100(task, arm, split):
     assert solved(task, arm, split, 50) >= 0.95
 
 
-def test_standing_still_solves_nothing():
+def test_doing_nothing_solves_no_task():
     """Initial states do not determine the experts' actions."""
     tasks = list(TASKS)
     with TabletopBatch(tasks, settings=BatchSettings(image_size=None, horizon=10)) as sim:
@@ -106,7 +106,7 @@ def test_a_motion_opens_its_own_drawer_and_fewer_of_those_that_stand_further_apa
     assert wide.sum() < near.sum() < 60
 
 
-def test_the_command_tells_how_far_one_motion_gets():
+def test_the_command_reports_the_success_of_a_single_motion():
     lines: list[str] = []
     assert experts("tabletop", 3, ["tasks=[reach]"], lines.append, replay=True)
     at = next(row for row, line in enumerate(lines) if line.startswith("reach"))

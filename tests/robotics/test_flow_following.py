@@ -133,7 +133,7 @@ def test_a_flow_is_predicted_once_for_each_initial_state_and_failures_are_counte
     assert math.isnan(found.score(payload, [0, 0, 1, 1, 2, 2]).reward[0])
 
 
-def test_a_simulator_that_does_not_tell_needs_a_tracker(near_views):
+def test_a_simulator_without_poses_needs_a_tracker(near_views):
     payload = paths([(0.1, 0.0)])
     payload.object_poses = []
     with pytest.raises(UserError, match=r"does not report the object's pose; name flow\.tracker"):

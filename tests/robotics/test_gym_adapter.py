@@ -123,7 +123,7 @@ def test_a_success_key_that_info_lacks_is_named():
         row(Arm(info={"phase": 1, "done": 0}), success_key="solved").step(np.zeros(2))
 
 
-def test_the_seed_begins_an_episode_and_options_only_where_asked_for():
+def test_the_seed_begins_an_episode_and_options_only_where_requested():
     arm = Arm()
     row(arm).reset("Arm", 3, "train", 77)
     assert arm.seen == {"seed": 77, "options": None}
@@ -169,7 +169,7 @@ def test_one_size_applies_to_every_image():
     assert row(told, size=6).image_size == (6, 6)
 
 
-def test_an_episode_that_says_nothing_of_success_is_refused():
+def test_an_episode_without_success_information_is_refused():
     silent = row(Arm(info={"energy": 1}))
     with pytest.raises(EnvError, match=r"said nothing of success, it has: energy\. Name .*success_key.*success_reward"):
         silent.step(np.zeros(2))
@@ -183,7 +183,7 @@ def test_an_episode_that_says_nothing_of_success_is_refused():
     assert adapted.step(np.zeros(2))[1] is False  # it has been seen to speak of success
 
 
-def test_the_horizon_ends_an_episode_that_says_nothing_of_success():
+def test_the_horizon_ends_an_episode_without_success_information():
     class Endless(Arm):
         def step(self, action):
             observation, reward, _, _, info = super().step(action)

@@ -263,7 +263,7 @@ def test_png_is_lossless_and_lies_in_the_data(tmp_path):
     assert set(cell) == {"bytes", "path"}
 
 
-def test_odd_sizes_come_back_without_padding(tmp_path):
+def test_odd_sizes_are_read_back_without_padding(tmp_path):
     frames = made_episode(1, (15, 23))[2]
     with EpisodeWriter(tmp_path, FPS, features(size=(15, 23))) as writer:
         writer.add_episode(*made_episode(1)[:2], frames, "task", True)

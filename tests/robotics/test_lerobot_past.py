@@ -186,7 +186,7 @@ tracking: {{quiet: true, tensorboard: false}}
     assert conditions["action_range"] == {"low": LOW, "high": HIGH}
 
 
-def test_demonstrations_tell_what_was_before_within_the_episode(tmp_path):
+def test_demonstrations_include_past_observations_of_the_episode(tmp_path):
     path = demonstrate(tmp_path / "demos", episodes=2, camera="front")
     config = clone(tmp_path, path, demonstrations={"camera": "front"}, model=ActionPolicyConfig(chunk=2))
     recipe = CloneRecipe(config)
@@ -251,7 +251,7 @@ def each_step(sim, actions):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 3])
-def test_evaluations_choose_what_select_action_of_lerobot_chooses(lerobot, built, rows, tmp_path, caplog):
+def test_evaluations_choose_the_actions_of_lerobots_select_action(lerobot, built, rows, tmp_path, caplog):
     seeds, arrays = [], tmp_path / "arrays.npz"
     options = {"folder": str(built / f"row{rows}"), "python": lerobot, "action_box": True}
     with open_sim(sim_config(goal=1e9)) as sim:

@@ -150,7 +150,7 @@ def test_what_lerobot_wrote_is_appended_to(foreign):
     np.testing.assert_allclose(reader.stats["force"]["q01"], np.quantile(force, 0.01, axis=0))
 
 
-def test_every_kind_of_feature_comes_back(tmp_path):
+def test_every_kind_of_feature_is_read_back(tmp_path):
     for numbers in (range(2), range(2, 4)):
         with EpisodeWriter(tmp_path, peer.FPS, peer.FEATURES, "arm") as writer:
             for number in numbers:
@@ -189,7 +189,7 @@ def test_depth_codes_are_those_of_lerobot(foreign):
         DepthCodes.from_info({"video.depth_min": 11.0})
 
 
-def test_annotations_of_lerobot_come_back_as_lists(tmp_path):
+def test_annotations_of_lerobot_are_read_back_as_lists(tmp_path):
     with EpisodeWriter(tmp_path, 10, robot_features(None, 1)) as writer:
         writer.add_episode(None, np.ones((2, 1)), None, "push", True)
     said = [[{"role": "user", "content": "push"}], []]

@@ -219,7 +219,7 @@ def test_what_is_no_policy_is_named(kind, message):
         ("small", {"encoder": {**BLIND, "width": 20}}, "width=20 must be a multiple"),
     ],
 )
-def test_unknown_options_name_what_is_allowed(kind, options, message):
+def test_unknown_options_list_allowed_ones(kind, options, message):
     config = ActionPolicyConfig(kind=kind, options=options)
     with pytest.raises(UserError, match=message):
         load_action_policy(config, LineSim(), 0)
@@ -262,6 +262,6 @@ def test_bad_settings(changes, message):
         check_config(ActionPolicyConfig(**changes), "model")
 
 
-def test_a_folder_that_is_no_policy_is_named(tmp_path):
+def test_a_folder_that_is_not_a_policy_is_named(tmp_path):
     with pytest.raises(UserError, match="is not a saved policy"):
         load(path=tmp_path)

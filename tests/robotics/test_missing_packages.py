@@ -12,7 +12,7 @@ from robotics.data.writer import EpisodeWriter
 from robotics.methods.progress import ProgressSettings, progress_rewards
 
 
-def test_datasets_name_what_they_need(monkeypatch, tmp_path):
+def test_datasets_name_missing_columns(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
     message = r"a LeRobotDataset needs pyarrow, not installed here: pip install 'mmrl-suite\[vla\]'"
     with pytest.raises(UserError, match=message):
@@ -22,7 +22,7 @@ def test_datasets_name_what_they_need(monkeypatch, tmp_path):
         LeRobotReader(tmp_path / "demos")
 
 
-def test_the_progress_reward_names_what_it_needs(monkeypatch):
+def test_the_progress_reward_names_its_requirements(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     success = np.array([True, True, False, False])
     latents = np.random.default_rng(0).normal(size=(4, 3))

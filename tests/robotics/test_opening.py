@@ -28,7 +28,7 @@ def opened(**changes):
 # ---- tabletop ----
 
 
-def test_tabletop_has_the_tasks_and_sizes_asked_for():
+def test_tabletop_has_the_requested_tasks_and_sizes():
     pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
     sim = opened(tasks=["reach", "push"], image_size=0, horizon=7, state="full", workers=1)
     try:
@@ -56,7 +56,7 @@ def test_tabletop_is_reach_with_proprioception_by_default():
     sim.close()
 
 
-def test_tabletop_draws_the_camera_and_size_asked_for(backend):
+def test_tabletop_renders_the_requested_camera_and_size(backend):
     sim = opened(image_size=32, camera="wrist")
     try:
         assert sim.image_size == (32, 32)

@@ -105,7 +105,7 @@ def check_past(sim, episodes, choose, past, steps=30):
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("past", [1, 3])
 @pytest.mark.parametrize("randomised", [False, True])
-def test_the_past_at_the_table_is_what_single_steps_showed_bit_for_bit(past, randomised):
+def test_past_observations_at_the_table_equal_those_of_single_steps_bit_for_bit(past, randomised):
     draws = {"observation_delay": [1, 3], "action_delay": [1, 2], "sensor_noise": NOISE, "mass": [0.5, 2.0]}
     config = read_randomization(draws) if randomised else RandomizationConfig()
     rng, experts = np.random.default_rng(0), {"reach": Expert("reach")}
@@ -156,7 +156,7 @@ def test_rows_that_begin_again_at_the_table_have_a_new_past():
 
 
 @pytest.mark.parametrize("past", [1, 3])
-def test_the_past_of_a_gymnasium_environment_is_what_single_steps_showed(past):
+def test_past_observations_of_a_gymnasium_environment_equal_those_of_single_steps(past):
     rng = np.random.default_rng(1)
     with ball(3) as sim:
         ended, results = check_past(sim, balls(3), lambda sim, step: rng.uniform(-1, 1, (len(sim.live), 2)), past)

@@ -74,7 +74,7 @@ def test_a_video_shows_each_episode_and_its_end(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("backend")
-def test_the_expert_solves_what_is_shown(tmp_path, capsys):
+def test_the_expert_solves_the_shown_task(tmp_path, capsys):
     strip = tmp_path / "strip.png"
     assert main(["sim", "play", "reach", "height=48", "arm=ur5e", "--seed", "3", "--strip", str(strip)]) == 0
     assert "reach: 1 of 1 solved" in capsys.readouterr().out

@@ -82,7 +82,7 @@ def test_ratio_is_one_before_the_first_update(tmp_path, model, kind, level):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_steps_and_what_their_checkpoint_gives_back(tmp_path, model, kind):
+def test_two_steps_and_restoring_their_checkpoint(tmp_path, model, kind):
     config = configured(tmp_path, model(kind))
     run_dir = train(find_recipe("robot_grpo"), config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]

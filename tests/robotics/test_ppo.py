@@ -165,7 +165,7 @@ def test_the_value_loss_moves_the_critic_and_not_the_policy(tmp_path):
     ("critic", "rate"),
     [(CriticConfig(), 2e-4), (CriticConfig(learning_rate=3e-3), 3e-3), (CriticConfig(learning_rate=2e-5), 2e-5)],
 )
-def test_the_critic_has_a_rate_of_its_own(tmp_path, critic, rate):
+def test_the_critic_has_its_own_rate(tmp_path, critic, rate):
     config = ppo(tmp_path, critic=critic)
     config.trainer.learning_rate = 2e-5
     recipe = RobotPpoRecipe(config)

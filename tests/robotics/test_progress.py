@@ -95,7 +95,7 @@ def test_without_success_nothing_is_earned(norm):
 
 
 @pytest.mark.parametrize(("invalid", "expected"), [("zero", 0.0), ("nan", math.nan)])
-def test_an_invalid_success_earns_nothing_and_is_no_reference(invalid, expected):
+def test_an_invalid_success_earns_nothing_and_is_not_a_reference(invalid, expected):
     latents, success, valid, tasks = on_a_line([1.0, 2.0])
     latents[0], valid[0] = np.nan, False
     outcome = progress_rewards(latents, success, valid, tasks, ProgressSettings(invalid=invalid))
@@ -218,7 +218,7 @@ def test_the_initial_norm_needs_first_frames():
             progress_rewards(latents, success, valid, tasks, settings, first=first)
 
 
-def test_presets_decide_what_is_left_open():
+def test_presets_set_the_unset_options():
     assert set(NORM_NAMES) == set(NORMS)
     assert ProgressSettings(preset="published").form == ProgressForm("task", 0, "minmax", "absolute", "zero")
     assert ProgressSettings().form == ProgressForm("task", 0, "minmax", "per_sqrt_dim", "nan")
@@ -274,7 +274,7 @@ def test_the_nearest_of_several_centres_counts():
     np.testing.assert_allclose(outcome.distance[4:], [1, 5])
 
 
-def test_noise_is_no_centre_where_there_are_clusters():
+def test_noise_is_not_a_centre_if_there_are_clusters():
     latents = np.float32([[0, 0], [0, 0], [30, 40], [10, 0], [0, 1]])
     success = np.array([True] * 3 + [False] * 2)
     outcome = progress_rewards(latents, success, np.ones(5, bool), ["t"] * 5, ProgressSettings())
@@ -313,7 +313,7 @@ def test_entries_that_do_not_vary_do_not_widen_the_radius():
     assert cluster_labels(padded, ProgressSettings(eps=0.45)).tolist() == expected.tolist()
 
 
-def test_references_of_earlier_batches_stand_in():
+def test_references_of_earlier_batches_are_used_when_missing():
     latents, success, valid, tasks = on_a_line([2.0, 8.0], successes=0)
     known = {"a": np.zeros((1, 3)), "b": np.ones((2, 3))}
     outcome = progress_rewards(latents, success, valid, tasks, ProgressSettings(), known)

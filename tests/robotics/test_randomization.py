@@ -133,7 +133,7 @@ def test_draws_stay_in_their_ranges_and_fill_them():
     assert {draw["camera.front.position_m"][0] == draw["camera.wrist.position_m"][0] for draw in drawn} == {False}
 
 
-def test_inertia_follows_mass_and_what_mujoco_derives_from_it():
+def test_inertia_and_derived_quantities_follow_the_mass():
     scene = scene_of()
     model, drawn = varied(scene, only("mass"))
     cube, factor = model.body("red_cube").id, drawn["mass.red_cube"]
@@ -299,7 +299,7 @@ def test_a_delay_of_actions_is_the_same_actions_later():
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_delay_of_observations_shows_what_was():
+def test_a_delay_returns_past_observations():
     steps = 6 * [1]
     plain, _ = run(RandomizationConfig(), [PUSH], chunks=steps, size=(32, 32))
     late, drawn = run(read_randomization({"observation_delay": [2, 2]}), [PUSH], chunks=steps, size=(32, 32))
@@ -375,7 +375,7 @@ def test_draws_that_do_not_exist_are_refused():
         env.reset(options={"drawing": 1})
 
 
-def test_an_environment_by_name_takes_a_dictionary_and_tells_what_it_drew():
+def test_an_environment_by_name_takes_a_dictionary_and_reports_its_draws():
     import gymnasium
 
     env = gymnasium.make("robotics.scenes.registration:mmrl/Push-v0", observation="state", randomization=PARTS)
@@ -390,7 +390,7 @@ def test_an_environment_by_name_takes_a_dictionary_and_tells_what_it_drew():
     env.close()
 
 
-def test_a_vector_environment_tells_what_it_drew_and_agrees_with_single_ones():
+def test_a_vector_environment_reports_its_draws_and_agrees_with_single_ones():
     from gymnasium.vector import SyncVectorEnv
 
     from robotics.scenes.vector_env import TabletopVectorEnv
@@ -409,7 +409,7 @@ def test_a_vector_environment_tells_what_it_drew_and_agrees_with_single_ones():
     single.close()
 
 
-def test_processes_draw_what_threads_draw():
+def test_processes_sample_the_same_as_threads():
     values = PARTS | {"textures": {"patterns": []}, "camera": {}, "lights": {}, "colours": {}}
     settings = SimConfig(image_size=0, tasks=["push"], state="full", randomization=read_randomization(values))
     processes = SimConfig(
@@ -440,7 +440,7 @@ def test_processes_draw_what_threads_draw():
     assert not found[1][0]
 
 
-def test_suites_with_scenes_of_their_own_refuse_ranges():
+def test_suites_with_their_own_scenes_refuse_ranges():
     config = SimConfig(kind="metaworld", randomization=only("friction"))
     with pytest.raises(ValueError, match=r"sim\.randomization has friction with sim\.kind metaworld"):
         config.validate()

@@ -77,7 +77,7 @@ def test_a_set_that_asks_for_a_randomisation_that_is_off_is_refused():
         load_run(path, ["sim.randomization.mass=[-1,1]"])
 
 
-def test_demonstrations_hold_what_was_observed_and_say_what_was_drawn(tmp_path, backend):
+def test_demonstrations_hold_the_observations_and_record_the_draws(tmp_path, backend):
     ranges = {"camera": {"position_m": 0.05}, "mass": [0.5, 2.0], "sensor_noise": {"position_m": 0.01}}
     for name, options in (("plain", {}), ("varied", {"randomization": ranges})):
         build_demonstrations(str(tmp_path / name), tasks=["reach"], episodes=3, image_size=32, **options)

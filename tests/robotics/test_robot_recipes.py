@@ -146,7 +146,7 @@ def test_broken_environment_takes_its_group_out(tmp_path):
     assert not advantages[own].any()
 
 
-def test_the_count_of_what_broke_survives_an_interruption(tmp_path):
+def test_failure_counts_survive_an_interruption(tmp_path):
     recipe = RobotGrpoRecipe(grpo(tmp_path, sim={"breaks": [1]}))
     first = collect_metrics(recipe, collected(recipe), Step())["sim/episodes_failed"]
     assert first >= 1
@@ -312,7 +312,7 @@ def test_what_other_processes_wrote_is_not_run_again(tmp_path, monkeypatch):
         {"seed": 7},
     ],
 )
-def test_another_protocol_has_a_file_of_its_own(tmp_path, change):
+def test_another_protocol_has_its_own_file(tmp_path, change):
     def measured(changes):
         config = grpo(tmp_path)
         config.evaluation.greedy, config.evaluation.samples = False, 1
@@ -402,7 +402,7 @@ def test_evaluation_reports_tasks_intervals_and_videos(tmp_path):
     assert "success-right" in videos[1]
 
 
-def test_broken_environments_are_no_failures_of_the_policy(tmp_path):
+def test_broken_environments_do_not_count_as_failures_of_the_policy(tmp_path):
     config = grpo(tmp_path, sim={"never_starts": [0, 1]})
     config.model = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": 1.0})
     metrics = evaluate(find_recipe("robot_grpo"), config)
@@ -460,6 +460,6 @@ def test_initial_states_that_the_simulator_lacks_are_refused_at_the_start(tmp_pa
             RobotGrpoRecipe(grpo(tmp_path, **changes))
 
 
-def test_unknown_task_lists_what_there_is(tmp_path):
+def test_unknown_task_lists_existing_ones(tmp_path):
     with pytest.raises(UserError, match="unknown task fly; this simulator has: right, left"):
         RobotGrpoRecipe(grpo(tmp_path, data=EpisodeSetConfig(tasks=["fly"])))

@@ -62,7 +62,7 @@ def test_a_vocabulary_of_something_else(content, policy):
 
 
 @pytest.mark.parametrize("value", [None, "x", [1, "x"], [[1]], [1, 2, 3], {"a": 1}, [float("nan"), 1]])
-def test_statistics_that_are_no_lists_of_numbers(value, tmp_path):
+def test_statistics_that_are_not_lists_of_numbers(value, tmp_path):
     path = tmp_path / "action_statistics.json"
     ActionStatistics.from_arrays([[0.0, 1.0], [1.0, 2.0]]).save(path)
     entries = json.loads(path.read_text())

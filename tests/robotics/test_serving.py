@@ -288,7 +288,7 @@ def test_robots_with_and_without_a_past_are_not_answered_together():
     assert found == [np.atleast_2d(message[STATE])[-1, 0] for message in rows]
 
 
-def test_own_messages_read_back_what_they_packed():
+def test_own_messages_are_unpacked_as_packed():
     message = {"a": {"b": np.arange(6, dtype=">i2").reshape(2, 3)}, "t": "text", "x": 1.5, "e": np.zeros((0, 2))}
     found = own_unpack(own_pack(message))
     assert list(found) == ["a/b", "t", "x", "e"]

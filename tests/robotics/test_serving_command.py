@@ -71,7 +71,7 @@ def test_run_export_and_checkpoint_open(tmp_path):
         open_served_policy(tmp_path / "saved", ServeConfig(), step=2)
 
 
-def test_policies_of_every_kind_open_with_what_they_read(tmp_path):
+def test_policies_of_every_kind_open_with_their_inputs(tmp_path):
     texts = list(LineSim().tasks().values())
     encoder = EncoderConfig(image_size=None, state_size=2, width=32, heads=2, layers=1)
     flow = FlowActionPolicy.build(FlowPolicyConfig(1, 4, encoder=encoder), texts)

@@ -95,7 +95,7 @@ GOOD |= {"describe": {}, "python": "3", "numpy": "2", "expert": False}
     [{"tasks": ["a"]}, {"tasks": {"a": 1}}, {"layouts": {"x": "many"}}, {"image_size": 3}, {"horizon": True}, {}],
     ids=str,
 )
-def test_what_a_worker_says_of_itself_is_checked(change):
+def test_a_workers_description_of_itself_is_checked(change):
     assert problem_in_hello(GOOD) == ""
     changed = {**GOOD, **change}
     if not change:

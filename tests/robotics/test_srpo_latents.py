@@ -113,7 +113,7 @@ def test_images_cannot_be_compared_if_none_are_rendered(tmp_path, folders):
         SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders)), sim=BlindSim())
 
 
-def test_an_episode_without_a_latent_teaches_nothing_and_is_counted(tmp_path, folders, monkeypatch):
+def test_an_episode_without_a_latent_has_no_gradient_and_is_counted(tmp_path, folders, monkeypatch):
     recipe = SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders)))
     prepare, seen = recipe.latent._prepare, []
 
@@ -198,7 +198,7 @@ def test_the_true_position_as_a_latent(tmp_path):
             np.testing.assert_allclose(rollouts.reward[torch.from_numpy(lost)], 0.6 * share.clip(0, 1), atol=1e-5)
 
 
-def test_a_simulator_that_does_not_tell_positions_is_named(tmp_path):
+def test_a_simulator_without_positions_is_named(tmp_path):
     recipe = SrpoRecipe(srpo(tmp_path, latent=LatentConfig(kind="object")))
     with pytest.raises(UserError, match=r"latent\.kind is 'object', but this simulator does not report"):
         collected(recipe)

@@ -53,7 +53,7 @@ def test_the_two_are_inverse_within_the_quantiles_and_clip_outside():
     np.testing.assert_array_equal(back[:, 2], ACTIONS[:, 2])
 
 
-def test_an_entry_that_never_changes_is_zero_and_comes_back():
+def test_a_constant_entry_is_scaled_to_zero_and_restored():
     statistics = ActionStatistics.from_arrays(np.stack([np.full(10, 3.0), np.arange(10.0)], 1))
     scaled = statistics.normalise(np.array([[3.0, 4.5], [3.1, 4.5]]))
     np.testing.assert_array_equal(scaled[:, 0], 0)
@@ -86,7 +86,7 @@ def test_what_lerobot_statistics_lack_is_named():
         ActionStatistics.from_lerobot(old)
 
 
-def test_saved_numbers_come_back_bit_for_bit(tmp_path):
+def test_saved_numbers_are_restored_bit_for_bit(tmp_path):
     statistics = ActionStatistics.from_arrays(ACTIONS, mask=[True, True, False])
     statistics.save(tmp_path / "s.json")
     loaded = ActionStatistics.load(tmp_path / "s.json")

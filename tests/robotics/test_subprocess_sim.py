@@ -141,7 +141,7 @@ def test_a_worker_without_heartbeat_is_given_up_before_the_time_of_a_call_is_ove
         assert sim.counts["hung"] == 1
 
 
-def test_a_slow_step_that_shows_life_is_no_hang():
+def test_a_slow_step_with_a_heartbeat_does_not_count_as_hung():
     with SubprocessSim(settings(call_timeout_s=2.2, heartbeat_timeout_s=1.6)) as sim:
         sim.reset(specs("hang"))
         start = time.monotonic()

@@ -429,7 +429,7 @@ class TestSetup:
             suite_setup.setup_suite("libero", tmp_path)
         assert calls == []
 
-    def test_torch_comes_without_cuda_and_before_what_could_bring_another(self):
+    def test_torch_is_installed_without_cuda_and_before_its_dependents(self):
         steps = suite_setup.RECIPES["libero"].steps
         assert steps[0][0] == "torch==2.13.0"
         assert steps[0][1:] == suite_setup.TORCH_INDEX

@@ -100,7 +100,7 @@ def test_an_episode_starts_at_rest_and_not_done(task, arm):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_sensors_measure_what_the_layout_put_down(task):
+def test_sensors_measure_the_positions_of_the_layout(task):
     scene, data = started(task, layout=3)
     layout, roles = layouts(task, "train", 4)[3], TASKS[task].roles
     found = scene.sensors.read(data.sensordata)

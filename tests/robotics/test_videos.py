@@ -84,7 +84,7 @@ def test_observations_are_the_same_bits_when_videos_are_rendered_in_between(came
 
 
 @pytest.mark.usefixtures("backend")
-def test_the_look_policy_draws_what_the_policy_sees():
+def test_the_look_policy_renders_the_policys_images():
     env = film_env("push", observation=("state", "rgb"), image_size=SIZE, render_look="policy")
     seen, _ = env.reset(options={"layout": 1})
     np.testing.assert_array_equal(env.render(), seen["rgb"])

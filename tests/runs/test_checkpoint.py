@@ -127,7 +127,7 @@ def test_odd_best_file_is_one_line(checkpoints, text):
     assert "\n" not in str(refused.value)
 
 
-def test_checkpoint_that_was_being_replaced_comes_back_after_a_kill(checkpoints):
+def test_a_checkpoint_that_was_being_replaced_is_restored_after_a_kill(checkpoints):
     checkpoints.path(3).rename(checkpoints.folder / ".replaced-step-000003")
     checkpoints.remove_partial()
     assert checkpoints.latest() == checkpoints.path(3)

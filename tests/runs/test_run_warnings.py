@@ -81,7 +81,7 @@ def test_successes_that_never_cluster(shares, said, tmp_path):
     assert rows[-1] == ({"warnings/all_noise": 2 * PATIENCE} if said else {})
 
 
-def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
+def test_a_resumed_run_logs_the_same_as_an_uninterrupted_one(tmp_path):
     steps = [batch([1.0] * 4)] * (PATIENCE + 3)
     _, whole = run(tmp_path / "whole", steps)
     cut = PATIENCE - 2

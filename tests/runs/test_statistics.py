@@ -87,7 +87,7 @@ def test_one_value_has_no_interval():
     assert math.isnan(interval.high)
 
 
-def test_paired_difference_ignores_what_the_pairs_share():
+def test_paired_difference_ignores_common_parts_of_pairs():
     seeds = np.array([0.1, 0.5, 0.9, 0.3])
     gain = np.array([0.02, 0.04, -0.01, 0.03])
     paired = paired_difference((seeds + gain).tolist(), seeds.tolist())
@@ -161,7 +161,7 @@ def test_a_curve_that_begins_late_bounds_its_crossing():
     assert ratio_bounds((20.0, 20.0), (0.0, 5.0)) == (4.0, math.inf)
 
 
-def test_value_at_joins_points_and_knows_its_ends():
+def test_value_at_interpolates_and_ends_at_the_last_points():
     costs, values = [0.0, 10.0, 20.0], [0.0, 0.2, 0.8]
     assert value_at(costs, values, 15.0) == pytest.approx(0.5)
     assert value_at(costs, values, 20.0) == 0.8

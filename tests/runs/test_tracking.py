@@ -82,7 +82,7 @@ def test_resume_leaves_no_duplicate_steps(tmp_path):
     assert [r["step"] for r in read_evaluations(tmp_path)] == [5]
 
 
-def test_appending_after_a_torn_line_starts_a_line_of_its_own(tmp_path):
+def test_appending_after_a_torn_line_starts_its_own_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "x"', encoding="utf-8")
     JsonLines(path).append({"step": 3})
@@ -236,7 +236,7 @@ def test_tensorboard_gets_every_scalar_once_after_a_resume(tmp_path, monkeypatch
     assert events.Scalars("test/accuracy/greedy")[0].value == 0.75
 
 
-def test_tensorboard_asked_for_but_missing_says_what_to_install(tmp_path, monkeypatch):
+def test_tensorboard_requested_but_missing_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("mmrl.runs.tracking.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install tensorboard"):
         build_tracker(TrackingConfig(tensorboard=True), tmp_path, total_steps=3)

@@ -36,7 +36,7 @@ def test_a_clip_shows_its_shots_and_digits_move():
     assert first_frames([Shot(3, 5), Shot(2, cue=True), Shot(12, 7)]) == [0, 3, 5]
 
 
-def test_a_shot_looks_the_same_whatever_stands_before_it():
+def test_a_shot_does_not_depend_on_earlier_shots():
     """Long clips are composed of shots; changing an early one does not change later ones."""
     one, two = (list(clip_frames([Shot(2, scan), Shot(2, 9)], seed=4)) for scan in (3, 8))
     assert not np.array_equal(one[0], two[0])
@@ -68,7 +68,7 @@ def test_long_clips_are_drawn_while_they_are_encoded(tmp_path, monkeypatch):
     assert np.abs(frame.astype(int) - last).mean() < 6  # what the encoder loses
 
 
-def test_questions_are_answered_by_what_their_clips_show(tmp_path):
+def test_answers_match_the_contents_of_the_clips(tmp_path):
     path = build_questions(tmp_path / "train.jsonl", count=40, max_digits=4, seed=7)
     rows = [json.loads(line) for line in path.open()]
     assert {row["kind"] for row in rows} == set(QUESTIONS)

@@ -35,7 +35,7 @@ def small(monkeypatch):
     monkeypatch.setattr(demo, "finish_run", finish)
 
 
-def test_the_demo_says_what_hints_reading_and_blindness_amount_to(tmp_path, small, monkeypatch):
+def test_the_demo_reports_the_effects_of_hints_reading_and_blindness(tmp_path, small, monkeypatch):
     lines = demo.run(tmp_path / "demo")
     text = "\n".join(lines)
     for split in ("heldout", "no_hint"):

@@ -46,7 +46,7 @@ def same_state(one: VlmPolicy, two: VlmPolicy) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_saved_weights_come_back_bit_for_bit(folder, tmp_path, dtype):
+def test_saved_weights_are_restored_bit_for_bit(folder, tmp_path, dtype):
     policy = load_policy(ModelConfig(path=str(folder), dtype=dtype), value_head=True)
     scramble(policy)
     rollouts = draw(policy, ragged_tasks())
@@ -123,7 +123,7 @@ def test_adapters_repeat_and_leave_the_global_generator_alone(folder):
     assert not same_state(one, lora(folder, seed=1))
 
 
-def test_saved_adapters_come_back_bit_for_bit(folder, tmp_path):
+def test_saved_adapters_are_restored_bit_for_bit(folder, tmp_path):
     adapted = lora(folder)
     scramble(adapted, 0.1)
     rollouts = draw(adapted, ragged_tasks())
@@ -226,7 +226,7 @@ def test_settings_out_of_range(tiny_folders, options, message):
         load_policy(ModelConfig(path=str(tiny_folders["qwen2_5_vl"]), **options))
 
 
-def test_folders_that_are_no_model(tmp_path, tiny_folders, monkeypatch):
+def test_folders_that_are_not_models(tmp_path, tiny_folders, monkeypatch):
     def refuse(path: Path | str) -> str:
         with pytest.raises(UserError) as caught:
             load_policy(ModelConfig(path=str(path)))

@@ -16,7 +16,7 @@ def seeded():
     return torch.Generator().manual_seed(0)
 
 
-def test_it_draws_what_the_function_draws(policy):
+def test_it_samples_the_same_as_the_function(policy):
     prompts = [policy.encode(task) for task in ragged_tasks()]
     config = SamplerConfig(max_new_tokens=6)
     engine = PolicySampler(config)

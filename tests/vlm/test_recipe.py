@@ -275,7 +275,7 @@ def test_adaptive_kl_moves_its_coefficient_and_survives_a_checkpoint(tmp_path, t
 
 
 @pytest.mark.parametrize("name", ["vlm", "papo"])
-def test_tiny_model_learns_what_is_rewarded(tmp_path, tiny_folders, name):
+def test_tiny_model_learns_the_rewarded_behaviour(tmp_path, tiny_folders, name):
     config = run_config(
         CONFIGS[name], tmp_path, tiny_folders["qwen2_5_vl"], steps=25, samples_per_task=12, learning_rate=5e-3
     )

@@ -283,7 +283,7 @@ def test_hints_need_answers(tmp_path, tiny_folders):
         RegGrpoRecipe(config)
 
 
-def test_a_run_in_which_no_question_comes_back_says_so(make_recipe, caplog):
+def test_a_run_without_repeated_questions_warns(make_recipe, caplog):
     make_recipe(steps=2, tasks_per_step=3)
     assert "measure: probe" in caplog.text
     caplog.clear()

@@ -46,7 +46,7 @@ def test_recorded_log_probs_are_those_of_scoring(policy, options, lean):
     assert_equal_up_to_rounding(scores.logp, rollouts.logp_old)
 
 
-def test_greedy_is_what_transformers_generates(policy, lean):
+def test_greedy_decoding_equals_transformers_generate(policy, lean):
     for task in ragged_tasks():
         prompt = policy.encode(task)
         inputs = {

@@ -269,13 +269,13 @@ def test_some_of_the_kept_prompts_can_be_taken(folder, sampled, family):
         ({}, "each prompt is computed once for its group"),
     ],
 )
-def test_the_log_says_which_form_is_used(folder, caplog, changes, reason):
+def test_the_log_reports_the_form_in_use(folder, caplog, changes, reason):
     with caplog.at_level(logging.INFO, "mmrl"):
         load_policy(ModelConfig(path=str(folder), **changes))
     assert reason in caplog.text
 
 
-def test_a_saved_model_says_nothing_of_the_attention(folder, tmp_path):
+def test_a_saved_model_does_not_record_the_attention(folder, tmp_path):
     load_policy(ModelConfig(path=str(folder))).save_pretrained(tmp_path / "saved")
     assert "mmrl" not in (tmp_path / "saved" / "config.json").read_text()
     again = load_policy(ModelConfig(path=str(tmp_path / "saved"), attention="eager"))

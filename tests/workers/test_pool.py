@@ -298,7 +298,7 @@ class TestHeartbeat:
         assert pool.ask({0: do("lock")}, 1.5)[0].reason == "no answer in 1.5 s"
         assert time.monotonic() - start >= 1.5
 
-    def test_a_slow_answer_with_a_heartbeat_is_no_hang(self, make):
+    def test_a_slow_answer_with_a_heartbeat_does_not_count_as_hung(self, make):
         pool = make(heartbeat_timeout_s=1.6)
         pool.start()
         assert isinstance(pool.ask({0: do("sleep", seconds=2.5)}, 20.0)[0], Message)

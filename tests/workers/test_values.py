@@ -32,7 +32,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
-def test_plain_values_come_back_equal_and_of_the_same_types(value):
+def test_plain_values_are_received_equal_and_with_the_same_types(value):
     found = sent(value)
     assert found == value
     assert repr(found) == repr(value)

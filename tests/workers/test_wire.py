@@ -30,7 +30,7 @@ def assert_same(message: wire.Message, fields: dict, arrays: dict) -> None:
         np.testing.assert_array_equal(message.arrays[name], array)
 
 
-def test_a_message_comes_back_as_it_was_sent():
+def test_a_message_is_received_as_it_was_sent():
     fields, arrays = sample()
     stream = io.BytesIO(wire.pack(fields, arrays) + wire.pack({"kind": "close"}))
     assert_same(wire.read(stream), fields, arrays)
@@ -58,7 +58,7 @@ def test_numbers_that_are_not_finite_travel_in_arrays_only():
         wire.pack({"x": float("nan")})
 
 
-def test_views_and_foreign_byte_orders_arrive_as_what_they_show():
+def test_views_and_foreign_byte_orders_keep_their_values():
     base = np.arange(12.0).reshape(3, 4)
     message = wire.read(io.BytesIO(wire.pack({}, {"t": base.T[::2], "big": base.astype(">f4")})))
     np.testing.assert_array_equal(message.arrays["t"], base.T[::2])
@@ -99,7 +99,7 @@ def test_messages_in_front_of_garbage_are_not_lost():
         next(messages)
 
 
-def test_a_stream_that_ends_within_a_message_is_no_end():
+def test_a_stream_that_ends_within_a_message_is_an_error():
     data = wire.pack(*sample())
     with pytest.raises(wire.WireError, match="the stream ended after"):
         wire.read(io.BytesIO(data[:-1]))
@@ -133,7 +133,7 @@ def announce(*arrays) -> bytes:
         (prefixed(b'{"fields": {"x": ' + b"[" * 200_000), "cannot be read"),
     ],
 )
-def test_a_header_that_lies_is_refused(data, reason):
+def test_a_false_header_is_refused(data, reason):
     with pytest.raises(wire.WireError, match=reason.replace("|", r"\|")):
         wire.read(io.BytesIO(data))
     with pytest.raises(wire.WireError, match=reason.replace("|", r"\|")):

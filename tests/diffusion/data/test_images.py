@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 8, 6, 3), dtype=np.uint8)
 
 
-def test_packed_images_come_back(tmp_path):
+def test_packed_images_are_unpacked_unchanged(tmp_path):
     path = write_images(tmp_path / "deep/images.npz", PIXELS, ["one", "", "ünï"])
     found = load_images(ImageDataConfig(path=str(path)))
     assert [image.caption for image in found] == ["one", "", "ünï"]
@@ -122,7 +122,7 @@ CAPTIONS = npy("<U1", (3,), b"a\0\0\0" * 3)
         (b"no array", CAPTIONS, "is no file of captioned images"),
     ],
 )
-def test_arrays_that_say_what_they_are_not(images, captions, message, tmp_path):
+def test_arrays_with_false_headers_are_refused(images, captions, message, tmp_path):
     path = tmp_path / "bad.npz"
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("images.npy", images)

@@ -152,7 +152,7 @@ def slope(x, y):
     return float(((x - x.mean()) * (y - y.mean())).mean() / x.var(correction=0))
 
 
-def test_differences_by_hand_add_up_to_what_was_unexpected_and_are_gae_of_lambda_0():
+def test_differences_add_up_to_the_surprise_and_are_gae_of_lambda_0():
     values = torch.tensor([[0.1, 0.4, 0.2], [-0.5, 0.0, 1.0]])
     returns = torch.tensor([[1.0], [-2.0]]).expand(2, 3)
     found = CREDITS["difference"](returns, values)

@@ -86,7 +86,7 @@ def test_policy_term_is_that_of_numpy_off_policy(weighting, average, tmp_path):
 
 @pytest.mark.parametrize("kind", ["uniform", "elbo"])
 @pytest.mark.parametrize(("beta", "ema"), [(0.0, 0.7), (0.4, 0.0), (0.4, 0.7), (0.0, 0.0)])
-def test_each_anchor_stands_for_itself(beta, ema, kind, tmp_path):
+def test_each_anchor_is_independent(beta, ema, kind, tmp_path):
     config = awm(tmp_path, ema_coef=ema, kl_kind=kind)
     config.objective.kl = {"coef": beta}
     recipe = build(config)
@@ -245,6 +245,6 @@ def test_an_averaging_leaves_the_users_own_choice_alone(tmp_path):
         ("ema_limit", 1.0, r"awm.ema_limit is 1.0; must be in \[0, 1\)"),
     ],
 )
-def test_unknown_choices_name_what_is_allowed(key, value, message, tmp_path):
+def test_unknown_choices_list_allowed_values(key, value, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         awm(tmp_path, **{key: value}).validate()

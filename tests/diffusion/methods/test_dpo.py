@@ -168,7 +168,7 @@ def test_pairs_with_equal_sides_are_an_error_or_counted(tmp_path):
         load_pairs(ImagePairConfig(path=str(path), on_bad_row="skip"))
 
 
-def test_pairs_in_files_of_their_own(tmp_path):
+def test_pairs_in_their_own_files(tmp_path):
     from PIL import Image
 
     for name, grey in (("a.png", 10), ("b.png", 20), ("c.png", 10)):

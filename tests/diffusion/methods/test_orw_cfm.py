@@ -151,7 +151,7 @@ def test_advantage_is_return_minus_value_within_its_bound(tmp_path):
     assert not torch.equal(recipe.values(rollouts), values)
 
 
-def test_critic_starts_at_zero_and_learns_what_the_prompt_says():
+def test_critic_starts_at_zero_and_learns_from_the_prompt():
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

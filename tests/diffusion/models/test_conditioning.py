@@ -174,7 +174,7 @@ def test_empty_prompts_are_named_by_their_index(sd3, prompt):
         embeddings(sd3).rows([])
 
 
-def test_over_long_prompts_are_refused_with_what_would_be_lost(pipeline):
+def test_over_long_prompts_are_refused_with_the_excess_text(pipeline):
     with pytest.raises(UserError) as caught:
         embeddings(pipeline).rows([LONG])
     message = str(caught.value)

@@ -65,7 +65,7 @@ def test_copy_is_exact_and_a_copy():
     assert torch.equal(shadow.state_dict()["trained"], held)
 
 
-def test_a_copy_forgets_values_that_are_no_numbers():
+def test_a_copy_forgets_values_that_are_not_numbers():
     policy = Policy()
     put(policy, float("nan"))
     shadow = EMAWeights(policy)

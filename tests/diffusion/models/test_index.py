@@ -27,7 +27,7 @@ def test_an_index_of_another_kind(content, tmp_path):
 
 @pytest.mark.parametrize("value", [None, "x", 3, [], [1], [1, 2], [None], ["a"], ["a", ["b"]], {"a": 1}, [[], {}]])
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_that_are_no_names(part, value, tmp_path):
+def test_parts_that_are_not_names(part, value, tmp_path):
     index = {"_class_name": "StableDiffusion3Pipeline"} | {name: ["diffusers", "Any"] for name in PARTS}
     for name in PARTS:
         (tmp_path / name).mkdir()

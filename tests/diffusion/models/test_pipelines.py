@@ -166,7 +166,7 @@ def test_scale_and_shift_of_the_autoencoder(folder, tmp_path, loaded):
     torch.testing.assert_close(encode_images(scaled, pictures(2)), (encoded - 0.06) * 1.5)
 
 
-def test_latents_that_are_no_numbers_are_reported(loaded):
+def test_latents_that_are_not_numbers_are_reported(loaded):
     latents = noise(4)
     whole = decode_latents(loaded, latents)
     latents[1, 0, 3, 3] = float("nan")

@@ -171,7 +171,7 @@ def test_training_mode_leaves_the_frozen_parts_alone(base):
     assert not torch.equal(velocity(policy), still)
 
 
-def test_disabled_adapter_is_the_base_and_comes_back(base):
+def test_disabled_adapter_is_the_base_and_is_restored(base):
     policy = load_policy(config_of(base))
     start = velocity(policy)
     changed = velocity(disturb(policy))
@@ -194,7 +194,7 @@ def test_disabling_an_adapter_that_is_not_there(folder):
         pass
 
 
-def test_copy_shares_what_is_frozen_and_nothing_that_is_trained(config):
+def test_a_copy_shares_frozen_weights_and_no_trained_ones(config):
     policy = load_policy(config)
     copied = copy.deepcopy(policy)
     assert copied.pipeline is policy.pipeline
@@ -234,7 +234,7 @@ def test_frozen_reference_stays_and_is_saved_and_loaded(folder, tmp_path, enable
     assert trained(policy)
 
 
-def test_saved_weights_come_back_bit_for_bit(config, tmp_path):
+def test_saved_weights_are_restored_bit_for_bit(config, tmp_path):
     policy = disturb(load_policy(config))
     policy.save_pretrained(tmp_path / "saved")
     other = load_policy(config, seed=9)
@@ -453,7 +453,7 @@ def test_settings_out_of_range_are_named(folder, change, culprit):
         load_policy(ModelConfig(**{"path": str(folder)} | change))
 
 
-def test_unknown_targets_are_named_with_what_there_is(base):
+def test_unknown_targets_are_named_with_existing_ones(base):
     with pytest.raises(
         UserError, match=r"\['q_proj'\]; a block of the transformer has: .*attn\.to_q.*attn\.add_q_proj"
     ):

@@ -254,7 +254,7 @@ def test_noise_comes_from_the_generator_and_only_in_the_middle():
         x = random
 
 
-def test_rows_with_generators_of_their_own_do_not_depend_on_the_batch():
+def test_rows_with_their_own_generators_do_not_depend_on_the_batch():
     def sample(rows):
         solver, sources = make_solver("sa_solver", SD3, 8, noise_level=0.4), [generator(row) for row in rows]
         x = torch.stack([torch.randn(1, 4, 4, generator=source) for source in sources])

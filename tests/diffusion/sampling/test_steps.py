@@ -209,7 +209,7 @@ def test_evaluating_stored_latents_again_gives_ratio_one(name, dtype):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_rows_may_have_times_of_their_own(name):
+def test_rows_may_have_their_own_times(name):
     v, x, z = drawn()
     pairs = [times(name, index) for index in range(3)]
     s, n = (torch.stack(column) for column in zip(*pairs, strict=True))
@@ -221,7 +221,7 @@ def test_rows_may_have_times_of_their_own(name):
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_gradients_match_finite_differences_and_what_was_drawn_is_constant(name):
+def test_gradients_match_finite_differences_with_constant_samples(name):
     v, x, z = drawn(dtype=torch.float64, shape=(2, 1, 2, 2))
     s, n = times(name, dtype=torch.float64)
     step = kernel(name)

@@ -107,7 +107,7 @@ def test_gradient_does_not_depend_on_the_micro_batch(form, tmp_path):
         assert_same_gradient(parts, whole)
 
 
-def test_divergences_are_closed_forms_and_stand_in_their_relations(tmp_path):
+def test_divergences_have_closed_forms_and_known_relations(tmp_path):
     config = run_config("flow_grpo", tmp_path)
     recipe = build(config)
     rollouts = collected(recipe)

@@ -43,7 +43,7 @@ def test_rendered_images_satisfy_their_captions(tmp_path):
     assert np.mean(own) > np.mean(shifted)
 
 
-def test_pipeline_of_shapes_has_the_latents_it_was_asked_for():
+def test_pipeline_of_shapes_has_the_requested_latents():
     config = ModelConfig(path=str(tiny_model()), lora=LoraSettings(enabled=False), max_sequence_length=1)
     policy = load_policy(config)
     assert policy.latent_shape == (12, 4, 4)

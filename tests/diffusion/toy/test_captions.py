@@ -25,7 +25,7 @@ def test_captions_say_what_the_scene_shows(scene, caption, kind):
     assert parse_caption(f" {caption.upper()}  ") == scene
 
 
-def test_every_scene_has_a_caption_of_its_own_that_reads_back():
+def test_every_scene_has_its_own_caption_that_is_parsed_back():
     scenes = all_scenes()
     assert {kind: len(all_scenes([kind])) for kind in KINDS} == {"single": 12, "two": 72, "count": 24, "position": 288}
     assert len({scene.caption for scene in scenes}) == len(scenes) == 396

@@ -84,7 +84,7 @@ def test_pale_edges_keep_their_hue():
         assert looks(image) == [(colour, "square")]
 
 
-def test_texture_and_noise_are_no_objects():
+def test_texture_and_noise_are_not_detected_as_objects():
     rng = np.random.default_rng(0)
     for _ in range(20):
         noise = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)

@@ -24,7 +24,7 @@ def right_and_wrong(judge, kind, count):
 
 
 @pytest.mark.parametrize(("kind", "least"), [("single", 0.85), ("two", 0.85), ("count", 0.6)])
-def test_a_short_training_already_tells_right_from_wrong(judge, kind, least):
+def test_a_short_training_already_separates_right_from_wrong(judge, kind, least):
     right, wrong = right_and_wrong(judge, kind, 120)
     assert right.max() <= 1.0
     assert wrong.min() >= 0.0

@@ -36,7 +36,7 @@ def seeds(clips):
     return [clip.meta["seed"] for clip in clips]
 
 
-def test_a_clip_comes_back(folder):
+def test_a_clip_is_read_back(folder):
     for clip, read in ((a_clip(3, source="arm"), FlowReader(folder, split="train")[3]), (a_clip(10), None)):
         read = read or FlowReader(folder, split="test")[0]
         for name in ("rgb", "K", "T_world_cam"):
@@ -167,7 +167,7 @@ def test_the_datasets_library_reads_it(folder, tmp_path):
     np.testing.assert_allclose(codes[1] * row["depth_unit_m"], clip.observation.depth_m[1], atol=0.51e-4)
 
 
-def test_info_and_card_count_what_is_there(folder):
+def test_info_and_card_count_the_contents(folder):
     info = json.loads((folder / "info.json").read_text())
     assert (info["version"], info["num_frames"], info["grid"], info["clips"]) == (1, 3, 2, 11)
     assert info["splits"] == {"test": 1, "train": 10}
@@ -280,7 +280,7 @@ def test_far_depths_get_a_coarser_unit(tmp_path):
     np.testing.assert_allclose(read[known], clip.observation.depth_m[known], atol=0.5e-3 + 4e-6, rtol=0)
 
 
-def test_the_fingerprint_tells_selections_and_data_apart(folder):
+def test_the_fingerprint_distinguishes_selections_and_data(folder):
     prints = [FlowReader(folder).fingerprint(), FlowReader(folder, split="train").fingerprint()]
     assert FlowReader(folder).fingerprint() == prints[0]
     with FlowWriter(folder, num_frames=3, grid=2) as writer:

@@ -61,7 +61,7 @@ def test_frozen_depth_does_not_notice_that_an_object_comes_nearer():
     assert angle_rad(fit_flow(clip, "irls").T_t_0[-1], T[-1]) < 1e-6
 
 
-def test_points_that_stand_still_pull_least_squares_and_not_the_robust_fit():
+def test_points_that_do_not_move_pull_least_squares_and_not_the_robust_fit():
     clip, T = moved_clip([0.0, 0.0, 0.0], [0.1, 0.0, 0.0])
     flow = clip.flow.copy()
     flow[:, 0, :, :3] = clip.points[0]

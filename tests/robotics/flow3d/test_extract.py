@@ -124,7 +124,7 @@ def test_noise_of_depth_is_estimated():
     assert depth_noise_m(depth) == pytest.approx(0.01, rel=0.2)
 
 
-def test_videos_of_no_use_say_why(video):
+def test_unusable_videos_are_rejected_with_a_reason(video):
     still = np.repeat(video.depth_m[:1], len(video), axis=0)
     assert reason(dataclasses.replace(video, K=None)) == "no_intrinsics"
     assert reason(dataclasses.replace(video, depth_m=None)) == "missing_depth"

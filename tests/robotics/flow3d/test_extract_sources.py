@@ -56,7 +56,7 @@ def test_a_folder_with_a_video_file_and_an_archive_of_depth(tmp_path):
     assert read.T_world_cams.shape == (5, 4, 4)
 
 
-def test_damaged_folders_say_what_is_wrong(tmp_path):
+def test_damaged_folders_are_named_with_their_fault(tmp_path):
     metres = np.ones((5, 24, 32), np.float32)
     with pytest.raises(UserError, match="depth_unit_m"):
         read_rgbd_folder(small_folder(tmp_path / "unit", metres.astype(np.uint16)))

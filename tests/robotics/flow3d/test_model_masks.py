@@ -126,7 +126,7 @@ def test_descriptions_find_boxes_in_order_of_confidence(dino, sam, video):
     np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
-def test_the_mask_is_what_sam_cuts_out_of_the_box(dino, sam, video):
+def test_the_mask_is_sams_within_the_box(dino, sam, video):
     one = GroundedMask(dino, sam, threshold=0.0)  # the words are the instruction
     boxes = one.boxes(video.rgb[0], "mug")
     masks = sam_masks(sam, video.rgb[0], boxes)

@@ -38,12 +38,12 @@ def test_points_on_a_line_give_a_translation(source):
     np.testing.assert_allclose(T, make_pose(np.eye(3), shift), atol=1e-12)
 
 
-def test_no_weight_at_all_is_no_motion():
+def test_zero_weights_give_no_motion():
     np.testing.assert_array_equal(kabsch(np.eye(3), np.eye(3) + 1, np.zeros(3)), np.eye(4))
 
 
 @pytest.mark.parametrize("still", [0.2, 0.4])
-def test_points_that_stand_still_do_not_pull_a_robust_fit(still):
+def test_points_that_do_not_move_do_not_pull_a_robust_fit(still):
     rng = np.random.default_rng(3)
     source = rng.uniform(-0.05, 0.05, (40, 3))
     T = make_pose(Rotation.from_rotvec([0.3, -0.2, 0.5]).as_matrix(), np.array([0.15, 0.05, 0.1]))
@@ -58,7 +58,7 @@ def test_points_that_stand_still_do_not_pull_a_robust_fit(still):
     np.testing.assert_allclose(ransac_kabsch(source, target)[:3, 3], found[:3, 3], atol=0.01 + still)
 
 
-def test_motions_of_a_flow_with_what_says_how_good_they_are():
+def test_motions_of_a_flow_with_their_quality():
     rng = np.random.default_rng(4)
     source = rng.uniform(-0.05, 0.05, (16, 3))
     true = np.stack([motion(rng) for _ in range(3)])

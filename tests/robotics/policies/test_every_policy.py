@@ -109,7 +109,7 @@ def test_gradients_agree_with_finite_differences(builders, kind):
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=0.02)
 
 
-def test_cloning_ignores_what_the_mask_leaves_out(policy):
+def test_cloning_ignores_masked_steps(policy):
     actions, mask = demonstrations()
     changed = torch.where(mask[..., None].bool(), actions, -actions)
     losses = []
@@ -145,7 +145,7 @@ def distance(policy, actions, mask):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BUILDERS if kind != "adapter"])
-def test_a_saved_policy_comes_back_bit_for_bit(builders, kind, tmp_path):
+def test_a_saved_policy_is_restored_bit_for_bit(builders, kind, tmp_path):
     policy = builders[kind](seed=1)
     policy.statistics = ActionStatistics.from_arrays(np.random.default_rng(0).normal(size=(20, D)))
     policy.scale_states(StateStatistics(np.full(S, 0.5), np.full(S, 2.0)))
@@ -165,7 +165,7 @@ def test_a_saved_policy_comes_back_bit_for_bit(builders, kind, tmp_path):
     assert open_policy(tmp_path / "saved").statistics is loaded.statistics is None
 
 
-def test_a_copy_is_a_policy_of_its_own(builders, kind):
+def test_a_copy_is_independent(builders, kind):
     policy = builders[kind]()
     copied, expected = copy.deepcopy(policy), draw(policy)
     with torch.no_grad():

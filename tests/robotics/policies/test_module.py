@@ -38,7 +38,7 @@ def test_the_least_module_will_do():
         policy.log_probs(make_inputs(), choice.decisions, 2.0)
 
 
-def test_a_module_is_given_what_there_is():
+def test_a_module_gets_the_available_inputs():
     seen = {}
 
     class Curious(Plain):

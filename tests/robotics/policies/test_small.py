@@ -134,7 +134,7 @@ def test_encoder_sizes_out_of_range_are_refused(changes):
         check_config(EncoderConfig(**ENCODER | changes))
 
 
-def test_folders_that_are_no_policy_are_named(tmp_path):
+def test_folders_that_are_not_policies_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no policy\.json"):
         open_policy(tmp_path)
     make_small().save_pretrained(tmp_path)

@@ -46,7 +46,7 @@ def test_a_model_may_go_without_images_but_not_without_its_state(policies):
         policies["vlm_learned"].logits(PolicyInputs(None, None, TEXTS[:1]))
 
 
-def test_lora_trains_adapters_and_what_was_added(builders, tmp_path):
+def test_lora_trains_adapters_and_added_layers(builders, tmp_path):
     from mmrl.vlm.model.config import ModelConfig
 
     policy = builders["vlm_learned"](lora=True)

@@ -157,7 +157,7 @@ def test_every_process_runs_its_share(monkeypatch):
     assert measure.finished == []
 
 
-def test_intervals_leave_out_what_could_not_be_scored():
+def test_intervals_leave_out_unscored_rows():
     nan = math.nan
     values = [[1.0, nan], [nan], [0.0, 1.0]]
     assert unscored(values) == 2

@@ -36,7 +36,7 @@ def test_refused_instructions_are_avoided(monkeypatch, probes, caplog):
     assert "refuses" in caplog.text
 
 
-def test_a_machine_that_does_what_it_says_is_left_alone(monkeypatch, probes):
+def test_a_machine_with_working_features_is_left_alone(monkeypatch, probes):
     answer(monkeypatch, probes, 0)
     machine.avoid_refused_instructions()
     assert len(probes) == 1

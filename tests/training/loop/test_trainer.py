@@ -151,7 +151,7 @@ def test_too_many_skipped_steps_stop_the_run(make_trainer):
         trainer.train_step()
 
 
-def test_unscored_rows_teach_nothing_and_are_counted(make_trainer):
+def test_unscored_rows_have_no_gradient_and_are_counted(make_trainer):
     trainer = make_trainer(fail_reward_every=4)
     rollouts, metrics = trainer.collect()
     assert metrics["reward/errors"] == 3

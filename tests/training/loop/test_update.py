@@ -188,7 +188,7 @@ def test_only_a_loss_without_further_terms_lets_groups_be_skipped(make_trainer, 
     assert groups_with_gradient(trainer.recipe, rollouts).tolist() == [True, not skips, True]
 
 
-def test_a_value_loss_or_a_loss_of_its_own_needs_every_group(make_trainer):
+def test_a_value_loss_or_a_recipes_own_loss_needs_every_group(make_trainer):
     trainer = make_trainer(recipe=PlainRecipe)
     dead = prepared(trainer, solved=[0, 1, 2])
     trainer.recipe.objective = get("dapo").replace(advantage=Gae(), value=ValueLoss(0.5))

@@ -52,7 +52,7 @@ def test_every_comparison_runs_and_every_check_passes(found):
     json.dumps(found, allow_nan=False)
 
 
-def test_every_arm_tells_times_and_memory_by_stage(found):
+def test_every_arm_reports_times_and_memory_by_stage(found):
     for name in ("update", "step", "papo"):
         for arm in found[name]["arms"].values():
             assert {"total", "forward", "backward"} <= set(arm["cpu_s"]) == set(arm["wall_s"])

@@ -52,7 +52,7 @@ def test_the_answers_are_verifiable_by_the_ordinary_rewards(tmp_path):
     assert total == pytest.approx([1.0, 0.1])  # always saying 1 earns half
 
 
-def test_random_answers_say_nothing_and_repeat(tmp_path):
+def test_random_answers_are_uninformative_and_repeatable(tmp_path):
     pairs = {"path": str(build_pairs(tmp_path / "pairs.jsonl", count=100))}
     made = [
         [row["answer"] for row in rows(build_questions(tmp_path / name, pairs=pairs, random_answers=True, seed=seed))]
@@ -141,6 +141,6 @@ def test_the_digits_of_this_world_are_read_and_judged(tmp_path):
         assert right != wrong
 
 
-def test_the_default_wording_names_what_it_asks_for():
+def test_the_default_wording_names_the_requested_format():
     assert "\\boxed{}" in CRITIC_TEMPLATE
     assert "<think>" in CRITIC_TEMPLATE

@@ -52,7 +52,7 @@ def test_an_undecided_judge_is_a_majority_vote(protocol, verdict):
     assert [majority(own) for own in votes] == [1, 0, 0]
 
 
-def test_comparisons_are_asked_for_together_and_as_few_as_the_protocol_needs():
+def test_comparisons_are_requested_together_and_as_few_as_the_protocol_needs():
     asked = []
     choose([[1] * 4, [1] * 2, [8]], "round_robin", judge([3, 2, 1, 0], asked))
     assert asked == [7]

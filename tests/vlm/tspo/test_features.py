@@ -79,7 +79,7 @@ def test_a_damaged_file_is_computed_again_with_a_warning(damage, encoder, video,
     assert FeatureStore(encoder, tmp_path).frames(video).shape == features.shape
 
 
-def test_memory_is_bounded_and_what_was_let_go_is_read_again(encoder, tmp_path):
+def test_memory_is_bounded_and_released_entries_are_read_again(encoder, tmp_path):
     tasks, _ = load_needle_tasks(DataConfig(path=str(data_folder() / "needles.jsonl")), 1.0, 0)
     store = FeatureStore(encoder, tmp_path, memory_mb=2e-3)  # one video has 22 x 16 x 4 bytes
     for task in tasks:

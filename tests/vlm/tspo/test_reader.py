@@ -142,7 +142,7 @@ def test_picks_and_tokens_are_averaged_apart(tmp_path, model):
     recipe.close()
 
 
-def test_a_trained_reader_has_a_learning_rate_of_its_own(tmp_path, model):
+def test_a_trained_reader_has_its_own_learning_rate(tmp_path, model):
     config = reading_config(tmp_path, model, train=True)
     config.trainer.steps, config.trainer.learning_rate, config.answerer.learning_rate = 1, 1e-2, 1e-5
     config.trainer.weight_decay = 0.0

@@ -133,7 +133,7 @@ def test_the_exported_agent_picks_frames_of_a_file(tmp_path):
         load_frame_picker(tmp_path / "agent")
 
 
-def test_needle_recall_is_a_share_of_what_can_be_had():
+def test_needle_recall_is_a_share_of_the_attainable_frames():
     needle = np.array([False, True, True, True, False])
     assert needle_recall(needle, [0, 1]) == 0.5
     assert needle_recall(needle, [1, 2]) == 1.0

@@ -51,7 +51,7 @@ def goals_of(episode):
         return Demonstrator(scene).goals(np.concatenate([uv, scene.true_depth()[mask][:, None]], -1))
 
 
-def test_episodes_are_paired_over_arms_and_hold_out_what_is_asked_for():
+def test_episodes_are_paired_over_arms_and_hold_out_the_requested_parts():
     config = FlowEpisodesConfig(tasks=["pour", "open_red"], arms=["panda", "gen3"], episodes=3, objects="held_out")
     found = list_episodes(config)
     assert len(found) == 12
@@ -82,7 +82,7 @@ def test_true_flow_does_the_task_and_has_no_error():
 
 
 @pytest.mark.parametrize(("deaf", "followed"), [(False, [True, True]), (True, [False, False])])
-def test_the_language_swap_tells_whether_a_model_listens(deaf, followed):
+def test_the_language_swap_shows_whether_a_model_follows_instructions(deaf, followed):
     (episode,) = list_episodes(PLACE)
     text = FLOW_TASKS["place_red"].instruction
     settings = LoopConfig(verifier=VerifierConfig(kind="oracle"))

@@ -13,7 +13,7 @@ class Moving:
         return np.tile(moved, (samples, 5, 1, 1, 1))
 
 
-def test_a_share_of_the_points_stands_still_in_every_frame_and_sample():
+def test_a_share_of_the_points_does_not_move_in_any_frame_or_sample():
     points = np.random.default_rng(0).uniform(1, 2, (4, 4, 3))
     flow = StillPoints(Moving(), 0.2).predict(None, points, samples=2, seed=7)
     assert flow.shape == (2, 5, 4, 4, 4)

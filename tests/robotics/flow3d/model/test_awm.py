@@ -85,7 +85,7 @@ def test_likelihoods_are_those_of_numpy(parameterisation, tmp_path):
     assert set(np.round(sigma.ravel(), 3)) <= {0.333, 0.667}
 
 
-def test_rewards_are_weighted_verdicts_and_what_nobody_can_judge_has_none(tmp_path):
+def test_rewards_are_weighted_verdicts_and_missing_without_a_judgement(tmp_path):
     score = dataclasses.replace(RIGHT, value="score", name="score", weight=0.5)
     recipe = Flow3dAwmRecipe(
         awm_config(tmp_path, verifiers=[RIGHT, score], heldout_verifiers=[WeightedVerifierConfig("geometric")])

@@ -101,7 +101,7 @@ def test_samples_are_in_pixels_and_metres_and_do_not_depend_on_their_number():
     assert sample_seeds(5, 2).equal(sample_seeds(5, 4)[:2])
 
 
-def test_a_model_that_predicts_nothing_predicts_standing_still():
+def test_a_model_with_zero_output_predicts_no_motion():
     model = tiny_model()  # its last layer is zero: displacement 0
     (clip, _), _ = scenes(model)
     found = model.predict(clip.observation, clip.points, samples=1)
@@ -286,7 +286,7 @@ def test_adapters_are_on_the_attention_of_everything_but_motion_modules():
     assert not re.fullmatch(ADAPTED, "down_blocks.0.resnets.0.conv1")
 
 
-def test_keypoints_follow_what_they_were_made_to_find():
+def test_keypoints_follow_their_targets():
     """A score that is high on red alone puts its keypoint on the red square, wherever that is."""
     keypoints = Keypoints(count=1, channels=8, width=16)
     for layer in (keypoints.first, keypoints.second, keypoints.scores):

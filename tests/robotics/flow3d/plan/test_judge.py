@@ -42,7 +42,7 @@ def test_the_oracle_accepts_true_flow_of_every_task_and_rejects_that_of_another(
     judge.close()
 
 
-def test_the_score_of_the_oracle_says_how_far_each_criterion_is_from_being_met():
+def test_the_oracles_score_measures_the_distance_to_each_criterion():
     def verdict(**errors):
         facts = PlanFacts(ObjectMotion(np.eye(4)[None], np.zeros((1, 3)), None))
         blank = np.zeros((2, 2, 3), np.uint8)

@@ -48,7 +48,7 @@ def test_moved_object_is_drawn_where_it_would_be_seen(renderer):
     assert np.array_equal(after[0], before.rgb[0]), "what is far away stays as it is"
 
 
-def test_objects_pass_behind_what_stands_before_them():
+def test_objects_pass_behind_nearer_ones():
     pytest.importorskip("cv2")
     before = drawn_sphere()
     far_below = render_outcome(before, before.mask, make_pose(np.eye(3), np.array([-0.1, 0.1, -0.5])))

@@ -27,7 +27,7 @@ EVERY_SHAPE = [(name, shape) for name, task in FLOW_TASKS.items() for shape in t
 
 
 @pytest.mark.parametrize(("task", "shape"), EVERY_SHAPE)
-def test_the_ideal_motion_satisfies_the_task_and_standing_still_does_not(task, shape):
+def test_the_ideal_motion_satisfies_the_task_and_no_motion_does_not(task, shape):
     scene = FlowScene(task=task, shape=shape, actor="nobody")
     for seed in SEEDS:
         scene.reset(seed)
