@@ -110,7 +110,7 @@ class FirstImages:
 
 @dataclass
 class ActingSettings:
-    """How a policy's predictions become actions of the robot."""
+    """Conversion of a policy's predictions to actions of the robot."""
 
     n_action_steps: int = rare(bounded(0, at_least=0))
     """Control steps of a chunk that are executed before the next observation; 0 = all of them."""

@@ -42,7 +42,7 @@ from robotics.sim.opening import SimConfig, open_video_sim
 
 LOGGER = logging.getLogger("mmrl")
 PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
-"""How actions are chosen; `_swapped` shows the policy the first images of another episode."""
+"""Protocols of choosing actions; `_swapped` shows the policy the first images of another episode."""
 
 
 def episode_of(row: Mapping[str, Any]) -> EpisodeSpec:

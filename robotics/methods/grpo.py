@@ -47,7 +47,7 @@ class RobotGrpoConfig(RobotConfig):
     """sparse: 1 for success, else 0; dense: the simulator's reward at the end of the episode; flow: progress of the
     object along a predicted flow, and 1 for success."""
     flow: FlowRewardConfig = field(default_factory=FlowRewardConfig)
-    """Where the flow comes from; read by `reward: flow`."""
+    """Source of the flow; read by `reward: flow`."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
     """Advantage, clip range and aggregation; those of SRPO, so that only the reward differs."""
 

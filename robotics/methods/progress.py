@@ -59,7 +59,7 @@ class ProgressForm:
 
 @dataclass
 class ProgressSettings:
-    """How distances become rewards; null takes the preset's value."""
+    """Conversion of distances to rewards; null takes the preset's value."""
 
     preset: str = choice("task", lambda: PRESETS)
     """published: the released code, bit for bit; task: the same with a radius of clustering that finds clusters;

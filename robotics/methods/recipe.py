@@ -68,7 +68,7 @@ class RobotParts:
     eval_data: dict[str, EpisodeSetConfig] = field(default_factory=dict)
     """Initial states of evaluation by name; the first split is the headline."""
     acting: ActingSettings = field(default_factory=ActingSettings)
-    """How actions are sampled and executed."""
+    """Sampling and execution of actions."""
 
     def check_parts(self, evaluation: RobotEvaluationConfig, sets: Mapping[str, EpisodeSetConfig]) -> None:
         """Check that the parts fit together, given all sets of initial states; raises ValueError."""

@@ -71,7 +71,7 @@ class SrpoConfig(RobotConfig):
     """An SRPO run."""
 
     progress: ProgressSettings = field(default_factory=ProgressSettings)
-    """How distances become rewards."""
+    """Conversion of distances to rewards."""
     latent: LatentConfig = field(default_factory=LatentConfig)
     """Latent by which episodes are compared."""
     shuffle_failures: bool = False
@@ -153,7 +153,7 @@ class SrpoRecipe(RobotRecipe):
         return episode.task if self.form.references == "task" else episode_id(episode)
 
     def _fit_latent(self, payload: EpisodePayload) -> None:
-        """Fit a latent that has no scale of its own to the first step's episodes of all processes."""
+        """Fit a latent without a given scale to the first step's episodes of all processes."""
         if self.latent.size:
             return
         _, paths, _ = self._videos_and_paths(payload)

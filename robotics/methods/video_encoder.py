@@ -72,7 +72,7 @@ class VideoEncoderConfig:
 
 @dataclass(frozen=True)
 class VideoTraining:
-    """How a video encoder is trained; the defaults take one to two minutes on two cores with 64x64 frames."""
+    """Training of a video encoder; the defaults take one to two minutes on two cores with 64x64 frames."""
 
     steps: int = bounded(300, at_least=1)
     """Optimiser steps."""

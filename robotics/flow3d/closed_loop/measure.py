@@ -63,7 +63,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
     split: str
     run_dir: Path
     conditions: Mapping[str, Any]
-    """Settings and digest of the model, on which stored rows depend besides the episodes."""
+    """Settings and digest of the model, on which stored rows depend in addition to the episodes."""
     shows_progress: bool = False
 
     unit = "episodes"
@@ -208,7 +208,7 @@ def _ending(row: Row) -> str:
 
 
 def swap_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """How often the object goes to the goal that another instruction names, with its interval."""
+    """Share of other instructions whose goal the object then reaches, with its interval."""
     swaps = [[float(hit)] for row in rows for hit in row["swaps"]]
     return with_interval(SWAP, swaps, None) if swaps else {}
 

@@ -64,7 +64,7 @@ class Flow3dEvaluationConfig:
     seed: int = 0
     """Seed of the predictions."""
     model: FlowSourceConfig = field(default_factory=FlowSourceConfig)
-    """Where flow comes from."""
+    """Source of the flow."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """Verifier, grasps, planner; `loop.seed` is replaced by `seed`."""
     eval_data: dict[str, FlowEpisodesConfig] = field(default_factory=dict)

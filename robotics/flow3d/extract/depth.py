@@ -34,7 +34,7 @@ class DenoisedDepth:
     """Averages noisy depth within surfaces; edges and holes stay."""
 
     source: DepthSource = field(default_factory=SensorDepth)
-    """Where the depth comes from."""
+    """Source of the depth."""
     window_px: int = bounded(7, at_least=1)
     """Diameter of the neighbourhood that a pixel is averaged over."""
     least_noise_m: float = bounded(0.001, at_least=0)

@@ -19,7 +19,7 @@ from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 REGROWN_PX = 3
-"""How far thin parts may stick out of the mask after its morphological opening."""
+"""Pixels that thin parts may stick out of the mask after its morphological opening."""
 EARLY_SHARE = 0.1
 """A connected part of which a larger share moved early is not the object."""
 PUBLIC_SIDE_PX = 256
@@ -32,7 +32,7 @@ class RevealedDepth:
     threshold_m: float | None = bounded(None, above=0)
     """Least growth of depth; None = 4 mm, or three deviations of a difference if that is more."""
     early_frame: int = bounded(5, at_least=1)
-    """Where depth has grown by this frame, something moved too early to be the object."""
+    """Pixels whose depth has grown by this frame moved too early to be the object."""
     least_frames: int = bounded(3, at_least=1)
     """Frames in which depth must have grown; in others a hand may be where the object was."""
     min_pixels: int = bounded(9, at_least=1)

@@ -54,7 +54,7 @@ class FlowExtractor:
     limits: QualityLimits = field(default_factory=QualityLimits)
     """Limits beyond which a video is rejected."""
     begin: str = choice("video", BEGINNINGS)
-    """Where the T frames begin: with the video, as in the paper, or with the motion of the object, which leaves out the
+    """Start of the T frames: with the video, as in the paper, or with the motion of the object, which leaves out the
     approach of a hand. The observation is the first frame of the video either way."""
 
     def __post_init__(self) -> None:

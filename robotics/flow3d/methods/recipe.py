@@ -10,7 +10,7 @@ Source: 3DFlowAction, arXiv 2506.06199; Hoyyyaard/3DFlowAction
 
 Differences from the public code: gradients are clipped at every step (there, only at the first, because the list of
 parameters is used up); visibility can be predicted and can mask the loss (there, the fourth channel is a constant);
-a moving average of the weights is evaluated. The defaults are those of a small network on a CPU; the paper's stand in
+a moving average of the weights is evaluated. The defaults are those of a small network on a CPU; the paper's are in
 configs/robotics/flow3d_unet_motion.yaml.
 """
 
@@ -80,7 +80,7 @@ class WorldModelConfig(FlowModelConfig):
     path: str = ""
     """Folder of a saved world model to continue from; it brings its own settings."""
     depth_range: str = rare(choice("data", DEPTH_RANGES))
-    """Where encoding.z_min_m and z_max_m come from: data (98 % of the training depths and a tenth more at both ends)
+    """Source of encoding.z_min_m and z_max_m: data (98 % of the training depths and a tenth more at both ends)
     or given."""
     words: list[str] = field(default_factory=list)
     """Words of future instructions, added to those of the training instructions."""

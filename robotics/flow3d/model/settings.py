@@ -93,7 +93,7 @@ class ConditionConfig:
     heads: int = rare(bounded(4, at_least=1))
     """Attention heads; read by small."""
     keypoints: int = rare(bounded(32, at_least=0))
-    """Keypoints that the instruction selects in the image, besides the patches; 0 = none; read by small."""
+    """Keypoints that the instruction selects in the image, in addition to the patches; 0 = none; read by small."""
     channels: int = rare(bounded(32, at_least=8, multiple_of=8))
     """Feature maps from which the keypoints are read; read by small."""
     words: int = rare(bounded(24, at_least=1))
@@ -162,7 +162,7 @@ class FlowModelConfig:
     """A world model."""
 
     encoding: FlowEncoding = field(default_factory=_encoding)
-    """How a flow is written; the model samples flows of this size only."""
+    """Encoding of flow; the model samples flows of this size only."""
     body: BodyConfig = field(default_factory=BodyConfig)
     """The network."""
     condition: ConditionConfig = field(default_factory=ConditionConfig)

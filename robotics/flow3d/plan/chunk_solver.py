@@ -64,21 +64,21 @@ class ChunkSettings:
     keypoints: int = rare(bounded(16, at_least=3))
     """Points of the object that follow the flow; our choice, the paper gives no number."""
     keypoint_weight: float = rare(bounded(200.0, at_least=0))
-    """Of the mean distance of keypoints, to the power p, in metres."""
+    """Weight of the mean distance of keypoints, to the power p, in metres."""
     p: int = rare(choice(2, (1, 2)))
     """Squared or plain distances."""
     smoothness_weight: float = rare(bounded(1.0, at_least=0))
-    """Of the difference from the closed form's step, 1.5 m a radian."""
+    """Weight of the difference from the closed form's step, 1.5 m a radian."""
     collision_weight: float = rare(bounded(0.8, at_least=0))
-    """Of the depth within the margin, summed over points."""
+    """Weight of the depth within the margin, summed over points."""
     collision_points: int = rare(bounded(60, at_least=1))
     """Points of the object checked for collisions."""
     collision_margin_m: float = rare(bounded(0.02, at_least=0))
     """Distance from obstacles; ReKep's 0.10 keeps objects from being set down."""
     reach_weight: float = rare(bounded(20.0, at_least=0))
-    """Of the share of steps that inverse kinematics needs, and of its error in metres."""
+    """Weight of the share of steps that inverse kinematics needs, and of its error in metres."""
     rest_weight: float = rare(bounded(0.2, at_least=0))
-    """Of the distance from the home posture, at most 3 rad, which is also what an unreachable pose costs."""
+    """Weight of the distance from the home posture, at most 3 rad, which also counts for an unreachable pose."""
     shift_m: float = rare(bounded(0.08, above=0))
     """Largest shift from the closed form along an axis."""
     turn_rad: float = rare(bounded(0.5, above=0))

@@ -16,7 +16,7 @@ from robotics.flow3d.rigid_motion import ESTIMATORS, IN_SPACE
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    """How a plan is made."""
+    """Settings of a plan."""
 
     samples: int = bounded(4, at_least=1)
     """K, most predictions a plan; the paper gives no number."""

@@ -24,7 +24,7 @@ MIN_VISIBLE = 10
 
 @dataclass(frozen=True)
 class ExecutionSettings:
-    """How a plan is executed."""
+    """Settings of the execution of a plan."""
 
     chunk: int = bounded(4, at_least=1)
     """Frames of the flow that are executed at once."""

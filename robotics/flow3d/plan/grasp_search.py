@@ -70,7 +70,7 @@ class GraspSearch:
             each.failure = Failure.UNREACHABLE
             each.detail = ", ".join(f"{count} x {reason}" for reason, count in refused.most_common())
         else:
-            where = "" if part_m is None else f", and no grasp lies within {PART_REACH_M:g} m of the chosen part"
+            where = "" if part_m is None else f", and no grasp is within {PART_REACH_M:g} m of the chosen part"
             each.failure, each.detail = Failure.NO_GRASP, f"the gripper opens {self.arm.max_opening_m:g} m{where}"
 
     def _refined(

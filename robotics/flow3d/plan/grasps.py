@@ -15,7 +15,7 @@ import numpy as np
 from robotics.flow3d.geometry import FloatArray, farthest_points, make_pose
 
 FINGER_M = 0.025
-"""How far fingertips reach below the top of an object."""
+"""Reach of the fingertips below the top of an object."""
 FLOOR_M = 0.015
 """Least height of a grip above the lowest point of the object."""
 SLAB_M = 0.012

@@ -167,7 +167,7 @@ class ReachChecks:
         check_config(self.settings, "reach")
 
     def hand_problem(self, grasp: Grasp) -> str:
-        """What the hand would hit at a grasp and before it, for any posture of the arm; empty if nothing."""
+        """The collision of the hand at a grasp and before it, for any posture of the arm; empty without one."""
         if self.clearance is None:
             return ""
         ends = np.stack([_before_grasp(grasp.T_world_grip, self.settings), grasp.T_world_grip])
@@ -179,7 +179,7 @@ class ReachChecks:
         return problem
 
     def path_problem(self, plan: GraspPlan) -> str:
-        """What arm and hand would hit on the whole path; empty if nothing."""
+        """The collision of arm and hand on the whole path; empty without one."""
         if self.clearance is None:
             return ""
         there = interpolate_joints(np.stack([self.start_rad, plan.approach.joint_rad[0]]), 8)

@@ -88,7 +88,7 @@ class GeometricLimits:
     rmse_m: float = bounded(0.015, above=0)
     """Weighted root mean square distance of the flow from its rigid motion, in any frame."""
     below_support_m: float = bounded(0.01, at_least=0)
-    """How far the flow may move points of the object below its support."""
+    """Largest distance of a moved point of the object below its support."""
     low_m: tuple[float, float, float] = (0.0, -0.8, -0.1)
     """Corner of the workspace."""
     high_m: tuple[float, float, float] = (1.0, 0.8, 1.0)

@@ -1,1 +1,1 @@
-"""What all robot policies share: the policy interface, encoders, action tokens, statistics."""
+"""The common parts of robot policies: interface, encoders, action tokens, statistics."""

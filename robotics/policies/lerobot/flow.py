@@ -3,7 +3,7 @@
 Shapes: B rows, K control steps, D entries of an action, M >= D those of the head (lerobot pads actions to M), S
 denoising steps, E = K M numbers of a chain's point.
 
-The policy runs in a process of its own, in the interpreter of lerobot, which gives velocities and their gradients; the
+The policy runs in a separate process, in the interpreter of lerobot, which gives velocities and their gradients; the
 trained weights are parameters here, in float32, and are sent there when they changed. So the optimiser, clipping,
 averaging and checkpoints are the suite's, and the policy itself learns, not a correction around it. Trained are the
 weights that a velocity depends on once the observation has become keys and values: the action expert with its
@@ -15,7 +15,7 @@ policy's own ODE. Greedy actions follow the ODE and are those of lerobot's `pred
 Source: SmolVLA, arXiv 2506.01844; pi_0, arXiv 2410.24164; Flow-GRPO, arXiv 2505.05470, and pi_RL, arXiv 2510.25889
     (denoising steps as decisions).
 
-`action_low` and `action_high` say which values of the policy's data are -1 and 1 of the simulator. They convert
+`action_low` and `action_high` are the values of the policy's data that are -1 and 1 of the simulator. They convert
 executed and demonstrated actions; the chain and its density are those of the head.
 
 Differences from pi_RL: all of the chain's numbers are scored unless `scored` is `actions`, because entries that are

@@ -1,6 +1,6 @@
 """Policies that the package lerobot trained (ACT, diffusion), evaluated and improved here.
 
-The policy stays frozen in a process of its own, in the interpreter of lerobot, and predicts chunks of actions. A
+The policy stays frozen in a separate process, in the interpreter of lerobot, and predicts chunks of actions. A
 learned Gaussian surrounds them: its mean is the chunk plus a small network's correction, which starts as zero, and each
 entry of an action has its own standard deviation. Reinforcement learning moves both; greedy actions of an untrained one
 are lerobot's own. Each control step is a decision, with the log-density of its D entries; the chunk is kept with the

@@ -151,7 +151,7 @@ class LeRobotServer:
         views = arrays["views"].shape[1] if "views" in arrays else 0
         if views != self.views:
             raise UserError(
-                f"{self.folder} sees {', '.join(self.cameras)}; the observations have {views} views beside the image"
+                f"{self.folder} sees {', '.join(self.cameras)}; the observations have {views} views in addition to the image"
             )
         return arrays
 
@@ -191,7 +191,7 @@ class LeRobotServer:
 
 
 class ServedActionPolicy(ActionPolicy):
-    """Base of policies around a LeRobot policy in a process of its own; a saved one keeps its path, not its folder."""
+    """Base of policies around a LeRobot policy in a separate process; a saved one keeps its path, not its folder."""
 
     kind: ClassVar[str]
     """Key of `robotics.policies.base.policy.SAVED_POLICIES`."""

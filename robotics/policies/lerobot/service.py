@@ -1,4 +1,4 @@
-"""A LeRobot policy in a process of its own; run by path in the interpreter of lerobot, see `mmrl.workers.serve`.
+"""A LeRobot policy in a separate process; run by path in the interpreter of lerobot, see `mmrl.workers.serve`.
 
 It loads a folder that `PreTrainedPolicy.save_pretrained` wrote, with its pre- and post-processors, and answers
 observations with chunks of actions. It imports lerobot, torch and numpy, nothing of this package.
