@@ -151,7 +151,8 @@ class LeRobotServer:
         views = arrays["views"].shape[1] if "views" in arrays else 0
         if views != self.views:
             raise UserError(
-                f"{self.folder} sees {', '.join(self.cameras)}; the observations have {views} views in addition to the image"
+                f"{self.folder} sees {', '.join(self.cameras)}; the observations have {views} views in addition to the "
+                "image"
             )
         return arrays
 
