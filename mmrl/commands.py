@@ -73,7 +73,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     from mmrl.config import load_run
 
     if args.from_last_good and not args.resume:
-        raise UserError("--from-last-good needs --resume")
+        raise UserError("--from-last-good needs --resume; give both")
     entry, config = load_run(args.config, args.overrides)
     if not entry.trains:
         raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
