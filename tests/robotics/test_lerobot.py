@@ -714,7 +714,7 @@ def test_vector_statistics_against_numpy(kind):
 def test_image_statistics_against_numpy(length, size, step):
     frames = np.random.default_rng(1).integers(0, 256, (length, *size, 3), dtype=np.uint8)
     frames[..., 2] //= 3
-    # As lerobot samples: all frames up to 100; wide pictures thinned out to about 150 pixels.
+    # As lerobot samples: all frames up to 100; wide images subsampled to about 150 pixels.
     count = min(length, 100)
     chosen = frames[np.round(np.linspace(0, length - 1, count)).astype(int), ::step, ::step]
     pixels = chosen.reshape(-1, 3) / 255

@@ -99,7 +99,7 @@ def test_drawing_fixed_parts_once_changes_no_pixel(model):
     settings = RenderSettings(96, 80, "front")
     scenes = poses(model, 8)
     assert wrong_pixels(model, settings, scenes) == 0
-    # What it is compared with has pictures of its own, and the fixed parts really are kept.
+    # The reference renders its own images, and the fixed parts really are kept.
     assert len({picture.tobytes() for picture in ours(model, settings, scenes)}) == 8
     with FrameRenderer(model, settings) as renderer:
         categories = []

@@ -31,7 +31,7 @@ def test_the_oracle_accepts_true_flow_of_every_task_and_rejects_that_of_another(
         assert right["oracle"].score == 1.0
         assert 0.0 < wrong["oracle"].score < 1.0
         assert "tolerances" in wrong["oracle"].reason
-    # again, so that scenes are set up anew for the clip that is asked about
+    # again, so that scenes are rebuilt for the clip that is asked about
     assert all(judge.judge(clip, clip.flow[None])[0]["oracle"].ok for clip in clips.values())
     blank = clips["place_red"]
     empty = np.zeros_like(blank.observation.mask)
