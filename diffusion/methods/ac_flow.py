@@ -63,7 +63,7 @@ from mmrl.training.recipe import Step
 
 
 @dataclass
-class AcFlowConfig(MatchingParts, DiffusionConfig):
+class AcFlowConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the trainer is a narrower one
     """An AC-Flow run."""
 
     compares_samples: ClassVar[bool] = False

@@ -34,7 +34,7 @@ from mmrl.training.objectives import ObjectiveConfig
 
 
 @dataclass
-class AwmConfig(MatchingParts, DiffusionConfig):
+class AwmConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the trainer is a narrower one
     """An AWM run."""
 
     awm: AwmSettings = field(default_factory=AwmSettings)

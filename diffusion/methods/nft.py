@@ -51,7 +51,7 @@ class NftSettings:
 
 
 @dataclass
-class DiffusionNftConfig(MatchingParts, DiffusionConfig):
+class DiffusionNftConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the trainer is a narrower one
     """A DiffusionNFT run."""
 
     nft: NftSettings = rare(field(default_factory=NftSettings))

@@ -58,7 +58,7 @@ class OrwSettings:
 
 
 @dataclass
-class OrwConfig(MatchingParts, DiffusionConfig):
+class OrwConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the trainer is a narrower one
     """An ORW-CFM-W2 run; `objective.kl.coef` is alpha."""
 
     compares_samples: ClassVar[bool] = False
