@@ -18,10 +18,13 @@ _NAMES = {
         "NoisyRows",
         "nft_loss",
         "pseudo_log_likelihood",
-        "sample_times",
         "stack_timesteps",
     ),
     "diffusion.matching.states": ("StateMatching",),
+    "diffusion.matching.times": (
+        "TimestepConfig",
+        "sample_times",
+    ),
     "diffusion.methods.ac_flow": (
         "AcFlowConfig",
         "AcFlowRecipe",

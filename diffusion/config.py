@@ -10,8 +10,7 @@ import torch
 
 from diffusion.data.prompts import PromptConfig
 from diffusion.evaluation import DiffusionEvaluationConfig
-from diffusion.matching.losses import sample_times
-from diffusion.matching.velocity import TimestepConfig
+from diffusion.matching.times import TimestepConfig, sample_times
 from diffusion.models.ema import EvalEmaConfig
 from diffusion.models.policy import ModelConfig
 from diffusion.sampling.sampler import SamplerConfig
@@ -43,9 +42,8 @@ def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps
     if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
         raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
     grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times
-    source, options = torch.Generator(), timesteps
     try:
-        sample_times(options.times, options.count, source, grid=grid, fraction=options.fraction, shift=options.shift)
+        sample_times(timesteps, grid, torch.Generator())
     except UserError as error:
         raise ValueError(f"timesteps.times is '{timesteps.times}', sampler.steps {sampler.steps}: {error}") from error
     if sampler.solver == "sa_solver" and sampler.steps < 2:

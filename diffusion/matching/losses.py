@@ -1,4 +1,4 @@
-"""Noisy versions of images, their times, and the losses of methods that learn from x_0 alone.
+"""Noisy versions of images, and the losses of methods that learn from x_0 alone.
 
 Shapes: B images, K draws of each, R = K * B rows, C channels, H x W latent pixels. sigma runs from 1 (noise) to 0.
 """
@@ -11,14 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffusion.sampling.schedule import shift_sigmas
 from mmrl.errors import UserError
 
 ERROR_FLOOR = 1e-10
 NFT_ADVANTAGE_LIMIT = 5.0
 NFT_ERROR_FLOOR = 1e-5
-LOWEST_TIME = 0.01
-LOWEST_UNIFORM_TIME = 0.2
 
 
 @dataclass(frozen=True)
@@ -118,63 +115,16 @@ def pseudo_log_likelihood(error: Tensor, sigma: Tensor, weighting: str = "ghuber
         (R,), float64 if the error is, otherwise float32; computed in float64.
 
     Raises:
-        UserError: unknown weighting, or a power that is not above 0.
         ValueError: shapes that differ.
 
     Gradient: through error.
 
     Source: AWM, arXiv 2509.25050; scxue/advantage_weighted_matching scripts/train_sd3_awm.py.
     """
-    if weighting not in WEIGHTINGS:
-        raise UserError(f"there is no weighting '{weighting}'; available: {', '.join(WEIGHTINGS)}")
-    if power <= 0:
-        raise UserError(f"power is {power}; must be above 0")
     if error.shape != sigma.shape:
         raise ValueError(f"error {tuple(error.shape)} and sigma {tuple(sigma.shape)} must have one shape, (R,).")
     likelihood = WEIGHTINGS[weighting](error.double(), sigma.double(), power)
     return likelihood if error.dtype == torch.float64 else likelihood.float()
-
-
-def sample_times(
-    kind: str,
-    draws: int,
-    generator: torch.Generator,
-    *,
-    grid: Tensor | None = None,
-    fraction: float = 0.9,
-    count: int = 1,
-    shift: float = 3.0,
-) -> Tensor:
-    """Draw the times at which images are made noisy again, one from each of K strata.
-
-    * discrete: times of the grid, strata over its first int(fraction * S); the same for all images
-    * discrete_wo_init: the same without the grid's first time, pure noise
-    * discrete_with_init: the grid's first time, and K - 1 strata over the others
-    * logit_normal: sigmoid of a standard normal, shifted, at least 0.01, in random order; the same for all images
-    * uniform: strata of 0.2..1 for each image, in random order, shifted
-
-    Args:
-        kind: one of `TIME_SAMPLERS`.
-        draws: K, at least 1.
-        generator: source of the draws; its device decides where they are made.
-        grid: the sampler's times (S + 1,), descending to 0; needed by the discrete kinds.
-        fraction: share of the grid that is used, 0..1; read by the discrete kinds.
-        count: B, images with times of their own; read by uniform.
-        shift: of `shift_sigmas`; read by the continuous kinds.
-
-    Returns:
-        (K,) float32, or (K, B) for uniform; both fit `stack_timesteps`.
-
-    Raises:
-        UserError: unknown kind, no draws, or a grid that is missing or too short.
-
-    Source: scxue/advantage_weighted_matching; X-GenGroup/Flow-Factory, timestep sampler.
-    """
-    if kind not in TIME_SAMPLERS:
-        raise UserError(f"there is no time sampler '{kind}'; available: {', '.join(TIME_SAMPLERS)}")
-    if draws < 1 or count < 1:
-        raise UserError(f"draws={draws} and count={count}; both must be at least 1")
-    return TIME_SAMPLERS[kind](_TimeOptions(draws, count, generator, grid, fraction, shift))
 
 
 def nft_weight(advantage: Tensor) -> Tensor:
@@ -207,15 +157,12 @@ def nft_loss(
         (R,) float32, computed in float64.
 
     Raises:
-        UserError: beta is not above 0.
         ValueError: shapes that do not fit.
 
     Gradient: through velocity; w+-, r and the old velocity are constants.
 
     Source: DiffusionNFT, arXiv 2509.16117; NVlabs/DiffusionNFT scripts/train_nft_sd3.py.
     """
-    if beta <= 0:
-        raise UserError(f"beta is {beta}; must be above 0")
     if not velocity.shape == velocity_old.shape == noisy.latents.shape == clean.shape:
         shapes = [tuple(x.shape) for x in (velocity, velocity_old, noisy.latents, clean)]
         raise ValueError(f"velocity, velocity_old, latents and clean must have one shape (R, C, H, W), got {shapes}.")
@@ -243,62 +190,6 @@ def _nft_error(mixed: Tensor, noisy: NoisyRows, clean: Tensor) -> Tensor:
     return miss.square().mean(1) / scale
 
 
-@dataclass(frozen=True)
-class _TimeOptions:
-    """Arguments of a time sampler."""
-
-    draws: int
-    count: int
-    generator: torch.Generator
-    grid: Tensor | None
-    fraction: float
-    shift: float
-
-
-def _discrete_with_init(options: _TimeOptions) -> Tensor:
-    initial = _usable_grid(options, first=0)[:1]
-    if options.draws == 1:
-        return initial
-    return torch.cat([initial, _grid_times(options, options.draws - 1, first=1)])
-
-
-def _grid_times(options: _TimeOptions, strata: int, first: int) -> Tensor:
-    """One index of each stratum of first..int(fraction * S) - 1; strata without an index take the nearest below."""
-    times = _usable_grid(options, first)
-    device = options.generator.device
-    edges = torch.arange(strata + 1, device=device) * (len(times) - first) // strata + first
-    offset = torch.rand(strata, generator=options.generator, device=device) * (edges[1:] - edges[:-1])
-    return times.to(device)[edges[:-1] + offset.long()]
-
-
-def _usable_grid(options: _TimeOptions, first: int) -> Tensor:
-    if options.grid is None:
-        raise UserError("the discrete time samplers need grid, the times of the sampler; logit_normal needs none")
-    last = int((len(options.grid) - 1) * options.fraction)
-    if not (0 < options.fraction <= 1 and last > first):
-        raise UserError(
-            f"fraction={options.fraction} of a grid of {len(options.grid) - 1} steps leaves no time to draw from; use "
-            "more steps or a fraction nearer to 1"
-        )
-    return options.grid[:last].float()
-
-
-def _logit_normal(options: _TimeOptions) -> Tensor:
-    device = options.generator.device
-    normal = torch.special.ndtri(stratified(options.draws, 1, options.generator)[:, 0])
-    times = shift_sigmas(normal.sigmoid(), options.shift).clamp(min=LOWEST_TIME)
-    return times[torch.randperm(options.draws, generator=options.generator, device=device)]
-
-
-def _uniform(options: _TimeOptions) -> Tensor:
-    times = LOWEST_UNIFORM_TIME + (1 - LOWEST_UNIFORM_TIME) * stratified(
-        options.draws, options.count, options.generator
-    )
-    device = options.generator.device
-    order = torch.rand(options.draws, options.count, generator=options.generator, device=device).argsort(0)
-    return shift_sigmas(times.gather(0, order), options.shift)
-
-
 WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "uniform": lambda error, sigma, power: -error,
     "t": lambda error, sigma, power: -sigma * error,
@@ -307,10 +198,3 @@ WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "ghuber": lambda error, sigma, power: -sigma / power * ((error + ERROR_FLOOR) ** power - ERROR_FLOOR**power),
 }
 """Functions that turn matching errors, times and the exponent into pseudo log-likelihoods."""
-TIME_SAMPLERS: dict[str, Callable[[_TimeOptions], Tensor]] = {
-    "discrete": lambda options: _grid_times(options, options.draws, first=0),
-    "discrete_wo_init": lambda options: _grid_times(options, options.draws, first=1),
-    "discrete_with_init": _discrete_with_init,
-    "logit_normal": _logit_normal,
-    "uniform": _uniform,
-}

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.losses import NoisyRows
-from diffusion.matching.velocity import FlowMatching, NoisyVersions, TimestepConfig, draw_times, matched_rollouts
+from diffusion.matching.times import TimestepConfig, draw_times
+from diffusion.matching.velocity import FlowMatching, NoisyVersions, matched_rollouts
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.sampling.sampler import SamplerConfig, group_seeds, sample_states, text_of
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from diffusion.data.prompts import DiffusionTask
-from diffusion.matching.losses import TIME_SAMPLERS, NoisyRows, mix, sample_times
+from diffusion.matching.losses import NoisyRows, mix
+from diffusion.matching.times import TimestepConfig, draw_times
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.sampling.sampler import SamplerConfig, group_seeds, guided, row_noise, sample_latents, text_of
 from diffusion.sampling.schedule import sigma_grid
@@ -29,45 +30,7 @@ from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions, 
 from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice, rare
 from mmrl.training.recipe import Reference
-
-SHARING = ("batch", "group", "image")
-
-
-@dataclass
-class TimestepConfig:
-    """The noisy versions of a sample that are trained on."""
-
-    count: int = bounded(6, at_least=1)
-    """Times T of each image in an epoch."""
-    times: str = choice("discrete_wo_init", lambda: TIME_SAMPLERS)
-    """Distribution of the times: discrete, discrete_wo_init, discrete_with_init (of the sampler's grid),
-    logit_normal or uniform."""
-    fraction: float = bounded(0.9, above=0, at_most=1)
-    """Share of the grid that the discrete kinds use, from the noisy end."""
-    shift: float = bounded(3.0, above=0)
-    """Shift of the continuous kinds towards noise; 1 = none."""
-    share_times: str = rare(choice("group", SHARING))
-    """Images with the same times: batch (all), group (those of a prompt) or image (each has its own)."""
-    share_noise: bool = rare(False)
-    """Whether the images of a group get the same noises."""
-
-
-def draw_times(
-    options: TimestepConfig, grid: Tensor, groups: int, group_size: int, generator: torch.Generator
-) -> Tensor:
-    """Draw the times (B, T) float32 of B = groups * group_size samples; `grid` (S + 1,) descends to 0."""
-
-    def drawn() -> Tensor:
-        times = sample_times(
-            options.times, options.count, generator, grid=grid, fraction=options.fraction, shift=options.shift
-        )
-        return times.reshape(options.count)
-
-    distinct = {"batch": 1, "group": groups, "image": groups * group_size}[options.share_times]
-    table = torch.stack([drawn() for _ in range(distinct)])
-    return table.repeat_interleave(groups * group_size // distinct, 0)
 
 
 class MatchedSamples(NamedTuple):

@@ -26,7 +26,6 @@ from diffusion.recipe import DiffusionRecipe
 from diffusion.sampling.sampler import SamplerConfig
 from diffusion.sampling.trajectories import DiffusionPayload, StepConfig, Trajectories
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import merge_lists
@@ -42,10 +41,6 @@ class PromptHistory:
     """
 
     def __init__(self, buffer_size: int = 16, min_count: int = 16, eps: float = 1e-6) -> None:
-        if not 1 <= min_count <= buffer_size:
-            raise UserError(f"min_count is {min_count}; must be between 1 and buffer_size, which is {buffer_size}")
-        if eps <= 0:
-            raise UserError(f"eps is {eps}; must be above 0, because the rewards of a prompt may all be equal")
         self.buffer_size = buffer_size
         self.min_count = min_count
         self.eps = eps

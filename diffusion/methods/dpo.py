@@ -28,7 +28,8 @@ from torch import nn
 from diffusion.config import GivenImagesConfig, check_matching
 from diffusion.data.pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.data.prompts import DiffusionTask
-from diffusion.matching.velocity import FlowMatching, TimestepConfig, given_rollouts
+from diffusion.matching.times import TimestepConfig
+from diffusion.matching.velocity import FlowMatching, given_rollouts
 from diffusion.methods.fifa import PairFilterConfig, embed_captions, select_pairs
 from diffusion.models.ema import KeepsEvalAverage
 from diffusion.models.pipelines import encode_images

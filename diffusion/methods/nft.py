@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from diffusion.config import DiffusionConfig, MatchingParts
 from diffusion.matching.losses import nft_loss, nft_weight
-from diffusion.matching.velocity import FlowMatching, TimestepConfig
+from diffusion.matching.times import TimestepConfig
+from diffusion.matching.velocity import FlowMatching
 from diffusion.models.ema import NFT_SCHEDULES, EMAWeights, EvalEmaConfig, nft_old_decay
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe

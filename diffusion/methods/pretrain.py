@@ -21,7 +21,8 @@ from torch import nn
 from diffusion.config import GivenImagesConfig, check_matching
 from diffusion.data.images import CaptionedImage, ImageDataConfig, load_images
 from diffusion.data.prompts import DiffusionTask
-from diffusion.matching.velocity import FlowMatching, TimestepConfig, given_rollouts
+from diffusion.matching.times import TimestepConfig
+from diffusion.matching.velocity import FlowMatching, given_rollouts
 from diffusion.models.ema import KeepsEvalAverage
 from diffusion.models.pipelines import encode_images
 from diffusion.models.policy import DiffusionPolicy, ModelConfig, full_model

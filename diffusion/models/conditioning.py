@@ -53,8 +53,6 @@ class TextEncoders:
         self._family = family_of(pipeline)
         default = self._family.text_length
         self.max_sequence_length = default if max_sequence_length is None else max_sequence_length
-        if self.max_sequence_length < 1:
-            raise UserError(f"max_sequence_length={max_sequence_length} must be at least 1")
         for part in self._family.text:
             if getattr(pipeline, part.encoder) is None and not part.optional:
                 raise UserError(f"{type(pipeline).__name__} has no {part.encoder}; it cannot embed prompts")

@@ -53,11 +53,8 @@ class EMAWeights:
             decay: share of the OLD average that is kept, 0..1; 0 copies the policy bit for bit.
 
         Raises:
-            UserError: a decay outside 0..1.
             RuntimeError: the average is in the policy's place, see `applied`.
         """
-        if not 0.0 <= decay <= 1.0:
-            raise UserError(f"decay={decay} must be between 0 and 1")
         self._check_apart()
         for name, parameter in self._parameters.items():
             current = parameter.detach().float()

@@ -28,7 +28,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.matching.awm_loss import AwmLoss, AwmSettings, with_ratio
-from diffusion.matching.velocity import TimestepConfig
+from diffusion.matching.times import TimestepConfig
 from diffusion.models.ema import EvalAverage, EvalEmaConfig
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts

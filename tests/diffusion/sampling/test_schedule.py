@@ -85,8 +85,6 @@ def test_grids_of_other_schedulers_are_refused():
         sigma_grid(FlowMatchEulerDiscreteScheduler(invert_sigmas=True), 4)
     with pytest.raises(UserError, match="give image_tokens"):
         sigma_grid(FLUX, 4)
-    with pytest.raises(UserError, match="steps is 0"):
-        sigma_grid(SD3, 0)
 
 
 def test_grid_of_sa_solver_by_hand():
@@ -101,8 +99,6 @@ def test_shifts_undo_each_other_and_keep_the_ends():
     times = torch.linspace(0, 1, 11, dtype=torch.float64)
     torch.testing.assert_close(shift_sigmas(shift_sigmas(times, 3.0), 1 / 3), times)
     assert shift_sigmas(times, 3.0)[[0, 5, 10]].tolist() == pytest.approx([0, 0.75, 1])
-    with pytest.raises(UserError, match="shift is 0"):
-        shift_sigmas(times, 0)
 
 
 def test_every_position_of_the_window_is_equally_likely():
@@ -280,13 +276,9 @@ def test_all_steps_but_the_first_and_the_last_are_corrected(monkeypatch):
 
 def test_what_a_solver_cannot_do_is_named():
     x = torch.ones(1, 1, 2, 2)
-    with pytest.raises(UserError, match="no solver 'heun'; available: euler, sa_solver, dpm"):
-        make_solver("heun", SD3, 4)
     for name in ("euler", "dpm"):
         with pytest.raises(UserError, match=f"noise_level is 0.4, but the solver '{name}' adds no noise"):
             make_solver(name, SD3, 4, 0.4)
-    with pytest.raises(UserError, match="noise_level is -1"):
-        make_solver("sa_solver", SD3, 4, -1)
     with pytest.raises(UserError, match="every step needs a generator"):
         make_solver("sa_solver", SD3, 4, 0.4).step(x, 0, x)
     solver = make_solver("dpm", SD3, 4)

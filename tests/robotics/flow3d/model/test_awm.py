@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.matching.velocity import TimestepConfig
+from diffusion.matching.times import TimestepConfig
 from diffusion.sampling.sampler import row_noise
 from mmrl.config import load_run
 from mmrl.errors import UserError

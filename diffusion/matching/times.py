@@ -1,0 +1,119 @@
+"""Times at which finished samples are made noisy again: how many, from which distribution, which samples share them.
+
+Sources: scxue/advantage_weighted_matching; X-GenGroup/Flow-Factory, timestep sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diffusion.matching.losses import stratified
+from diffusion.sampling.schedule import shift_sigmas
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice, rare
+
+SHARING = ("batch", "group", "image")
+LOWEST_TIME = 0.01
+LOWEST_UNIFORM_TIME = 0.2
+
+
+@dataclass
+class TimestepConfig:
+    """The noisy versions of a sample that are trained on."""
+
+    count: int = bounded(6, at_least=1)
+    """Times T of each image in an epoch."""
+    times: str = choice("discrete_wo_init", lambda: TIME_SAMPLERS)
+    """Distribution of the times: discrete, discrete_wo_init, discrete_with_init (of the sampler's grid),
+    logit_normal or uniform."""
+    fraction: float = bounded(0.9, above=0, at_most=1)
+    """Share of the grid that the discrete kinds use, from the noisy end."""
+    shift: float = bounded(3.0, above=0)
+    """Shift of the continuous kinds towards noise; 1 = none."""
+    share_times: str = rare(choice("group", SHARING))
+    """Images with the same times: batch (all), group (those of a prompt) or image (each has its own)."""
+    share_noise: bool = rare(False)
+    """Whether the images of a group get the same noises."""
+
+
+def draw_times(
+    options: TimestepConfig, grid: Tensor, groups: int, group_size: int, generator: torch.Generator
+) -> Tensor:
+    """Draw the times (B, T) float32 of B = groups * group_size samples; `grid` (S + 1,) descends to 0."""
+    distinct = {"batch": 1, "group": groups, "image": groups * group_size}[options.share_times]
+    table = torch.stack([sample_times(options, grid, generator) for _ in range(distinct)])
+    return table.repeat_interleave(groups * group_size // distinct, 0)
+
+
+def sample_times(options: TimestepConfig, grid: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw the times (T,) float32 of a sample, one from each of T strata.
+
+    * discrete: times of the grid, strata over its first int(fraction * S)
+    * discrete_wo_init: the same without the grid's first time, pure noise
+    * discrete_with_init: the grid's first time, and T - 1 strata over the others
+    * logit_normal: sigmoid of a standard normal, shifted, at least 0.01, in random order
+    * uniform: strata of 0.2..1 in random order, shifted
+
+    Args:
+        options: of the draws.
+        grid: the sampler's times (S + 1,), descending to 0; read by the discrete kinds.
+        generator: source of the draws; its device decides where they are made.
+
+    Raises:
+        UserError: a grid that is too short.
+    """
+    return TIME_SAMPLERS[options.times](options, grid, generator)
+
+
+def _discrete_with_init(options: TimestepConfig, grid: Tensor, generator: torch.Generator) -> Tensor:
+    initial = _usable(options, grid, first=0)[:1]
+    if options.count == 1:
+        return initial
+    return torch.cat([initial, _grid_times(options, grid, generator, first=1, strata=options.count - 1)])
+
+
+def _grid_times(
+    options: TimestepConfig, grid: Tensor, generator: torch.Generator, first: int, strata: int | None = None
+) -> Tensor:
+    """One index of each stratum of first..int(fraction * S) - 1; strata without an index take the nearest below."""
+    times, strata, device = _usable(options, grid, first), strata or options.count, generator.device
+    edges = torch.arange(strata + 1, device=device) * (len(times) - first) // strata + first
+    offset = torch.rand(strata, generator=generator, device=device) * (edges[1:] - edges[:-1])
+    return times.to(device)[edges[:-1] + offset.long()]
+
+
+def _usable(options: TimestepConfig, grid: Tensor, first: int) -> Tensor:
+    """The grid's first int(fraction * S) times; raises UserError where none is left from `first` on."""
+    last = int((len(grid) - 1) * options.fraction)
+    if last <= first:
+        raise UserError(
+            f"fraction={options.fraction} of a grid of {len(grid) - 1} steps leaves no time to draw from; use "
+            "more steps or a fraction nearer to 1"
+        )
+    return grid[:last].float()
+
+
+def _logit_normal(options: TimestepConfig, grid: Tensor, generator: torch.Generator) -> Tensor:
+    normal = torch.special.ndtri(stratified(options.count, 1, generator)[:, 0])
+    times = shift_sigmas(normal.sigmoid(), options.shift).clamp(min=LOWEST_TIME)
+    return times[torch.randperm(options.count, generator=generator, device=generator.device)]
+
+
+def _uniform(options: TimestepConfig, grid: Tensor, generator: torch.Generator) -> Tensor:
+    times = LOWEST_UNIFORM_TIME + (1 - LOWEST_UNIFORM_TIME) * stratified(options.count, 1, generator)[:, 0]
+    order = torch.rand(options.count, generator=generator, device=generator.device).argsort()
+    return shift_sigmas(times[order], options.shift)
+
+
+TIME_SAMPLERS: dict[str, Callable[[TimestepConfig, Tensor, torch.Generator], Tensor]] = {
+    "discrete": partial(_grid_times, first=0),
+    "discrete_wo_init": partial(_grid_times, first=1),
+    "discrete_with_init": _discrete_with_init,
+    "logit_normal": _logit_normal,
+    "uniform": _uniform,
+}
