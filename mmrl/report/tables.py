@@ -150,8 +150,6 @@ LOSSES = (
     ),
     ("checkpoints that failed", "checkpoint/failed", True, "e.g. the disk was full"),
 )
-
-
 Estimate = tuple[float, float, float]
 Cell = dict[str, str]
 

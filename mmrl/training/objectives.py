@@ -19,8 +19,6 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import by_kind, rare
 
 PRESET = "the preset's"
-
-
 OBJECTIVE = get("sft")
 
 

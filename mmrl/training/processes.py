@@ -34,29 +34,15 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.workers.engine import FailureLog
 
 LOGGER = logging.getLogger("mmrl")
-
-
 LIMIT = "ONEDNN_MAX_CPU_ISA"
-
-
 PROBE = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
-
-
 GROWTH = 1.25
-
-
 SLACK = 64 << 20
 """Bytes. A process is trimmed if it holds more than GROWTH times its size after the last trim, and SLACK."""
-
-
 PRIMITIVES = 256
 """Kernels that oneDNN keeps: more than a step of a large model needs, and a quarter of its default."""
-
-
 BUCKET_ELEMENTS = 2**24
 """Gradient entries in one message between processes."""
-
-
 ItemT = TypeVar("ItemT")
 
 

@@ -26,11 +26,7 @@ from mmrl.training.processes import global_advantages
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig, TrainerConfig
 
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
-
-
 TaskT = TypeVar("TaskT")
-
-
 ScoresT = TypeVar("ScoresT")
 
 

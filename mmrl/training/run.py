@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 
 LOGGER = logging.getLogger("mmrl")
-
-
 WRITE_REPORT = "mmrl.report.page:write_report"
 """Named, not imported: the report reads runs and is in a layer above training."""
 

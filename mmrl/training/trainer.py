@@ -108,8 +108,6 @@ class StopSignals:
 
 MAX_DRAWS = 10
 """Stop after this many consecutive draws without a usable task."""
-
-
 TaskT = TypeVar("TaskT")
 
 

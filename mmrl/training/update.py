@@ -31,6 +31,7 @@ from mmrl.training.processes import (
 from mmrl.training.recipe import Passes, Recipe, Reference, Step, scores_before_update, shared_prefix
 from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfig
 
+LOGGER = logging.getLogger("mmrl")
 BOOTSTRAP = "bootstrap_mask"
 """Extra (B, T), 1 at the decision whose value bootstraps an episode that a time limit ended."""
 
@@ -107,20 +108,14 @@ def _bootstraps(advantage: object) -> bool:
     return isinstance(advantage, CriticAdvantage) and advantage.truncation == "bootstrap"
 
 
-BATCH_FIELDS = ("reward", "advantage", "logp_old", "logp_ref", "values", "returns")
-
-
 def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Module) -> str | None:
     """Name the numbers that are not finite, the earliest cause first."""
-    checks: list[tuple[str, Tensor]] = []
-    scored = minibatch.scored
-    for name in BATCH_FIELDS:
-        value = getattr(minibatch, name)
-        if value is not None and name != "reward":
-            checks.append((f"rollouts.{name}", _visible(value, minibatch.mask)[scored]))
-    checks += [
-        (f"rollouts.extras[{name!r}]", _visible(value, minibatch.mask)[scored])
-        for name, value in minibatch.extras.items()
+    fields = {name: getattr(minibatch, name) for name in ("advantage", "logp_old", "logp_ref", "values", "returns")}
+    fields |= {f"extras[{name!r}]": value for name, value in minibatch.extras.items()}
+    checks = [
+        (f"rollouts.{name}", _visible(value, minibatch.mask)[minibatch.scored])
+        for name, value in fields.items()
+        if value is not None
     ]
     checks += [(f"weight {name}", parameter.detach()) for name, parameter in policy.named_parameters()]
     if loss is not None:
@@ -149,7 +144,6 @@ def _visible(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), value, torch.zeros_like(value))
 
 
-LOGGER = logging.getLogger("mmrl")
 FACTOR = "learning_rate_factor"
 """Key of an optimiser group whose rate is another than the run's."""
 

@@ -49,8 +49,6 @@ WORKER_FAILURES: dict[str, str] = {
     "memory": "The process, with what it started, held more memory than allowed.",
     "raised": "The service raised an exception.",
 }
-
-
 log = logging.getLogger(__name__)
 MAX_FILES = 100
 """Tracebacks kept of a run; reasons beyond that are still counted and logged."""
