@@ -76,7 +76,7 @@ RECIPES = (
     RecipeEntry(
         "flow_pretrain",
         "diffusion.methods.pretrain:PretrainRecipe:PretrainConfig",
-        "flow matching on captioned images, same loop and checkpoints",
+        "flow matching on captioned images",
         "Lipman et al., Flow Matching, arXiv 2210.02747",
         supervised=True,
     ),

@@ -8,7 +8,7 @@ RECIPES = (
     RecipeEntry(
         "flow3d",
         "robotics.flow3d.methods.recipe:Flow3dRecipe:Flow3dConfig",
-        "a world model of 3D flow: how the points of an object will move, same loop and checkpoints",
+        "a world model of 3D flow, which predicts how the points of an object will move",
         "3DFlowAction, arXiv 2506.06199",
         supervised=True,
     ),
@@ -21,7 +21,7 @@ RECIPES = (
     RecipeEntry(
         "robot_clone",
         "robotics.methods.clone:CloneRecipe:CloneConfig",
-        "behaviour cloning of a robot policy, same loop and checkpoints",
+        "behaviour cloning of a robot policy",
         "Pomerleau, ALVINN, 1988; action chunks as in ACT, arXiv 2304.13705",
         supervised=True,
     ),

@@ -8,7 +8,7 @@ RECIPES = (
     RecipeEntry(
         "agent",
         "mmrl.agents.recipe:AgentRecipe:AgentConfig",
-        "an agent that looks and acts over several turns, with any objective of the catalogue",
+        "an agent that acts over several turns with images and text, with any objective of the catalogue",
         "objective: see `mmrl list objectives`",
     ),
     RecipeEntry(
@@ -20,14 +20,14 @@ RECIPES = (
     RecipeEntry(
         "agent_clone",
         "mmrl.agents.methods.clone:AgentCloneRecipe:AgentCloneConfig",
-        "supervised warm start of an agent on what the environment's own expert does",
+        "supervised warm start of an agent on the environment's own expert",
         "maximum likelihood",
         supervised=True,
     ),
     RecipeEntry(
         "vl_dac",
         "mmrl.agents.methods.vl_dac:VlDacRecipe:VlDacConfig",
-        "PPO over tokens with a critic over environment steps, warmed up alone (the paper's constants)",
+        "PPO over tokens with a critic over environment steps that warms up first (the paper's constants)",
         "Bredis et al., VL-DAC, arXiv 2508.04280",
     ),
     RecipeEntry(
@@ -40,7 +40,7 @@ RECIPES = (
     RecipeEntry(
         "digirl",
         "mmrl.agents.methods.digirl:DigirlRecipe:DigirlConfig",
-        "an agent's kept steps made likelier, offline then online: two critics, curriculum, filtered cloning",
+        "filtered likelihood of an agent's steps, offline then online: two critics, curriculum, filtered cloning",
         "Bai et al., DigiRL, arXiv 2406.11896",
     ),
 )

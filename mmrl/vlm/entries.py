@@ -38,7 +38,7 @@ RECIPES = (
     RecipeEntry(
         "sft",
         "mmrl.vlm.methods.sft:SftRecipe:SftConfig",
-        "supervised warm start on given completions, same loop and checkpoints",
+        "supervised warm start on given completions",
         "maximum likelihood",
         supervised=True,
     ),
