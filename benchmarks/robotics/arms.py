@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.harness import check
 from benchmarks.measure import Stopwatch, repeat
-from robotics.scenes import ReachCube, load_arm_cubes
 from robotics.sim import FrameRenderer, ImageRollout, RenderSettings, fast_visuals
+from robotics.toy.arm_cubes import ReachCube, load_arm_cubes
 
 if TYPE_CHECKING:
     import mujoco

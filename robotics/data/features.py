@@ -88,14 +88,9 @@ def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
     return complete | {key: dict(feature) for key, feature in COLUMNS.items()}
 
 
-def camera_features(features: Mapping[str, Any], dtypes: Sequence[str] = ("video", "image")) -> list[str]:
-    """Cameras' features stored as one of `dtypes`, in their order, without depth."""
-    return [key for key, feature in features.items() if feature["dtype"] in dtypes and not is_depth(feature)]
-
-
-def depth_features(features: Mapping[str, Any], dtypes: Sequence[str] = ("video", "image")) -> list[str]:
-    """Depth cameras' features stored as one of `dtypes`, in their order."""
-    return [key for key, feature in features.items() if feature["dtype"] in dtypes and is_depth(feature)]
+def camera_features(features: Mapping[str, Any], depth: bool = False) -> list[str]:
+    """Features of the cameras, or of the depth cameras, in their order."""
+    return [key for key, feature in features.items() if feature["dtype"] in IMAGES and is_depth(feature) == depth]
 
 
 def is_depth(feature: Mapping[str, Any]) -> bool:

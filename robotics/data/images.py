@@ -39,19 +39,10 @@ GOP = 2
 def read_clip(
     path: Path, start_s: float, length: int, fps: float, size: Sequence[int], pixels: str = "rgb24"
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Decode one episode's part of a video.
+    """Decode T = length frames of a video from a time on, cropped to (H, W); pixels beyond are padding.
 
-    Args:
-        path: of the video.
-        start_s: seconds from the beginning of the video to the episode's first frame.
-        length: T.
-        fps: frames a second.
-        size: (H, W) pixels; what the video has beyond them is padding.
-        pixels: rgb24, or gray12le for the codes of depth.
-
-    Returns:
-        (T, H, W, 3) uint8, or (T, H, W) uint16 of gray12le, and (T,) whether a frame could be decoded; one that could
-        not repeats the one before it, or the first that could.
+    Returns (T, H, W, 3) uint8, or (T, H, W) uint16 of gray12le, and (T,) whether a frame could be decoded; one that
+    could not repeats the one before it, or the first that could.
     """
     height, width = size
     shape, kind = PIXELS[pixels]

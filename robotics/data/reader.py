@@ -22,7 +22,6 @@ from robotics.data.features import (
     SUCCESS,
     camera_features,
     camera_name,
-    depth_features,
     image_size,
     is_depth,
 )
@@ -142,7 +141,8 @@ class LeRobotReader:
         with named_errors(f"the metadata of {self.folder}"):
             self.episodes: list[dict[str, Any]] = self._episode_rows()
             """Rows of `meta/episodes` without the statistics, by number of the episode."""
-            self.tasks: list[str] = self._task_texts()
+            tasks = self.folder / TASKS_PATH
+            self.tasks: list[str] = task_texts(read_table(tasks)) if self.episodes or tasks.exists() else []
             """Instructions by index."""
             self.stats: dict[str, Statistics] = self._statistics()
             """Statistics by feature; empty where the dataset has none."""
@@ -162,7 +162,7 @@ class LeRobotReader:
     @property
     def depth_cameras(self) -> list[str]:
         """Names of the depth cameras, without `observation.images.`."""
-        return [camera_name(key) for key in depth_features(self.info["features"])]
+        return [camera_name(key) for key in camera_features(self.info["features"], depth=True)]
 
     @property
     def num_episodes(self) -> int:
@@ -200,7 +200,7 @@ class LeRobotReader:
                 state=_matrix(columns.pop(STATE, None), length),
                 action=_matrix(columns.pop(ACTION, None), length),
                 images=self._images(camera_features(features), row, table),
-                depth_m=self._images(depth_features(features), row, table),
+                depth_m=self._images(camera_features(features, depth=True), row, table),
                 task=tasks[0],
                 frame_tasks=tasks,
                 success=_success(row, columns.get(SUCCESS)),
@@ -294,10 +294,6 @@ class LeRobotReader:
             )
         return [rows[number] for number in range(total)]
 
-    def _task_texts(self) -> list[str]:
-        path = self.folder / TASKS_PATH
-        return task_texts(read_table(path)) if self.episodes or path.exists() else []
-
     def _statistics(self) -> dict[str, Statistics]:
         path = self.folder / STATS_PATH
         content = read_json(path) if path.exists() else {}
@@ -331,11 +327,12 @@ class LeRobotReader:
             return (lambda: metres_of(read(), unit)) if depth else read
         path = self._path(self.info.get("video_path") or VIDEO_PATH, f"videos/{key}", row, video_key=key)
         start, pixels = row[f"videos/{key}/from_timestamp"], "gray12le" if depth else "rgb24"
-        read = partial(self._decode_clip, path, start, row["length"], size, pixels)
-        return (lambda: DepthCodes.from_info(info).decode(read())) if depth else read
 
-    def _decode_clip(self, path: Path, start_s: float, length: int, size: Sequence[int], pixels: str) -> NDArray[Any]:
-        return self._counted(*read_clip(path, start_s, length, self.fps, size, pixels))
+        def decode() -> NDArray[Any]:
+            frames = self._counted(*read_clip(path, start, row["length"], self.fps, size, pixels))
+            return DepthCodes.from_info(info).decode(frames) if depth else frames
+
+        return decode
 
     def _decode_images(
         self,

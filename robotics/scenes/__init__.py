@@ -13,7 +13,6 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
-    "robotics.scenes.arm_cubes": ("ReachCube", "load_arm_cubes"),
     "robotics.scenes.arms": ("ARMS",),
     "robotics.scenes.batch": ("BatchSettings", "TabletopBatch"),
     "robotics.scenes.control": ("CartesianController", "ControlSettings"),

@@ -71,7 +71,7 @@ class ForwardKinematics:
         parents = [0, *bodies[:-1]]
         links = np.stack([_between(model, *pair) for pair in zip(parents, bodies, strict=True)])
         tool = _between(model, bodies[-1], int(model.site_bodyid[site]))
-        self._tool = tool @ _transform(model.site_pos[site], model.site_quat[site])
+        self._tool = tool @ transform(model.site_pos[site], model.site_quat[site])
         self._axes: NDArray[np.float64] = model.jnt_axis[joints][:, :, None].copy()
         # Rodrigues' formula, R = I + sin(q) K + (1 - cos(q)) K K, multiplied from the left by the fixed part of a link.
         cross = np.stack([_cross_matrix(axis) for axis in model.jnt_axis[joints]])
@@ -105,12 +105,13 @@ def _between(model: mujoco.MjModel, ancestor: int, body: int) -> NDArray[np.floa
     """T_ancestor_body with all joints in between at zero."""
     pose = np.eye(4)
     while body != ancestor:
-        pose = _transform(model.body_pos[body], model.body_quat[body]) @ pose
+        pose = transform(model.body_pos[body], model.body_quat[body]) @ pose
         body = int(model.body_parentid[body])
     return pose
 
 
-def _transform(position: NDArray[np.float64], quaternion: NDArray[np.float64]) -> NDArray[np.float64]:
+def transform(position: NDArray[np.float64], quaternion: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(4, 4) pose of a position (3,) and a unit quaternion (4,)."""
     import mujoco
 
     rotation = np.empty(9)

@@ -181,14 +181,7 @@ class TabletopBatch:
         return self._begin(self.live, dict(enumerate(seeds)), past)
 
     def restart(self, episodes: Mapping[int, EpisodeSpec]) -> ChunkResult:
-        """Begin episodes in some rows while the others continue.
-
-        Args:
-            episodes: by row; each of the task and split that its row had at the last `reset`.
-
-        Returns:
-            Result of a chunk of no steps, for these rows.
-        """
+        """Begin episodes by row, each of the task and split of the row's last `reset`, while the others continue."""
         rows = np.array(sorted(episodes), np.int64)
         seeds = {row: layout_seed(episode.split, episode.layout) for row, episode in episodes.items()}
         self._check_restart(episodes)
@@ -420,7 +413,7 @@ class TabletopBatch:
     def _vary(self, episodes: Mapping[int, EpisodeSpec]) -> None:
         """Draw the variants of the episodes that begin in some rows."""
         for row, episode in episodes.items():
-            variant = self._scenes[episode.task].variants.of(episode)
+            variant = self._scenes[episode.task].variant(episode)
             self._variants.pop(row, None)
             self._delays.pop(row, None)
             if variant is not None:

@@ -151,17 +151,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._layout, self._elapsed, self._over = -1, 0, True
         self._outcome: Outcome = ""
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
-        every: dict[str, spaces.Space[Any]] = {
-            "state": spaces.Box(-np.inf, np.inf, (STATE_SIZE,), np.float32),
-            "proprio": spaces.Box(-np.inf, np.inf, (PROPRIO_SIZE,), np.float32),
-            "rgb": spaces.Box(0, 255, (*image_size, 3), np.uint8),
-            "depth": spaces.Box(0.0, np.inf, image_size, np.float32),
-            "segmentation": spaces.Box(-1, MAX_ID, (*image_size, 2), np.int32),
-        }
-        parts = {kind: every[kind] for kind in self.kinds}
-        if views:
-            parts["views"] = spaces.Box(0, 255, (len(views), *image_size, 3), np.uint8)
-        self.observation_space = spaces.Dict(parts)
+        self.observation_space = observation_space(self.kinds, image_size, len(views))
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -215,7 +205,11 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             raise UserError("no episode runs; call reset first")
         moves = self._delay(moves[0])[None]
         self.data.ctrl[:] = self.controller.plan(ROW, moves).controls[0, 0]
-        self._run_physics()
+        parts = SHOWN_PARTS if self._watchers else 1
+        for part in range(1, parts + 1):
+            self._lib.mj_step(self.model, self.data, PHYSICS_STEPS // parts)
+            if part < parts:
+                self._show(part / parts)
         self._elapsed += 1
         self._check_diverged()
         self._seen.add(self.data)
@@ -280,13 +274,6 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """(22,) exact full state, whether observed or not."""
         return self._scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
 
-    def _run_physics(self) -> None:
-        parts = SHOWN_PARTS if self._watchers else 1
-        for part in range(parts):
-            self._lib.mj_step(self.model, self.data, PHYSICS_STEPS // parts)
-            if part < parts - 1:
-                self._show((part + 1) / parts)
-
     def _show(self, part: float = 0.0) -> None:
         """Call the watchers, a part of a control step after the last one."""
         if self.render_mode == "human" and self._viewer is None:
@@ -320,7 +307,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if self.model is self._scene.model:
             return
         restore_model(self.model, self._scene.model)
-        self._variant = self._scene.variants.of(episode, self.model)
+        self._variant = self._scene.variant(episode, self.model)
         self._delay = ActionDelay(self._variant.action_delay if self._variant else 0)
         for renderer in self._renderers.values():
             renderer.refresh()
@@ -345,18 +332,16 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return seen
 
     def _observe_kind(self, kind: str) -> NDArray[Any]:
+        """An observation, delayed and noisy where that is drawn."""
         if kind in ("state", "proprio"):
-            return self._measured_state()[: STATE_SIZE if kind == "state" else PROPRIO_SIZE]
+            commands = self.controller.commands(ROW)
+            state = self._scene.sensors.state(self._seen.sensordata[None], commands)[0]
+            seen = state if self._variant is None else self._variant.noisy_state(state, self._elapsed)
+            return seen[: STATE_SIZE if kind == "state" else PROPRIO_SIZE]
         if kind == "rgb":
             return self._policy_image("observe")
         renderer = self._renderer("observe")
         return (renderer.depth if kind == "depth" else renderer.segmentation)(self._seen.data)
-
-    def _measured_state(self) -> NDArray[np.float32]:
-        """(22,) state as observed, delayed and noisy where that is drawn."""
-        commands = self.controller.commands(ROW)
-        state: NDArray[np.float32] = self._scene.sensors.state(self._seen.sensordata[None], commands)[0]
-        return state if self._variant is None else self._variant.noisy_state(state, self._elapsed)
 
     def _policy_image(self, purpose: str, camera: str | None = None) -> NDArray[np.uint8]:
         image = self._renderer(purpose).rgb(self._seen.data, camera=camera).copy()
@@ -366,3 +351,16 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if purpose not in self._renderers:
             self._renderers[purpose] = FrameRenderer(self.model, self._settings[purpose], self._backend)
         return self._renderers[purpose]
+
+
+def observation_space(kinds: Sequence[str], image_size: tuple[int, int], views: int) -> spaces.Dict:
+    """Space of some kinds of observations, and of the images of further cameras where there are any."""
+    every: dict[str, spaces.Space[Any]] = {
+        "state": spaces.Box(-np.inf, np.inf, (STATE_SIZE,), np.float32),
+        "proprio": spaces.Box(-np.inf, np.inf, (PROPRIO_SIZE,), np.float32),
+        "rgb": spaces.Box(0, 255, (*image_size, 3), np.uint8),
+        "depth": spaces.Box(0.0, np.inf, image_size, np.float32),
+        "segmentation": spaces.Box(-1, MAX_ID, (*image_size, 2), np.int32),
+        "views": spaces.Box(0, 255, (views, *image_size, 3), np.uint8),
+    }
+    return spaces.Dict({kind: every[kind] for kind in (*kinds, *(["views"] if views else []))})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
+from robotics.scenes.arms import transform
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,20 +66,11 @@ def _frames(spec: Any) -> dict[str, tuple[Any, NDArray[np.float64]]]:
     waiting = [(body, np.eye(4)) for body in spec.worldbody.bodies]
     while waiting:
         body, parent = waiting.pop(0)
-        pose = parent @ _pose(body)
+        quaternion = np.array(body.quat, np.float64)
+        pose = parent @ transform(body.pos, quaternion / np.linalg.norm(quaternion))
         found[body.name] = body, pose
         waiting += [(child, pose) for child in body.bodies]
     return found
-
-
-def _pose(body: Any) -> NDArray[np.float64]:
-    import mujoco
-
-    rotation, quaternion = np.empty(9), np.array(body.quat, np.float64)
-    mujoco.mju_quat2Mat(rotation, quaternion / np.linalg.norm(quaternion))
-    pose = np.eye(4)
-    pose[:3, :3], pose[:3, 3] = rotation.reshape(3, 3), body.pos
-    return pose
 
 
 def _check_frames(path: Path, names: list[str], own: dict[str, Any], given: dict[str, Any]) -> None:

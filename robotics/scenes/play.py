@@ -133,7 +133,13 @@ def play(
         )
         stack.callback(env.close)
         strips = [ImageStrip() for _ in range(episodes if strip else 0)]
-        recorder = None if shown else stack.enter_context(_Recorder(env, settings.height, video))
+        recorder: _Recorder | None = None
+        if not shown:
+            from mmrl.hub.video import VideoRecorder
+
+            renderer = stack.enter_context(VideoRenderer(env.scene, video_size(settings.height)))
+            recorder = _Recorder(renderer, stack.enter_context(VideoRecorder(video, VIDEO_HZ)) if video else None)
+            env.watch(recorder.see)
         solved = played = 0
         for number in range(episodes):
             if recorder is not None:
@@ -167,40 +173,26 @@ def _run(env: TabletopEnv, actor: Actor, number: int, seed: int, settings: PlayS
     return {**info, "steps": steps}
 
 
+@dataclass
 class _Recorder:
     """Draws what the environment shows, for a video, a strip or both."""
 
-    def __init__(self, env: TabletopEnv, height: int, video: Path | None) -> None:
-        self._env, self._size, self._video = env, video_size(height), video
-        self._shown = 0
-        self.strip: ImageStrip | None = None
-        """Takes the images of the present episode."""
+    renderer: VideoRenderer
+    video: VideoRecorder | None
+    strip: ImageStrip | None = None  # of the present episode
+    shown: int = 0  # states since its start
 
-    def __enter__(self) -> _Recorder:
-        from mmrl.hub.video import VideoRecorder
-
-        with ExitStack() as stack:
-            self._renderer = stack.enter_context(VideoRenderer(self._env.scene, self._size))
-            self._recorder: VideoRecorder | None = None
-            if self._video is not None:
-                self._recorder = stack.enter_context(VideoRecorder(self._video, VIDEO_HZ))
-            self._env.watch(self._see)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def _see(self, data: mujoco.MjData, caption: Caption) -> None:
-        self._shown = 0 if caption.seconds == 0 else self._shown + 1
-        in_video = self._recorder is not None and (self._shown % 2 == 0 or bool(caption.outcome))
-        in_strip = self.strip is not None and self._shown % SHOWN_PARTS == 0
+    def see(self, data: mujoco.MjData, caption: Caption) -> None:
+        """Draw a state, if it is in the video or the strip."""
+        self.shown = 0 if caption.seconds == 0 else self.shown + 1
+        in_video = self.video is not None and (self.shown % 2 == 0 or bool(caption.outcome))
+        in_strip = self.strip is not None and self.shown % SHOWN_PARTS == 0
         if not (in_video or in_strip):
             return
-        frame = self._renderer.rgb(data, outcome=caption.outcome)
-        if self._recorder is not None and in_video:
+        frame = self.renderer.rgb(data, outcome=caption.outcome)
+        if self.video is not None and in_video:
             for _ in range(round(HOLD_S * VIDEO_HZ) if caption.outcome else 1):
-                self._recorder.add(write_caption(frame, caption))
+                self.video.add(write_caption(frame, caption))
         if self.strip is not None and in_strip:
             self.strip.add(frame, caption)
 

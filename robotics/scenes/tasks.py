@@ -29,7 +29,7 @@ from robotics.scenes.tabletop import (
     place_pieces,
     scene_spec,
 )
-from robotics.scenes.variant import SceneVariants
+from robotics.scenes.variant import SceneVariant, draw_variant
 from robotics.sim.randomization import RandomizationConfig
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.scenes.arms import ArmModel
+    from robotics.sim.episodes import EpisodeSpec
     from robotics.sim.scene_results import SceneSteps
 
 SPLITS = ("train", "held_out")
@@ -69,7 +70,7 @@ class TabletopTask:
     apart_m: tuple[float, float]  # least and greatest distance between two pieces
     success: Callable[[SceneReading], NDArray[np.bool_]]
     progress: Callable[[SceneReading], NDArray[np.float64]]  # 0..1
-    horizon: int  # control steps
+    horizon: int = 60  # control steps
 
     def dense_reward(self, reading: SceneReading) -> NDArray[np.float64]:
         """Hand-written reward of readings with any leading shape: 1 at success, else at most 0.95."""
@@ -90,12 +91,11 @@ class TabletopScene:
         _check_choice("split", split, SPLITS)
         _check_choice("reward", reward, REWARDS)
         self.task, self.arm, self.split, self.reward = task, arm, split, reward
-        config = randomization or RandomizationConfig()
+        self.randomization = randomization or RandomizationConfig()
         spec = scene_spec(arm, tuple(task.areas), task.roles)
-        if "textures" in config.active():
+        if "textures" in self.randomization.active():
             add_blank_textures(spec)
         self.model = spec.compile()
-        self.variants = SceneVariants(self.model, arm, tuple(task.areas), config)
         self.sensors = SceneSensors(self.model)
         self._joints = [int(self.model.joint(name).qposadr[0]) for name in (*arm.joints, *arm.fingers)]
         self._home = np.array([*arm.home_rad, arm.opening_m, arm.opening_m])
@@ -109,6 +109,13 @@ class TabletopScene:
         other = copy.copy(self)
         other.split = split
         return self if split == self.split else other
+
+    def variant(self, episode: EpisodeSpec, model: mujoco.MjModel | None = None) -> SceneVariant | None:
+        """Draw an episode's variant into a model, or into a copy of the scene's; None for the nominal scene."""
+        if not self.randomization.active() or episode.draw is None:
+            return None
+        given = copy.copy(self.model) if model is None else model
+        return draw_variant(given, self.arm, tuple(self.task.areas), self.randomization, episode)
 
     def reset(self, model: mujoco.MjModel, data: mujoco.MjData, rng: np.random.Generator) -> None:
         """Put arm and pieces at the start of an episode."""
@@ -274,45 +281,27 @@ CUBE_AREA = Area(WHOLE.x_m, WHOLE.y_m, yaw_rad=0.3)
 REACH_AREAS = {"red_cube": CUBE_AREA, "green_cube": CUBE_AREA}
 
 
-def _task(
-    name: str,
-    instruction: str,
-    roles: Roles,
-    areas: dict[str, Area],
-    apart_m: tuple[float, float],
-    criteria: tuple[Callable[[SceneReading], NDArray[np.bool_]], Callable[[SceneReading], NDArray[np.float64]]],
-    horizon: int = 60,
-) -> TabletopTask:
-    return TabletopTask(name, instruction, roles, areas, apart_m, *criteria, horizon)
-
-
-TOUCH, OPEN = (_touched, _touch_progress), (_opened, _open_progress)
+TOUCH, PUSH, OPEN = (_touched, _touch_progress), (_pushed, _push_progress), (_opened, _open_progress)
 PLACED, STACKED = (_placed, _place_progress), (_stacked, _stack_progress)
 PLATE_AREAS = {"red_cube": CUBE_AREA, "yellow_plate": WHOLE}
 DRAWER_AREAS = {"drawer": Area((0.56, 0.64), (-0.11, 0.11), yaw_rad=0.2)}
 # One fixed motion opens the drawer above in four of ten layouts, and in at best two of ten here.
 WIDE_AREAS = {"drawer": Area((0.54, 0.66), (-0.2, 0.2), yaw_rad=0.6)}
+FAR_M = (0.14, 1.0)
+"""Least and greatest distance of things between which a cube is carried."""
 PUSH_ROLES, PUSH_AREAS = Roles("red_cube", goal="blue_zone"), {"red_cube": CUBE_AREA, "blue_zone": WHOLE}
-PLACE_ROLES, STACK_ROLES = Roles("red_cube", goal="yellow_plate"), Roles("red_cube", second="green_cube")
+TO_PLATE, STACK_ROLES = Roles("red_cube", goal="yellow_plate"), Roles("red_cube", second="green_cube")
 GREEN_ROLES = Roles("green_cube", second="red_cube")
 
 TASKS: dict[str, TabletopTask] = {
     task.name: task
     for task in (
-        _task("reach", "touch the red cube", STACK_ROLES, REACH_AREAS, (0.12, 1.0), TOUCH),
-        _task("reach_green", "touch the green cube", GREEN_ROLES, REACH_AREAS, (0.12, 1.0), TOUCH),
-        _task(
-            "push",
-            "push the red cube into the blue zone",
-            PUSH_ROLES,
-            PUSH_AREAS,
-            (0.12, 0.22),
-            (_pushed, _push_progress),
-            100,
-        ),
-        _task("pick_place", "put the red cube on the yellow plate", PLACE_ROLES, PLATE_AREAS, (0.14, 1.0), PLACED, 80),
-        _task("stack", "stack the red cube on the green cube", STACK_ROLES, REACH_AREAS, (0.14, 1.0), STACKED, 80),
-        _task("drawer", "open the drawer", Roles("drawer"), DRAWER_AREAS, (0.0, 1.0), OPEN),
-        _task("drawer_wide", "open the drawer", Roles("drawer"), WIDE_AREAS, (0.0, 1.0), OPEN),
+        TabletopTask("reach", "touch the red cube", STACK_ROLES, REACH_AREAS, (0.12, 1.0), *TOUCH),
+        TabletopTask("reach_green", "touch the green cube", GREEN_ROLES, REACH_AREAS, (0.12, 1.0), *TOUCH),
+        TabletopTask("push", "push the red cube into the blue zone", PUSH_ROLES, PUSH_AREAS, (0.12, 0.22), *PUSH, 100),
+        TabletopTask("pick_place", "put the red cube on the yellow plate", TO_PLATE, PLATE_AREAS, FAR_M, *PLACED, 80),
+        TabletopTask("stack", "stack the red cube on the green cube", STACK_ROLES, REACH_AREAS, FAR_M, *STACKED, 80),
+        TabletopTask("drawer", "open the drawer", Roles("drawer"), DRAWER_AREAS, (0.0, 1.0), *OPEN),
+        TabletopTask("drawer_wide", "open the drawer", Roles("drawer"), WIDE_AREAS, (0.0, 1.0), *OPEN),
     )
 }

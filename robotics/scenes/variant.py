@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,27 +52,16 @@ class SceneVariant:
         return np.rint(np.clip(image + noise, 0, 255)).astype(np.uint8)
 
 
-class SceneVariants:
-    """Makes the variants of one scene."""
-
-    def __init__(
-        self, model: mujoco.MjModel, arm: ArmModel, pieces: Sequence[str], config: RandomizationConfig
-    ) -> None:
-        self.config = config
-        self._model, self._arm, self._pieces = model, arm, tuple(pieces)
-        self._on = bool(config.active())
-
-    def of(self, episode: EpisodeSpec, model: mujoco.MjModel | None = None) -> SceneVariant | None:
-        """Draw an episode's variant."""
-        if not self._on or episode.draw is None:
-            return None
-        model = copy.copy(self._model) if model is None else model
-        stream = Stream(self.config.seed, episode)
-        drawn = vary_model(model, self.config, self._arm, self._pieces, stream)
-        delays, noise = draw_delays(self.config, stream), self.config.sensor_noise
-        levels = {f"sensor_noise.{name}": value for name, value in vars(noise).items() if is_on(value)}
-        late = delays.get("action_delay", 0), delays.get("observation_delay", 0)
-        return SceneVariant(model, drawn | delays | levels, *late, noise, stream)
+def draw_variant(
+    model: mujoco.MjModel, arm: ArmModel, pieces: tuple[str, ...], config: RandomizationConfig, episode: EpisodeSpec
+) -> SceneVariant:
+    """Draw an episode's variant and write it into a model."""
+    stream = Stream(config.seed, episode)
+    drawn = vary_model(model, config, arm, pieces, stream)
+    delays, noise = draw_delays(config, stream), config.sensor_noise
+    levels = {f"sensor_noise.{name}": value for name, value in vars(noise).items() if is_on(value)}
+    late = delays.get("action_delay", 0), delays.get("observation_delay", 0)
+    return SceneVariant(model, drawn | delays | levels, *late, noise, stream)
 
 
 class ActionDelay:

@@ -25,7 +25,7 @@ from mmrl.errors import UserError
 from mmrl.workers.vector.env import row_seeds, rows_to_reset
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.control import ACTION_SIZE
-from robotics.scenes.envs import CONTROL_HZ
+from robotics.scenes.envs import CONTROL_HZ, observation_space
 from robotics.scenes.tasks import LAYOUTS, layout_seed
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
 
@@ -87,23 +87,17 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         self.batch = TabletopBatch(names, arm, settings, workers=workers, backend=backend)
         """The simulator; see its `full_state` and `counts`."""
         self._key = STATE_KEYS[self.batch.settings.state]
-        self._seen: dict[str, NDArray[Any]] = {self._key: np.zeros((num_envs, self.batch.state_size), np.float32)}
-        parts: dict[str, spaces.Space[Any]] = {
-            self._key: spaces.Box(-np.inf, np.inf, (self.batch.state_size,), np.float32)
+        kinds = [self._key, *(["rgb"] if self.batch.image_size else [])]
+        space = observation_space(kinds, self.batch.image_size or (0, 0), len(self.batch.views))
+        self._seen: dict[str, NDArray[Any]] = {
+            name: np.zeros((num_envs, *(part.shape or ())), part.dtype) for name, part in space.items()
         }
-        if self.batch.image_size is not None:
-            shape = (*self.batch.image_size, 3)
-            parts["rgb"] = spaces.Box(0, 255, shape, np.uint8)
-            self._seen["rgb"] = np.zeros((num_envs, *shape), np.uint8)
-            if self.batch.views:
-                parts["views"] = spaces.Box(0, 255, (len(self.batch.views), *shape), np.uint8)
-                self._seen["views"] = np.zeros((num_envs, len(self.batch.views), *shape), np.uint8)
-        self.single_observation_space = spaces.Dict(parts)
+        self.single_observation_space = space
         self.single_action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ, "autoreset_mode": self.autoreset_mode}
-        self.render_mode = "rgb_array" if "rgb" in parts else None
+        self.render_mode = "rgb_array" if "rgb" in kinds else None
         self._rngs: list[np.random.Generator | None] = [None] * num_envs
         self._layouts = [-1] * num_envs
         self._drawn: dict[int, Mapping[str, Any]] = {}
@@ -215,11 +209,10 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         return infos
 
     def _observe(self, result: ChunkResult, sound: NDArray[np.bool_]) -> None:
-        self._seen[self._key][result.rows[sound]] = result.observation.state[sound]
-        if result.observation.images is not None:
-            self._seen["rgb"][result.rows[sound]] = result.observation.images[sound]
-        if result.observation.views is not None:
-            self._seen["views"][result.rows[sound]] = result.observation.views[sound]
+        seen = result.observation
+        for name, part in ((self._key, seen.state), ("rgb", seen.images), ("views", seen.views)):
+            if part is not None:
+                self._seen[name][result.rows[sound]] = part[sound]
 
     def _look(self) -> dict[str, Any]:
         return {name: part.copy() for name, part in self._seen.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,13 @@ class ObservationFormat:
         """Make the inputs of one row."""
         problems: list[str] = []
         image = self._image(message, self.config.image_key, problems)
-        views = self._views(message, image, problems)
+        views = []
+        for key in self._view_keys:
+            view = self._image(message, key, problems)
+            if view is not None and image is not None and view.shape[1:] != image.shape[1:]:
+                problems.append(f"{key} has the shape {view.shape[1:]}; expected {image.shape[1:]}, that of the image")
+            elif view is not None:
+                views.append(view)
         state = self._state(message, problems)
         prompt = self._prompt(message, problems)
         counts = {len(part) for part in (image, state, *views) if part is not None}
@@ -119,42 +125,26 @@ class ObservationFormat:
         """Images (n, H, W, 3) of a camera."""
         if self.image_size is None:
             return None
+        height, width = self.image_size
         shape = ", ".join("any" if pixels is None else str(pixels) for pixels in self.image_size) + ", 3"
-        expected = f"uint8 ({shape}){self._or_stacked(shape)}, RGB"
-        value = self._entry(message, key, expected, problems)
-        if value is None:
-            return None
-        rows = self._stacked(value, 3)
-        if rows is not None and rows.dtype == np.uint8 and rows.shape[3] == 3 and min(rows.shape) > 0:
-            height, width = self.image_size
-            if height in (None, rows.shape[1]) and width in (None, rows.shape[2]):
-                return rows
-        problems.append(f"{key} is {describe_value(value)}; expected {expected}")
-        return None
 
-    def _views(
-        self, message: Mapping[str, Any], image: NDArray[np.uint8] | None, problems: list[str]
-    ) -> list[NDArray[np.uint8]]:
-        """Images of the further cameras, (n, H, W, 3); they have the image's size."""
-        found = []
-        for key in self._view_keys:
-            view = self._image(message, key, problems)
-            if view is not None and image is not None and view.shape[1:] != image.shape[1:]:
-                problems.append(f"{key} has the shape {view.shape[1:]}; expected {image.shape[1:]}, that of the image")
-            elif view is not None:
-                found.append(view)
-        return found
+        def fits(rows: NDArray[Any]) -> bool:
+            sides = height in (None, rows.shape[1]) and width in (None, rows.shape[2])
+            return rows.dtype == np.uint8 and rows.shape[3] == 3 and min(rows.shape) > 0 and sides
+
+        expected = f"uint8 ({shape}){self._or_stacked(shape)}, RGB"
+        return self._rows(message, key, 3, fits, expected, problems)
 
     def _state(self, message: Mapping[str, Any], problems: list[str]) -> NDArray[np.float32] | None:
         if self.state_size is None:
             return None
         key, expected = self.config.state_key, f"float32 ({self.state_size},){self._or_stacked(str(self.state_size))}"
-        value = self._entry(message, key, expected, problems)
-        if value is None:
-            return None
-        rows = self._stacked(value, 1)
-        if rows is None or rows.shape[1] != self.state_size or rows.dtype.kind not in "iuf":
-            problems.append(f"{key} is {describe_value(value)}; expected {expected}")
+
+        def fits(rows: NDArray[Any]) -> bool:
+            return rows.shape[1] == self.state_size and rows.dtype.kind in "iuf"
+
+        rows = self._rows(message, key, 1, fits, expected, problems)
+        if rows is None:
             return None
         with np.errstate(over="ignore"):
             state = rows.astype(np.float32)
@@ -174,11 +164,27 @@ class ObservationFormat:
             problems.append(f"{key} is {describe_value(value)}; expected a text")
         return str(value)
 
-    def _stacked(self, value: NDArray[Any], axes: int) -> NDArray[Any] | None:
-        """An entry of `axes` axes as observations (n, ...); None where it is neither one nor P + 1 of them."""
-        if value.ndim == axes:
-            return value[None]
-        return value if self.past and value.ndim == axes + 1 and len(value) == self.past + 1 else None
+    def _rows(
+        self,
+        message: Mapping[str, Any],
+        key: str,
+        axes: int,
+        fits: Callable[[NDArray[Any]], bool],
+        expected: str,
+        problems: list[str],
+    ) -> NDArray[Any] | None:
+        """An entry of `axes` axes, alone or P + 1 of them, as (n, ...); None and a line in `problems` if it is not."""
+        value = message.get(key)
+        what = f"there is no {key}" if key not in message else f"{key} is {describe_value(value)}"
+        if isinstance(value, np.ndarray):
+            stacked = self.past and value.ndim == axes + 1 and len(value) == self.past + 1
+            rows = value[None] if value.ndim == axes else value if stacked else None
+            if rows is not None and fits(rows):
+                return rows
+        elif key in message:
+            expected = f"an array {expected}"
+        problems.append(f"{what}; expected {expected}")
+        return None
 
     def _or_stacked(self, shape: str) -> str:
         return f" or ({self.past + 1}, {shape}), the oldest first" if self.past else ""
@@ -186,18 +192,6 @@ class ObservationFormat:
     def _kind(self, dtype: str, *shape: int | None) -> dict[str, Any]:
         several = {"n_obs_steps": self.past + 1} if self.past else {}
         return {"dtype": dtype, "shape": list(shape), **several}
-
-    @staticmethod
-    def _entry(message: Mapping[str, Any], key: str, expected: str, problems: list[str]) -> NDArray[Any] | None:
-        """The array of an entry; None and a line in `problems` where there is none."""
-        if key not in message:
-            problems.append(f"there is no {key}; expected {expected}")
-        elif not isinstance(message[key], np.ndarray):
-            problems.append(f"{key} is {describe_value(message[key])}; expected an array {expected}")
-        else:
-            array: NDArray[Any] = message[key]
-            return array
-        return None
 
 
 def _before(rows: torch.Tensor | None) -> torch.Tensor | None:

@@ -36,18 +36,12 @@ SIM_FIELDS = ("kind", "env", "arm", "camera", "views", "state", "tasks")
 class ServedPolicy:
     """A policy and what its answers depend on."""
 
-    policy: ActionPolicy
-    """On its device, in evaluation mode."""
-    format: ObservationFormat
-    """Entries of a message that it reads."""
-    config: ServeConfig
-    """Choice of actions."""
-    scale: ActionStatistics | None = None
-    """Statistics that convert its actions to the units of the data that it was cloned from; None = no conversion."""
-    about: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Source and training settings, for the metadata."""
-    autocast: Callable[[], Any] = torch.no_grad
-    """Context in which it runs, with the precision of its run."""
+    policy: ActionPolicy  # on its device, in evaluation mode
+    format: ObservationFormat  # entries of a message that it reads
+    config: ServeConfig  # choice of actions
+    scale: ActionStatistics | None = None  # converts actions to the units of the data that it was cloned from
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)  # source and training settings, for the metadata
+    autocast: Callable[[], Any] = torch.no_grad  # context in which it runs, with the precision of its run
 
     def unknown_words(self, instruction: str) -> list[str]:
         """Words of an instruction that a policy with its own vocabulary has not learned."""

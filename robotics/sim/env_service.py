@@ -158,12 +158,10 @@ class EnvService:
         return {"drawn": found} if found else {}
 
     def step_chunk(self, actions: np.ndarray, record: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Act (K, A) until the chunk or the episode ends, or numbers are no longer finite.
+        """Act (K, A) until the chunk or the episode ends, or a number is not finite, which `diverged` then names.
 
-        Returns:
-            `diverged`, the first number that was not finite, if any; and rewards (steps,), flags (3,) success,
-            terminated and truncated, the last observation, the requested past while the episode continues, and
-            frames (steps, H, W, 3) where recorded.
+        Returns rewards (steps,), flags (3,) success, terminated and truncated, the last observation, the requested
+        past while the episode continues, and frames (steps, H, W, 3) where recorded.
         """
         rewards, frames = [], []
         success = terminated = truncated = False

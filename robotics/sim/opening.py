@@ -118,12 +118,7 @@ def open_sim(config: SimConfig) -> RobotSim:
 
 
 def open_video_sim(config: SimConfig, height: int) -> RobotSim:
-    """Start a simulator for videos: the same episodes, drawn for people where the simulator has a look for them.
-
-    Args:
-        config: of the simulator.
-        height: pixels of the videos; the side of square images where the simulator has no such look.
-    """
+    """Start a simulator of the same episodes for videos of a height in pixels, drawn for people where it can."""
     config = replace(config, workers=1, views=[])
     if config.kind == "tabletop":
         return _open_tabletop(config, height)

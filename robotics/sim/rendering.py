@@ -146,7 +146,11 @@ class FrameRenderer:
         self._gl, self._mjr = self._open()
         self._free = weakref.finalize(self, _free_context, self._gl, self._mjr, threading.get_ident())
         self._free.atexit = False
-        _close_at_exit(self)
+        # weakref.finalize would run after mujoco has ended the display, and OSMesa's own clean-up after PyOpenGL is
+        # gone; a handler registered now, with a context open, runs before both.
+        if not OPEN_RENDERERS:
+            atexit.register(_close_all)
+        OPEN_RENDERERS.add(self)
 
         height, width = self.settings.height, self.settings.width
         self._rows = np.empty((height, width, 3), np.uint8)
@@ -348,14 +352,6 @@ def update_poses(model: mujoco.MjModel, data: mujoco.MjData) -> None:
     mujoco.mj_camlight(model, data)
     mujoco.mj_flex(model, data)
     mujoco.mj_tendon(model, data)
-
-
-def _close_at_exit(renderer: FrameRenderer) -> None:
-    # weakref.finalize would run after mujoco has ended the display, and OSMesa's own clean-up after PyOpenGL is gone;
-    # a handler registered now, with a context open, runs before both.
-    if not OPEN_RENDERERS:
-        atexit.register(_close_all)
-    OPEN_RENDERERS.add(renderer)
 
 
 def _close_all() -> None:

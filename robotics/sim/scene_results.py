@@ -25,20 +25,13 @@ class Look:
 class Observation:
     """Observation of R scenes; the arrays belong to the caller."""
 
-    scenes: NDArray[np.int64]
-    """(R,) number of the scene in each row, ascending."""
-    qpos: NDArray[np.float64]
-    """(R, nq)."""
-    qvel: NDArray[np.float64]
-    """(R, nv)."""
-    sensordata: NDArray[np.float64]
-    """(R, nsensordata) with the delay described in `SceneSteps`."""
-    measured: NDArray[np.float64]
-    """(R, nsensordata) sensor values with the scene's observation delay."""
-    frames: NDArray[np.uint8] | None
-    """(R, H, W, 3) RGB, delayed as `measured`; None without images."""
-    views: NDArray[np.uint8] | None = None
-    """(R, V, H, W, 3) RGB of the further cameras, delayed as `measured`; None without them."""
+    scenes: NDArray[np.int64]  # (R,) number of the scene in each row, ascending
+    qpos: NDArray[np.float64]  # (R, nq)
+    qvel: NDArray[np.float64]  # (R, nv)
+    sensordata: NDArray[np.float64]  # (R, nsensordata) with the delay described in `SceneSteps`
+    measured: NDArray[np.float64]  # (R, nsensordata) sensor values with the scene's observation delay
+    frames: NDArray[np.uint8] | None  # (R, H, W, 3) RGB, delayed as `measured`; None without images
+    views: NDArray[np.uint8] | None = None  # (R, V, H, W, 3) RGB of the further cameras, delayed too
     earlier: list[list[Look]] = field(default_factory=list)
     """R lists with the last control steps of the chunk, at most the past's, the oldest first; empty where the episode
     has ended. No lists without a past, and none at the beginning of an episode."""
@@ -58,33 +51,21 @@ class Observation:
 class Chunk:
     """Outcome of a chunk of K actions in each of L scenes; control steps after the end of an episode do not count."""
 
-    scenes: NDArray[np.int64]
-    """(L,) number of the scene in each row, ascending."""
-    rewards: NDArray[np.float64]
-    """(L, K); 0 after the end, NaN throughout where the scene failed."""
-    dones: NDArray[np.bool_]
-    """(L, K); True at the control step that ended the episode."""
-    steps: NDArray[np.int64]
-    """(L,) control steps that count; 0 where the scene failed."""
-    truncated: NDArray[np.bool_]
-    """(L,) whether the horizon was reached without the task's end."""
-    failed: NDArray[np.bool_]
-    """(L,) whether MuJoCo warned; such an episode has no result, and is no failure of the policy."""
-    observation: Observation
-    """At the end of the chunk, or of the episode where that came first; a row for every scene of the chunk."""
-    recorded: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
-    """(steps, H, W, 3) an image of each control step, by the number of a scene that is recorded."""
+    scenes: NDArray[np.int64]  # (L,) number of the scene in each row, ascending
+    rewards: NDArray[np.float64]  # (L, K); 0 after the end, NaN throughout where the scene failed
+    dones: NDArray[np.bool_]  # (L, K); True at the control step that ended the episode
+    steps: NDArray[np.int64]  # (L,) control steps that count; 0 where the scene failed
+    truncated: NDArray[np.bool_]  # (L,) whether the horizon was reached without the task's end
+    failed: NDArray[np.bool_]  # (L,) whether MuJoCo warned, which is no failure of the policy
+    observation: Observation  # at the end of the chunk or of the episode; a row for every scene
+    recorded: dict[int, NDArray[np.uint8]] = field(default_factory=dict)  # (steps, H, W, 3) by recorded scene
 
 
 @dataclass(frozen=True)
 class SceneSteps:
     """K control steps of one scene."""
 
-    actions: NDArray[np.float64]
-    """(K, nu) controls."""
-    qpos: NDArray[np.float64]
-    """(K, nq) positions after each control step."""
-    qvel: NDArray[np.float64]
-    """(K, nv) velocities after each control step."""
-    sensordata: NDArray[np.float64]
-    """(K, nsensordata) sensor values; as `mj_step` leaves them, those at the start of the last physics step."""
+    actions: NDArray[np.float64]  # (K, nu) controls
+    qpos: NDArray[np.float64]  # (K, nq) positions after each control step
+    qvel: NDArray[np.float64]  # (K, nv) velocities after each control step
+    sensordata: NDArray[np.float64]  # (K, nsensordata) at the start of the last physics step, as `mj_step` leaves them

@@ -52,9 +52,8 @@ class Physics:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
         """Step a scene with controls (K, nu), each held for the substeps; leaves its data as a `mj_step` loop would.
 
-        Returns:
-            (K, nstate) full physics states and (K, nsensordata) sensor values after each control step, and the number
-            of control steps before the one in which MuJoCo warned, K where it did not.
+        Returns (K, nstate) full physics states and (K, nsensordata) sensor values after each control step, and the
+        control steps before the one in which MuJoCo warned, K where it did not.
         """
         size, inputs = self._sizes
         steps = len(controls) * substeps

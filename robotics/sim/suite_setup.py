@@ -28,14 +28,13 @@ FACTORIES = Path(__file__).resolve().parent / "suites"
 TAIL_CHARACTERS = 2000
 RESET_SECONDS = 300.0
 """The first episode of an installation compiles robosuite's functions, all workers at once."""
-LINUX_ONLY = "linux"
 
 
 @dataclass(frozen=True)
 class SuiteRecipe:
     """How to install a suite."""
 
-    steps: tuple[tuple[str, ...], ...]  # arguments of pip, one call each
+    steps: tuple[str, ...]  # arguments of pip, one call each
     factory: str  # file that a worker loads
     advice: str
 
@@ -134,8 +133,10 @@ def setup_suite(
     report(f"{name}: virtual environment in {place}")
     _run([python or sys.executable, "-m", "venv", str(place)])
     for step in recipe.steps:
-        report(f"{name}: pip install {' '.join(step)}")
-        _run([str(_python_in(place)), "-m", "pip", "install", "--quiet", *_for_this_system(step)])
+        report(f"{name}: pip install {step}")
+        # The default index serves a torch without CUDA everywhere but on Linux.
+        here = step if sys.platform.startswith("linux") else step.replace(TORCH_INDEX, "")
+        _run([str(_python_in(place)), "-m", "pip", "install", "--quiet", *here.split()])
     report(f"{name}: {_check(name, place)}")
     report(f'{name}: {recipe.advice}; robotics.sim.open_suite("{name}", ...) from Python')
     return _python_in(place)
@@ -166,13 +167,6 @@ def _python_in(folder: Path) -> Path:
     return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def _for_this_system(step: Sequence[str]) -> list[str]:
-    """Use the default index except on Linux: its torch has no CUDA there."""
-    if TORCH_INDEX[0] in step and not sys.platform.startswith(LINUX_ONLY):
-        return [part for part in step if part not in TORCH_INDEX]
-    return list(step)
-
-
 def _run(command: Sequence[str]) -> None:
     # An environment of another Python must not see this one's modules.
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -187,37 +181,27 @@ def _say(text: str) -> None:
     sys.stdout.write(text[: max(width, 200)] + "\n")
 
 
-TORCH_INDEX = ("--index-url", "https://download.pytorch.org/whl/cpu")
+TORCH_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
+ROBOSUITE = "numpy==2.4.6 numba==0.68.1 gymnasium==1.4.0 termcolor"
 
 RECIPES = {
     "metaworld": SuiteRecipe(
         # packaging: gymnasium's renderer of mujoco scenes imports it, and nothing in this set asks for it
-        steps=(("metaworld==3.1.1", "mujoco==3.3.0", "gymnasium==1.4.0", "numpy==2.4.6", "packaging"),),
+        steps=("metaworld==3.1.1 mujoco==3.3.0 gymnasium==1.4.0 numpy==2.4.6 packaging",),
         factory="metaworld.py",
         advice="`mmrl sim experts metaworld` tries the experts of its 50 tasks; sim.kind: metaworld in a configuration",
     ),
     "gymnasium_robotics": SuiteRecipe(
-        steps=(("gymnasium-robotics==1.4.2", "mujoco==3.3.0", "gymnasium==1.4.0", "numpy==2.4.6", "packaging"),),
+        steps=("gymnasium-robotics==1.4.2 mujoco==3.3.0 gymnasium==1.4.0 numpy==2.4.6 packaging",),
         factory="gymnasium_robotics.py",
         advice="sim.kind: gymnasium_robotics in a configuration, with sim.tasks: [FetchPush-v4]",
     ),
     "robosuite": SuiteRecipe(
         steps=(
-            (
-                "mujoco==3.8.1",
-                "numpy==2.4.6",
-                "numba==0.68.1",
-                "scipy",
-                "gymnasium==1.4.0",
-                "termcolor",
-                "pillow",
-                "tqdm",
-                "opencv-python-headless",
-                "h5py",
-            ),
+            f"mujoco==3.8.1 {ROBOSUITE} scipy pillow tqdm opencv-python-headless h5py",
             # Without what it declares for teleoperation (pynput, built from source) and the inverse kinematics of
             # humanoids (mink, qpsolvers).
-            ("--no-deps", "robosuite==1.5.2"),
+            "--no-deps robosuite==1.5.2",
         ),
         factory="robosuite.py",
         advice="sim.kind: robosuite in a configuration, with sim.tasks: [Lift]",
@@ -225,24 +209,12 @@ RECIPES = {
     "libero": SuiteRecipe(
         steps=(
             # First, so that nothing else brings a torch with CUDA along; it only reads the initial states here.
-            ("torch==2.13.0", *TORCH_INDEX),
+            f"torch==2.13.0 {TORCH_INDEX}",
             # What robosuite, bddl and LIBERO's environments import; robosuite and bddl declare only a part of it.
-            (
-                "mujoco==3.8.1",
-                "robosuite==1.4.0",
-                "bddl==1.0.1",
-                "numpy==2.4.6",
-                "numba==0.68.1",
-                "gymnasium==1.4.0",
-                "termcolor",
-                "future",
-                "easydict",
-                "cloudpickle",
-                "matplotlib",
-            ),
+            f"mujoco==3.8.1 robosuite==1.4.0 bddl==1.0.1 {ROBOSUITE} future easydict cloudpickle matplotlib",
             # Without what it declares for training policies (robomimic, transformers, wandb, thop and more) and for
             # choosing a GPU (egl-probe, built from source with cmake); its environments import none of these.
-            ("--no-deps", "hf-libero==0.1.4"),
+            "--no-deps hf-libero==0.1.4",
         ),
         factory="libero.py",
         advice=(

@@ -88,13 +88,10 @@ class WarpPhysics:
     def run(
         self, models: Sequence[mujoco.MjModel], datas: Sequence[mujoco.MjData], controls: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-        """Step L scenes with controls (L, K, nu), each held for the substeps.
+        """Step L scenes with controls (L, K, nu), each held for the substeps; writes only warm starts to the datas.
 
-        Only the solver's warm start is written to the datas.
-
-        Returns:
-            (L, K, nstate) full physics states (time, qpos, qvel, act) and (L, K, nsensordata) sensor values after each
-            control step, and (L,) the control steps before the one that diverged or overflowed a buffer, K if none did.
+        Returns (L, K, nstate) full physics states (time, qpos, qvel, act) and (L, K, nsensordata) sensor values after
+        each control step, and (L,) the control steps before the one that diverged or overflowed a buffer, else K.
         """
         count, length = controls.shape[:2]
         if count > self._scenes:

@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from robotics.scenes import load_arm_cubes
 from robotics.sim import RenderSettings, find_backend
+from robotics.toy.arm_cubes import load_arm_cubes
 
 os.environ.pop("MUJOCO_MENAGERIE", None)  # tests that want meshes bring their own
 # MuJoCo's own renderer, which the tests compare with, reads MUJOCO_GL when mujoco is imported.

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.scenes import load_arm_cubes
 from robotics.sim import FrameRenderer, RenderSettings, fast_visuals, update_poses
+from robotics.toy.arm_cubes import load_arm_cubes
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 pytestmark = pytest.mark.usefixtures("backend")

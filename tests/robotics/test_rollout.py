@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.scenes import ReachCube
 from robotics.sim import FrameRenderer, ImageRollout, RenderSettings, rendering, update_poses
+from robotics.toy.arm_cubes import ReachCube
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 SUBSTEPS = 4

@@ -40,26 +40,19 @@ OPEN_M, OTHER_CLOSED_M = 0.07, 0.02
 class SceneState:
     """Input of the criteria; poses are (4, 4) in the world frame."""
 
-    T_world_object: NDArray[np.float64]
-    """The moved object: its underside's centre, or the drawer's front."""
-    T_world_start: NDArray[np.float64]
-    """The object at the start of the episode."""
-    pieces: Mapping[str, NDArray[np.float64]]
-    """Each piece of furniture."""
-    openings_m: Mapping[str, float]
-    """How far each drawer is open."""
-    shape: Shape
-    """Size of the object."""
-    released: bool = True
-    """Whether no gripper holds it."""
+    T_world_object: NDArray[np.float64]  # the moved object: its underside's centre, or the drawer's front
+    T_world_start: NDArray[np.float64]  # the object at the start of the episode
+    pieces: Mapping[str, NDArray[np.float64]]  # each piece of furniture
+    openings_m: Mapping[str, float]  # how far each drawer is open
+    shape: Shape  # size of the object
+    released: bool = True  # whether no gripper holds it
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Errors of a task's criteria."""
 
-    errors: Mapping[str, float]
-    """By criterion, in units of its tolerance; below 1 it is met."""
+    errors: Mapping[str, float]  # by criterion, in units of its tolerance; below 1 it is met
 
     @property
     def criteria(self) -> dict[str, bool]:

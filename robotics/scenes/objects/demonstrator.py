@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,7 @@ import numpy as np
 from mmrl.errors import RunError, UserError
 from robotics.flow3d.clip import FlowClip, FlowEncoding, frame_indices
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, make_pose
+from robotics.flow3d.kinematics import ArmIk
 from robotics.flow3d.rigid_motion import moved_points, points_in_mask, points_visible
 from robotics.scenes.objects.motions import along, moved
 from robotics.scenes.objects.scene import HAND, FlowScene, SceneConfig
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.flow3d.clip import Observation
-    from robotics.flow3d.kinematics import ArmIk
     from robotics.flow3d.video import RgbdVideo
+    from robotics.scenes.arms import ArmModel
     from robotics.scenes.objects.criteria import SceneState
 
 
@@ -45,14 +47,10 @@ CLOSED_M = 0.02
 class Demonstration:
     """Poses of object and actor in each of L frames."""
 
-    T_world_object: NDArray[np.float64]
-    """(L, 4, 4); at rest during the approach and in the first frame after it."""
-    T_world_hand: NDArray[np.float64] | None
-    """(L, 4, 4) of a hand."""
-    joint_rad: NDArray[np.float64] | None
-    """(L, J) of an arm."""
-    approach: int
-    """Frames before the object moves."""
+    T_world_object: NDArray[np.float64]  # (L, 4, 4); at rest during the approach and in the first frame after it
+    T_world_hand: NDArray[np.float64] | None  # (L, 4, 4) of a hand
+    joint_rad: NDArray[np.float64] | None  # (L, J) of an arm
+    approach: int  # frames before the object moves
 
 
 class Demonstrator:
@@ -66,7 +64,6 @@ class Demonstrator:
 
     def __init__(self, scene: FlowScene, approach: int = 10, motion: int = 31) -> None:
         self.scene, self._approach, self._motion = scene, approach, motion
-        self._ik: ArmIk | None = None
 
     def plan(self) -> Demonstration:
         """Choose a grip and everybody's trajectories; raises RunError where the arm can follow none of the grips."""
@@ -102,17 +99,10 @@ class Demonstrator:
         return self._clip(observation, points, np.concatenate([uvz, visible], -1))
 
     def clips_of_first_image(self, tasks: Sequence[str], encoding: FlowEncoding | None = None) -> list[FlowClip]:
-        """The first image of the episode with each of several instructions, and the true flow of each.
+        """A clip of the episode's first image for each task with this furniture whose object is seen.
 
         Nobody executes the motions: later frames are not drawn, every point counts as visible, and an arm's reach is
         not checked. Image, points and poses are those of `clip`.
-
-        Args:
-            tasks: with the furniture of the scene.
-            encoding: frames, and points a side; defaults when None.
-
-        Returns:
-            A clip for each task whose object is seen.
         """
         form, scene = encoding or FlowEncoding(), self.scene
         scene.give(tasks[0])
@@ -232,24 +222,15 @@ class Demonstrator:
         scene = self.scene
         if scene.arm is None:
             raise UserError("this scene has no arm")
-        if self._ik is None:
-            from robotics.flow3d.kinematics import ArmIk
-
-            self._ik = ArmIk(scene.arm)
         for grip in scripted_grips(scene.state(), scene.task.family):
-            path = arm_path(self._ik, grip, motion, self._approach)
+            path = arm_path(arm_ik(scene.arm), grip, motion, self._approach)
             if path is not None:
                 return path
         raise RunError(f"{scene.arm.name} reaches no grip of {scene.task.name} all along in episode {scene.seed}")
 
 
 class Stage:
-    """Demonstrators by scene, built once for each combination of furniture, shape, actor and looks; closed at its end.
-
-    Args:
-        approach: frames before the object moves.
-        motion: frames in which it moves.
-    """
+    """Demonstrators by scene, built once for each combination of furniture, shape, actor and looks."""
 
     def __init__(self, approach: int = 10, motion: int = 31) -> None:
         self._frames = approach, motion
@@ -270,6 +251,12 @@ class Stage:
     def __exit__(self, *exception: object) -> None:
         for demonstrator in self._known.values():
             demonstrator.scene.close()
+
+
+@functools.cache
+def arm_ik(arm: ArmModel) -> ArmIk:
+    """Inverse kinematics of an arm, built once."""
+    return ArmIk(arm)
 
 
 def scripted_grips(state: SceneState, family: str) -> Iterator[NDArray[np.float64]]:

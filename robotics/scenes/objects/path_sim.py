@@ -18,10 +18,18 @@ import numpy as np
 from mmrl.errors import RunError, UserError
 from robotics.flow3d.clip import FlowEncoding, grid_in_mask
 from robotics.flow3d.geometry import apply_pose, depth_at, lift
-from robotics.flow3d.kinematics import ArmIk
 from robotics.flow3d.rigid_motion import interpolate_poses
-from robotics.scenes.objects.path_demos import ACTIONS, APPROACH_POSES
-from robotics.scenes.objects.paths import HALF_TURN, NUMBERS, POSE_NUMBERS, angles_of_action, way_of_action, way_state
+from robotics.scenes.objects.demonstrator import arm_ik
+from robotics.scenes.objects.paths import (
+    ACTIONS,
+    APPROACH_POSES,
+    HALF_TURN,
+    NUMBERS,
+    POSE_NUMBERS,
+    angles_of_action,
+    way_of_action,
+    way_state,
+)
 from robotics.scenes.objects.scene import FLOW_ARMS, SceneConfig
 from robotics.scenes.objects.tabletop import FlowTabletop
 from robotics.scenes.objects.tasks import FLOW_TASKS, find_flow_task
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from robotics.flow3d.clip import Observation
+    from robotics.flow3d.kinematics import ArmIk
     from robotics.sim.opening import SimConfig
 
 RENDER_PX = 128
@@ -95,7 +104,6 @@ class WaySim:
         self.counts: dict[str, int] = {"diverged": 0, "dropped": 0}
         self._grid, self._shapes, self._looks = form.grid, tuple(shapes), (colours, background)
         self._scenes: dict[tuple[str, ...], FlowTabletop] = {}
-        self._arms: dict[str, ArmIk] = {}
         self._episodes: list[EpisodeSpec] = []
         for arm, task in self._tasks.values():
             self._config(arm, task, 0, "train")
@@ -201,17 +209,12 @@ class WaySim:
         points = _points_world_m(observation, self._grid)
         if points is None:
             return "the object is hidden in the first picture" if begins else ""
-        seen.state[row] = way_state(self._ik(scene).pose(scene.joint_rad()), points)
+        seen.state[row] = way_state(arm_ik(scene.arm).pose(scene.joint_rad()), points)
         return ""
-
-    def _ik(self, scene: FlowTabletop) -> ArmIk:
-        if scene.arm.name not in self._arms:
-            self._arms[scene.arm.name] = ArmIk(scene.arm)
-        return self._arms[scene.arm.name]
 
     def _follow(self, scene: FlowTabletop, action: NDArray[np.float64]) -> None:
         """Go from pose to pose as far as each can be reached, and close or open the fingers as the way says."""
-        ik = self._ik(scene)
+        ik = arm_ik(scene.arm)
         if self._joints:
             targets, closed = angles_of_action(action, self._joints)
             targets = np.clip(targets, ik.low_rad, ik.high_rad)

@@ -22,6 +22,9 @@ POSE_NUMBERS = 9
 """x, y, z in metres, and the directions along the fingers and along the line on which they close."""
 NUMBERS = POSE_NUMBERS + 1
 """A pose, and 1 for closed fingers or -1 for open ones."""
+ACTIONS = ("grips", "joints")
+APPROACH_POSES = 2
+"""Poses before the object moves: 8 cm behind the grip, and the grip."""
 HALF_TURN = np.diag([-1.0, -1.0, 1.0, 1.0])
 TURN_RAD = 2 * np.pi
 """Angle that is 1 in an action; no joint of an arm turns farther."""

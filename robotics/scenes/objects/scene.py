@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -132,7 +133,10 @@ class FlowScene:
         self.data = mujoco.MjData(self.model)
         self._lib = mujoco
         self._body = int(self.model.body(self.task.moved).id)
-        self._painter = Painter(self.model, (self.task.furniture.painted,))
+        painted = int(self.model.body(self.task.furniture.painted).id)
+        self._painted = np.flatnonzero(self.model.geom_bodyid == painted)
+        self._grey = self.model.geom_rgba[self._painted, :3].copy()
+        self._lamp = self.model.light_diffuse.copy()
         self._renderer: FrameRenderer | None = None
         camera = self.model.camera("scene")
         size_px = self.config.width, self.config.height
@@ -158,8 +162,7 @@ class FlowScene:
         self._pose_actor()
         self._lib.mj_forward(self.model, self.data)
         self.seed, self.start = seed, self.object_pose()
-        self.look: Look = draw_look(rng, self.config.colours, self.config.background)
-        self._painter.paint(self.look, self.config.background)
+        self._paint(rng)
         if self._renderer is not None:
             self._renderer.refresh()
 
@@ -303,6 +306,15 @@ class FlowScene:
         geoms = shown[..., 1] == int(self._lib.mjtObj.mjOBJ_GEOM)
         return np.where(geoms, self.model.geom_bodyid[np.where(geoms, shown[..., 0], 0)], -1)
 
+    def _paint(self, rng: np.random.Generator) -> None:
+        """Draw an episode's colours and light."""
+        model, split = self.model, self.config.background
+        tops = [index for index in range(model.nmat) if re.fullmatch(f"top_.*{split}", model.material(index).name)]
+        model.geom_rgba[self._painted, :3] = self._grey * _jittered(OBJECT_RGB[self.config.colours], rng)
+        model.geom_matid[int(model.geom("table").id)] = tops[int(rng.integers(1 << 16)) % len(tops)]
+        model.mat_rgba[int(model.material("floor").id), :3] = _jittered(FLOOR_RGB[split], rng)
+        model.light_diffuse[:] = self._lamp * rng.uniform(*LIGHT)
+
     def _pose_actor(self) -> None:
         if self.arm is not None:
             self.put_arm(np.array(self.arm.home_rad))
@@ -329,52 +341,9 @@ class FlowScene:
         return depth_m
 
 
-@dataclass(frozen=True)
-class Look:
-    """Colours of an episode."""
-
-    object_rgb: tuple[float, float, float]  # of the object, or of the cabinet
-    table: int  # index of the table top among those of its split
-    floor_rgb: tuple[float, float, float]
-    light: float  # factor of the lamp's light
-
-
-class Painter:
-    """Changes the looks of a model."""
-
-    def __init__(self, model: mujoco.MjModel, painted: tuple[str, ...]) -> None:
-        self._model = model
-        bodies = [int(model.body(name).id) for name in painted]
-        self._geoms = np.flatnonzero(np.isin(model.geom_bodyid, bodies))
-        self._grey = model.geom_rgba[self._geoms, :3].copy()
-        self._lamp = model.light_diffuse.copy()
-        names = [model.material(number).name for number in range(model.nmat)]
-        self._tops = {
-            split: [index for index, name in enumerate(names) if name.startswith("top_") and name.endswith(split)]
-            for split in ("train", "held_out")
-        }
-
-    def paint(self, look: Look, background: str) -> None:
-        """Give the model a look; its renderers have to be refreshed."""
-        model, tops = self._model, self._tops[background]
-        model.geom_rgba[self._geoms, :3] = self._grey * look.object_rgb
-        model.geom_matid[int(model.geom("table").id)] = tops[look.table % len(tops)]
-        model.mat_rgba[int(model.material("floor").id), :3] = look.floor_rgb
-        model.light_diffuse[:] = self._lamp * look.light
-
-
-def draw_look(rng: np.random.Generator, objects: str, background: str) -> Look:
-    """Draw colours and light."""
-    thing = _jittered(OBJECT_RGB[objects], rng)
-    table = int(rng.integers(1 << 16))
-    floor = _jittered(FLOOR_RGB[background], rng)
-    return Look(thing, table, floor, float(rng.uniform(*LIGHT)))
-
-
-def _jittered(palette: tuple[tuple[float, ...], ...], rng: np.random.Generator) -> tuple[float, float, float]:
+def _jittered(palette: tuple[tuple[float, ...], ...], rng: np.random.Generator) -> NDArray[np.float64]:
     base = np.array(palette[int(rng.integers(len(palette)))])
-    red, green, blue = np.clip(base + rng.uniform(-JITTER, JITTER, 3), 0.0, 1.0).tolist()
-    return red, green, blue
+    return np.clip(base + rng.uniform(-JITTER, JITTER, 3), 0.0, 1.0)
 
 
 def depth_holes(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> NDArray[np.bool_]:

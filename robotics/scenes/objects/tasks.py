@@ -60,23 +60,15 @@ class Furniture:
 class FlowTask:
     """One instruction with its criteria."""
 
-    name: str
-    """Key in `FLOW_TASKS`."""
-    family: str
-    """place, pour, insert or drawer; results are reported for each."""
-    instruction: str
-    """Language instruction, lower case."""
+    name: str  # key in `FLOW_TASKS`
+    family: str  # place, pour, insert or drawer; results are reported for each
+    instruction: str  # language instruction, lower case
     furniture: Furniture
-    moved: str
-    """Body to move."""
-    errors: Callable[[SceneState], dict[str, float]]
-    """Error of each criterion by its name, in units of its tolerance; met below 1."""
-    keys: Callable[[SceneState], list[NDArray[np.float64]]]
-    """Key poses of an ideal motion."""
-    momentary: bool = False
-    """Whether it is solved once the criteria are met at any time, rather than at the end."""
-    shapes: dict[str, Shape] = field(init=False)
-    """Shapes of the object, by name."""
+    moved: str  # body to move
+    errors: Callable[[SceneState], dict[str, float]]  # by criterion, in units of its tolerance; met below 1
+    keys: Callable[[SceneState], list[NDArray[np.float64]]]  # key poses of an ideal motion
+    momentary: bool = False  # whether it is solved once the criteria are met at any time, rather than at the end
+    shapes: dict[str, Shape] = field(init=False)  # shapes of the object, by name
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shapes", SHAPES[self.furniture.name])

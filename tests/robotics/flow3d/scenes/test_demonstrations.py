@@ -11,7 +11,6 @@ from robotics.flow3d.rigid_motion import kabsch
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
 from robotics.flow3d.data import FlowReader  # noqa: E402
-from robotics.scenes.objects.building import build_clips  # noqa: E402
 from robotics.scenes.objects.demonstrations import (  # noqa: E402
     TRAINING_ACTORS,
     DemonstrationConfig,
@@ -21,6 +20,7 @@ from robotics.scenes.objects.demonstrations import (  # noqa: E402
 from robotics.scenes.objects.demonstrator import Demonstrator  # noqa: E402
 from robotics.scenes.objects.scene import FLOW_ARMS, HELD_OUT_ARMS, FlowScene, SceneConfig  # noqa: E402  # noqa: E402
 from robotics.scenes.objects.tasks import FLOW_TASKS  # noqa: E402
+from robotics.toy.flow_clips import build_clips  # noqa: E402
 
 SMALL = SceneConfig(width=64, height=64)
 

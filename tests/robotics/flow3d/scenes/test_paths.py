@@ -25,11 +25,11 @@ from robotics.flow3d.data import FlowReader, FlowWriter
 from robotics.flow3d.kinematics import ArmIk
 from robotics.scenes.objects.demonstrations import DemonstrationConfig, instructed_clips
 from robotics.scenes.objects.demonstrator import Demonstrator
-from robotics.scenes.objects.path_demos import build_way_demonstrations, way_of
 from robotics.scenes.objects.path_sim import WaySim, open_way_sim
 from robotics.scenes.objects.scene import FlowScene, SceneConfig
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
+from robotics.toy.path_demos import build_way_demonstrations, canonical_along, frames_of_way
 
 LAYOUT = 2
 CLOSED = np.array([False, False, True, True])
@@ -71,10 +71,10 @@ def test_malformed_paths_are_refused(action):
 def test_a_path_has_the_frames_of_the_flow():
     frames = np.tile(np.eye(4), (41, 1, 1))
     frames[:, 0, 3] = np.arange(41)
-    poses, closed = way_of(frames, approach=10, num_frames=8, released=True)
-    assert poses[:, 0, 3].tolist() == [7, 10, 10, 13, 17, 21, 25, 28, 32, 36, 40, 40]
+    chosen, closed = frames_of_way(len(frames), approach=10, num_frames=8, released=True)
+    assert canonical_along(frames[chosen])[:, 0, 3].tolist() == [7, 10, 10, 13, 17, 21, 25, 28, 32, 36, 40, 40]
     assert closed.tolist() == [False, False, *[True] * 9, False]
-    assert way_of(frames, 10, 8, released=False)[1][-1]
+    assert frames_of_way(len(frames), 10, 8, released=False)[1][-1]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,8 @@ def test_the_arm_takes_the_half_of_a_grip_that_it_can_follow_to_the_end():
         planned = demonstrator.plan()
         arm = ArmIk(demonstrator.scene.arm)
         poses = np.stack([arm.pose(row) for row in planned.joint_rad])
-        way, closed = way_of(poses, planned.approach, 8, released=False)
+        frames, closed = frames_of_way(len(poses), planned.approach, 8, released=False)
+        way = canonical_along(poses[frames])
         for half in (way, way @ HALF_TURN):  # one of them cannot be tilted far enough
             sim.reset([EpisodeSpec("panda/pour", "", LAYOUT, "held_out")])
             assert sim.step_chunk(action_of_way(half, closed)[None, None]).success.tolist() == [True]

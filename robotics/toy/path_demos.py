@@ -19,9 +19,15 @@ from mmrl.errors import RunError, UserError
 from mmrl.files import expanded, replaced
 from robotics.flow3d.clip import frame_indices
 from robotics.flow3d.data import FlowReader
-from robotics.flow3d.kinematics import ArmIk
-from robotics.scenes.objects.demonstrator import Demonstration, Demonstrator, Stage
-from robotics.scenes.objects.paths import action_of_angles, action_of_way, canonical_grip, way_state
+from robotics.scenes.objects.demonstrator import Demonstration, Demonstrator, Stage, arm_ik
+from robotics.scenes.objects.paths import (
+    ACTIONS,
+    APPROACH_POSES,
+    action_of_angles,
+    action_of_way,
+    canonical_grip,
+    way_state,
+)
 from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
 from robotics.sim.gym_adapter import resize
 
@@ -31,9 +37,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.clip import FlowClip
 
 LOGGER = logging.getLogger("mmrl")
-ACTIONS = ("grips", "joints")
-APPROACH_POSES = 2
-"""Poses before the object moves: 8 cm behind the grip, and the grip."""
 BEHIND_FRAMES = 3
 """Frames before the grip of the first of them."""
 FILE_MB = 1.0
@@ -86,20 +89,12 @@ def build_way_demonstrations(
     return Path(path)
 
 
-def way_of(
-    T_world_grip: NDArray[np.float64], approach: int, num_frames: int, released: bool
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Poses (T + 4, 4, 4) of a way from those of all frames (L, 4, 4) of a demonstration, and (T + 4,) closed fingers.
+def frames_of_way(length: int, approach: int, num_frames: int, released: bool) -> tuple[list[int], NDArray[np.bool_]]:
+    """T + 4 of the L frames of a demonstration that make a way, and (T + 4,) whether the fingers are closed there.
 
     They are two of the approach, the grip again with closed fingers, T of the motion after the approach, and the last
     again, with open fingers if the object is released.
     """
-    frames, closed = _frames_of_way(len(T_world_grip), approach, num_frames, released)
-    return canonical_along(T_world_grip[frames]), closed
-
-
-def _frames_of_way(length: int, approach: int, num_frames: int, released: bool) -> tuple[list[int], NDArray[np.bool_]]:
-    """Frames of a demonstration that make a way, and whether the fingers are closed there."""
     motion = approach + frame_indices(length - approach, num_frames)[1:]
     frames = [max(0, approach - BEHIND_FRAMES), approach, approach, *motion.tolist(), int(motion[-1])]
     closed = np.arange(len(frames)) >= APPROACH_POSES
@@ -110,8 +105,7 @@ def _frames_of_way(length: int, approach: int, num_frames: int, released: bool) 
 def canonical_along(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
     """A way, turned as a whole by half a turn if its grip is not canonical, so that it stays continuous."""
     grip = T_world_grip[APPROACH_POSES]
-    turn = np.linalg.inv(grip) @ canonical_grip(grip)
-    turned: NDArray[np.float64] = T_world_grip @ turn
+    turned: NDArray[np.float64] = T_world_grip @ (np.linalg.inv(grip) @ canonical_grip(grip))
     return turned
 
 
@@ -119,7 +113,6 @@ def _rows(
     clips: Iterator[FlowClip], actors: Sequence[str], actions: str, ends: Counter[str]
 ) -> Iterator[tuple[FlowClip, NDArray[np.float32], NDArray[np.float32]]]:
     """Clip, action and state of each demonstration with a gripper; the others are counted."""
-    arms: dict[str, ArmIk] = {}
     with Stage() as stage:
         for clip in clips:
             meta = clip.meta
@@ -135,9 +128,9 @@ def _rows(
                 ends[f"out of reach of {meta['actor']}"] += 1
                 continue
             ends[f"of {meta['actor']}"] += 1
-            poses = _grips(demonstrator.scene, planned, arms)
+            poses = _grips(demonstrator.scene, planned)
             released = demonstrator.scene.task.family != "pour"
-            frames, closed = _frames_of_way(len(poses), planned.approach, len(clip.flow), released)
+            frames, closed = frames_of_way(len(poses), planned.approach, len(clip.flow), released)
             if actions == "joints" and planned.joint_rad is not None:
                 action = action_of_angles(planned.joint_rad[frames], closed)
             else:
@@ -162,15 +155,13 @@ def _play(stage: Stage, clip: FlowClip) -> Demonstrator:
     return stage.begin(SceneConfig(task, actor, shape, layouts, colours, background, width, height), int(seed))
 
 
-def _grips(scene: FlowScene, planned: Demonstration, arms: dict[str, ArmIk]) -> NDArray[np.float64]:
+def _grips(scene: FlowScene, planned: Demonstration) -> NDArray[np.float64]:
     """(L, 4, 4) poses of the grip in each frame."""
     if planned.T_world_hand is not None:
         return planned.T_world_hand
     if scene.arm is None or planned.joint_rad is None:
         raise UserError(f"nobody acts in the demonstrations of {scene.config.actor}")
-    if scene.arm.name not in arms:
-        arms[scene.arm.name] = ArmIk(scene.arm)
-    return np.stack([arms[scene.arm.name].pose(row) for row in planned.joint_rad])
+    return np.stack([arm_ik(scene.arm).pose(row) for row in planned.joint_rad])
 
 
 def _listed(ends: Counter[str]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from robotics.scenes.arms import ASSETS
 
 if TYPE_CHECKING:
     import mujoco
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from robotics.sim.scene_results import SceneSteps
 
-ARM_CUBES = Path(__file__).parent / "assets" / "arm_cubes.xml"
+ARM_CUBES = ASSETS / "arm_cubes.xml"
 
 
 def load_arm_cubes() -> mujoco.MjModel:
