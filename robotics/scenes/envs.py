@@ -151,7 +151,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._layout, self._elapsed, self._over = -1, 0, True
         self._outcome: Outcome = ""
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
-        self.observation_space = observation_space(self.kinds, image_size, len(views))
+        self.observation_space = observation_space([*self.kinds, *(["views"] if views else [])], image_size, len(views))
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -354,7 +354,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
 
 def observation_space(kinds: Sequence[str], image_size: tuple[int, int], views: int) -> spaces.Dict:
-    """Space of some kinds of observations, and of the images of further cameras where there are any."""
+    """Space of some kinds of observations; `views` are the images of further cameras."""
     every: dict[str, spaces.Space[Any]] = {
         "state": spaces.Box(-np.inf, np.inf, (STATE_SIZE,), np.float32),
         "proprio": spaces.Box(-np.inf, np.inf, (PROPRIO_SIZE,), np.float32),
@@ -363,4 +363,4 @@ def observation_space(kinds: Sequence[str], image_size: tuple[int, int], views: 
         "segmentation": spaces.Box(-1, MAX_ID, (*image_size, 2), np.int32),
         "views": spaces.Box(0, 255, (views, *image_size, 3), np.uint8),
     }
-    return spaces.Dict({kind: every[kind] for kind in (*kinds, *(["views"] if views else []))})
+    return spaces.Dict({kind: every[kind] for kind in kinds})

@@ -87,10 +87,10 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         self.batch = TabletopBatch(names, arm, settings, workers=workers, backend=backend)
         """The simulator; see its `full_state` and `counts`."""
         self._key = STATE_KEYS[self.batch.settings.state]
-        kinds = [self._key, *(["rgb"] if self.batch.image_size else [])]
+        kinds = [self._key, *(["rgb"] if self.batch.image_size else []), *(["views"] if self.batch.views else [])]
         space = observation_space(kinds, self.batch.image_size or (0, 0), len(self.batch.views))
         self._seen: dict[str, NDArray[Any]] = {
-            name: np.zeros((num_envs, *(part.shape or ())), part.dtype) for name, part in space.items()
+            name: np.zeros((num_envs, *(space[name].shape or ())), space[name].dtype) for name in kinds
         }
         self.single_observation_space = space
         self.single_action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)

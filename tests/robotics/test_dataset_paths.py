@@ -67,7 +67,7 @@ def test_links_out_are_refused_but_those_of_the_hub_cache(tmp_path):
 def test_a_dataset_that_names_files_outside_is_refused(tmp_path, key):
     pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
     from robotics.data import LeRobotReader
-    from tests.robotics.test_lerobot import write
+    from tests.robotics.lerobot_folders import write
 
     folder = write(tmp_path / "set", range(1))
     pattern = {"data_path": DATA_PATH, "video_path": VIDEO_PATH}[key]
