@@ -164,7 +164,7 @@ class DepthCodes:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any] | None) -> Self:
-        """From a feature's info; lerobot's defaults where it has none."""
+        """Read the codes from a feature's info; lerobot's defaults where it has none."""
         given = {name: (info or {}).get(f"video.{name}") for name in cls.__dataclass_fields__}
         codes = cls(**{name: value for name, value in given.items() if value is not None})
         numbers = (codes.depth_min, codes.depth_max, codes.shift)

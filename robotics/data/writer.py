@@ -3,8 +3,8 @@
 A parquet or mp4 file that still grows is unreadable, so each episode first gets files of its own and counts once
 `meta/info.json` counts it. `finish`, and a file at its limit, join such files: the joined file replaces the first, the
 rows of `meta/episodes` are rewritten to point to it, and only then the others go. Whenever it is killed,
-`LeRobotReader` finds each finished episode once; lerobot's own reader, which takes all files it sees, does so after
-`finish`, or after the dataset was opened for writing again, which removes leftovers.
+`LeRobotReader` finds each finished episode once; lerobot's own reader, which reads every file, does so after `finish`,
+or after the dataset was opened for writing again, which removes leftovers.
 
 Deviations from lerobot 0.6.1: H.264 at crf 18 instead of AV1 at crf 30, because it plays everywhere and every PyAV
 encodes it; `meta/stats.json` has the quantiles of all frames instead of the mean of the episodes'; a dataset made here

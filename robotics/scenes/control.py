@@ -1,9 +1,9 @@
 """Cartesian controller: turns small motions of the gripper into joint targets, without reading the physical state.
 
 An action moves a commanded pose of the grip, which always points down; damped least squares on the kinematics turns it
-into joint angles, starting at the angles commanded before. So the controls of a whole
-chunk are known before its first physics step, and `mujoco.rollout` can take them at once. What the arm does not follow
-(contacts, servo lag) shows in the observation, not in the command.
+into joint angles, starting at the angles commanded before. So the controls of a whole chunk are known before its first
+physics step, and `mujoco.rollout` can take them at once. Tracking errors (contacts, servo lag) show in the observation,
+not in the command.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 CAMERA = "film"
-"""From the side and in front, so that the arm hides little and heights can be judged."""
+"""Camera at the side and in front, where the arm hides little and heights can be judged."""
 RING = "outcome_ring"
 """Body and geom of the ring around the goal; invisible until an episode has ended."""
 RING_RADIUS_M = 0.078
@@ -35,7 +35,7 @@ def dress(spec: Any) -> None:
     _add_materials(spec)
     _dress_room(spec)
     for geom in spec.geoms:
-        if not geom.material:  # the arm files say colours only
+        if not geom.material:  # the arm files only define colours
             geom.material = "film_matt" if max(geom.rgba[:3]) < 0.2 else "film_paint"
     spec.worldbody.add_camera(name=CAMERA, pos=CAMERA_POS, xyaxes=_look_at(CAMERA_POS, CAMERA_TARGET), fovy=CAMERA_FOVY)
     ring, size = spec.worldbody.add_body(name=RING, mocap=True), [RING_RADIUS_M, 0.0006, 0.0]

@@ -30,7 +30,7 @@ Say = Callable[[str], object]
 VIDEO_HZ = 25
 """Frames in a second of a video; the environment shows twice as many."""
 HOLD_S = 1.0
-"""How long the end of an episode is shown."""
+"""Time for which the end of an episode is shown."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A tabletop scene as people see it: a second model with its own look, which takes over the poses of the first.
+"""A tabletop scene as people see it: a second model with its own look, which copies the poses of the first.
 
 The model that is simulated, and from which policies see, is not touched. So videos and windows change neither physics
 nor observations, and meshes may replace the shapes that collide.
@@ -31,7 +31,7 @@ class PresentedScene:
             add_meshes(spec, scene.arm, meshes)
         dress(spec)
         self.model: mujoco.MjModel = spec.compile()
-        """With the camera `film`; for drawing only."""
+        """Model with the camera `film`, for drawing only."""
         self.data: mujoco.MjData = mujoco.MjData(self.model)
         roles = scene.task.roles
         self._target = self.model.site(PIECES[roles.goal or roles.first].handle).id
@@ -39,7 +39,7 @@ class PresentedScene:
         self._ring_geom = int(self.model.geom(RING).id)
 
     def show(self, data: mujoco.MjData, outcome: Outcome = "") -> None:
-        """Take over the poses of a state."""
+        """Copy the poses of a state."""
         mocaps = len(data.mocap_pos)
         self.data.time = data.time
         self.data.qpos[:] = data.qpos

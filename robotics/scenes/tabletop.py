@@ -29,7 +29,7 @@ PLACE_RADIUS_M = 0.06
 PHYSICS_STEPS = 25
 """Physics steps of 4 ms in a control step: 10 Hz."""
 PROPRIO_SIZE = 10
-"""Leading entries of the state that a robot knows of itself."""
+"""Leading entries of the state: the robot's own."""
 STATE_SIZE = 22
 """Entries of `SceneSensors.state`."""
 
@@ -56,7 +56,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class SceneReading:
-    """Named sensor values with any leading shape; world frame, metres, seconds; zeros for roles not taken."""
+    """Named sensor values with any leading shape; world frame, metres, seconds; zeros for roles that the task lacks."""
 
     grip: NDArray[np.float64]  # (..., 3) between the fingertips
     yaw: NDArray[np.float64]  # (...) of the grip, rad
@@ -80,7 +80,7 @@ class SceneSensors:
             self._columns[model.sensor(number).name] = slice(start, start + size)
 
     def read(self, sensordata: NDArray[np.float64]) -> SceneReading:
-        """Give names to sensor values."""
+        """Name the sensor values."""
         values = {name: sensordata[..., columns] for name, columns in self._columns.items()}
         leading = sensordata.shape[:-1]
         nowhere, upright = np.zeros((*leading, 3)), np.broadcast_to([1.0, 0.0, 0.0], (*leading, 3))
@@ -100,8 +100,8 @@ class SceneSensors:
     def state(self, sensordata: NDArray[np.float64], commands: NDArray[np.float64]) -> NDArray[np.float32]:
         """State (R, 22) of a policy, from sensor values (R, nsensordata) and the controller's commands (R, 5).
 
-        Grip x y z, yaw, gripper opening; commanded x y z, yaw, gripper (1 closed, -1 open), the last that a robot knows
-        of itself; then the first piece (x y z yaw), the second (x y z yaw), the goal (x y z) and how far the drawer is
+        Grip x y z, yaw, gripper opening; commanded x y z, yaw, gripper (1 closed, -1 open), the last of the robot's
+        own; then the first piece (x y z yaw), the second (x y z yaw), the goal (x y z) and how far the drawer is
         open. Metres and radians; the yaw of pieces is that of a square, within 45 degrees to either side.
         """
         found = self.read(sensordata)
@@ -139,7 +139,7 @@ def scene_spec(arm: ArmModel, pieces: Sequence[str], roles: Roles) -> mujoco.MjS
 def place_body(
     model: mujoco.MjModel, data: mujoco.MjData, body: str, position: Sequence[float], quaternion: Sequence[float]
 ) -> None:
-    """Put a free or a mocap body somewhere."""
+    """Place a free or a mocap body."""
     found = model.body(body)
     if found.mocapid[0] >= 0:
         data.mocap_pos[found.mocapid[0]], data.mocap_quat[found.mocapid[0]] = position, quaternion
@@ -149,7 +149,7 @@ def place_body(
 
 
 def place_pieces(model: mujoco.MjModel, data: mujoco.MjData, layout: Layout) -> None:
-    """Put the pieces down, at rest."""
+    """Place the pieces, at rest."""
     for name, (x, y, yaw) in layout.items():
         piece = PIECES[name]
         height = piece.height_m if piece.kind == "cube" else 0.0

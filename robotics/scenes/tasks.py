@@ -52,7 +52,7 @@ MAX_DRAWS = 20000
 
 @dataclass(frozen=True)
 class Area:
-    """Where a piece may be placed."""
+    """Region in which a piece may be placed."""
 
     x_m: tuple[float, float]  # nearest and farthest
     y_m: tuple[float, float]  # rightmost and leftmost, seen from the base

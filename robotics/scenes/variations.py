@@ -232,4 +232,4 @@ VARY: dict[str, Callable[[Layer, Any], Draws]] = {
     "mass": _vary_mass,
     "servo_gain": _vary_servo_gain,
 }
-"""By part of `RandomizationConfig`."""
+"""Functions by part of `RandomizationConfig`."""

@@ -118,7 +118,7 @@ class ImageStrip:
         self.captions.append(caption)
 
     def draw(self, count: int = 6, side: int = 176) -> Image.Image:
-        """At most count images side by side, under a line with instruction and end; first and last are among them.
+        """Draw up to count images side by side, the first and the last included, under a line with instruction and end.
 
         Each shows a square of the frame, side pixels wide, without its margins on the left and right.
         """

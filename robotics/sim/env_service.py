@@ -68,8 +68,8 @@ class RowEnv(Protocol):
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
         """Begin an episode; equal arguments start from the same bits.
 
-        One that randomises its domain also takes `draw: int | None`, None for the nominal scene, and says by
-        `domain_draw()` what it drew, as JSON.
+        One that randomises its domain also takes `draw: int | None`, None for the nominal scene, and
+        reports the draw by `domain_draw()`, as JSON.
         """
         ...
 
@@ -153,7 +153,7 @@ class EnvService:
         found = self._env.domain_draw() if hasattr(self._env, "domain_draw") else {}
         try:
             json.dumps(found, allow_nan=False)
-        except (TypeError, ValueError):  # an info of the environment's own making that has the same name
+        except (TypeError, ValueError):  # an info of the environment's own with the same name
             return {}
         return {"drawn": found} if found else {}
 

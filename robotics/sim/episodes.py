@@ -88,14 +88,14 @@ class ChunkResult:
     observation: RobotObservation
     """Observation of `rows` at the end of the chunk or of the episode; zeros where the environment failed."""
     reasons: Mapping[int, str] = field(default_factory=dict)
-    """By row, why it failed or how the environment explains its end."""
+    """Reasons by row of failures, and the environment's own explanations of an end."""
     frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
-    """By recorded row, the frames (steps, H, W, 3) of its control steps."""
+    """Frames (steps, H, W, 3) of the control steps, by recorded row."""
     object_poses: NDArray[np.float64] | None = None
     """(L, 4, 4) T_world_object of the piece that the task acts on, at the end; NaN where the environment failed, None
-    where the simulator does not tell."""
+    where the simulator does not report it."""
     drawn: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By row, the domain randomisation's draw for an episode that begins."""
+    """Draw of the domain randomisation by row, for episodes that begin."""
 
     @classmethod
     def empty(

@@ -61,7 +61,7 @@ class GymRow:
     ) -> None:
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
-        # robosuite's wrappers unwrap to what is no environment of Gymnasium's
+        # robosuite's wrappers unwrap to objects that are not Gymnasium environments
         draws = [getattr(owner, "policy_image", None) for owner in (env, getattr(env, "unwrapped", None))]
         self._draw: Any = draws[0] or draws[1]
         self._name = task or getattr(spec, "id", None) or type(env).__name__

@@ -82,7 +82,7 @@ class TextureRanges:
     patterns: list[str] = choice([], PATTERNS)
     """Patterns to choose from; empty = none."""
     contrast: float = bounded(0.5, above=0, at_most=1, unit="shares of full brightness")
-    """How much darker the darkest point of a pattern is than its surface; drawn up to this."""
+    """Largest darkening of a pattern's darkest point; drawn up to this."""
 
 
 @dataclass(frozen=True)

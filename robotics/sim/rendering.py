@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 FREE_CAMERA = -1
 BACKGROUND_ID = -1
 Outcome = Literal["", "success", "failure"]
-"""How an episode ended; empty while it runs."""
+"""End of an episode; empty while it runs."""
 SpecOrModel = TypeVar("SpecOrModel")
 OPEN_RENDERERS: weakref.WeakSet[FrameRenderer] = weakref.WeakSet()
 

@@ -137,7 +137,7 @@ class ImageRollout:
         """Begin an episode in every scene, or in the first ones.
 
         Args:
-            seeds: one a scene, from the first on; equal seeds give equal starts. Scenes without one rest.
+            seeds: one a scene, from the first on; equal seeds give equal starts. Scenes without a seed stay idle.
             variants: one a seed, None for the rollout's own model; all None when empty.
             past: control steps before the end of a chunk that are observed (and drawn) too, until the next call.
 

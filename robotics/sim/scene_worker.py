@@ -104,7 +104,7 @@ class Physics:
 
 
 class SceneWorker:
-    """A thread with what belongs to it: the renderer's OpenGL context, and one scene at a time."""
+    """A thread with its renderer's OpenGL context, and one scene at a time."""
 
     def __init__(
         self,

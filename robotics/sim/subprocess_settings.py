@@ -52,7 +52,7 @@ class SubprocessSettings:
     """MiB that a process and its children may hold while it works; beyond that its episode fails and a fresh process
     takes over. None = any."""
     reset_retries: int = bounded(2, at_least=0)
-    """How often an episode that did not begin is tried again."""
+    """Further attempts at an episode that did not begin."""
     max_restarts: int = bounded(20, at_least=1)
     """Restarts of workers without a completed episode in between, after which the run stops."""
 

@@ -32,7 +32,7 @@ RESET_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class SuiteRecipe:
-    """How to install a suite."""
+    """Installation of a suite."""
 
     steps: tuple[str, ...]  # arguments of pip, one call each
     factory: str  # file that a worker loads

@@ -17,7 +17,7 @@ from robotics.scenes.objects.tasks import FLOW_TASKS
 
 LOGGER = logging.getLogger("mmrl")
 SEEN_ACTORS = (HAND, NOBODY, "free_gripper", "panda")
-"""Who is in view by default; other arms are held out."""
+"""Actors in view by default; other arms are held out."""
 
 
 def build_clips(

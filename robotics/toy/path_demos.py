@@ -24,9 +24,9 @@ from robotics.scenes.objects.paths import (
     ACTIONS,
     APPROACH_POSES,
     action_of_angles,
-    action_of_way,
+    action_of_poses,
     canonical_grip,
-    way_state,
+    path_state,
 )
 from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
 from robotics.sim.gym_adapter import resize
@@ -44,7 +44,7 @@ FILE_MB = 1.0
 NEEDED = ("task", "shape", "actor", "layouts", "colours", "background", "seed")
 
 
-def build_way_demonstrations(
+def build_path_demonstrations(
     path: str,
     *,
     clips: str,
@@ -89,8 +89,8 @@ def build_way_demonstrations(
     return Path(path)
 
 
-def frames_of_way(length: int, approach: int, num_frames: int, released: bool) -> tuple[list[int], NDArray[np.bool_]]:
-    """T + 4 of the L frames of a demonstration that make a way, and (T + 4,) whether the fingers are closed there.
+def path_frames(length: int, approach: int, num_frames: int, released: bool) -> tuple[list[int], NDArray[np.bool_]]:
+    """T + 4 of the L frames of a demonstration that make a path, and (T + 4,) whether the fingers are closed there.
 
     They are two of the approach, the grip again with closed fingers, T of the motion after the approach, and the last
     again, with open fingers if the object is released.
@@ -103,7 +103,7 @@ def frames_of_way(length: int, approach: int, num_frames: int, released: bool) -
 
 
 def canonical_along(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A way, turned as a whole by half a turn if its grip is not canonical, so that it stays continuous."""
+    """A path, turned as a whole by half a turn if its grip is not canonical, so that it stays continuous."""
     grip = T_world_grip[APPROACH_POSES]
     turned: NDArray[np.float64] = T_world_grip @ (np.linalg.inv(grip) @ canonical_grip(grip))
     return turned
@@ -130,12 +130,12 @@ def _rows(
             ends[f"of {meta['actor']}"] += 1
             poses = _grips(demonstrator.scene, planned)
             released = demonstrator.scene.task.family != "pour"
-            frames, closed = frames_of_way(len(poses), planned.approach, len(clip.flow), released)
+            frames, closed = path_frames(len(poses), planned.approach, len(clip.flow), released)
             if actions == "joints" and planned.joint_rad is not None:
                 action = action_of_angles(planned.joint_rad[frames], closed)
             else:
-                action = action_of_way(canonical_along(poses[frames]), closed)
-            yield clip, action, way_state(poses[0], clip.points_world_m)
+                action = action_of_poses(canonical_along(poses[frames]), closed)
+            yield clip, action, path_state(poses[0], clip.points_world_m)
 
 
 def _check_actions(actions: str, actors: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 TRAINING_ACTORS = (HAND, NOBODY)
-"""Who is seen in training data by default: no robot at all, as in the paper's fine-tuning on human hands."""
+"""Actors in training data by default: no robot at all, as in the paper's fine-tuning on human hands."""
 
 
 @dataclass(frozen=True)

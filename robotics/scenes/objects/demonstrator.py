@@ -66,7 +66,7 @@ class Demonstrator:
         self.scene, self._approach, self._motion = scene, approach, motion
 
     def plan(self) -> Demonstration:
-        """Choose a grip and everybody's trajectories; raises RunError where the arm can follow none of the grips."""
+        """Choose a grip and plan the trajectories; raises RunError where the arm can follow none of the grips."""
         scene, still = self.scene, np.tile(self.scene.start, (self._approach, 1, 1))
         scene.put_object(scene.start)
         motion = scene.ideal_motion(self._motion)
@@ -75,7 +75,7 @@ class Demonstrator:
         return Demonstration(np.concatenate([still, motion]), hand, joints, self._approach)
 
     def show(self, demonstration: Demonstration, frame: int) -> None:
-        """Pose everybody as in a frame."""
+        """Pose object and actor as in a frame."""
         self.scene.put_object(demonstration.T_world_object[frame])
         if demonstration.T_world_hand is not None:
             self.scene.put_hand(demonstration.T_world_hand[frame])

@@ -1,6 +1,6 @@
-"""The tasks at a table as a simulator of policies whose single action is a whole way of the gripper.
+"""The tasks at a table as a simulator of policies whose single action is a whole path of the gripper.
 
-    sim: {kind: "robotics.scenes.objects.path_sim:open_way_sim", tasks: [panda/pour, ur5e/pour], image_size: 64}
+    sim: {kind: "robotics.scenes.objects.path_sim:open_path_sim", tasks: [panda/pour, ur5e/pour], image_size: 64}
 
 A task is an arm and a task of `FLOW_TASKS`. An episode is one control step: the policy sees the first image, the pose
 of the grip and the object's query points, and the arm follows the poses of its answer as far as it can reach. Criteria,
@@ -27,8 +27,8 @@ from robotics.scenes.objects.paths import (
     NUMBERS,
     POSE_NUMBERS,
     angles_of_action,
-    way_of_action,
-    way_state,
+    path_state,
+    poses_of_action,
 )
 from robotics.scenes.objects.scene import FLOW_ARMS, SceneConfig
 from robotics.scenes.objects.tabletop import FlowTabletop
@@ -49,29 +49,29 @@ RENDER_PX = 128
 OPTIONS = ("arms", "num_frames", "grid", "actions", "shapes", "colours", "background")
 
 
-def open_way_sim(config: SimConfig) -> WaySim:
-    """The simulator of a configuration; its `options` are arms and those of `WaySim` from num_frames on."""
+def open_path_sim(config: SimConfig) -> PathSim:
+    """The simulator of a configuration; its `options` are arms and those of `PathSim` from num_frames on."""
     if unknown := sorted(set(config.options) - set(OPTIONS)):
         raise UserError(f"sim.options has {', '.join(unknown)}; allowed: {', '.join(OPTIONS)}")
     if config.randomization.active():
         raise UserError(
-            "sim.randomization is for tabletop and gymnasium; ways draw shapes and colours by their options"
+            "sim.randomization is for tabletop and gymnasium; paths draw shapes and colours by their options"
         )
     options = dict(config.options)
     arms = options.pop("arms", None)
     if arms and config.tasks:
         raise UserError("sim.options.arms has no effect with sim.tasks; leave one of them out")
     tasks = config.tasks or [f"{arm}/{task}" for arm in arms or FLOW_ARMS for task in FLOW_TASKS]
-    return WaySim(tasks, image_size=config.image_size or 64, **options)
+    return PathSim(tasks, image_size=config.image_size or 64, **options)
 
 
-class WaySim:
-    """Runs one way an episode; implements `robotics.sim.episodes.RobotSim`.
+class PathSim:
+    """Runs one path an episode; implements `robotics.sim.episodes.RobotSim`.
 
     Args:
         tasks: arm/task, such as ur5e/place_red.
         image_size: side of the policy's images in pixels.
-        num_frames: T, frames of a flow; a way has T + 4 poses.
+        num_frames: T, frames of a flow; a path has T + 4 poses.
         grid: N, query points a side.
         actions: grips, poses of the gripper; or joints, angles of arms with equally many.
         shapes: shapes of the objects, drawn for each layout; those of training data when empty.
@@ -130,16 +130,16 @@ class WaySim:
         return ChunkResult(**{**vars(output), "reasons": reasons})
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
-        """Follow the first way of each chunk to the end of the episode; see `RobotSim.step_chunk`."""
-        ways = np.asarray(actions, np.float64)
-        if ways.ndim != 3 or (len(ways), ways.shape[2]) != (len(self.live), self.action_size) or not ways.shape[1]:
-            raise UserError(f"actions are {ways.shape}; expected ({len(self.live)} live rows, K, {self.action_size})")
-        output = ChunkResult.empty(self.live, ways.shape[1], self.state_size, self.image_size)
+        """Follow the first path of each chunk to the end of the episode; see `RobotSim.step_chunk`."""
+        paths = np.asarray(actions, np.float64)
+        if paths.ndim != 3 or (len(paths), paths.shape[2]) != (len(self.live), self.action_size) or not paths.shape[1]:
+            raise UserError(f"actions are {paths.shape}; expected ({len(self.live)} live rows, K, {self.action_size})")
+        output = ChunkResult.empty(self.live, paths.shape[1], self.state_size, self.image_size)
         reasons, frames = {}, {}
         for index, row in enumerate(self.live.tolist()):
             scene = self._stage(self._episodes[row])
             try:
-                self._follow(scene, np.clip(ways[index, 0], -1.0, 1.0))
+                self._follow(scene, np.clip(paths[index, 0], -1.0, 1.0))
             except RunError as error:
                 output.failed[index], output.rewards[index], reasons[row] = True, np.nan, str(error)
                 self.counts["diverged"] += 1
@@ -209,17 +209,17 @@ class WaySim:
         points = _points_world_m(observation, self._grid)
         if points is None:
             return "the object is hidden in the first picture" if begins else ""
-        seen.state[row] = way_state(arm_ik(scene.arm).pose(scene.joint_rad()), points)
+        seen.state[row] = path_state(arm_ik(scene.arm).pose(scene.joint_rad()), points)
         return ""
 
     def _follow(self, scene: FlowTabletop, action: NDArray[np.float64]) -> None:
-        """Go from pose to pose as far as each can be reached, and close or open the fingers as the way says."""
+        """Go from pose to pose as far as each can be reached, and close or open the fingers as the path says."""
         ik = arm_ik(scene.arm)
         if self._joints:
             targets, closed = angles_of_action(action, self._joints)
             targets = np.clip(targets, ik.low_rad, ik.high_rad)
         else:
-            targets, closed = way_of_action(action)
+            targets, closed = poses_of_action(action)
             targets = _farther_half(ik, scene.joint_rad(), targets)
         is_closed = False
         for target, close in zip(targets, closed, strict=True):
@@ -263,7 +263,7 @@ def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] 
 
 
 def _joints_of(actions: str, arms: Sequence[str]) -> int:
-    """J of a way of angles, 0 for a way of grips; raises UserError where the arms differ in J."""
+    """J of a path of angles, 0 for a path of grips; raises UserError where the arms differ in J."""
     if actions not in ACTIONS:
         raise UserError(f"sim.options.actions is {actions!r}; expected {' or '.join(ACTIONS)}")
     found = {arm: len(FLOW_ARMS[arm].joints) for arm in arms}

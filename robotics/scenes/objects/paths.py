@@ -1,8 +1,8 @@
-"""The way of a gripper as one action of a policy, for behaviour cloning on the data of world models of flow.
+"""The path of a gripper as one action of a policy, for behaviour cloning on the data of flow world models.
 
-A way is W poses of the grip in the frame of the robot's base, each with open or closed fingers: two on the approach,
-the grasp, and one for each frame of the flow. So a policy that predicts a way looks once and decides everything, as the
-planner does, and any arm with a two-finger gripper can try to follow it. A way may also be W rows of joint angles, the
+A path is W poses of the grip in the frame of the robot's base, each with open or closed fingers: two on the approach,
+the grasp, and one for each frame of the flow. A policy that predicts a path looks once and decides everything, as the
+planner does, and any arm with a two-finger gripper can try to follow it. A path may also be W rows of joint angles, the
 usual actions of robot datasets, which fit one arm only.
 """
 
@@ -38,12 +38,12 @@ def canonical_grip(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where((T_world_grip[..., 1, 1] < 0)[..., None, None], turned, T_world_grip)
 
 
-def action_of_way(T_world_grip: NDArray[np.float64], closed: NDArray[np.bool_]) -> NDArray[np.float32]:
+def action_of_poses(T_world_grip: NDArray[np.float64], closed: NDArray[np.bool_]) -> NDArray[np.float32]:
     """Action (W * 10,) of poses (W, 4, 4) and closed fingers (W,); in -1..1 within a metre of the robot's base."""
     return _with_fingers(_pose_numbers(T_world_grip), closed)
 
 
-def way_of_action(action: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def poses_of_action(action: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Poses (W, 4, 4) and closed fingers (W,) of any action (W * 10,), directions made orthogonal."""
     rows = _rows(action, NUMBERS)
     along = _unit(rows[:, 3:6], np.array([0.0, 0.0, -1.0]))
@@ -64,8 +64,8 @@ def angles_of_action(action: NDArray[np.floating], joints: int) -> tuple[NDArray
     return rows[:, :-1] * TURN_RAD, rows[:, -1] > 0
 
 
-def way_state(T_world_grip: NDArray[np.float64], points_world_m: NDArray[np.float64]) -> NDArray[np.float32]:
-    """State (9 + 3 n,) of a policy: the grip (4, 4) before the way, and the object's query points (n, 3) in metres."""
+def path_state(T_world_grip: NDArray[np.float64], points_world_m: NDArray[np.float64]) -> NDArray[np.float32]:
+    """State (9 + 3 n,) of a policy: the grip (4, 4) before the path, and the object's query points (n, 3) in metres."""
     return np.concatenate([_pose_numbers(canonical_grip(T_world_grip)), points_world_m.reshape(-1)]).astype(np.float32)
 
 
@@ -75,7 +75,7 @@ def _with_fingers(numbers: NDArray[np.float64], closed: NDArray[np.bool_]) -> ND
 
 def _rows(action: NDArray[np.floating], numbers: int) -> NDArray[np.float64]:
     if action.ndim != 1 or len(action) % numbers or not np.isfinite(action).all():
-        raise UserError(f"a way has the shape {action.shape}; expected W * {numbers} finite numbers")
+        raise UserError(f"an action has the shape {action.shape}; expected W * {numbers} finite numbers")
     return np.asarray(action, np.float64).reshape(-1, numbers)
 
 

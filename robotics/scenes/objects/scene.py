@@ -68,10 +68,10 @@ LIGHT = (0.75, 1.15)
 """Least and greatest factor of the lamp's light."""
 HAND, NOBODY = "hand", "nobody"
 ACTORS = (*FLOW_ARMS, HAND, NOBODY)
-"""Who moves the object: an arm, a floating hand, or nobody in view."""
+"""Actors that move the object: an arm, a floating hand, or nobody in view."""
 DEPTHS = ("clean", "holed", "missing")
 OUT_OF_VIEW_M = (-0.6, 0.0, 0.6)
-"""Where a hand waits until it is posed."""
+"""Position of a hand until it is posed."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class SceneConfig:
     task: str = choice("place_red", lambda: FLOW_TASKS)
     """Task."""
     actor: str = choice("panda", ACTORS)
-    """Who does it: an arm, hand, or nobody."""
+    """Actor in view: an arm, hand, or nobody."""
     shape: str = ""
     """Shape of the object; the first one of training data where empty."""
     layouts: str = choice("train", SPLITS)
@@ -101,7 +101,7 @@ class SceneConfig:
     hole_share: float = bounded(0.1, above=0, below=1)
     """Fraction of pixels that holes cover, about."""
     lose_after_m: float = bounded(0.0, at_least=0)
-    """How far an arm carries an object before its gripper opens by mistake, once in an episode; 0 = never."""
+    """Distance after which the gripper of an arm drops the object, once in an episode; 0 = never."""
 
     def validate(self) -> None:
         """Refuse a shape that the task does not have; raises UserError."""
@@ -218,7 +218,7 @@ class FlowScene:
         update_poses(self.model, self.data)
 
     def put_arm(self, joint_rad: NDArray[np.float64], opening_m: float | None = None) -> None:
-        """Pose the arm, with its fingers so far from the middle each; open when None."""
+        """Pose the arm, each finger `opening_m` from the middle; open when None."""
         if self.arm is None:
             raise UserError(f"the actor of this scene is {self.config.actor}; there are arms: {', '.join(FLOW_ARMS)}")
         way = self.arm.opening_m if opening_m is None else opening_m
@@ -242,7 +242,7 @@ class FlowScene:
         return True
 
     def success(self, T_world_object: NDArray[np.float64] | None = None) -> Outcome:
-        """Which criteria of the task are met, with the object as it is or at another (such as predicted) pose."""
+        """Judge the task's criteria with the object as it is or at another (such as predicted) pose."""
         return self.task.outcome(self.state(T_world_object))
 
     def ideal_motion(self, frames: int) -> NDArray[np.float64]:

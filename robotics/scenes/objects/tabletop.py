@@ -37,7 +37,7 @@ SPEED_RAD_S, SPEED_M_S = 1.2, 0.4
 ARRIVED_RAD, REACHED_RAD = 0.004, 0.02
 """Largest joint error at which the arm need not wait any longer, and at which the end of a path is reached."""
 TIP_OFFSETS_M = (0.0, -0.008, 0.008)
-"""Where along the fingers, from the middle of their tips, an object may be between them."""
+"""Offsets along the fingers, from the middle of their tips, at which an object may be between them."""
 SETTLE_S = 0.8
 """Longest wait for the arm to arrive, and for the fingers to close or open."""
 
@@ -164,7 +164,7 @@ class FlowTabletop(FlowScene):
         return self._held != self.task.moved
 
     def success(self, T_world_object: NDArray[np.float64] | None = None) -> Outcome:
-        """Which criteria are met, now or at another pose (4, 4); a momentary task stays solved once it was."""
+        """Judge the criteria, now or at another pose (4, 4); a momentary task stays solved once it was."""
         now = super().success(T_world_object)
         if T_world_object is None and self._done:
             return Outcome(dict.fromkeys(now.errors, 0.0))

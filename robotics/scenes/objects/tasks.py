@@ -74,7 +74,7 @@ class FlowTask:
         object.__setattr__(self, "shapes", SHAPES[self.furniture.name])
 
     def outcome(self, state: SceneState) -> Outcome:
-        """Which criteria are met."""
+        """Judge the criteria."""
         return Outcome(self.errors(state))
 
     def ideal_motion(self, state: SceneState, frames: int) -> NDArray[np.float64]:

@@ -1,8 +1,8 @@
 """An environment of gymnasium-robotics (Fetch, Shadow hand, Adroit, Franka kitchen, mazes) for the generic adapter.
 
 Loaded by path in a Python that has gymnasium-robotics (made for 1.4.2), which mujoco 4 is too new for. The state is the
-Dict observation, its entries in alphabetical order one after the other; success is what `info` says, in the kitchen
-that all tasks of the episode are done.
+Dict observation, its entries in alphabetical order one after the other; success comes from
+`info`; in the kitchen it means that all tasks of the episode are done.
 
 Source: Farama-Foundation/Gymnasium-Robotics.
 """

@@ -75,7 +75,7 @@ def make(
         raise SuiteError(f"horizon is {steps} (at least 1), held_out_states {held_out_states} (0 to 49)")
     package = package_folder()
     prepare_config(package, _assets_path(package), config_folder)
-    # Before the assets are asked for, so that a part that is not installed shows without them.
+    # Before the assets, so that a missing package is reported first.
     importlib.import_module("libero.libero.envs")
     _point_to_assets(find_assets(package))
     row = LiberoRow(suite, size, steps, held_out_states, shadows, camera, tuple(views or ()))
@@ -130,7 +130,7 @@ class LiberoRow:
         if task != self._task:
             self._load(task)
         number = layout + (STORED_STATES - self._held_out if split == "held_out" else 0)
-        # Not the episode's seed: it places the fixtures, which are where the stored states were taken.
+        # Not the episode's seed: it places the fixtures, which must be where they were when the states were stored.
         self._env.seed(0)
         self._env.reset()
         for robot in self._env.robots:

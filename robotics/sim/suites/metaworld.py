@@ -135,7 +135,7 @@ class MetaWorldRow:
         height, width = self.image_size
         kind = ALL_V3_ENVIRONMENTS[task + "-v3"]
         env = kind(render_mode="rgb_array", camera_name=self._camera, width=width, height=height)
-        # What the class with the visible goal does, which takes no size of the images.
+        # As in the class with the visible goal, which takes no image size.
         env._partially_observable, env._freeze_rand_vec, env.seeded_rand_vec = False, False, True
         env.__dict__.pop("sawyer_observation_space", None)
         env._set_task_called = True

@@ -9,11 +9,11 @@ from robotics.flow3d.geometry import make_pose
 from robotics.scenes.objects.paths import (
     HALF_TURN,
     action_of_angles,
-    action_of_way,
+    action_of_poses,
     angles_of_action,
     canonical_grip,
-    way_of_action,
-    way_state,
+    path_state,
+    poses_of_action,
 )
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
@@ -25,11 +25,11 @@ from robotics.flow3d.data import FlowReader, FlowWriter
 from robotics.flow3d.kinematics import ArmIk
 from robotics.scenes.objects.demonstrations import DemonstrationConfig, instructed_clips
 from robotics.scenes.objects.demonstrator import Demonstrator
-from robotics.scenes.objects.path_sim import WaySim, open_way_sim
+from robotics.scenes.objects.path_sim import PathSim, open_path_sim
 from robotics.scenes.objects.scene import FlowScene, SceneConfig
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
-from robotics.toy.path_demos import build_way_demonstrations, canonical_along, frames_of_way
+from robotics.toy.path_demos import build_path_demonstrations, canonical_along, path_frames
 
 LAYOUT = 2
 CLOSED = np.array([False, False, True, True])
@@ -43,15 +43,15 @@ def way():
 
 
 def test_a_path_is_read_as_it_was_written(way):
-    poses, closed = way_of_action(action_of_way(way, CLOSED))
+    poses, closed = poses_of_action(action_of_poses(way, CLOSED))
     np.testing.assert_allclose(poses, way, atol=1e-6)  # single precision
     assert closed.tolist() == CLOSED.tolist()
 
 
 def test_predicted_directions_become_a_rotation(way):
-    noisy = action_of_way(way, CLOSED) + np.random.default_rng(0).normal(0, 0.2, 40)
+    noisy = action_of_poses(way, CLOSED) + np.random.default_rng(0).normal(0, 0.2, 40)
     noisy[3:9] = 0.0
-    poses, _ = way_of_action(noisy)
+    poses, _ = poses_of_action(noisy)
     turns = poses[:, :3, :3]
     np.testing.assert_allclose(turns @ turns.transpose(0, 2, 1), np.tile(np.eye(3), (4, 1, 1)), atol=1e-9)
     np.testing.assert_allclose(np.linalg.det(turns), 1.0)
@@ -65,16 +65,16 @@ def test_both_halves_of_a_grip_are_the_same_one(way):
 @pytest.mark.parametrize("action", [np.zeros(11), np.full(10, np.nan), np.zeros((2, 10))])
 def test_malformed_paths_are_refused(action):
     with pytest.raises(UserError, match="finite numbers"):
-        way_of_action(action)
+        poses_of_action(action)
 
 
 def test_a_path_has_the_frames_of_the_flow():
     frames = np.tile(np.eye(4), (41, 1, 1))
     frames[:, 0, 3] = np.arange(41)
-    chosen, closed = frames_of_way(len(frames), approach=10, num_frames=8, released=True)
+    chosen, closed = path_frames(len(frames), approach=10, num_frames=8, released=True)
     assert canonical_along(frames[chosen])[:, 0, 3].tolist() == [7, 10, 10, 13, 17, 21, 25, 28, 32, 36, 40, 40]
     assert closed.tolist() == [False, False, *[True] * 9, False]
-    assert frames_of_way(len(frames), 10, 8, released=False)[1][-1]
+    assert path_frames(len(frames), 10, 8, released=False)[1][-1]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def demos(tmp_path_factory):
     with FlowWriter(folder / "clips", num_frames=8, grid=4) as writer:
         for clip in instructed_clips(range(8), config, FlowEncoding()):
             writer.add(clip, split="train")
-    build_way_demonstrations(str(folder / "ways"), clips=str(folder / "clips"), image_size=32)
+    build_path_demonstrations(str(folder / "ways"), clips=str(folder / "clips"), image_size=32)
     return folder
 
 
@@ -100,7 +100,7 @@ def test_demonstrations_are_those_of_the_clips_that_have_a_gripper(demos):
     for clip, one in zip(shown, written, strict=True):
         np.testing.assert_allclose(one.state[0, 9:].reshape(-1, 3), clip.points_world_m, atol=1e-6)
         assert one.images["front"].shape == (1, 32, 32, 3)
-        poses, closed = way_of_action(one.action[0])
+        poses, closed = poses_of_action(one.action[0])
         assert closed.tolist() == [False, False, *[True] * 9, clip.meta["task"] == "pour"]
         away = np.linalg.norm(clip.points_world_m - poses[1, :3, 3], axis=-1)
         assert away.min() < 0.06  # the grip is at the object
@@ -113,7 +113,7 @@ def test_the_path_of_a_demonstration_solves_the_task_on_its_own_arm(demos):
         n for n, clip in enumerate(shown) if (clip.meta["actor"], clip.meta["task"]) == ("panda", "place_red")
     )
     clip, way = shown[number], episodes.episode(number).action[0]
-    sim = WaySim(["panda/place_red"], image_size=32, shapes=[clip.meta["shape"]])
+    sim = PathSim(["panda/place_red"], image_size=32, shapes=[clip.meta["shape"]])
     try:
         begun = sim.reset([EpisodeSpec("panda/place_red", "", clip.meta["seed"], "train")])
         assert begun.observation.state.shape == (1, sim.state_size)
@@ -132,18 +132,18 @@ def test_the_path_of_a_demonstration_solves_the_task_on_its_own_arm(demos):
 
 
 def test_the_arm_takes_the_half_of_a_grip_that_it_can_follow_to_the_end():
-    sim = WaySim(["panda/pour"], image_size=32)
+    sim = PathSim(["panda/pour"], image_size=32)
     demonstrator = Demonstrator(FlowScene(SceneConfig("pour", "panda", layouts="held_out", width=32, height=32)))
     try:
         demonstrator.scene.reset(LAYOUT)
         planned = demonstrator.plan()
         arm = ArmIk(demonstrator.scene.arm)
         poses = np.stack([arm.pose(row) for row in planned.joint_rad])
-        frames, closed = frames_of_way(len(poses), planned.approach, 8, released=False)
+        frames, closed = path_frames(len(poses), planned.approach, 8, released=False)
         way = canonical_along(poses[frames])
         for half in (way, way @ HALF_TURN):  # one of them cannot be tilted far enough
             sim.reset([EpisodeSpec("panda/pour", "", LAYOUT, "held_out")])
-            assert sim.step_chunk(action_of_way(half, closed)[None, None]).success.tolist() == [True]
+            assert sim.step_chunk(action_of_poses(half, closed)[None, None]).success.tolist() == [True]
     finally:
         demonstrator.scene.close()
         sim.close()
@@ -160,7 +160,7 @@ def test_angles_are_read_as_they_were_written():
 
 def test_angles_of_a_demonstration_do_the_task_on_their_own_arm_and_not_on_another(demos):
     clips = FlowReader(demos / "clips")
-    build_way_demonstrations(
+    build_path_demonstrations(
         str(demos / "angles"), clips=str(demos / "clips"), actors=["panda"], actions="joints", image_size=32
     )
     episodes = LeRobotReader(demos / "angles")
@@ -169,7 +169,7 @@ def test_angles_of_a_demonstration_do_the_task_on_their_own_arm_and_not_on_anoth
     number = next(n for n, clip in enumerate(shown) if clip.meta["task"] == "place_red")
     meta, action = shown[number].meta, episodes.episode(number).action[0]
     ends = {}
-    sim = WaySim(["panda/place_red", "gen3/place_red"], image_size=32, actions="joints", shapes=[meta["shape"]])
+    sim = PathSim(["panda/place_red", "gen3/place_red"], image_size=32, actions="joints", shapes=[meta["shape"]])
     try:
         for arm in ("panda", "gen3"):
             sim.reset([EpisodeSpec(f"{arm}/place_red", "", meta["seed"], "train")])
@@ -181,32 +181,32 @@ def test_angles_of_a_demonstration_do_the_task_on_their_own_arm_and_not_on_anoth
 
 def test_angles_are_those_of_one_arm(demos):
     with pytest.raises(UserError, match="panda 7, ur5e 6"):
-        WaySim(["panda/pour", "ur5e/pour"], actions="joints")
+        PathSim(["panda/pour", "ur5e/pour"], actions="joints")
     with pytest.raises(UserError, match="expected grips or joints"):
-        WaySim(["panda/pour"], actions="torques")
+        PathSim(["panda/pour"], actions="torques")
     for actors in ([], ["hand"], ["panda", "gen3"]):
         with pytest.raises(UserError, match="expected one arm"):
-            build_way_demonstrations(str(demos / "none"), clips=str(demos / "clips"), actors=actors, actions="joints")
+            build_path_demonstrations(str(demos / "none"), clips=str(demos / "clips"), actors=actors, actions="joints")
 
 
 def test_simulator_names_what_does_not_exist():
     with pytest.raises(UserError, match="expected arm/task"):
-        WaySim(["panda/juggle"])
+        PathSim(["panda/juggle"])
     with pytest.raises(UserError, match="no shape"):
-        WaySim(["panda/pour"], shapes=["elephant"])
+        PathSim(["panda/pour"], shapes=["elephant"])
     with pytest.raises(UserError, match="allowed: arms, num_frames"):
-        open_way_sim(SimConfig(kind="robotics.scenes.objects.path_sim:open_way_sim", options={"speed": 1}))
+        open_path_sim(SimConfig(kind="robotics.scenes.objects.path_sim:open_path_sim", options={"speed": 1}))
 
 
 def test_simulator_has_the_tasks_of_the_arms_that_are_named():
-    kind, angles = "robotics.scenes.objects.path_sim:open_way_sim", {"actions": "joints", "arms": ["panda", "gen3"]}
-    sim = open_way_sim(SimConfig(kind=kind, options=angles))
+    kind, angles = "robotics.scenes.objects.path_sim:open_path_sim", {"actions": "joints", "arms": ["panda", "gen3"]}
+    sim = open_path_sim(SimConfig(kind=kind, options=angles))
     assert {name.split("/")[0] for name in sim.tasks()} == {"panda", "gen3"}
     assert sim.action_size == 12 * 8
     with pytest.raises(UserError, match="no effect with sim"):
-        open_way_sim(SimConfig(kind=kind, tasks=["panda/pour"], options=angles))
+        open_path_sim(SimConfig(kind=kind, tasks=["panda/pour"], options=angles))
 
 
 def test_state_has_pose_and_points():
-    state = way_state(np.eye(4), np.arange(6.0).reshape(2, 3))
+    state = path_state(np.eye(4), np.arange(6.0).reshape(2, 3))
     assert state.tolist() == [0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 2, 3, 4, 5]
