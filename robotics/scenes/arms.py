@@ -94,6 +94,15 @@ class ForwardKinematics:
         return grip, jacobian
 
 
+def start_arm(model: mujoco.MjModel, data: mujoco.MjData, arm: ArmModel) -> None:
+    """Put an arm at home with open fingers, its servos at rest."""
+    pose = np.array([*arm.home_rad, arm.opening_m, arm.opening_m])
+    data.qpos[[int(model.joint(name).qposadr[0]) for name in (*arm.joints, *arm.fingers)]] = pose
+    data.ctrl[[int(model.actuator(name).id) for name in (*arm.joints, arm.gripper)]] = pose[:-1]
+    # Targets pass through a filter whose state must start at them, or the arm would move from zero angles.
+    data.act[:] = data.ctrl[np.flatnonzero(model.actuator_actadr >= 0)]
+
+
 def find_arm(name: str) -> ArmModel:
     """Row of `ARMS` with a name; raises UserError where there is none."""
     if name not in ARMS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from robotics.scenes.looks import RING, dress
+from robotics.scenes.looks import FILM, RING, dress
 from robotics.scenes.menagerie import add_meshes, menagerie_folder
 from robotics.scenes.tabletop import PIECES, scene_spec
 from robotics.sim.rendering import Outcome, update_poses
@@ -25,7 +25,7 @@ class PresentedScene:
     def __init__(self, scene: TabletopScene) -> None:
         import mujoco
 
-        spec = scene_spec(scene.arm, tuple(scene.task.areas), scene.task.roles)
+        spec = scene_spec(scene.arm, tuple(scene.task.areas), scene.task.roles, FILM)
         meshes = menagerie_folder()
         if meshes is not None:
             add_meshes(spec, scene.arm, meshes)

@@ -122,9 +122,9 @@ def include_files(name: str, files: Sequence[Path]) -> mujoco.MjSpec:
     return mujoco.MjSpec.from_string(f"<mujoco model={quoteattr(name)}>{parts}</mujoco>")
 
 
-def scene_spec(arm: ArmModel, pieces: Sequence[str], roles: Roles) -> mujoco.MjSpec:
-    """An arm and some pieces at the table, not compiled yet."""
-    files = [ASSETS / "tabletop.xml", arm.path, *(ASSETS / "drawer.xml" for name in pieces if name == "drawer")]
+def scene_spec(arm: ArmModel, pieces: Sequence[str], roles: Roles, *more: Path) -> mujoco.MjSpec:
+    """An arm and some pieces at the table, with the contents of more files; not compiled yet."""
+    files = [ASSETS / "tabletop.xml", arm.path, *(ASSETS / "drawer.xml" for name in pieces if name == "drawer"), *more]
     spec = include_files(f"tabletop_{arm.name}", files)
     for name in pieces:
         piece = PIECES[name]

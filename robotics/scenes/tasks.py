@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmrl.errors import UserError
+from robotics.scenes.arms import start_arm
 from robotics.scenes.looks import add_blank_textures
 from robotics.scenes.tabletop import (
     CUBE_HALF_M,
@@ -97,11 +98,6 @@ class TabletopScene:
             add_blank_textures(spec)
         self.model = spec.compile()
         self.sensors = SceneSensors(self.model)
-        self._joints = [int(self.model.joint(name).qposadr[0]) for name in (*arm.joints, *arm.fingers)]
-        self._home = np.array([*arm.home_rad, arm.opening_m, arm.opening_m])
-        self._controls = [int(self.model.actuator(name).id) for name in (*arm.joints, arm.gripper)]
-        # Targets pass through a filter whose state must start at them, or the arm would move from zero angles.
-        self._filtered = np.flatnonzero(self.model.actuator_actadr >= 0)
 
     def for_split(self, split: str) -> TabletopScene:
         """The same scene, model shared, with layouts of a split."""
@@ -119,9 +115,7 @@ class TabletopScene:
 
     def reset(self, model: mujoco.MjModel, data: mujoco.MjData, rng: np.random.Generator) -> None:
         """Put arm and pieces at the start of an episode."""
-        data.qpos[self._joints] = self._home
-        data.ctrl[self._controls] = self._home[:-1]
-        data.act[:] = data.ctrl[self._filtered]
+        start_arm(model, data, self.arm)
         place_pieces(model, data, draw_layout(self.task.areas, self.task.apart_m, self.split, rng))
 
     def score(self, steps: SceneSteps) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from mmrl.errors import RunError, UserError
 from robotics.flow3d.geometry import inverse_pose
+from robotics.scenes.arms import start_arm
 from robotics.scenes.objects.criteria import Outcome
 from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
 
@@ -177,12 +178,7 @@ class FlowTabletop(FlowScene):
         self.data.ctrl[self._gripper] = self.arm.opening_m
 
     def _pose_actor(self) -> None:
-        home = np.array(self.arm.home_rad)
-        self.put_arm(home)
-        self.data.ctrl[self._servos], self.data.ctrl[self._gripper] = home, self.arm.opening_m
-        # Targets pass through a filter whose state must start at them.
-        filtered = np.flatnonzero(self.model.actuator_actadr >= 0)
-        self.data.act[:] = self.data.ctrl[filtered]
+        start_arm(self.model, self.data, self.arm)
 
     def _names(self) -> None:
         model, arm = self.model, self.arm
