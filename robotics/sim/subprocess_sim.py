@@ -263,10 +263,33 @@ class SubprocessSim:
         return answers
 
     def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
-        """Check the shapes of an answer."""
-        size = self._frame_size if request.fields["kind"] == "render" else self.image_size
-        sizes = (self.state_size, self.action_size, size, self._frame_size, len(self.views), self._past)
-        return misshapen(request, answer, *sizes)
+        """Error in the shapes of an answer, if any."""
+        kind, past = request.fields["kind"], self._past
+        size = self._frame_size if kind == "render" else self.image_size
+        expected: dict[str, tuple[int, ...]] = {}
+        if "diverged" in answer.fields:
+            return None
+        if kind in ("reset", "step_chunk"):
+            expected["state"] = (self.state_size,)
+            if self.views and size is not None:
+                expected["views"] = (len(self.views), *size, 3)
+        if kind == "expert":
+            expected["action"] = (self.action_size,)
+        elif size is not None:
+            expected["image"] = (*size, 3)
+        if kind == "step_chunk":
+            steps, most = len(answer.arrays.get("rewards", ())), len(request.arrays["actions"])
+            expected |= {"flags": (3,), "rewards": (min(max(1, steps), most),)}
+            if request.fields["record"]:
+                expected["frames"] = (steps, *(self._frame_size or ()), 3)
+        if past and not (kind == "step_chunk" and np.any(answer.arrays.get("flags", ())[1:])):
+            seen = ("state", "image", "views") if kind in ("reset", "step_chunk") else ()
+            expected |= {f"past_{name}": (past, *expected[name]) for name in seen if name in expected}
+        for name, shape in expected.items():
+            came = answer.arrays[name].shape if name in answer.arrays else None
+            if came != shape:
+                return WorkerFailure("raised", f"{name} has the shape {came}; expected {shape}")
+        return None
 
     def _note_failures(self, answers: Mapping[int, Answer]) -> dict[int, Answer]:
         """Remember rows that failed, including those with numbers that are not finite."""
@@ -333,44 +356,6 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
         return f"action_bounds is {bounds!r:.80}; expected two lists of {hello['action_size']} numbers"
     missing = [name for name in ("python", "numpy", "expert") if name not in hello]
     return f"{missing[0]} is missing" if missing else ""
-
-
-def misshapen(
-    request: Request,
-    answer: Message,
-    state_size: int,
-    action_size: int,
-    image_size: tuple[int, int] | None,
-    frame_size: tuple[int, int] | None,
-    views: int = 0,
-    past: int = 0,
-) -> WorkerFailure | None:
-    """Error in the shapes of an answer, if any: S, A, (H, W) of images and frames, V and P."""
-    kind = request.fields["kind"]
-    expected: dict[str, tuple[int, ...]] = {}
-    if "diverged" in answer.fields:
-        return None
-    if kind in ("reset", "step_chunk"):
-        expected["state"] = (state_size,)
-        if views and image_size is not None:
-            expected["views"] = (views, *image_size, 3)
-    if kind == "expert":
-        expected["action"] = (action_size,)
-    elif image_size is not None:
-        expected["image"] = (*image_size, 3)
-    if kind == "step_chunk":
-        steps, most = len(answer.arrays.get("rewards", ())), len(request.arrays["actions"])
-        expected |= {"flags": (3,), "rewards": (min(max(1, steps), most),)}
-        if request.fields["record"]:
-            expected["frames"] = (steps, *(frame_size or ()), 3)
-    if past and not (kind == "step_chunk" and np.any(answer.arrays.get("flags", ())[1:])):
-        seen = ("state", "image", "views") if kind in ("reset", "step_chunk") else ()
-        expected |= {f"past_{name}": (past, *expected[name]) for name in seen if name in expected}
-    for name, shape in expected.items():
-        came = answer.arrays[name].shape if name in answer.arrays else None
-        if came != shape:
-            return WorkerFailure("raised", f"{name} has the shape {came}; expected {shape}")
-    return None
 
 
 def divergence(answer: Message) -> WorkerFailure | None:

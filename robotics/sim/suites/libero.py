@@ -77,10 +77,11 @@ def make(
     prepare_config(package, _assets_path(package), config_folder)
     # Before the assets, so that a missing package is reported first.
     importlib.import_module("libero.libero.envs")
-    _point_to_assets(find_assets(package))
-    row = LiberoRow(suite, size, steps, held_out_states, shadows, camera, tuple(views or ()))
-    row.keep(tasks)
-    return row
+    import libero.libero
+
+    # Where its own folder `assets` is missing, the package would look this up and then download.
+    libero.libero._assets_path_cache = str(find_assets(package))
+    return LiberoRow(suite, tasks, size, steps, held_out_states, shadows, camera, tuple(views or ()))
 
 
 class LiberoRow:
@@ -91,6 +92,7 @@ class LiberoRow:
     def __init__(
         self,
         suite: str,
+        tasks: list[str] | None,
         size: int,
         horizon: int,
         held_out_states: int,
@@ -101,7 +103,11 @@ class LiberoRow:
         from libero.libero import benchmark
 
         self._benchmark = benchmark.get_benchmark(suite)()
-        self._numbers = {task.name: number for number, task in enumerate(self._benchmark.tasks)}
+        numbers = {task.name: number for number, task in enumerate(self._benchmark.tasks)}
+        for name in tasks or ():
+            if name not in numbers:
+                raise SuiteError(f"{suite} has no task {name!r}; it has: {', '.join(numbers)}")
+        self._numbers = {name: numbers[name] for name in tasks or numbers}
         self._suite, self._held_out, self._shadows, self._camera = suite, held_out_states, shadows, camera
         self.image_size, self.horizon, self.views = (size, size), horizon, views
         self._env: Any = None
@@ -112,13 +118,6 @@ class LiberoRow:
     def tasks(self) -> Mapping[str, str]:
         """Names with instructions, in the order of the suite."""
         return {task.name: task.language for task in self._benchmark.tasks if task.name in self._numbers}
-
-    def keep(self, tasks: list[str] | None) -> None:
-        """Offer only some of the tasks."""
-        for name in tasks or ():
-            if name not in self._numbers:
-                raise SuiteError(f"{self._suite} has no task {name!r}; it has: {', '.join(self._numbers)}")
-        self._numbers = {name: self._numbers[name] for name in tasks or self._numbers}
 
     def layouts(self) -> Mapping[str, int | None]:
         """Numbers of stored states."""
@@ -299,13 +298,6 @@ def axis_angle(quaternion: np.ndarray) -> np.ndarray:
 def _assets_path(package: Path) -> Path:
     named = os.environ.get("LIBERO_ASSETS", "")
     return Path(named).expanduser() if named else package / "assets"
-
-
-def _point_to_assets(assets: Path) -> None:
-    import libero.libero
-
-    # Where its own folder `assets` is missing, the package would look this up and then download.
-    libero.libero._assets_path_cache = str(assets)
 
 
 def _explain(task: str, error: Exception) -> Exception:
