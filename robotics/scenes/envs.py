@@ -108,7 +108,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if horizon is not None and horizon < 1:
             raise UserError(f"horizon is {horizon}; must be at least 1")
         chosen = read_randomization(randomization)
-        self._scene = scene = TabletopScene(find_task(task), find_arm(arm), split, reward, chosen)
+        self.scene = scene = TabletopScene(find_task(task), find_arm(arm), split, reward, chosen)
+        """Scene that is simulated."""
         self.kinds = (observation,) if isinstance(observation, str) else tuple(observation)
         if not self.kinds or any(kind not in OBSERVATIONS for kind in self.kinds):
             raise UserError(f"observation is {self.kinds}; it takes at least one of {', '.join(OBSERVATIONS)}")
@@ -173,11 +174,11 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; there are layout, split, draw")
         number = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)
         start = layout_seed(split, number)
-        self._scene = self._scene.for_split(split)
+        self.scene = self.scene.for_split(split)
         self._layout, self._elapsed, self._over, self._outcome = number, 0, False, ""
-        self._vary(EpisodeSpec(self._scene.task.name, "", number, split, draw))
+        self._vary(EpisodeSpec(self.scene.task.name, "", number, split, draw))
         self._lib.mj_resetData(self.model, self.data)
-        self._scene.reset(self.model, self.data, np.random.default_rng(start))
+        self.scene.reset(self.model, self.data, np.random.default_rng(start))
         self._lib.mj_forward(self.model, self.data)
         self.controller.reset(1)
         self._seen = ObservationDelay(self.model, self.data, self._variant.observation_delay if self._variant else 0)
@@ -228,7 +229,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if self._look == "policy":
             return self.policy_image()
         if self._video is None:
-            self._video = VideoRenderer(self._scene, self._video_size, self._backend)
+            self._video = VideoRenderer(self.scene, self._video_size, self._backend)
         return write_caption(self._video.rgb(self.data, outcome=self._outcome), self._caption())
 
     def policy_image(self, camera: str | None = None) -> NDArray[np.uint8]:
@@ -260,26 +261,21 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._viewer is not None and not self._viewer.is_open
 
     @property
-    def scene(self) -> TabletopScene:
-        """The scene that is simulated."""
-        return self._scene
-
-    @property
     def instruction(self) -> str:
         """Language instruction of the task."""
-        return self._scene.task.instruction
+        return self.scene.task.instruction
 
     @property
     def state(self) -> NDArray[np.float32]:
         """(22,) exact full state, whether observed or not."""
-        return self._scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
+        return self.scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
 
     def _show(self, part: float = 0.0) -> None:
         """Call the watchers, a part of a control step after the last one."""
         if self.render_mode == "human" and self._viewer is None:
             from robotics.scenes.viewer import SceneViewer
 
-            self._viewer = viewer = SceneViewer(self._scene)
+            self._viewer = viewer = SceneViewer(self.scene)
             self.watch(lambda data, caption: viewer.show(data, caption, wait_s=1.0 / CONTROL_HZ / SHOWN_PARTS))
         for watcher in self._watchers:
             watcher(self.data, self._caption(part))
@@ -288,8 +284,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return Caption(self.instruction, (self._elapsed + part) / CONTROL_HZ, self._outcome)
 
     def _success_and_reward(self) -> tuple[bool, float]:
-        reading = self._scene.sensors.read(self.data.sensordata[None])
-        task = self._scene.task
+        reading = self.scene.sensors.read(self.data.sensordata[None])
+        task = self.scene.task
         return bool(task.success(reading)[0]), float(task.dense_reward(reading)[0])
 
     def _check_diverged(self) -> None:
@@ -298,16 +294,16 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             self._over = True
             kinds = [self._lib.mjtWarning(int(index)).name for index in np.flatnonzero(warnings)]
             raise SimulationDiverged(
-                f"the simulation of {self._scene.task.name} failed in control step {self._elapsed} of layout "
+                f"the simulation of {self.scene.task.name} failed in control step {self._elapsed} of layout "
                 f"{self._layout} ({', '.join(kinds)}); reset to continue"
             )
 
     def _vary(self, episode: EpisodeSpec) -> None:
         """Write the episode's variant into the model."""
-        if self.model is self._scene.model:
+        if self.model is self.scene.model:
             return
-        restore_model(self.model, self._scene.model)
-        self._variant = self._scene.variant(episode, self.model)
+        restore_model(self.model, self.scene.model)
+        self._variant = self.scene.variant(episode, self.model)
         self._delay = ActionDelay(self._variant.action_delay if self._variant else 0)
         for renderer in self._renderers.values():
             renderer.refresh()
@@ -318,7 +314,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             "success": success,
             "instruction": self.instruction,
             "layout": self._layout,
-            "split": self._scene.split,
+            "split": self.scene.split,
             "dense_reward": dense,
         }
         return info if self._variant is None else info | {"randomization": dict(self._variant.drawn)}
@@ -335,7 +331,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """An observation, delayed and noisy where that is drawn."""
         if kind in ("state", "proprio"):
             commands = self.controller.commands(ROW)
-            state = self._scene.sensors.state(self._seen.sensordata[None], commands)[0]
+            state = self.scene.sensors.state(self._seen.sensordata[None], commands)[0]
             seen = state if self._variant is None else self._variant.noisy_state(state, self._elapsed)
             return seen[: STATE_SIZE if kind == "state" else PROPRIO_SIZE]
         if kind == "rgb":

@@ -102,7 +102,7 @@ class FlowTabletop(FlowScene):
         path = np.clip(path, *self.model.actuator_ctrlrange[self._servos].T)
         for goal in path:
             here = self.data.ctrl[self._servos].copy()
-            seconds = float((np.abs(goal - here) / self._speeds).max())
+            seconds = float((np.abs(goal - here) / self.speeds).max())
             count = max(1, math.ceil(seconds / self._tick_s))
             for number in range(1, count + 1):
                 self.data.ctrl[self._servos] = here + (goal - here) * number / count
@@ -155,11 +155,6 @@ class FlowTabletop(FlowScene):
         """(J,) targets of the servos."""
         return self.data.ctrl[self._servos].copy()
 
-    @property
-    def speeds(self) -> NDArray[np.float64]:
-        """(J,) greatest speed of each joint along a path, rad/s, of slides m/s."""
-        return self._speeds
-
     def released(self) -> bool:
         """Whether the gripper does not hold the object."""
         return self._held != self.task.moved
@@ -185,7 +180,8 @@ class FlowTabletop(FlowScene):
         self._joints = [int(model.joint(name).qposadr[0]) for name in arm.joints]
         self._servos = [int(model.actuator(name).id) for name in arm.joints]
         slides = [model.joint(name).type[0] == self._lib.mjtJoint.mjJNT_SLIDE for name in arm.joints]
-        self._speeds = np.where(slides, SPEED_M_S, SPEED_RAD_S)
+        self.speeds: NDArray[np.float64] = np.where(slides, SPEED_M_S, SPEED_RAD_S)
+        """(J,) greatest speed of each joint along a path, rad/s, of slides m/s."""
         self._gripper = int(model.actuator(arm.gripper).id)
         self._tick_s = STEPS * float(model.opt.timestep)
         self._fingers = [int(model.joint(name).bodyid[0]) for name in arm.fingers]

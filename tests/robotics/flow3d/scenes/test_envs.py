@@ -21,7 +21,9 @@ UNBOUNDED = "ignore:.*A Box observation space m.*:UserWarning"
 
 def test_every_task_has_a_name():
     register()
-    assert set(FLOW_ENVIRONMENT_IDS.values()) == set(FLOW_TASKS)
+    names = ("PlaceRed", "PlaceGreen", "Pour", "InsertBlue", "InsertYellow", "OpenRed", "OpenBlue")
+    assert FLOW_ENVIRONMENT_IDS == {f"mmrl/Flow3D{name}-v0": task for name, task in zip(names, FLOW_TASKS, strict=True)}
+    assert set(FLOW_ENVIRONMENT_IDS) <= set(gymnasium.registry)
 
 
 @pytest.mark.filterwarnings("error", UNBOUNDED)
