@@ -60,7 +60,7 @@ def test_the_module_registers_when_make_imports_it():
     assert done.stdout.strip() == "open the drawer"
     register()
     names = ("Reach", "ReachGreen", "Push", "PickPlace", "Stack", "Drawer", "DrawerWide")
-    assert ENVIRONMENT_IDS == {f"mmrl/{name}-v0": task for name, task in zip(names, TASKS, strict=True)}
+    assert {f"mmrl/{name}-v0": task for name, task in zip(names, TASKS, strict=True)} == ENVIRONMENT_IDS
 
 
 def test_importing_the_package_stays_light():
