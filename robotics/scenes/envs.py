@@ -9,7 +9,6 @@ bits, here and in `TabletopBatch`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from robotics.scenes.control import ACTION_SIZE, CartesianController, ControlSet
 from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
 from robotics.scenes.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
 from robotics.scenes.variant import ActionDelay, ObservationDelay, SceneVariant
-from robotics.scenes.variations import restore_model
 from robotics.scenes.videos import VIDEO_SIZE, Caption, VideoRenderer, write_caption
 from robotics.sim.backends import require_backend
 from robotics.sim.episodes import EpisodeSpec
@@ -131,8 +129,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         import mujoco
 
         self._lib = mujoco
-        # Variants are written into a copy of the model; the scene's stays nominal.
-        self.model = copy.copy(scene.model) if chosen.active() else scene.model
+        self.model = scene.model
+        """Model of the episode: the scene's, or a copy with its domain randomisation."""
         self.data = mujoco.MjData(self.model)
         self._variant: SceneVariant | None = None
         self._delay = ActionDelay(0)
@@ -299,14 +297,11 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             )
 
     def _vary(self, episode: EpisodeSpec) -> None:
-        """Write the episode's variant into the model."""
-        if self.model is self.scene.model:
-            return
-        restore_model(self.model, self.scene.model)
-        self._variant = self.scene.variant(episode, self.model)
+        """Draw the episode's variant, with a model of its own."""
+        self._variant = self.scene.variant(episode)
+        self.model = self.scene.model if self._variant is None else self._variant.model
         self._delay = ActionDelay(self._variant.action_delay if self._variant else 0)
         for renderer in self._renderers.values():
-            renderer.refresh()
             renderer.show(self.model)
 
     def _info(self, success: bool, dense: float) -> dict[str, Any]:

@@ -106,12 +106,11 @@ class TabletopScene:
         other.split = split
         return self if split == self.split else other
 
-    def variant(self, episode: EpisodeSpec, model: mujoco.MjModel | None = None) -> SceneVariant | None:
-        """Draw an episode's variant into a model, or into a copy of the scene's; None for the nominal scene."""
+    def variant(self, episode: EpisodeSpec) -> SceneVariant | None:
+        """Draw an episode's variant, with a copy of the model; None for the nominal scene."""
         if not self.randomization.active() or episode.draw is None:
             return None
-        given = copy.copy(self.model) if model is None else model
-        return draw_variant(given, self.arm, tuple(self.task.areas), self.randomization, episode)
+        return draw_variant(copy.copy(self.model), self.arm, tuple(self.task.areas), self.randomization, episode)
 
     def reset(self, model: mujoco.MjModel, data: mujoco.MjData, rng: np.random.Generator) -> None:
         """Put arm and pieces at the start of an episode."""

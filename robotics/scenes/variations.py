@@ -1,4 +1,4 @@
-"""Write the draws of a domain randomisation into a scene's model, and undo them.
+"""Write the draws of a domain randomisation into a scene's model.
 
 Each part is one function that draws, writes and returns its draws. Nothing else of the model changes, except what
 MuJoCo derives from masses (`mj_setConst`).
@@ -64,28 +64,6 @@ def vary_model(
         if is_on(part):
             found |= vary(layer, part)
     return found
-
-
-def restore_model(model: mujoco.MjModel, nominal: mujoco.MjModel) -> None:
-    """Copy every number of the nominal model into a model of the same scene."""
-    parts: tuple[tuple[Any, Any], ...] = (
-        (model, nominal),
-        (model.stat, nominal.stat),
-        (model.vis.headlight, nominal.vis.headlight),
-    )
-    for owner, source in parts:
-        for name in _array_names(source):
-            getattr(owner, name)[...] = getattr(source, name)
-    for name in ("extent", "meaninertia", "meanmass", "meansize"):
-        setattr(model.stat, name, getattr(nominal.stat, name))
-
-
-def _array_names(owner: Any) -> list[str]:
-    kind = type(owner)
-    if kind not in ARRAYS:
-        values = {name: getattr(owner, name) for name in dir(owner) if not name.startswith("_")}
-        ARRAYS[kind] = [name for name, value in values.items() if isinstance(value, np.ndarray)]
-    return ARRAYS[kind]
 
 
 def _vary_lights(layer: Layer, ranges: Any) -> Draws:
@@ -220,8 +198,6 @@ def _turned(turn_rad: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArr
 def _listed(values: NDArray[np.float64]) -> list[float]:
     return [float(value) for value in values]
 
-
-ARRAYS: dict[type, list[str]] = {}
 
 VARY: dict[str, Callable[[Layer, Any], Draws]] = {
     "lights": _vary_lights,
