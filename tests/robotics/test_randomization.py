@@ -386,7 +386,7 @@ def test_an_environment_by_name_takes_a_dictionary_and_reports_its_draws():
     assert model.geom_friction[0, 0] == scene.model.geom_friction[0, 0] * drawn[2]["friction"]
     _, info = env.reset(options={"layout": 5, "draw": None})
     assert "randomization" not in info
-    assert not changed(model, scene.model)
+    assert not changed(env.unwrapped.model, scene.model)
     env.close()
 
 
