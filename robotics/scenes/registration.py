@@ -7,11 +7,6 @@ does the import by itself; after `import robotics.scenes.registration` the name 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from robotics.scenes.objects.tasks import FLOW_TASKS
-from robotics.scenes.tasks import TASKS
-
 
 def register() -> None:
     """Register the environments of both tables; a second call changes nothing.
@@ -27,12 +22,24 @@ def register() -> None:
                 gymnasium.register(name, entry_point=entry_point, kwargs={"task": task})
 
 
-def _ids(prefix: str, tasks: Iterable[str]) -> dict[str, str]:
-    """Names such as mmrl/PickPlace-v0, and the task of each."""
-    return {f"mmrl/{prefix}{''.join(map(str.capitalize, task.split('_')))}-v0": task for task in tasks}
-
-
-ENVIRONMENT_IDS, FLOW_ENVIRONMENT_IDS = _ids("", TASKS), _ids("Flow3D", FLOW_TASKS)
+ENVIRONMENT_IDS: dict[str, str] = {
+    "mmrl/Reach-v0": "reach",
+    "mmrl/ReachGreen-v0": "reach_green",
+    "mmrl/Push-v0": "push",
+    "mmrl/PickPlace-v0": "pick_place",
+    "mmrl/Stack-v0": "stack",
+    "mmrl/Drawer-v0": "drawer",
+    "mmrl/DrawerWide-v0": "drawer_wide",
+}
+FLOW_ENVIRONMENT_IDS: dict[str, str] = {
+    "mmrl/Flow3DPlaceRed-v0": "place_red",
+    "mmrl/Flow3DPlaceGreen-v0": "place_green",
+    "mmrl/Flow3DPour-v0": "pour",
+    "mmrl/Flow3DInsertBlue-v0": "insert_blue",
+    "mmrl/Flow3DInsertYellow-v0": "insert_yellow",
+    "mmrl/Flow3DOpenRed-v0": "open_red",
+    "mmrl/Flow3DOpenBlue-v0": "open_blue",
+}
 ENTRY_POINTS = {
     "robotics.scenes.envs:TabletopEnv": ENVIRONMENT_IDS,
     "robotics.scenes.objects.envs:FlowTabletopEnv": FLOW_ENVIRONMENT_IDS,

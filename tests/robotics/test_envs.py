@@ -59,8 +59,7 @@ def test_the_module_registers_when_make_imports_it():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "open the drawer"
     register()
-    names = ("Reach", "ReachGreen", "Push", "PickPlace", "Stack", "Drawer", "DrawerWide")
-    assert {f"mmrl/{name}-v0": task for name, task in zip(names, TASKS, strict=True)} == ENVIRONMENT_IDS
+    assert set(ENVIRONMENT_IDS.values()) == set(TASKS)
 
 
 def test_importing_the_package_stays_light():
