@@ -151,8 +151,6 @@ def nft_old_decay(step: int, kind: int) -> float:
 
     Source: NVlabs/DiffusionNFT (decay types of the adapter `old`).
     """
-    if kind not in NFT_SCHEDULES:
-        raise UserError(f"decay kind {kind}; there are: {', '.join(map(str, NFT_SCHEDULES))}")
     flat, slope, limit = NFT_SCHEDULES[kind]
     return min(slope * max(step - flat, 0), limit)
 

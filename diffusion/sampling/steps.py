@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 
 ELBO_NOISE_LEVEL = 0.7
@@ -270,15 +269,12 @@ def velocity_kl(velocity: Tensor, velocity_ref: Tensor, sigma: Tensor, kind: str
         (R,) float32.
 
     Raises:
-        UserError: unknown kind.
         ValueError: shapes that differ.
 
     Gradient: through velocity; `velocity_ref` is detached.
 
     Source: scxue/advantage_weighted_matching scripts/train_sd3_awm.py.
     """
-    if kind not in VELOCITY_KLS:
-        raise UserError(f"there is no velocity KL '{kind}'; available: {', '.join(VELOCITY_KLS)}")
     if velocity.shape != velocity_ref.shape or sigma.shape != (len(velocity),):
         raise ValueError(
             f"velocities {tuple(velocity.shape)} and {tuple(velocity_ref.shape)} must have one shape, and sigma "

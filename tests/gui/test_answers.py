@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from mmrl.errors import UserError
 from mmrl.gui.grounding.answers import ANSWER_ERRORS, PARSERS, ParsedAnswer, answer_text, parse_answer, split_think
 from mmrl.gui.grounding.coords import CoordinateSpace
 
@@ -149,11 +148,6 @@ def test_no_text_raises(mode):
 )
 def test_a_hundred_thousand_characters(mode, text):
     parse_answer(text, mode, no_think=True)
-
-
-def test_an_unknown_parser_is_refused():
-    with pytest.raises(UserError, match="reference, robust"):
-        parse_answer(GOOD, "clever")
 
 
 def test_labels_stand_before_their_points():

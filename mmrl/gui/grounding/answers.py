@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl.errors import UserError
 from mmrl.gui.grounding.coords import CoordinateSpace, Point
 
 THINK, END_THINK = "<think>", "</think>"
@@ -52,12 +51,7 @@ def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max
 
     Returns:
         Points or an error; never raises for any text.
-
-    Raises:
-        UserError: `mode` is unknown.
     """
-    if mode not in PARSERS:
-        raise UserError(f"unknown parser {mode!r}; there are: {', '.join(PARSERS)}")
     found = PARSERS[mode](text, no_think)
     if max_answers and len(found.points) > max_answers:
         return ParsedAnswer(error="too_many")

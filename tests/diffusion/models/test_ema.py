@@ -154,5 +154,3 @@ def test_schedules_have_their_published_values():
     assert [nft_old_decay(step, 0) for step in (0, 500)] == [0.0, 0.0]
     assert [nft_old_decay(step, 1) for step in (0, 200, 800)] == pytest.approx([0.0, 0.2, 0.5])
     assert [nft_old_decay(step, 2) for step in (74, 75, 95, 1000)] == pytest.approx([0.0, 0.0, 0.15, 0.999])
-    with pytest.raises(UserError, match="kind 3; there are: 0, 1, 2"):
-        nft_old_decay(1, 3)
