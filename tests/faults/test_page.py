@@ -18,6 +18,6 @@ def test_a_test_that_the_page_names_exists(file, name):
 
 
 def test_every_row_names_one():
-    rows = read_page("docs/faults.md").table("Faults and what they cost")
+    rows = read_page("docs/faults.md").table("Faults and their effects")
     assert len(rows) > 10
     assert all(re.search(r"`tests/[\w/]+\.py", row[-1]) for row in rows)
