@@ -23,7 +23,7 @@ from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation
 from mmrl.training.processes import global_advantages
-from mmrl.training.settings import BaseRunConfig, ReferenceConfig, TrainerConfig
+from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, ReferenceConfig, TrainerConfig
 
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
 TaskT = TypeVar("TaskT")
@@ -371,9 +371,14 @@ def score_in_chunks(
     )
 
 
+def single_update(trainer: BaseTrainerConfig) -> bool:
+    """Whether the rows of a step serve one optimiser step only, so that old = new log-probabilities."""
+    return trainer.epochs == 1 and trainer.minibatches_per_step == 1
+
+
 def scores_before_update(trainer: TrainerConfig, objective: Objective, provided: frozenset[str] = frozenset()) -> bool:
     """Whether the policy scores rollouts before an update, for a critic or old log-probabilities not yet provided."""
-    recomputed = trainer.old_logp != "sampler" and (not trainer.single_update or objective.kl_in_reward)
+    recomputed = trainer.old_logp != "sampler" and (not single_update(trainer) or objective.kl_in_reward)
     return (objective.needs_values and "values" not in provided) or (recomputed and "logp_old" not in provided)
 
 
@@ -382,7 +387,7 @@ def old_in_update(trainer: TrainerConfig, minibatch: Rollouts, logp: Tensor) -> 
 
     Gradient: none flows into `logp_old`.
     """
-    if trainer.old_logp == "sampler" or not trainer.single_update:
+    if trainer.old_logp == "sampler" or not single_update(trainer):
         return minibatch
     # at the first and only update new = old: the ratio is 1 in value and has the gradient of logp
     old = logp.detach()

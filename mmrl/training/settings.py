@@ -86,11 +86,6 @@ class TrainerConfig(BaseTrainerConfig):
     old_logp: str = rare(choice("recompute", OLD_LOGP_SOURCES))
     """Old log-probs: recompute (exact ratio 1 at the first update) or sampler (recorded while sampling)."""
 
-    @property
-    def single_update(self) -> bool:
-        """Whether the rollouts of a step serve one optimiser step only, so that old = new log-probs."""
-        return self.epochs == 1 and self.minibatches_per_step == 1
-
 
 @dataclass
 class ReferenceConfig:

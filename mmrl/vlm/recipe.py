@@ -19,7 +19,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import make_objective
-from mmrl.training.recipe import Recipe, Step, scores_before_update
+from mmrl.training.recipe import Recipe, Step, scores_before_update, single_update
 from mmrl.training.sampler import Sampler
 from mmrl.training.scoring import with_rewards
 from mmrl.vlm.config import VlmConfig
@@ -135,7 +135,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         trainer, model = self.config.trainer, self.config.model
         if not (self.config.sampler.keep_prefill and self.policy.shares_prefix):
             return KeepPrefill.NOTHING
-        once = trainer.single_update and trainer.micro_batch == 0 and not self.objective.filter.resamples
+        once = single_update(trainer) and trainer.micro_batch == 0 and not self.objective.filter.resamples
         same = not model.gradient_checkpointing and not (model.lora.enabled and model.lora.dropout)
         alone = not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
         if once and same and alone:
