@@ -29,7 +29,7 @@ class _Endless(ReachCube):
 
 
 def loop_arm(arm: dict[str, Any]) -> dict[str, Any]:
-    """Each scene and control step: `mj_step` for the physics steps, then a picture with MuJoCo's own renderer."""
+    """Each scene and control step: `mj_step` for the physics steps, then an image with MuJoCo's own renderer."""
     import mujoco
 
     model, actions = load_arm_cubes(), _actions(arm)
@@ -50,7 +50,7 @@ def loop_arm(arm: dict[str, Any]) -> dict[str, Any]:
 
 
 def rollout_arm(arm: dict[str, Any]) -> dict[str, Any]:
-    """The same scenes and actions with `ImageRollout`, a picture at the end of each chunk."""
+    """The same scenes and actions with `ImageRollout`, an image at the end of each chunk."""
     model, actions = load_arm_cubes(), _actions(arm)
     settings = RenderSettings(arm["size_px"], arm["size_px"], CAMERA)
     chunks = np.split(actions, arm["steps"] // arm["chunk"], axis=1)
@@ -95,7 +95,7 @@ def least_arm(arm: dict[str, Any]) -> dict[str, Any]:
 
 
 def picture_arm(arm: dict[str, Any]) -> dict[str, Any]:
-    """One picture after another of scenes that stand still, drawn in one of four ways."""
+    """One image after another of scenes that stand still, drawn in one of four ways."""
     import mujoco
 
     model, size = load_arm_cubes(), arm["size_px"]

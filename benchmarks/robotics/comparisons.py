@@ -1,9 +1,9 @@
-"""`python -m benchmarks sim`: pictures of MuJoCo scenes against a loop over `mujoco.Renderer` with default settings.
+"""`python -m benchmarks sim`: images of MuJoCo scenes against a loop over `mujoco.Renderer` with default settings.
 
 The scene is a 6-axis arm with a gripper and two cubes on a table, with the shadows that a light has by default. Both
-sides step the same scenes through the same actions and deliver the same number of pictures; the states agree bit for
-bit, and the pictures show the same objects in the same pixels, without shadows and without smoothed edges. What a
-policy with action chunks needs, a picture at the end of each chunk only, is a row of its own.
+sides step the same scenes through the same actions and deliver the same number of images; the states agree bit for
+bit, and the images show the same objects in the same pixels, without shadows and without smoothed edges. A
+separate row renders only the image at the end of each chunk, as a policy with action chunks needs.
 
 How many control steps of the tabletop tasks a second holds, in processes, in threads and with Gymnasium's own vector
 environment, is in `benchmarks.robotics.throughput`.
@@ -89,17 +89,17 @@ def _images(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]
     return comparison(
         runs,
         ratios={
-            "picture for picture": per_picture(ONE, bound=bound),
-            "picture for picture, wall": per_picture(ONE, "wall_s"),
-            "picture for picture, wall, 2 workers": per_picture(TWO, "wall_s"),
-            "control steps, pictures at the end of chunks": ratio(runs, LOOP, CHUNKS),
-            "control steps, pictures at the end of chunks, wall": ratio(runs, LOOP, CHUNKS, "wall_s"),
+            "image for image": per_picture(ONE, bound=bound),
+            "image for image, wall": per_picture(ONE, "wall_s"),
+            "image for image, wall, 2 workers": per_picture(TWO, "wall_s"),
+            "control steps, images at the end of chunks": ratio(runs, LOOP, CHUNKS),
+            "control steps, images at the end of chunks, wall": ratio(runs, LOOP, CHUNKS, "wall_s"),
         },
         floor=_floor(runs),
         notes=[
             f"{common['scenes']} scenes, {common['steps']} control steps of {common['substeps']} physics steps; "
             f"chunks of {common['chunk']} actions; the loop has one renderer for all scenes",
-            "bound: the time of the physics and of writing the pictures' bytes once, as if drawing cost nothing",
+            "bound: the time of the physics and of writing the images' bytes once, as if drawing cost nothing",
         ],
     )
 
@@ -122,7 +122,7 @@ def _picture(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any
         Arm("no multisampling either", f"{ARMS}:picture_arm", brief | {"way": "no multisampling"}),
         Arm("fixed parts once", f"{ARMS}:picture_arm", brief | {"way": "ours"}),
     ]
-    runs = run_arms(f"one picture, {size_px} px", arms, options)
+    runs = run_arms(f"one image, {size_px} px", arms, options)
     counted = {name: run for name, run in runs.items() if "counts" in run}
     return comparison(
         runs,

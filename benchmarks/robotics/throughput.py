@@ -1,4 +1,4 @@
-"""Control steps per second of the ways to run many tabletop episodes, with and without pictures.
+"""Control steps per second of different methods to run many tabletop episodes, with and without images.
 
 The same task, layouts, actions and number of environments for our processes (`SubprocessSim`), our threads
 (`TabletopBatch`), Gymnasium's `AsyncVectorEnv` over the same environment class, and `mujoco.rollout` with the physics
@@ -26,7 +26,7 @@ OURS = (POOL_STEPS, POOL_CHUNKS, BATCH_STEPS, BATCH_CHUNKS)
 
 
 def compare_throughput(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]:
-    """Compare the simulators at one size of pictures."""
+    """Compare the simulators at one size of images."""
     common: dict[str, Any] = (QUICK if options.quick else FULL) | {"size_px": size_px, "backend": backend}
     common |= {"repetitions": options.repetitions if options.quick else max(SHORT_REPETITIONS, options.repetitions)}
     ways: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ def _floor(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _notes(common: Mapping[str, Any]) -> list[str]:
-    sights = f"states and pictures of {common['size_px']} px" if common["size_px"] else "states"
+    sights = f"states and images of {common['size_px']} px" if common["size_px"] else "states"
     return [
         f"{common['environments']} environments, an episode of {common['steps']} control steps in each, {sights}; a "
         f"process an environment, or {common['workers']} threads; chunks of {common['chunk']} actions",
@@ -75,6 +75,6 @@ def _notes(common: Mapping[str, Any]) -> list[str]:
         "every episode is cut off by the horizon in its last step and none ends before; a repetition is a reset of all "
         "environments, with its observation, and these steps; AsyncVectorEnv adds no reset of its own",
         "mujoco.rollout has only the physics, of the same joint targets, in one call: no inverse kinematics, rewards, "
-        "observations or pictures",
+        "observations or images",
         "CPU seconds are those of all processes; memory is that of the calling one and says nothing of the others",
     ]

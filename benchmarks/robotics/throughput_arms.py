@@ -117,7 +117,7 @@ def _async_vector_env(arm: dict[str, Any]) -> Iterator[Player]:
 
 @contextlib.contextmanager
 def _mujoco_rollout(arm: dict[str, Any]) -> Iterator[Player]:
-    """The physics alone in one call: joint targets known before, no rewards, no observations, no pictures."""
+    """The physics alone in one call: joint targets known before, no rewards, no observations, no images."""
     import mujoco
     from mujoco import rollout
 

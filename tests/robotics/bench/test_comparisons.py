@@ -34,7 +34,7 @@ def test_images_equal_the_loops_in_content_and_number():
     assert counts[sim.CHUNKS] == counts[sim.LOOP] | {"pictures": 2, "bytes": 2 * 64 * 64 * 3}
     assert len(found["checks"]) == 5
     assert not found["failed"]
-    assert found["ratios"]["picture for picture"]["median"] > 1.0
+    assert found["ratios"]["image for image"]["median"] > 1.0
 
 
 @pytest.mark.usefixtures("here", "backend")
