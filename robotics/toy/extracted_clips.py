@@ -28,8 +28,8 @@ def build_from_scenes(
     path: str,
     *,
     backend: str = "offline",
-    videos: int = 200,
-    held_out_videos: int = 20,
+    scenes: int = 200,
+    held_out_scenes: int = 20,
     tasks: Sequence[str] = (),
     actors: Sequence[str] = (),
     image_size: int = 128,
@@ -37,7 +37,7 @@ def build_from_scenes(
     num_frames: int = 8,
     grid: int = 4,
     begin: str = "motion",
-    first_video: int = 0,
+    first_scene: int = 0,
 ) -> Path:
     """Record demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learnt.
 
@@ -45,8 +45,8 @@ def build_from_scenes(
         path: folder to write.
         backend: offline (`revealed_depth` and `rigid_chain`), or simulator (its own masks and poses). With the same
             other options both see the same videos.
-        videos: videos of the split train.
-        held_out_videos: videos of the split held_out, with layouts that training data do not show.
+        scenes: videos of the split train.
+        held_out_scenes: videos of the split held_out, with layouts that training data do not show.
         tasks: keys of `FLOW_TASKS`; all when empty.
         actors: who may be in view; hand, free gripper and Panda when empty.
         image_size: side of the images in pixels.
@@ -54,7 +54,7 @@ def build_from_scenes(
         num_frames: T, frames of a flow.
         grid: N, query points a side.
         begin: of `FlowExtractor`.
-        first_video: number of the first video of each split.
+        first_scene: number of the first video of each split.
 
     Returns:
         The folder.
@@ -65,8 +65,8 @@ def build_from_scenes(
     if backend not in BACKENDS:
         raise UserError(f"backend is {backend!r}; there are {', '.join(BACKENDS)}")
     chosen = FlowExtractor(FlowEncoding(num_frames=num_frames, grid=grid), begin=begin, **BACKENDS[backend])
-    counts = {"train": videos, "held_out": held_out_videos}
-    recorded = _scene_videos(counts, first_video, tasks, actors, image_size, depth_noise)
+    counts = {"train": scenes, "held_out": held_out_scenes}
+    recorded = _scene_videos(counts, first_scene, tasks, actors, image_size, depth_noise)
     return write_clips(path, recorded, chosen, f"Flow of tasks at a table, {backend} extraction")
 
 

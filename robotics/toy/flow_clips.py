@@ -23,8 +23,8 @@ SEEN_ACTORS = (HAND, NOBODY, "free_gripper", "panda")
 def build_clips(
     path: str,
     *,
-    pictures: int = 1000,
-    held_out_pictures: int = 60,
+    scenes: int = 1000,
+    held_out_scenes: int = 60,
     tasks: Sequence[str] = (),
     actors: Sequence[str] = SEEN_ACTORS,
     shapes: Sequence[str] = (),
@@ -32,14 +32,14 @@ def build_clips(
     num_frames: int = 8,
     grid: int = 4,
     visibility: bool = False,
-    first_picture: int = 0,
+    first_scene: int = 0,
 ) -> Path:
     """Draw first images of the tasks, and write them with their instructions and the true flow of each.
 
     Args:
         path: folder to write, which must not exist.
-        pictures: first images of the split train, with layouts of training data; the furniture takes turns.
-        held_out_pictures: those of the split held_out, with layouts that training data do not show.
+        scenes: first images of the split train, with layouts of training data; the furniture takes turns.
+        held_out_scenes: those of the split held_out, with layouts that training data do not show.
         tasks: keys of `FLOW_TASKS`; all when empty.
         actors: who may be in view: arms, hand or nobody.
         shapes: shapes of the objects; those of training data when empty.
@@ -49,7 +49,7 @@ def build_clips(
         visibility: execute the motions and draw all frames of the flow to see which points are hidden, with one
             instruction an image. It takes several times as long; without it every point counts as visible, and each
             image comes with all its instructions.
-        first_picture: seed of the first image of each split.
+        first_scene: seed of the first image of each split.
     """
     if Path(path).exists():
         raise UserError(f"{path} exists already; name another folder or remove it")
@@ -57,15 +57,15 @@ def build_clips(
     encoding, count = FlowEncoding(num_frames=num_frames, grid=grid), 0
     with replaced(Path(path)) as draft:
         with FlowWriter(draft, num_frames=num_frames, grid=grid, title="Flow of tasks at a table") as writer:
-            for split, number in (("train", pictures), ("held_out", held_out_pictures)):
+            for split, number in (("train", scenes), ("held_out", held_out_scenes)):
                 scene = SceneConfig(layouts=split, width=image_size, height=image_size)
-                seeds = range(first_picture, first_picture + number)
+                seeds = range(first_scene, first_scene + number)
                 for clip in _build(seeds, dataclasses.replace(config, scene=scene), encoding, visibility):
                     writer.add(clip, split=split)
                     count += 1
         if not count:
-            raise UserError(f"pictures is {pictures} and held_out_pictures {held_out_pictures}: there are no clips")
-    LOGGER.info("%d clips of %d first pictures", count, pictures + held_out_pictures)
+            raise UserError(f"scenes is {scenes} and held_out_scenes {held_out_scenes}: there are no clips")
+    LOGGER.info("%d clips of %d first images", count, scenes + held_out_scenes)
     return Path(path)
 
 

@@ -1,9 +1,9 @@
 """Evaluation in closed loop: episodes in the scenes, runs of a planner in physics, and metrics.
 
-    episodes = list_episodes(FlowEpisodesConfig(arms=["panda", "ur5e"], episodes=20))
-    with EpisodeRunner(settings, model) as runner:
-        rows = [runner.run(episode) for episode in episodes]
-    print(loop_metrics(rows)["success/closed_loop"])
+episodes = list_episodes(FlowEpisodesConfig(arms=["panda", "ur5e"], episodes=20))
+with EpisodeRunner(settings, model) as runner:
+    rows = [runner.run(episode) for episode in episodes]
+print(loop_metrics(rows)["success/closed_loop"])
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def test_a_tracker_with_the_call_of_cotracker(tmp_path):
 def test_clips_of_the_scenes_by_either_backend(backend, tmp_path, name):
     pytest.importorskip("mujoco")
     out = build_from_scenes(
-        str(tmp_path / "clips"), backend=name, videos=1, held_out_videos=0, tasks=["place_red"], actors=["panda"]
+        str(tmp_path / "clips"), backend=name, scenes=1, held_out_scenes=0, tasks=["place_red"], actors=["panda"]
     )
     (clip,) = FlowReader(out)
     assert clip.source == "simulator/panda/place_red"

@@ -12,7 +12,7 @@ from robotics.toy import flow_demo as demo
 ROOT = Path(__file__).parents[3]
 SMALL = {
     "flow3d_traj_dit.yaml": [
-        "data.build_options={pictures: 6, held_out_pictures: 3, image_size: 48, actors: [nobody]}",
+        "data.build_options={scenes: 6, held_out_scenes: 3, image_size: 48, actors: [nobody]}",
         *("model.body={width: 16, heads: 2}", "model.condition={width: 16, heads: 2, channels: 8, keypoints: 2}"),
         *("trainer.steps=2", "trainer.tasks_per_step=4", "evaluation.samples=1", "evaluation.every=0"),
         *("tracking.quiet=true", "tracking.tensorboard=false"),

@@ -246,7 +246,7 @@ def test_a_configuration_builds_its_clips_on_a_fresh_machine(tmp_path):
     overrides = [
         f"output_dir={tmp_path / 'run'}",
         *(f"{key}.path={tmp_path / 'clips'}" for key in ("data", "eval_data.held_out")),
-        "data.build_options={pictures: 6, held_out_pictures: 3, image_size: 32, actors: [nobody]}",
+        "data.build_options={scenes: 6, held_out_scenes: 3, image_size: 32, actors: [nobody]}",
         *("trainer.steps=1", "trainer.tasks_per_step=4", "evaluation.samples=1", "evaluation.every=0"),
         *("tracking.quiet=true", "tracking.tensorboard=false", "tracking.strict=true"),
     ]

@@ -209,7 +209,7 @@ def test_a_drawer_has_its_own_mask_in_the_image_that_both_share():
 
 
 def test_built_clips_have_train_and_held_out_layouts_and_no_held_out_arm(tmp_path):
-    options = {"pictures": 9, "held_out_pictures": 3, "image_size": 32, "num_frames": 3, "grid": 2}
+    options = {"scenes": 9, "held_out_scenes": 3, "image_size": 32, "num_frames": 3, "grid": 2}
     folder = build_clips(str(tmp_path / "clips"), **options)
     reader = FlowReader(folder)
     assert {clip.meta["layouts"] for clip in FlowReader(folder, split="held_out")} == {"held_out"}
