@@ -1,4 +1,4 @@
-"""Benchmarks that anyone can repeat: arms in processes of their own, in turns, with counted floors beside the times."""
+"""Benchmarks that anyone can repeat: each arm in its own process, alternating, with lower bounds next to the times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOMS = {
 
 
 def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str, bool]:
-    """Run the comparisons of a room; progress and a table go to standard error.
+    """Run the comparisons of a domain; progress and a table go to standard error.
 
     Args:
         room: row of `ROOMS`.
@@ -65,7 +65,7 @@ def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str,
 
 
 def _check_room(room: str, options: BenchOptions) -> None:
-    """Refuse options that a room ignores."""
+    """Refuse options that a domain ignores."""
     given = {"--against": options.against, "--model": options.model, "--family": options.family != "qwen2_5_vl"}
     ignored = [name for name, value in given.items() if value]
     if room != "vlm" and ignored:

@@ -1,4 +1,4 @@
-"""Least that a step must compute and store: operations and bytes counted from the sizes of a model.
+"""Lower bounds of a step's work and memory: operations and bytes counted from the sizes of a model.
 
 A multiplication with its addition is 2 operations. Only matrix products are counted, so that elementwise work,
 which shared prompts save as well, makes the ratios estimates rather than bounds in the strict sense.

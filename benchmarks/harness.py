@@ -1,4 +1,4 @@
-"""Runs the arms of a comparison, each in a fresh process, in turns, and sums up what they measured.
+"""Runs the arms of a comparison, each in a fresh process, alternating, and summarises their measurements.
 
 An arm is a function `module:function` that takes a dict of JSON values and returns what `benchmarks.measure.repeat`
 returns, with "counts" (any numbers worth reporting), "checks" (results of `check`) and "series" (lists of numbers, one

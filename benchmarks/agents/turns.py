@@ -1,4 +1,4 @@
-"""The arms of `python -m benchmarks vlm --only turns`: what going on from a conversation's history saves.
+"""The arms of `python -m benchmarks vlm --only turns`: savings of continuing from a conversation's history.
 
 The episodes are made up: every turn answers with the same number of tokens, and is followed by an image. "anew" reads
 the whole conversation in every turn, in sampling and in the update, as trainers do whose rows are single turns.
@@ -44,7 +44,7 @@ def sample_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def update_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Forward and backward pass of a group's log-probabilities; with `anew` each turn is a row of its own."""
+    """Forward and backward pass of a group's log-probabilities; with `anew` each turn is a separate row."""
     with make_recipe(options) as recipe:
         whole = _converse(recipe, options)
         rollouts = turn_rows(whole) if options["anew"] else whole

@@ -90,7 +90,7 @@ class _Work:
         self.quantity = "wall_s" if options.device == "cuda" else "cpu_s"
 
     def arm(self, name: str, function: str, **changes: Any) -> Arm:
-        """An arm whose result lies in a file of its own."""
+        """An arm with its result in a separate file."""
         result = str(self.place / f"{function}-{name.replace(' ', '_')}.pt")
         return Arm(name, f"{ARMS}:{function}", self._common() | {"result": result} | changes)
 

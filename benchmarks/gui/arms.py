@@ -1,4 +1,4 @@
-"""The arms of `python -m benchmarks gui`; each runs in a process of its own, which starts a browser and ends it."""
+"""The arms of `python -m benchmarks gui`; each runs in its own process, which starts and ends a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arms of `python -m benchmarks sim`: each function runs in a process of its own."""
+"""The arms of `python -m benchmarks sim`: each function runs in its own process."""
 
 from __future__ import annotations
 

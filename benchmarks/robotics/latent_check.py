@@ -1,4 +1,4 @@
-"""How well a progress reward ranks a policy's failures, before anything is trained on it.
+"""Scores how well a progress reward ranks a policy's failures, before any training.
 
     python -m benchmarks.robotics.latent_check configs/robotics/tabletop_srpo.yaml data.layouts=4 --latents
     video,pixels,object
@@ -92,7 +92,7 @@ class CheckedEpisode(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How a latent does with a form of the reward."""
+    """Scores of a latent with one form of the reward."""
 
     agreement: float
     advantage_correlation: float

@@ -1,4 +1,4 @@
-"""Steps of light environments: what a vector environment costs where the environment itself costs microseconds.
+"""Steps of light environments: the cost of a vector environment when the environment itself takes microseconds.
 
 `PoolVectorEnv` and `SubprocessSim` against Gymnasium's `AsyncVectorEnv`, the same environments, seeds and actions, a
 call and a look at every step. Before anything is timed an arm plays the steps once and compares each observation with
@@ -56,7 +56,7 @@ def compare_light_steps(options: BenchOptions, name: str) -> dict[str, Any]:
 
 
 def light_arm(arm: dict[str, Any]) -> dict[str, Any]:
-    """Play the steps in one way, compare them, then time them.
+    """Run the steps with one method, compare them, then time them.
 
     Returns:
         What `repeat` measured, CPU seconds being those of all processes, with counts and checks.

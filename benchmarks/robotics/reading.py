@@ -52,7 +52,7 @@ def compare_reading(options: BenchOptions, size_px: int) -> dict[str, Any]:
 
 
 def reading_arm(arm: dict[str, Any]) -> dict[str, Any]:
-    """Write a video, read its episodes in one way, compare them, then time them."""
+    """Write a video, read its episodes with one reader, compare them, then time them."""
     read = _read_with_pyav if arm["way"] == THEIRS else _read_with_ours
     rng = np.random.default_rng(0)
     small = rng.integers(0, 256, (arm["episodes"] * arm["frames"], 8, 8, 3), dtype=np.uint8)
@@ -70,7 +70,7 @@ def reading_arm(arm: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(path: Path, arm: dict[str, Any]) -> float:
-    """Largest difference of a pixel between the two ways."""
+    """Largest difference of a pixel between the two readers."""
     pairs = [
         (_read_with_ours(path, episode, arm), _read_with_pyav(path, episode, arm)) for episode in range(arm["episodes"])
     ]

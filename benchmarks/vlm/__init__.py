@@ -1,1 +1,1 @@
-"""Benchmarks of the vision-language room."""
+"""Benchmarks of vision-language models."""

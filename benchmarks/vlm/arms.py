@@ -239,7 +239,7 @@ def make_rollouts(recipe: VlmRecipe, shape: Shape, lengths: Sequence[int] = (), 
 
 
 def rows_apart(rollouts: Rollouts) -> Rollouts:
-    """Give every row a group and a prompt of its own, so that nothing can be shared."""
+    """Give every row its own group and prompt, so that nothing can be shared."""
     payload = VlmPayload.of(rollouts)
     groups = rollouts.group.tolist()
 

@@ -1,4 +1,4 @@
-"""Velocity matching at states that the sampler itself went through, in place of images made noisy again.
+"""Velocity matching at states of the sampler, instead of re-noised images.
 
 A state x_t lies on a path that ended in the image x_0. Its target is the velocity of the straight line from x_t at
 time t to its own image at time 0,

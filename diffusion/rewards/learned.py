@@ -1,7 +1,7 @@
-"""Rewards whose weights the user brings: PickScore, CLIPScore, HPSv2 and the aesthetic score of CLIP, ImageReward.
+"""Rewards with user-provided weights: PickScore, CLIPScore, HPSv2 and the aesthetic score of CLIP, ImageReward.
 
-Weights lie in a folder as `save_pretrained` of transformers writes it, with tokenizer and image processor beside the
-model. Nothing is downloaded, and files of tensors are read without running code in them.
+Weights are a folder as written by transformers' `save_pretrained`, with tokenizer and image processor. Nothing is
+downloaded, and files of tensors are read without running code in them.
 """
 
 from __future__ import annotations

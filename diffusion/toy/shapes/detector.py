@@ -1,7 +1,7 @@
 """Finds coloured shapes in an image by rules, without a learned model.
 
-Saturated pixels get the nearest of the four hues; connected pixels of one hue are an object; how it fills its box tells
-its shape. Texture does not fool it, since an object must be one clean connected area.
+Saturated pixels get the nearest of the four hues; connected pixels of one hue are an object; its shape follows from how
+it fills its box. Texture is ignored, since an object must be one clean connected area.
 """
 
 from __future__ import annotations
