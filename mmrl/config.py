@@ -118,7 +118,7 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     structured, schema = OmegaConf.structured(defaults), defaults if isinstance(defaults, type) else type(defaults)
     try:
         merged = OmegaConf.merge(structured, _with_inherited(schema, _without_nulls(schema, values)))
-        filled = OmegaConf.to_object(merged)
+        filled: Any = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
         raise UserError(f"{where}: {_unknown_key(error, structured)}") from error
     except MissingMandatoryValue as error:

@@ -259,7 +259,8 @@ def _work_lines(work: WorkResult, baseline: str) -> Iterator[str]:
             cost,
             arm,
             *_ratio_text(ratio),
-            *(f"{ratio.n - len(never)} of {ratio.n}" for never in (ratio.never, ratio.baseline_never)),
+            f"{ratio.n - len(ratio.never)} of {ratio.n}",
+            f"{ratio.n - len(ratio.baseline_never)} of {ratio.n}",
         )
         for cost, table in work.costs.items()
         for arm, ratio in table.ratios.items()

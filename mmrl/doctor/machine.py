@@ -117,9 +117,9 @@ def _check_threads(threads: int, cores: int) -> Finding:
 def check_torchvision(ensure: Callable[[], str] | None = None) -> list[Finding]:
     """Whether torchvision imports by itself, only with its operators declared, or not at all."""
     try:
-        if ensure is None:
-            from mmrl.hub.compat import ensure_torchvision as ensure
-        state = ensure()
+        from mmrl.hub.compat import ensure_torchvision
+
+        state = (ensure or ensure_torchvision)()
     except Exception as error:
         advice = f"install the release that belongs to the installed torch: {_torchvision_command()}"
         return [Finding("torchvision", "import", "warn", one_line(error), advice)]
