@@ -1,6 +1,6 @@
 """Images of an episode: cut out of a video of many episodes, or as PNG; depth as TIFF or as a video of 12-bit codes.
 
-A depth image is in whole millimetres (uint16) or metres (float32), as `depth_unit` of the feature says. A depth video
+A depth image is in whole millimetres (uint16) or metres (float32), as the feature's `depth_unit` defines. A depth video
 has codes q = 0..4095, by default over the logarithm, which is finer near the camera: with a shift s and the bounds a
 and b in metres, d = exp(log(a + s) + q / 4095 (log(b + s) - log(a + s))) - s. With lerobot's a = 0.01, b = 10 and
 s = 3.5 a step is 1.2 mm near and 4.4 mm far away. Values beyond the bounds, such as 0 for "not measured", are clipped.

@@ -69,7 +69,7 @@ class EpisodeData:
     frame_tasks: Sequence[str]
     """T instructions; they differ where the task changes within the episode."""
     success: bool | None
-    """Whether the task was done; None where the dataset does not say."""
+    """Whether the task was done; None where the dataset does not store it."""
     timestamp_s: NDArray[np.float32]
     """(T,) seconds since the first frame."""
     extra: Mapping[str, NDArray]
@@ -284,7 +284,7 @@ class LeRobotReader:
                 row |= {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file}
                 # A killed writer may leave a row twice, of which the first is newer, and one that info does not count.
                 rows.setdefault(check_row(row, path)["episode_index"], row)
-        # Search as many numbers as there are rows, whatever total says.
+        # Search as many numbers as there are rows, whatever total is.
         first = next(number for number in range(len(rows) + 1) if number not in rows)
         if first < total:
             lacking = total - sum(number < total for number in rows)

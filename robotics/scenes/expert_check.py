@@ -89,8 +89,8 @@ def replay_line(solved: NDArray[np.float64]) -> str:
     means = [float(np.nanmean(row)) for row in others if not np.isnan(row).all()]
     if not means:
         return "  replayed in the other episodes: every environment failed"
-    told = f"  replayed in the other episodes: {np.nanmean(others):.3f} in the mean, {max(means):.3f} at best"
-    return told + (f"; {failed} of {solved.size} replays without a result" if failed else "")
+    text = f"  replayed in the other episodes: {np.nanmean(others):.3f} in the mean, {max(means):.3f} at best"
+    return text + (f"; {failed} of {solved.size} replays without a result" if failed else "")
 
 
 def _replay(sim: RobotSim, episodes: Sequence[EpisodeSpec], motion: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -196,7 +196,7 @@ class PolicyServer:
                 counts.add(chunk.infer_ms, robot.previous_ms, chunk.batch_size)
 
     def _refuse(self, robot: _Robot, error: Exception) -> str:
-        """Count and log an error, with a traceback if it is unexpected; returns what the robot is told."""
+        """Count and log an error, with a traceback if it is unexpected; returns the reply."""
         expected = isinstance(error, UserError | RunError)
         what = "message refused" if isinstance(error, BadMessageError) else "the policy gave no answer"
         reason = " ".join(str(error).split())

@@ -41,7 +41,7 @@ class GymRow:
         success_reward: a control step with at least this reward solves the task, where `info` does not report success.
         horizon: control steps of an episode; None = that of the registered id.
         layout_options: whether to pass `reset` the options layout, split, and draw (of the domain randomisation, where
-            it is not 0) beside the seed.
+            it is not 0) in addition to the seed.
     """
 
     def __init__(

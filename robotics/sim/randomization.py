@@ -108,7 +108,7 @@ class RandomizationConfig:
     """Ranges of the domain randomisation, drawn for each episode; everything is off by default."""
 
     seed: int = bounded(0, at_least=0)
-    """Seed of all draws, beside the episode's own task, split, layout and draw."""
+    """Seed of all draws, in addition to the episode's own task, split, layout and draw."""
     per: str = rare(choice("group", SHARING))
     """Training: group, the samples of one initial state share a draw, so that their comparison is one of actions;
     episode, each has its own."""

@@ -45,7 +45,7 @@ class SubprocessSim:
         settings: environment and time limits.
 
     Raises:
-        UserError: a setting is out of range, or the environment says that it was asked for something impossible.
+        UserError: a setting is out of range, or the environment refuses an option.
         RunError: the environment cannot be started; the message holds its traceback.
     """
 
@@ -73,7 +73,7 @@ class SubprocessSim:
         self.views: tuple[str, ...] = tuple(self._hello.get("views", ()))
         """Names of the further cameras."""
         self.action_bounds: Sequence[Sequence[float]] | None = self._hello.get("action_bounds") or None
-        """Meaning of -1 and 1 in the environment's own units, A numbers each; None where it does not tell."""
+        """Meaning of -1 and 1 in the environment's own units, A numbers each; None where unknown."""
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -159,7 +159,7 @@ class WarpPhysics:
         self._worlds.overflow.zero_()
 
     def _assign(self, name: str, values: NDArray[np.float64]) -> None:
-        """Write the first worlds' values; the others, which nobody reads, repeat those of the first."""
+        """Write the first worlds' values; the unused others repeat those of the first."""
         spare = np.repeat(values[:1], self._scenes - len(values), axis=0)
         getattr(self._worlds, name).assign(np.concatenate([values, spare]).astype(np.float32))
 

@@ -71,7 +71,7 @@ class Outcome:
 
 
 def placed(state: SceneState, *, goal: str) -> dict[str, float]:
-    """Errors of an object that should stand on a pad."""
+    """Errors of an object to be placed on a pad."""
     T = state.T_world_object
     return {
         "on the pad": float(np.hypot(*(T[:2, 3] - state.pieces[goal][:2, 3]))) / CENTRE_M,

@@ -187,7 +187,7 @@ class Demonstrator:
 
     def _query_points(self, observation: Observation, depth_m: NDArray[np.float32], grid: int) -> NDArray[np.float64]:
         if observation.mask is None or observation.mask.sum() < MIN_PIXELS:
-            raise RunError(f"the object is hidden in the first picture of episode {self.scene.seed}")
+            raise RunError(f"the object is hidden in the first image of episode {self.scene.seed}")
         return points_in_mask(observation.mask, depth_m, grid)
 
     def _clip(self, observation: Observation, points: NDArray[np.float64], flow: NDArray[np.float64]) -> FlowClip:

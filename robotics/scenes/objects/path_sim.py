@@ -208,7 +208,7 @@ class PathSim:
             seen.images[row] = resize(observation.rgb, seen.images.shape[1])
         points = _points_world_m(observation, self._grid)
         if points is None:
-            return "the object is hidden in the first picture" if begins else ""
+            return "the object is hidden in the first image" if begins else ""
         seen.state[row] = path_state(arm_ik(scene.arm).pose(scene.joint_rad()), points)
         return ""
 
