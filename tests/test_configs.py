@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from mmrl.compare.experiment import load_experiment
 from mmrl.compare.plans import plan_arm_run, plan_preparations
 from mmrl.config import load_run
+from mmrl.rewards.loading import load_function
 from mmrl.training.run import train
 from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.fitting import fitting, group_size
@@ -111,13 +114,29 @@ def test_experiment_is_valid_and_fair(path, tmp_path):
     assert experiment.sweep is not None
     assert experiment.budget
     for plan in plan_preparations(experiment, tmp_path):
-        load_run(plan.config, plan.overrides)
+        check_build_options(load_run(plan.config, plan.overrides)[1])
     steps, samples = set(), []
     for name in experiment.arms:
         arm = experiment.source(name)
         plan = plan_arm_run(experiment, tmp_path, arm, experiment.seeds[0], experiment.sweep.values[0])
         _, config = load_run(plan.config, plan.overrides)
+        check_build_options(config)
         steps.add(config.trainer.steps)
         samples.append(config.trainer.tasks_per_step * getattr(config.trainer, "samples_per_task", 1))
     assert len(steps) == 1
     assert max(samples) <= 1.1 * min(samples)  # an arm that adds traces of its own starts from a little less
+
+
+def check_build_options(config):
+    """Options that an experiment merges from several files are parameters of the function that gets them."""
+    for section in sections(config):
+        if getattr(section, "build", None) and section.build_options:
+            inspect.signature(load_function(section.build, what="build")).bind("path", **section.build_options)
+
+
+def sections(config):
+    yield config
+    parts = config.values() if isinstance(config, dict) else vars(config).values()
+    for part in parts:
+        if isinstance(part, dict) or dataclasses.is_dataclass(part):
+            yield from sections(part)
