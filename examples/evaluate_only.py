@@ -1,4 +1,4 @@
-"""Measure a vision-language model on held-out questions, without training anything."""
+"""Measure a vision-language model on held-out questions, without any training."""
 
 import tempfile
 from pathlib import Path
@@ -12,7 +12,7 @@ folder = Path(tempfile.mkdtemp(prefix="evaluate-only-"))
 config = VlmConfig(
     recipe="vlm",
     output_dir=str(folder / "evaluation"),
-    # In your run: a hub id or a folder. Here a random Qwen2.5-VL is built, which knows nothing yet.
+    # In your run: a hub id or a folder. Here an untrained random Qwen2.5-VL is built.
     model=ModelConfig(path=str(folder / "model"), build="mmrl.vlm.toy.digits:build_model"),
     eval_data={
         "held_out": DataConfig(
@@ -24,12 +24,12 @@ config = VlmConfig(
     rewards=[RewardConfig(name="format", weight=0.1), RewardConfig(name="exact", weight=0.9)],
     sampler=SamplerConfig(max_new_tokens=12),
 )
-config.data = config.eval_data["held_out"]  # the recipe also opens questions of training
-config.evaluation.samples = 2  # besides the greedy answer; 0 for the greedy one alone
+config.data = config.eval_data["held_out"]  # the recipe also loads training questions
+config.evaluation.samples = 2  # besides the greedy answer; 0: greedy only
 config.validate()
 
 for name, value in evaluate(find_recipe("vlm"), config).items():
     if "kind=" not in name:  # the numbers of each kind of question
         print(f"{name}: {value:.3f}")
 print(f"answers: {config.output_dir}/report.html")
-# A run that was trained is measured by `mmrl evaluate runs/NAME`, or by evaluate(recipe, config, run_dir=Path(...)).
+# Evaluate a trained run with `mmrl evaluate runs/NAME` or evaluate(recipe, config, run_dir=Path(...)).

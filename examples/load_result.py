@@ -31,11 +31,11 @@ config = VlmConfig(
 )
 config.validate()
 run = train(find_recipe("vlm"), config)
-export_run(find_recipe("vlm"), config, run, folder / "whole")  # as `mmrl export` does: LoRA added into the weights
+export_run(find_recipe("vlm"), config, run, folder / "whole")  # like `mmrl export`: LoRA merged into the weights
 build_pipeline(folder / "pipeline", t5_layers=1)
 load_policy(PipelineConfig(path=str(folder / "pipeline"), max_sequence_length=1)).save_pipeline(folder / "images")
 
-# From here on nothing of the suite is used, except for the autoencoder that only its tiny pipelines have.
+# The rest does not use the suite, except for the autoencoder of its tiny pipelines.
 from diffusers import DiffusionPipeline
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor

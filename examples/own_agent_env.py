@@ -1,4 +1,4 @@
-"""Train a tiny vision-language model as an agent in an environment of your own."""
+"""Train a tiny vision-language model as an agent in your own environment."""
 
 import json
 import tempfile
@@ -13,7 +13,7 @@ from mmrl.vlm import ModelConfig, SamplerConfig
 
 
 class Guess:
-    """Say something with the wanted vowel; three methods, and nothing to inherit from."""
+    """Say something with the requested vowel; an environment has three methods and no base class."""
 
     def reset(self, task, seed):
         self.letter, self.turns = "aeiou"[seed % 5], 0
@@ -28,7 +28,7 @@ class Guess:
         pass
 
 
-# Environments run in worker processes that import this file, so the training must be under this line.
+# Environments run in worker processes that import this file, so training must be guarded by this line.
 if __name__ == "__main__":
     folder = Path(tempfile.mkdtemp(prefix="own-agent-env-"))
     config = AgentConfig(

@@ -1,4 +1,4 @@
-"""Train a tiny Stable Diffusion 3 with AWM and a reward for images of your own."""
+"""Train a tiny Stable Diffusion 3 with AWM and your own image reward."""
 
 import json
 import tempfile
@@ -16,7 +16,7 @@ def brightness(prompts, completions, **columns):
     return [float(image.mean()) / 255 for image in completions]
 
 
-# Rewards of your own run in worker processes that import this file, so the training must be under this line.
+# Your rewards run in worker processes that import this file, so training must be guarded by this line.
 if __name__ == "__main__":
     folder = Path(tempfile.mkdtemp(prefix="own-image-reward-"))
     prompts = folder / "prompts.txt"
@@ -30,7 +30,7 @@ if __name__ == "__main__":
         ),
         data=PromptConfig(path=str(prompts)),
         rewards=[RewardConfig(name=f"{__file__}:brightness")],
-        heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],  # measured and never optimised
+        heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],  # measured, never optimised
         tracking=TrackingConfig(tensorboard=False),
     )
     config.sampler.steps = 4

@@ -1,4 +1,4 @@
-"""A training loop of your own on `mmrl.core` alone: torch, no trainer, no configuration, no model of the suite."""
+"""Your own training loop on `mmrl.core` alone: torch, without trainer, configuration or model of the suite."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ objective = CATALOGUE["dapo"]  # `mmrl list objectives` shows the others
 
 @dataclass
 class Rows(Payload):
-    """What only this loop reads; it is cut into chunks with the rollouts."""
+    """Data of this loop, split into chunks together with the rollouts."""
 
     given: torch.Tensor = per_row()
     written: torch.Tensor = per_decision()
@@ -21,11 +21,11 @@ class Rows(Payload):
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # more threads only slow tensors of this size down
-# Reads a row of symbols and writes one symbol for each of them.
+# Reads a row of symbols and writes one symbol for each.
 policy = torch.nn.Sequential(torch.nn.Embedding(SYMBOLS, 32), torch.nn.Tanh(), torch.nn.Linear(32, SYMBOLS))
 optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
 for step in range(100):
-    # A group is the samples of one task: here a row of symbols, each of which the next one has to be written for.
+    # A group is the samples of one task: here a row of symbols, for each of which the policy must write its successor.
     given = torch.randint(SYMBOLS, (TASKS, LENGTH)).repeat_interleave(SAMPLES, 0)
     with torch.no_grad():
         choices = Categorical(logits=policy(given))
@@ -38,7 +38,7 @@ for step in range(100):
         payload=Rows(given, written),
     )
     rollouts = objective.compute_advantages(rollouts)
-    denominators = objective.denominators(rollouts)  # of the whole step, so that chunks add up to the same loss
+    denominators = objective.denominators(rollouts)  # over the whole step, so that chunks add up to the same loss
     optimizer.zero_grad()
     for chunk in rollouts.micro_batches(32):
         logp = Categorical(logits=policy(chunk.payload.given)).log_prob(chunk.payload.written)

@@ -1,4 +1,4 @@
-"""Compose an objective out of the suite's blocks and one of your own, and train a small table of logits with it."""
+"""Compose an objective from the suite's blocks and your own, and train a small table of logits with it."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class SoftClip(Clip):
 
 
 SOFT = Objective("soft_grpo", GroupMeanStd(), SoftClip(width=0.3), TokenMean(), citation="this file")
-# A recipe of your own uses it with `self.objective = SOFT` at the end of its `__init__`.
+# Your own recipe uses it with `self.objective = SOFT` at the end of its `__init__`.
 
 if __name__ == "__main__":
     SOFT.validate()

@@ -1,4 +1,4 @@
-"""Train a tiny vision-language model with a reward function of your own."""
+"""Train a tiny vision-language model with your own reward function."""
 
 import json
 import tempfile
@@ -17,13 +17,13 @@ def share_of_digits(prompts, completions, **columns):
     return [sum(letter.isdigit() for letter in text) / len(text) if text else 0.0 for text in completions]
 
 
-# Rewards of your own run in worker processes that import this file, so the training must be under this line.
+# Your rewards run in worker processes that import this file, so training must be guarded by this line.
 if __name__ == "__main__":
     folder = Path(tempfile.mkdtemp(prefix="own-reward-"))
     config = VlmConfig(
         recipe="vlm",
         output_dir=str(folder / "run"),
-        # In your run: a hub id or a folder. Here a random Qwen2.5-VL is built, and questions about digits are drawn.
+        # In your run: a hub id or a folder. Here a random Qwen2.5-VL is built, and digit questions are generated.
         model=ModelConfig(path=str(folder / "model"), build="mmrl.vlm.toy.digits:build_model"),
         data=DataConfig(
             path=str(folder / "questions.jsonl"),

@@ -1,4 +1,4 @@
-"""Train a robot policy of your own in a Gymnasium environment of your own."""
+"""Train your own robot policy in your own Gymnasium environment."""
 
 import json
 import tempfile
@@ -28,7 +28,7 @@ class Cart(gymnasium.Env):
 
 
 class Driver(torch.nn.Module):
-    """A Gaussian over the speed; `act` samples it, `log_probs` scores what was sampled."""
+    """A Gaussian over the speed; `act` samples it, `log_probs` scores the samples."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Driver(torch.nn.Module):
         return torch.distributions.Normal(self.net(obs["state"]), 0.5).log_prob(actions).sum(-1)
 
 
-# Environments run in worker processes that import this file, so the training must be under this line.
+# Environments run in worker processes that import this file, so training must be guarded by this line.
 if __name__ == "__main__":
     torch.manual_seed(0)
     config = RobotGrpoConfig(recipe="robot_grpo", output_dir=tempfile.mkdtemp(prefix="own-robot-env-"))

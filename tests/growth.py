@@ -8,7 +8,7 @@ from typing import Any
 
 FEW, FACTOR = 12_500, 4
 CLOCK_S = 2e-3
-"""What a measurement may be wrong by."""
+"""Error of a measurement."""
 
 
 def assert_no_worse_than_linear(run: Callable[[Any], object], make: Callable[[int], Any]) -> None:

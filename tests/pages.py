@@ -16,7 +16,7 @@ class Block:
     """A code block of a page."""
 
     language: str
-    """What stands behind the backticks; `python notest` is not run."""
+    """Language after the backticks; `python notest` is not run."""
     text: str
     file: str | None
     """Name of the file that it shows, from a comment above it or in its first line."""

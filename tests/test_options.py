@@ -34,14 +34,14 @@ class Base:
     sampler: Sampler = field(default_factory=Sampler)
     """Sampling."""
     path: str = MISSING
-    """Where it lies."""
+    """Location of the file."""
 
 
 @dataclass
 class Run(Base):
     sampler: Sampler = field(default_factory=lambda: Sampler(temperature=0.5))
     splits: dict[str, Sampler] = field(default_factory=dict)
-    """By name."""
+    """Options by name."""
     terms: list[Sampler] = field(default_factory=list)
     limit: int | None = bounded(None, at_least=1)
     """Most of them."""

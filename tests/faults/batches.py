@@ -29,7 +29,7 @@ GRACE_S = 5.0
 """A case hangs when it takes so much longer than its limit."""
 BATCH = 200
 MEMORY_BYTES = 4 << 30
-"""What a case may take beside what the process has already."""
+"""Memory that a case may use in addition to that of the process."""
 FINE = ("done", "refused", "failed", "skipped")
 
 

@@ -37,7 +37,7 @@ class Ending:
     """Whether it was ended because its time was up."""
     seconds: float
     stage: str
-    """Where it was, as it last noted."""
+    """Stage that it last recorded."""
     output: str
     """Everything that it printed."""
 
@@ -155,7 +155,7 @@ def import_modules(path: Path) -> None:
 
 
 class _Output:
-    """What a child says; through a pipe, so that no limit on its files cuts it.
+    """Output of a child, through a pipe, so that no limit on its files truncates it.
 
     Args:
         descriptor: reading end.

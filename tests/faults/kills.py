@@ -59,7 +59,7 @@ class KillCampaign:
     seed: int
     recipes: Sequence[str] = tuple(RECIPES)
     kills: Counter[str] = field(default_factory=Counter)
-    """By "recipe stage"."""
+    """Counts by "recipe stage"."""
     runs: Counter[str] = field(default_factory=Counter)
     """Runs that were killed at least once, by recipe."""
     faults: list[dict[str, Any]] = field(default_factory=list)

@@ -9,7 +9,7 @@ from mmrl.vlm.methods.apo import DADS_SHAPES, difficulty, kl_weights, length_mul
 from tests.golden.numbers import FLOAT32, assert_agrees, inputs_of, load, tensor
 
 STCR_BASE = 1.00001
-"""Of the public code."""
+"""Value in the public code."""
 
 
 def test_factors_are_those_of_the_public_code():

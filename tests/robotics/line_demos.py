@@ -8,9 +8,9 @@ from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.line_sim import LineSim
 
 ENCODER = {"width": 32, "heads": 2, "layers": 1, "channels": 8, "keypoints": 4}
-"""Of a policy that is trained in a moment."""
+"""Settings of a policy that trains in a moment."""
 BLIND = {**ENCODER, "image_size": None}
-"""The same without pictures."""
+"""The same without images."""
 SPEED = 0.5
 """Share of a full step that the demonstrator goes; 6 to 12 steps an episode."""
 

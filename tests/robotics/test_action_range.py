@@ -32,7 +32,7 @@ from tests.robotics.test_lerobot_policy import configuration, inputs, seeded
 from tests.robotics.test_sim_faults import GOOD
 
 LEAST, MOST = 0.04, 0.24
-"""What -1 and 1 are in the data of the policies below, whose own actions are 0.12 and -0.12."""
+"""Data values of -1 and 1 for the policies below, whose own actions are 0.12 and -0.12."""
 
 
 @pytest.fixture(autouse=True)

@@ -111,7 +111,7 @@ class Served:
     program: subprocess.Popen[str]
     port: int
     lines: list[str]
-    """What it printed before it was ready."""
+    """Output before it was ready."""
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ WORKER_SIDE = (
     "robotics/sim/gym_adapter.py",
 )
 ONLY_WHERE_NEEDED = {"mmrl/workers/wire.py": ("PIL",)}
-"""Imported in the function that builds a picture, which comes only to an environment that knows pictures."""
+"""Imported in the function that builds an image, which only environments with images receive."""
 
 
 def imports_of(tree):

@@ -17,7 +17,7 @@ from tests.faults.tiny import draw_no_charts, write_run
 __all__ = ["KINDS"]
 
 LARGEST = 9
-"""Of the numbers that are put in: a run of 10^12 samples is no fault but takes its time."""
+"""Largest inserted number: a run of 10^12 samples is not a fault, but takes too long."""
 SMALL = ("trainer.steps=1", "evaluation.every=0", "evaluation.at_start=false", "tracking.quiet=true")
 
 

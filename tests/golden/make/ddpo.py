@@ -16,7 +16,7 @@ from tests.golden.make.peers import Clone, gradient, package, tensors, write
 
 COMMIT = "1958463f020112c9a7bc85768d296daacc2e1b4b"
 TIMES = [981, 521, 61]
-"""Of a grid of fifty steps."""
+"""Three times of a grid of fifty steps."""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from tests.golden.make.peers import Clone, numbers, write
 
 COMMIT = "5da27838c5735b565aa55b1d312654e6da9e130c"
 CONSTANTS = {"clip_param": 0.1, "value_loss_coef": 0.5, "kl_beta": 0.04, "gamma": 0.9, "gae_lambda": 0.95}
-"""Of configs/miniworld_qwen2vl.yaml."""
+"""Constants of configs/miniworld_qwen2vl.yaml."""
 TOKENS = [[2, 4, 3], [5, 1], [3, 2, 4]]
 """Tokens of each turn of three episodes; the second one ends by a time limit, the third one is cut off in one case."""
 
