@@ -13,7 +13,7 @@ from diffusion.evaluation import DiffusionEvaluationConfig
 from diffusion.matching.times import TimestepConfig, sample_times
 from diffusion.models.ema import EvalEmaConfig
 from diffusion.models.policy import ModelConfig
-from diffusion.sampling.sampler import SamplerConfig
+from diffusion.sampling.sampler import TRAINED_STEPS, SamplerConfig
 from diffusion.sampling.trajectories import StepConfig, check_trajectories
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
@@ -41,6 +41,7 @@ def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps
     """Refuse options that a run on noisy versions does not have, before a model is loaded; raises ValueError."""
     if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
         raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
+    sampler.refuse_set(TRAINED_STEPS, "this method learns from x_0 alone, whose steps are those of sampler.solver")
     grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times
     try:
         sample_times(timesteps, grid, torch.Generator())
@@ -128,6 +129,8 @@ class GivenImagesConfig(DiffusionParts, BaseRunConfig):
                 f"evaluation.sampler.guidance is {self.evaluation.sampler.guidance}, but given images are learned "
                 "without guidance; evaluation.sampler.eval_guidance is for the images of evaluations"
             )
+        drawn = (*TRAINED_STEPS, "noise_level", "solver", "same_noise")
+        self.evaluation.sampler.refuse_set(drawn, "no images are drawn in training", "evaluation.sampler")
 
 
 @dataclass
@@ -136,6 +139,8 @@ class DiffusionConfig(DiffusionParts, RunConfig):
 
     compares_samples: ClassVar[bool] = True
     """Whether advantages come from the other images of a prompt."""
+    replaced_blocks: ClassVar[tuple[str, ...]] = ()
+    """Blocks of the objective that the method's own loss or estimator replaces; setting one is refused."""
 
     data: PromptConfig = field(default_factory=PromptConfig)
     """Training prompts."""
@@ -165,9 +170,22 @@ class DiffusionConfig(DiffusionParts, RunConfig):
 
     def check_objective(self) -> None:
         """Refuse an objective that the policy or the rewards cannot serve; raises ValueError."""
+        refuse_blocks(self.objective, self.replaced_blocks)
         objective = make_objective(self.objective)
         samples = self.trainer.samples_per_task if self.compares_samples else None
         check_objective(objective, SCORES, samples, [reward.name for reward in self.rewards])
+
+
+OWN_LOSS = ("ratio", "clip", "entropy", "aggregation", "kl.in_reward", "kl.importance", "kl.clamp", "kl.aggregation")
+"""Blocks, and options of them, that matching losses replace; of the divergence they take the coefficient."""
+
+
+def refuse_blocks(objective: ObjectiveConfig, replaced: Sequence[str]) -> None:
+    """Refuse blocks of an objective, or options of them, that have no effect; raises ValueError."""
+    for key in replaced:
+        block, _, option = key.partition(".")
+        if option in getattr(objective, block) or (not option and getattr(objective, block)):
+            raise ValueError(f"objective.{key} is set, but this method replaces it by its own; leave it out")
 
 
 def check_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[RewardConfig]) -> None:

@@ -1,77 +1,42 @@
-"""Options do something: the code reads each of them, and changing one changes a run or is refused."""
+"""Options do something: the code reads each of them, a run reads each of them, and changing one changes it.
+
+Three levels:
+
+- Source: in all recipes, some line outside of checks names each option.
+- Reads: a tiny run of each recipe in READ (two steps, an evaluation, a checkpoint), and runs of it with other parts on,
+  read each option for more than a check, or its other values are refused. Reads are told apart by the dataclass that
+  defines an option, not by its place: two parts of one dataclass, such as `data` and `eval_data`, count as one.
+- Values (slow): in each recipe in WALKED, other values of an option change metrics, evaluations, samples, checkpoints
+  or weights of such a run, stop it, or are refused. An option that several recipes of a domain share belongs to the
+  first of them, so that of the image recipes only their own sections are walked as long as `ddpo` is not in WALKED.
+
+Exceptions are listed one by one with their reasons in `tests/contracts/option_lists.py`. Not walked: policies of other
+projects (`model.kind` openvla, lerobot, lerobot_flow), latents of large models (`latent.kind` vjepa2, video),
+simulators other than the tabletop, language-model verifiers, and evaluations without training.
+"""
 
 from __future__ import annotations
 
 import ast
-import copy
-import dataclasses
-import shutil
-import typing
 from pathlib import Path
 
 import pytest
 
-from mmrl.errors import RunError, UserError
-from mmrl.fields import Bounds, bounds_of
 from mmrl.options import options_of
 from mmrl.recipes import RECIPES
-from tests.contracts.domains import domain_of, run, weights
+from tests.contracts.domains import domain_of
+from tests.contracts.option_lists import CANNOT, IDLE, OWN
+from tests.contracts.option_runs import variants_of
+from tests.contracts.options import effect, is_refused, leaves, outcome, reads_of, walk_config
 
 PROJECT = Path(__file__).resolve().parent.parent
-MOST = 2
-"""Other values that are tried before an option counts as unchanged."""
-CANNOT = {
-    "recipe": "the name of the recipe itself",
-    "output_dir": "a path",
-    "trainer.steps": "the walk sets it",
-    "trainer.release_memory": "memory only",
-    "trainer.threads": "speed only, and bits that depend on the machine",
-    "tracking.": "what is logged",
-    "checkpoint.": "what is kept",
-    "evaluation.": "the walk trains without evaluations",
-    "eval_data": "the walk trains without evaluations",
-    "heldout_rewards": "measured and never optimised",
-}
-"""Beginnings of the keys of options that cannot change the numbers of training, with the reason."""
-IDLE_IN_TINY_RUNS = {
-    "trainer.warmup_steps": "a warmup of one step does not change the first rate of one",
-    "trainer.final_learning_rate": "needs a schedule",
-    "trainer.on_nonfinite": "needs a loss that is not finite",
-    "trainer.max_nonfinite": "needs a loss that is not finite",
-    "trainer.mixed_precision": "the contract's accelerator has its own",
-    "trainer.skip_zero_advantage_groups": "saves time; their gradient is zero",
-    "trainer.skip_steps_without_gradient": "needs a step without a gradient",
-    "reference.ema_decay": "needs a reference that moves",
-    "model.min_pixels": "the tiny images are larger",
-    "model.lora.": "the base run trains all weights",
-    "model.gradient_checkpointing": "saves memory",
-    "data.video.": "the questions have no videos",
-    "data.text_only": "needs data without images",
-    "data.max_": "limits that the tiny data keep",
-    "data.on_bad_row": "needs a row that cannot be read",
-    "sampler.batch_rows": "saves memory",
-    "sampler.lean": "saves time",
-    "sampler.keep_prefill": "saves time",
-    "rewards[].timeout_s": "needs a reward that hangs",
-    "rewards[].batch_timeout_s": "needs a reward that hangs",
-    "rewards[].memory_mb": "needs a reward that takes much memory",
-    "rewards[].isolate": "where a reward runs, not what it says",
-    "rewards[].rows": "the rewards of the walk score each row by itself",
-    "adaptive_kl.horizon": "needs adaptive_kl.target",
-}
-"""Beginnings of the keys of options that do nothing in the walk's runs of two steps, with what they need or why."""
-WALKED = {
-    "vlm": {},
-    "robot_grpo": {
-        "trainer.old_logp": "the policy scores as it samples",
-        "reference.kind": "the objective has no divergence",
-        "sim.": "the simulator of the walk is a point on a line",
-        "acting.": "chunks of one action",
-        "data.randomized": "the simulator of the walk is not randomised",
-        "logp_level": "chunks of one action",
-    },
-}
-"""Recipes whose walk has been gone through, with what else is idle in their run; the others are still to be done."""
+READ = ("vlm", "papo", "apo", "reg_grpo", "tspo", "sft", "preference", "agent", "arpo", "agent_clone")
+"""Recipes whose reads have been gone through; the others are still to be done."""
+WALKED = (
+    *("vlm", "papo", "apo", "reg_grpo", "preference", "awm", "diffusion_nft", "orw_cfm_w2", "ac_flow", "flow_ppo"),
+    "robot_grpo",
+)
+"""Recipes whose values have been gone through; the others are still to be done."""
 PASSED_ON = {
     "data.video.nframes": "given with the others to the video library, by its name",
     "data.video.total_pixels": "given with the others to the video library, by its name",
@@ -113,93 +78,60 @@ def test_the_code_reads_every_option():
     assert unread == {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """An option in a configuration."""
-
-    key: str
-    path: tuple[str | int, ...]
-    """Attributes and places in lists that lead to it."""
-    hint: object
-    bounds: Bounds | None
+def need(name):
+    for module in domain_of(name).needs:
+        pytest.importorskip(module)
 
 
-def leaves(config, key="", path=()):
-    """Options of a filled configuration, without those of blocks and kinds, which have tests of their own."""
-    hints = typing.get_type_hints(type(config))
-    for item in dataclasses.fields(config):
-        value, here, way = getattr(config, item.name), f"{key}{item.name}", (*path, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from leaves(value, f"{here}.", way)
-        elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
-            yield from leaves(value[0], f"{here}[].", (*way, 0))
-        elif not isinstance(value, dict):
-            yield Leaf(here, way, hints[item.name], bounds_of(item))
+def listed(name, leaf):
+    """Whether an option is listed as one without an effect."""
+    return leaf.name in CANNOT or leaf.name in IDLE or leaf.key in OWN.get(name, {})
 
 
-def others(leaf, value):
-    """Other legal values of an option, the nearest first."""
-    if leaf.bounds is not None and leaf.bounds.choices is not None:
-        return [choice for choice in leaf.bounds.allowed if choice != value]
-    options = typing.get_args(leaf.hint) or (leaf.hint,)
-    if isinstance(value, bool) or (value is None and bool in options):
-        return [not value]
-    if isinstance(value, (int, float)) or (value is None and {int, float} & set(options)):
-        whole = isinstance(value, int) or (value is None and int in options)
-        start = value or 0
-        tried = [start + 1, start * 2, start // 2, start - 1] if whole else [start * 1.5, start / 2, 0.5, start + 1.0]
-        fits = [one for one in tried if leaf.bounds is None or leaf.bounds.problem(leaf.key, one) is None]
-        return [one for one in fits if one != value]
-    if isinstance(value, (list, tuple)) and value and all(isinstance(one, (int, float)) for one in value):
-        return [[one * 0.9 for one in value]]
-    return []
+@pytest.mark.parametrize("name", READ)
+def test_a_run_reads_every_option(name, tmp_path, monkeypatch):
+    need(name)
+    base = walk_config(name, tmp_path)
+    read = reads_of(base, tmp_path, monkeypatch)
+    unread = [leaf for leaf in leaves(base) if leaf.owner not in read and not listed(name, leaf)]
+    unread = [leaf for leaf in unread if not is_refused(base, leaf)]
+    for variant, config in variants_of(name, tmp_path):
+        if any(variant.matches(leaf) for leaf in unread):
+            read = reads_of(config, tmp_path, monkeypatch)
+            unread = [leaf for leaf in unread if leaf.owner not in read]
+    assert [leaf.key for leaf in unread] == []
 
 
-def changed(config, leaf, value):
-    """A copy of the configuration with another value."""
-    copied = copy.deepcopy(config)
-    holder = copied
-    for step in leaf.path[:-1]:
-        holder = holder[step] if isinstance(step, int) else getattr(holder, step)
-    object.__setattr__(holder, leaf.path[-1], value)  # some parts are frozen
-    return copied
+def earlier(name):
+    """Recipes of the same domain that come before this one; what they share is changed there."""
+    names = list(RECIPES)
+    domain = domain_of(name).recipe, RECIPES[name].supervised
+    return [
+        other for other in names[: names.index(name)] if (domain_of(other).recipe, RECIPES[other].supervised) == domain
+    ]
 
 
-def outcome(config, folder):
-    """Losses and weights of a run of two steps, or its refusal."""
-    shutil.rmtree(folder, ignore_errors=True)
-    config = copy.deepcopy(config)
-    config.output_dir = str(folder)
-    try:
-        config.validate()
-        trainer, losses = run(config, folder, steps=2)
-    except (UserError, RunError, ValueError) as error:
-        return f"refused: {error}"
-    return losses, weights(trainer).tolist()
-
-
-def unchanged(name, folder):
-    """Options of a recipe whose other values change neither losses nor weights and are not refused."""
-    base = domain_of(name).make_config(name, folder / "data")
-    expected = outcome(base, folder / "run")
-    assert not isinstance(expected, str), expected
-    assert outcome(base, folder / "run") == expected, "the run does not repeat"
-    found = []
-    for leaf in leaves(base):
-        if leaf.key.startswith(tuple(CANNOT)):
-            continue
-        value = base
-        for step in leaf.path:
-            value = value[step] if isinstance(step, int) else getattr(value, step)
-        values = others(leaf, value)[:MOST]
-        if values and all(outcome(changed(base, leaf, one), folder / "run") == expected for one in values):
-            found.append(leaf.key)
-    return found
+def places(config):
+    """Where options are, apart from their names in lists: dataclass, name, and whether it is the evaluation's."""
+    return {(leaf.owner, leaf.key.startswith("eval")) for leaf in leaves(config)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WALKED)
 def test_changing_an_option_changes_the_run(name, tmp_path):
-    for module in domain_of(name).needs:
-        pytest.importorskip(module)
-    assert [key for key in unchanged(name, tmp_path) if not key.startswith((*IDLE_IN_TINY_RUNS, *WALKED[name]))] == []
+    need(name)
+    elsewhere = set().union(*(places(walk_config(other, tmp_path / other)) for other in earlier(name)))
+    runs = [(None, walk_config(name, tmp_path)), *variants_of(name, tmp_path)]
+    results = {}
+    for variant, config in runs:
+        own = [leaf for leaf in leaves(config) if (leaf.owner, leaf.key.startswith("eval")) not in elsewhere]
+        own = [leaf for leaf in own if (variant is None or variant.matches(leaf)) and not listed(name, leaf)]
+        own = [leaf for leaf in own if results.get((leaf.key, leaf.owner)) not in ("changed", "stopped")]
+        expected = outcome(config, tmp_path / "run") if own else None
+        assert not isinstance(expected, str), expected
+        for leaf in own:
+            place = leaf.key, leaf.owner
+            found = effect(config, expected, leaf, tmp_path / "run")
+            if found != "unchanged" or place not in results:
+                results[place] = found
+    assert [key for (key, _), result in results.items() if result == "unchanged"] == []

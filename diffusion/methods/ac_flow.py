@@ -43,7 +43,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from diffusion.config import SCORES, DiffusionConfig, MatchingParts
+from diffusion.config import OWN_LOSS, SCORES, DiffusionConfig, MatchingParts, refuse_blocks
 from diffusion.matching.states import StateMatching, check_states
 from diffusion.matching.velocity import FlowMatching
 from diffusion.methods.critic import (
@@ -67,6 +67,7 @@ class AcFlowConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the
     """An AC-Flow run."""
 
     compares_samples: ClassVar[bool] = False
+    replaced_blocks: ClassVar[tuple[str, ...]] = OWN_LOSS
     states: str = choice("forward", lambda: STATES)
     """States that the critic judges and the policy is matched at: forward (images with new noise) or trajectory
     (states of the sampler)."""
@@ -89,6 +90,8 @@ class AcFlowConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the
         super().validate()
         if self.shaping.kind == "group_z":
             check_group_size(self.trainer.samples_per_task, make_objective(self.objective), SCORES)
+        else:
+            refuse_blocks(self.objective, ("advantage", "scaling"))
         if self.orw.center:
             raise ValueError("orw.center is for ORW-CFM-W2 alone; here the critic or shaping.kind: group_z centres")
         if self.states == "trajectory":

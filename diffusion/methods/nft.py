@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.config import DiffusionConfig, MatchingParts
+from diffusion.config import OWN_LOSS, DiffusionConfig, MatchingParts
 from diffusion.matching.losses import nft_loss, nft_weight
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching
@@ -55,6 +56,7 @@ class NftSettings:
 class DiffusionNftConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the trainer is a narrower one
     """A DiffusionNFT run."""
 
+    replaced_blocks: ClassVar[tuple[str, ...]] = OWN_LOSS
     nft: NftSettings = rare(field(default_factory=NftSettings))
     """The two-sided loss."""
     sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(steps=10, guidance=1.0, solver="dpm"))

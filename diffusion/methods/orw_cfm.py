@@ -26,7 +26,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.config import DiffusionConfig, MatchingParts
+from diffusion.config import OWN_LOSS, DiffusionConfig, MatchingParts
 from diffusion.matching.velocity import FlowMatching
 from diffusion.models.ema import EMAWeights
 from diffusion.models.policy import DiffusionPolicy
@@ -62,6 +62,7 @@ class OrwConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the tr
     """An ORW-CFM-W2 run; `objective.kl.coef` is alpha."""
 
     compares_samples: ClassVar[bool] = False
+    replaced_blocks: ClassVar[tuple[str, ...]] = ("advantage", "scaling", *OWN_LOSS)
     orw: OrwSettings = field(default_factory=OrwSettings)
     """Weights of the images."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0}))

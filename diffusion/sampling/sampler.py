@@ -198,6 +198,16 @@ class SamplerConfig:
             if not valid:
                 raise ValueError(f"sampler.{name} is {getattr(self, name)}; must be {expected}")
 
+    def refuse_set(self, names: Sequence[str], reason: str, key: str = "sampler") -> None:
+        """Refuse options that are not at their defaults and have no effect; raises ValueError."""
+        for name in names:
+            if getattr(self, name) != getattr(SamplerConfig, name):
+                raise ValueError(f"{key}.{name} is {getattr(self, name)}, but {reason}; leave it out")
+
+
+TRAINED_STEPS = ("kernel", "window", "window_low", "window_high", "fraction", "random_share")
+"""Options of trained denoising steps, which methods that learn from x_0 alone do not have."""
+
 
 @dataclass
 class Trajectory:

@@ -138,6 +138,7 @@ def check_trajectories(sampler: SamplerConfig) -> None:
         raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
     if sampler.steps < 2:
         raise ValueError(f"sampler.steps is {sampler.steps}; needs at least 2, the last one is not trained")
+    sampler.refuse_set(["solver"], "the steps of this method are those of sampler.kernel")
     try:
         trained_window(sampler, torch.Generator())
     except UserError as error:

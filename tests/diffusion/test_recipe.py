@@ -346,6 +346,28 @@ def test_bad_options_are_one_clear_line_and_exit_code_2(overrides, message, tmp_
     assert message in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "key", "value"),
+    [
+        ("flow_grpo", "sampler.solver", "dpm"),
+        ("ddpo", "objective.advantage", {"kind": "group_mean"}),
+        ("ddpo", "objective.scaling", {"whiten": "rows"}),
+        ("awm", "sampler.window", 2),
+        ("diffusion_nft", "sampler.kernel", "cps"),
+        ("diffusion_nft", "objective.clip", {"high": 0.9}),
+        ("orw_cfm_w2", "objective.advantage", {"kind": "group_mean"}),
+        ("orw_cfm_w2", "objective.kl", {"coef": 1.0, "importance": True}),
+        ("ac_flow", "objective.scaling", {"clip": 1.0}),
+    ],
+)
+def test_options_without_an_effect_are_refused(recipe, key, value, tmp_path):
+    config = run_config(recipe, tmp_path)
+    part, name = key.split(".")
+    setattr(getattr(config, part), name, value)
+    with pytest.raises(ValueError, match=rf"{key}.*; leave it out"):
+        config.validate()
+
+
 def test_guard_refuses_uncorrectable_clashes(tmp_path):
     path = written(tmp_path, "grpo_guard")
     with pytest.raises(UserError, match="has no scale to correct"):

@@ -13,7 +13,7 @@ from mmrl.training.objectives import ObjectiveConfig, check_objective, make_obje
 from mmrl.training.settings import EvaluationConfig, RunConfig, TrainerConfig
 from mmrl.vlm.data.dataset import OWN_OPTIONS, DataConfig
 from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.config import CriticSettings, ModelConfig
 from mmrl.vlm.tspo.picking import LOGPROBS, METHODS
 
 SCORES = ("logp_ref", "turns")
@@ -110,6 +110,8 @@ class AnswererConfig:
             raise ValueError(
                 "answerer.learning_rate is that of a trained model; set answerer.train=true, or leave it out"
             )
+        if self.model.critic != CriticSettings():
+            raise ValueError("answerer.model.critic is set, but the answerer has no critic; leave it out")
         if self.kind == "vlm" and not self.model.path:
             raise ValueError("answerer.kind is vlm but answerer.model.path is empty; give a model folder or hub id")
 
@@ -161,9 +163,10 @@ class TspoConfig(RunConfig):
         super().validate()
         if not self.accuracy_weight and not self.locating_weight:
             raise ValueError("accuracy_weight and locating_weight are 0, so every reward would be; set one of them")
-        if not self.evaluation.greedy or self.evaluation.samples:
+        if not self.evaluation.greedy or self.evaluation.samples or self.evaluation.temperature != 1:
             raise ValueError(
-                "evaluation.greedy must be true and evaluation.samples 0: picks are evaluated without noise"
+                "evaluation.greedy must be true, evaluation.samples 0 and evaluation.temperature 1: picks are "
+                "evaluated without noise"
             )
         if self.picks.final_temperature > self.picks.temperature:
             raise ValueError(

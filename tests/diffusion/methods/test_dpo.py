@@ -235,6 +235,7 @@ def test_damaged_packed_files_are_refused(tmp_path):
         (lambda config: setattr(config.timesteps, "share_times", "image"), "same time with the same noise"),
         (lambda config: setattr(config.timesteps, "share_noise", False), "same time with the same noise"),
         (lambda config: setattr(config.evaluation.sampler, "guidance", 4.5), "without guidance"),
+        (lambda config: setattr(config.evaluation.sampler, "window", 2), r"evaluation\.sampler\.window is 2"),
         (lambda config: setattr(config.trainer, "micro_batch", 1), "at least 2"),
         (lambda config: setattr(config.filter, "kind", "fifa"), "give both or neither"),
         (lambda config: setattr(config.objective, "preset", "awm"), "no preference objective 'awm'"),
