@@ -37,7 +37,7 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import make_objective
 from mmrl.training.processes import global_advantages
-from mmrl.training.recipe import Recipe, Reference, Stateful, Step, Tally
+from mmrl.training.recipe import Recipe, Reference, Stateful, Step, Tally, start_kind
 from mmrl.training.scoring import RewardErrors, with_rewards
 
 LOGGER = logging.getLogger("mmrl")
@@ -89,7 +89,7 @@ class DiffusionDomain:
             undone.pop_all()
         if config.model.free_text_encoders:
             self._free_text_encoders()
-        self.start = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
+        self.start = Reference(start_kind(self.policy), self.policy)
         self.eval_ema = EvalAverage(self.policy, config.eval_ema)
         self.parts |= {
             "skipped": self.skipped,

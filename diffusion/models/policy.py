@@ -168,6 +168,8 @@ class DiffusionPolicy(nn.Module):
     """
 
     transformer: Any
+    starts_from_adapter: bool = False
+    """Whether the adapters were trained before, so that the policy at the start is not the pipeline."""
 
     def __init__(self, pipeline: Any, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
@@ -341,6 +343,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
     policy.base_path = start.base if config.lora.enabled else start.root
     if start.adapter is not None:
         policy.load_weights(start.adapter)
+        policy.starts_from_adapter = True
     return policy.eval()
 
 

@@ -1,4 +1,4 @@
-"""A digest of a data set's content, by which a resumed run checks that the data are the same."""
+"""Digests by which a run tells whether data or weights are still the same."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def content_digest(items: Iterable[Any]) -> str:
     for source in files[::step]:
         digest.update(json.dumps(_content(source), default=plain).encode() + b"\n")
     return digest.hexdigest()
+
+
+def sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Sum of a tensor's eight-byte words, modulo 2^64, and of the bytes that are left."""
+    data = weight.contiguous().view(-1).view(torch.uint8)
+    words, rest = data.split([len(data) // 8 * 8, len(data) % 8])
+    if words.storage_offset() * words.element_size() % 8:  # a part of a larger tensor: not aligned
+        words = words.clone()
+    return words.view(torch.int64).sum() + rest.sum()
 
 
 def _plain(value: Any, files: list[Any]) -> Any:

@@ -473,10 +473,8 @@ class Reference:
 
 def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool, start: Reference | None = None) -> Reference:
     """Build the reference policy of a run."""
+    kind = start_kind(policy) if config.kind == "auto" and needed else config.kind
     has_adapter = bool(getattr(policy, "has_adapter", False))
-    kind = config.kind
-    if kind == "auto":
-        kind = ("adapter" if has_adapter else "frozen") if needed else "none"
     if needed and kind == "none":
         raise UserError("the objective has a KL term but reference.kind is none; use auto, frozen, adapter or ema")
     if kind == "adapter" and not has_adapter:
@@ -484,6 +482,12 @@ def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool, start:
     if needed and start is not None and start.kind == kind:
         return start.to(next(policy.parameters()).device)
     return Reference(kind if needed else "none", policy, config.ema_decay)
+
+
+def start_kind(policy: Any) -> str:
+    """Kind of reference that is the policy at the start: without its adapter where that is new, else a frozen copy."""
+    new_adapter = getattr(policy, "has_adapter", False) and not getattr(policy, "starts_from_adapter", False)
+    return "adapter" if new_adapter else "frozen"
 
 
 def _frozen_copy(policy: nn.Module) -> nn.Module:

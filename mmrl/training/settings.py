@@ -92,7 +92,8 @@ class ReferenceConfig:
     """The policy that a KL term pulls towards."""
 
     kind: str = choice("auto", REFERENCE_KINDS)
-    """auto (none without KL, adapter with LoRA, else frozen), none, frozen copy, adapter switched off, or ema."""
+    """auto (where there is a KL term the policy at the start: adapter with a new LoRA adapter, else frozen), none,
+    frozen (a copy of the policy at the start), adapter (the policy with its LoRA adapter switched off), or ema."""
     ema_decay: float = rare(bounded(0.99, at_least=0, below=1))
     """Weight kept by the moving average at each optimiser step when kind is ema."""
 

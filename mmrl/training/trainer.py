@@ -305,6 +305,13 @@ class Trainer:
         raise RunStopped(self.stop.signum, message, resumable=bool(kept))
 
     def _finish(self) -> dict[str, Any]:
+        if self.step and not self.updater.moved:
+            self.log.warnings.say(
+                self.step,
+                "nothing_moved",
+                f"no weight of the policy changed in {self.step} steps, of which the optimiser took "
+                f"{self.updater.optimiser_step}; look at the rewards and at the learning rate",
+            )
         found = {
             "status": "done",
             "recipe": self.config.recipe,

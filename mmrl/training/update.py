@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mmrl.core.loss import Denominators, Metric, count, merge_metrics, metric_va
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.files import replaced
+from mmrl.runs.fingerprint import sum_of_bits
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import (
     HeapTrimmer,
@@ -198,6 +200,20 @@ def _check_precision(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def _actor_weights(policy: nn.Module) -> list[nn.Parameter]:
+    """Weights to be trained, without those of a critic, a child that the policy names in `critic_parts`."""
+    critics = getattr(policy, "critic_parts", ())
+    named = policy.named_parameters()
+    found = [weight for name, weight in named if weight.requires_grad and name.partition(".")[0] not in critics]
+    if not found:
+        raise UserError("the policy has no weight to train: every one is frozen; look at the options of `model`")
+    return found
+
+
+def _digest(weights: Sequence[nn.Parameter]) -> list[int]:
+    return [int(sum_of_bits(weight.detach())) for weight in weights]
+
+
 class Updater:
     """Owns the optimiser and turns the rollouts of a step into updates of the policy."""
 
@@ -219,6 +235,8 @@ class Updater:
         _check_precision(optimizer)
         self.policy, self.optimizer = accelerator.prepare(recipe.policy, optimizer)
         self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
+        self._actor = _actor_weights(recipe.policy)
+        self._at_start = _digest(self._actor)
         self.optimiser_step = 0
         self.skipped = 0
         self.waited = 0
@@ -234,6 +252,11 @@ class Updater:
                 self.heap.trim()
         counts = {"optim/skipped": float(self.skipped), "optim/without_gradient": float(self.waited)}
         return _over_steps(taken) | {"optim/lr": self._current_rate()} | counts
+
+    @property
+    def moved(self) -> bool:
+        """Whether a weight of the policy, its critic aside, differs from the start of the run."""
+        return _digest(self._actor) != self._at_start
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser moments and counters."""

@@ -121,6 +121,8 @@ class PolicyWithCritic(ActionPolicy):
     `save_pretrained` writes the policy's own folder, which `open_policy` loads, and the critic into it.
     """
 
+    critic_parts = ("critic",)
+
     def __init__(self, policy: ActionPolicy, critic: StateCritic, learning_rate_factor: float = 1.0) -> None:
         super().__init__()
         self.policy, self.critic = policy, critic

@@ -11,7 +11,7 @@ import torch
 from diffusion.evaluation import latent_diversity
 from mmrl.recipes import RECIPES
 from mmrl.training.processes import make_accelerator
-from mmrl.training.recipe import Step
+from mmrl.training.recipe import Step, make_reference
 from mmrl.training.run import train
 from tests.diffusion.runs import build, disturb, make_trainer, read_lines, run_config
 
@@ -42,6 +42,20 @@ def test_evaluation_repeats_and_starts_at_distance_zero(lora, tmp_path):
     moved = evaluated(recipe)
     assert moved.metrics["distance/base"] > 0
     assert not np.array_equal(shown(first)[0], shown(moved)[0])
+
+
+def test_a_run_from_an_adapter_compares_with_its_own_start(tmp_path):
+    """Both the evaluation's distance and the reference of a KL term."""
+    recipe = build(run_config("flow_grpo", tmp_path))
+    disturb(recipe.policy)
+    recipe.policy.save_pretrained(tmp_path / "adapter")
+    config = run_config("flow_grpo", tmp_path)
+    config.model.path = str(tmp_path / "adapter")
+    recipe = build(config)
+    assert evaluated(recipe).metrics["distance/base"] == 0.0
+    assert make_reference(config.reference, recipe.policy, needed=True, start=recipe.start) is recipe.start
+    disturb(recipe.policy)
+    assert evaluated(recipe).metrics["distance/base"] > 0.0
 
 
 def test_seeds_depend_on_split_and_prompt_alone(tmp_path):

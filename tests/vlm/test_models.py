@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -156,6 +157,62 @@ def test_an_adapter_folder_loads_as_a_model(folder, tmp_path):
     with quiet_transformers():
         plain = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert sum("lora_" in name for name in plain.state_dict()) == 2 * 2 * 7
+
+
+def test_settings_that_are_not_those_of_the_adapter_are_refused(folder, tmp_path):
+    """Rank, alpha and layers lie in the adapter; the dropout is an option of each run."""
+    lora(folder, targets=["q_proj", "v_proj"]).save_pretrained(tmp_path)
+    message = r"has rank 4 instead of 32, targets .*set model.lora.rank=4 model.lora.targets=\[q_proj,v_proj\]"
+    with pytest.raises(UserError, match=message):
+        lora(tmp_path, rank=32)
+    with pytest.raises(UserError, match="alpha 32 instead of 8"):
+        lora(tmp_path, alpha=8, targets=["v_proj", "q_proj"])
+    continued = lora(tmp_path, targets=["v_proj", "q_proj"], dropout=0.25)
+    assert {layer.p for layer in continued.modules() if isinstance(layer, torch.nn.Dropout) and layer.p} == {0.25}
+
+
+def test_an_adapter_without_lora_is_merged_and_all_weights_are_trained(folder, tmp_path):
+    lora(folder).save_pretrained(tmp_path)
+    merged = load_policy(ModelConfig(path=str(tmp_path), freeze_vision=True))
+    frozen = [name for name, weight in merged.named_parameters() if not weight.requires_grad]
+    assert frozen
+    assert all(".visual." in name for name in frozen)
+
+
+def test_an_adapter_of_the_vision_tower_is_switched_off_and_stays_frozen(folder, tmp_path):
+    """Adapters of other libraries may be on any layer; a frozen tower's features are kept."""
+    import peft
+
+    config = ModelConfig(path=str(folder))
+    network = load_policy(config)
+    rollouts = draw(network, ragged_tasks())
+    base = scores(network, rollouts)
+    targets = r".*language_model\.layers\..*\.q_proj|.*visual\.blocks\..*\.qkv"
+    foreign = peft.get_peft_model(network.model, peft.LoraConfig(r=4, lora_alpha=32, target_modules=targets))
+    with torch.no_grad():
+        for name, weight in foreign.named_parameters():
+            if "lora_B" in name:
+                weight += 0.1
+    foreign.save_pretrained(tmp_path)
+    network.processor.save_pretrained(tmp_path)
+    settings = LoraSettings(enabled=True, rank=4, targets=["q_proj"])
+    policy = load_policy(ModelConfig(path=str(tmp_path), lora=settings, freeze_vision=True))
+    trained = [name for name, weight in policy.named_parameters() if weight.requires_grad]
+    assert trained
+    assert not any(".visual." in name for name in trained)
+    changed = scores(policy, rollouts)
+    with policy.disable_adapter():
+        assert_equal_up_to_rounding(scores(policy, rollouts), base)
+    assert torch.equal(scores(policy, rollouts), changed)
+    assert (changed - base).abs().max() > 0.01
+    assert [name for name, weight in policy.named_parameters() if weight.requires_grad] == trained
+
+
+def test_a_copy_beside_an_adapter_shares_the_other_weights(folder):
+    adapted = lora(folder)
+    copied = dict(copy.deepcopy(adapted).named_parameters())
+    for name, weight in adapted.named_parameters():
+        assert (copied[name] is weight) is (".lora_" not in name), name
 
 
 def test_merged_folder(folder, tmp_path):

@@ -30,7 +30,7 @@ def built(config, disturbed: bool = True) -> PreferenceRecipe:
     recipe.reference = make_reference(config.reference, recipe.policy, needed=needs_reference(recipe))
     if disturbed:
         generator = torch.Generator().manual_seed(3)
-        recipe._fill_start_scores(recipe.policy)
+        recipe._fill_start_scores(recipe.policy, Step())
         with torch.no_grad():
             for parameter in recipe.policy.parameters():
                 if parameter.requires_grad:
@@ -107,6 +107,28 @@ def test_a_reference_computed_ahead_is_that_of_each_step(tmp_path, tiny_folders,
         own = recipe.logp(recipe.policy, rollouts)
         assert float((own - rollouts.logp_ref).abs().max()) > 0.01, "the policy has moved, the reference has not"
     assert_equal_up_to_rounding(found[1], found[0])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_margins_are_zero_at_the_start_of_a_run_from_an_adapter(tmp_path, tiny_folders, ahead):
+    first = pair_config(tmp_path / "first", tiny_folders[MODEL], steps=1, learning_rate=3e-2)
+    first.model.lora.enabled = True
+    adapter = train(RECIPES["preference"], first) / "checkpoints/step-000001/model"
+    config = pair_config(tmp_path / "second", adapter)
+    config.model.lora.enabled, config.precompute_reference = True, ahead
+    recipe = built(config, disturbed=False)
+    rollouts = step_pairs(recipe)
+    assert_equal_up_to_rounding(recipe.logp(recipe.policy, rollouts), rollouts.logp_ref)
+    held_out = recipe.held_out_pairs(recipe.policy, "heldout", recipe.eval_tasks["heldout"])
+    assert_equal_up_to_rounding(recipe.logp(recipe.policy, held_out), held_out.logp_ref)
+
+
+def test_pairs_that_the_run_began_without_are_refused(tmp_path, tiny_folders):
+    config = pair_config(tmp_path, tiny_folders[MODEL], steps=1)
+    run_dir = train(RECIPES["preference"], config)
+    config.eval_data["late"] = config.eval_data["heldout"]
+    with pytest.raises(UserError, match=r"eval_data\.late was not part of the run when it began"):
+        evaluate(RECIPES["preference"], config, run_dir)
 
 
 def test_a_run_learns_the_order_and_shows_both_sides(tmp_path, tiny_folders):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
+from mmrl.runs.run_log import read_warnings
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Step
 from mmrl.training.run import evaluate, train
@@ -116,6 +118,47 @@ def test_lora_run_trains_the_adapter_only_and_its_reference_is_the_base(tmp_path
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert rows[0]["policy/kl_ref"] == pytest.approx(0, abs=1e-7)
     assert rows[1]["policy/kl_ref"] > 0
+
+
+def test_a_run_from_an_adapter_compares_with_the_model_at_its_own_start(tmp_path, tiny_folders):
+    """Not with the model without any adapter, from which the first run has moved away."""
+    first = run_config(SftConfig, tmp_path / "first", tiny_folders["qwen2_5_vl"], learning_rate=3e-2)
+    first.model.lora.enabled = True
+    adapter = train(RECIPES["sft"], first) / "checkpoints/step-000002/model"
+    config = run_config(PapoConfig, tmp_path / "second", adapter)
+    config.model.lora.enabled = True
+    config.evaluation.at_start = config.evaluation.at_end = False
+    run_dir = train(RECIPES["papo"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[0]["policy/kl_ref"] == pytest.approx(0, abs=1e-7)
+    assert rows[1]["policy/kl_ref"] > 0
+    saved = run_dir / "checkpoints/step-000002/reference/adapter_model.safetensors"
+    assert saved.read_bytes() == (adapter / saved.name).read_bytes(), "a resumed run has the same reference"
+    config.output_dir, config.reference.kind, config.trainer.steps = str(tmp_path / "base"), "adapter", 1
+    row = json.loads((train(RECIPES["papo"], config) / "metrics.jsonl").open().readline())
+    assert row["policy/kl_ref"] > 1e-3, "the model without its adapter, where that is asked for"
+
+
+def test_a_critic_that_learns_alone_is_said_and_a_model_without_weights_refused(tmp_path, tiny_folders, monkeypatch):
+    """Weights that are trained but never change are not an error, but nor is the run a success."""
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.objective, config.evaluation.at_start, config.evaluation.at_end = ObjectiveConfig(preset="ppo"), False, False
+    load = VlmRecipe.open
+
+    def freeze(recipe, *arguments, frozen, **options):
+        load(recipe, *arguments, **options)
+        for name, weight in recipe.policy.named_parameters():
+            if "value_head" not in name:
+                weight.requires_grad_(not frozen)
+                weight.register_hook(torch.zeros_like) if weight.requires_grad else None
+
+    monkeypatch.setattr(VlmRecipe, "open", partialmethod(freeze, frozen=True))
+    with pytest.raises(UserError, match="no weight to train"):
+        train(RECIPES["vlm"], config)
+    monkeypatch.setattr(VlmRecipe, "open", partialmethod(freeze, frozen=False))
+    config.output_dir, config.trainer.weight_decay = str(tmp_path / "still"), 0.0
+    run_dir = train(RECIPES["vlm"], config)
+    assert any("no weight of the policy changed in 2 steps" in line for line in read_warnings(run_dir))
 
 
 def test_critic_objective_runs(tmp_path, tiny_folders):

@@ -77,6 +77,9 @@ class VlmPolicy(nn.Module):
     model: Any
     value_head: nn.Module | None
     banned_ids: Tensor
+    critic_parts = ("value_head",)
+    starts_from_adapter: bool = False
+    """Whether the adapters were trained before, so that the model at the start is not that without them."""
 
     def __init__(
         self, model: nn.Module, processor: Any, config: ModelConfig, value_head: nn.Module | None = None
@@ -95,8 +98,10 @@ class VlmPolicy(nn.Module):
         self._adapter_off = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VlmPolicy:
-        """A copy shares a frozen vision tower and its features with the original, and starts without prefixes."""
+        """A copy shares all weights beside adapters, and a frozen vision tower with its features, not prefixes."""
         tower = self.network.model.visual
+        if self.has_adapter:
+            memo |= {id(weight): weight for name, weight in self.model.named_parameters() if ".lora_" not in name}
         if not any(parameter.requires_grad for parameter in tower.parameters()):
             memo[id(tower)], memo[id(self.features)] = tower, self.features
         copied = type(self).__new__(type(self))
@@ -350,12 +355,16 @@ class VlmPolicy(nn.Module):
         """Run the model without its LoRA adapters, as the reference of a KL term."""
         if not self.has_adapter:
             raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
+        # peft also switches requires_grad, off with the adapter and then on, even if it was off before
+        trained = {weight: weight.requires_grad for weight in self.model.parameters()}
         self._adapter_off = True
         try:
             with self.model.disable_adapter():
                 yield
         finally:
             self._adapter_off = False
+            for weight, flag in trained.items():
+                weight.requires_grad_(flag)
 
     def save_pretrained(self, path: Path | str) -> None:
         """Write model, processor and value head to a folder.
@@ -426,7 +435,9 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPo
     head = make_value_head(network.config.text_config.hidden_size, config.critic) if value_head else None
     if head is not None and (Path(config.path) / VALUE_HEAD_FILE).is_file():
         load_value_head(head, Path(config.path))
-    return VlmPolicy(model, processor, config, head).eval()
+    policy = VlmPolicy(model, processor, config, head).eval()
+    policy.starts_from_adapter = policy.has_adapter and adapter is not None
+    return policy
 
 
 def _set_pixels(processor: Any, config: ModelConfig) -> None:

@@ -5,7 +5,7 @@
 
 with l of the objective (`mmrl list objectives`; DPO: -log sigmoid(beta h)). A pair is a group of two rows, so its
 prompt with its images is computed once for both sides, in the policy's pass and in the reference's. The reference is
-the model at the start: a frozen copy, the model with its adapter off, or log-probabilities computed in advance.
+the model at the start: a frozen copy, the model with a new adapter off, or log-probabilities computed in advance.
 
 Differences from TRL's trainer: answers are never truncated, a pair that does not fit is left out and counted; losses
 are means over the optimiser step, not over micro-batches. Defaults: beta 0.1, learning rate 1e-6, as in TRL.
@@ -34,7 +34,7 @@ from mmrl.fields import bounded, rare
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
-from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, SupervisedRecipe
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, SupervisedRecipe, start_kind
 from mmrl.training.settings import ReferenceConfig
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
@@ -67,18 +67,18 @@ class StartScores:
         score: Callable[[VlmPolicy, Rollouts], Tensor],
         batch: int,
     ) -> None:
-        """Score the pairs of a data set; an adapter is switched off, as for a reference.
+        """Score the pairs of a data set.
 
         Args:
             name: of the table.
-            policy: not yet trained.
+            policy: as it is at the start.
             tasks: questions with both sides.
             make_pairs: rollouts of some questions, without those that cannot be used; None where none can.
             score: log-probabilities (B, T) of rollouts, without gradient.
             batch: questions scored together.
         """
         table: dict[str, list[Tensor]] = {}
-        with torch.no_grad(), policy.disable_adapter() if policy.has_adapter else nullcontext():
+        with torch.no_grad():
             for start in range(0, len(tasks), batch):
                 rollouts = make_pairs(tasks[start : start + batch])
                 if rollouts is not None:
@@ -207,7 +207,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
         """Tokenise both sides of each pair; pairs that do not fit are counted and left out."""
-        self._fill_start_scores(policy)
+        self._fill_start_scores(policy, step)
         pairs = self.pairs_of(policy, tasks)
         if pairs is None:
             raise NoUsableTasksError(f"none of {len(tasks)} pairs could be used; skipped so far: {dict(self.skipped)}")
@@ -245,7 +245,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
 
     def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Held-out pairs, and with rewards the answers to their questions."""
-        self._fill_start_scores(policy)
+        self._fill_start_scores(policy, step)
         tasks = self.eval_tasks[split]
         measures: list[Measure[VlmTask]] = (
             self.answer_measures(policy, split, step) if self.config.scoring.rewards else []
@@ -294,16 +294,24 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
             )
         return found
 
-    def _fill_start_scores(self, policy: VlmPolicy) -> None:
+    def _fill_start_scores(self, policy: VlmPolicy, step: Step) -> None:
         """Score held-out pairs, and training pairs that are computed ahead, with the policy before its first update."""
         if not self.objective.needs_reference:
             return
         splits = {split_table(name): tasks for name, tasks in self.eval_tasks.items() if has_sides(tasks, self.columns)}
         wanted = ({TRAINING: self.train_tasks} if self.config.precompute_reference else {}) | splits
         skipped = self.skipped.state_dict()
+        without_adapter = policy.has_adapter and "adapter" in (self.config.reference.kind, start_kind(policy))
         for name, tasks in wanted.items():
-            if name not in self.start_scores:
-                batch = self.config.evaluation.batch_tasks
+            if name in self.start_scores:
+                continue
+            if step.number and not without_adapter:
+                raise UserError(
+                    f"{name} was not part of the run when it began, and its pairs are compared with the model as it "
+                    "was then; start a new run with it"
+                )
+            batch = self.config.evaluation.batch_tasks
+            with policy.disable_adapter() if without_adapter else nullcontext():
                 self.start_scores.fill(name, policy, tasks, lambda part: self.pairs_of(policy, part), self.logp, batch)
         self.skipped.load_state_dict(skipped)  # they are counted where they are drawn
 

@@ -139,9 +139,15 @@ def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None) -> A
 
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers renamed
+        if adapter is not None and not settings.enabled:
+            # peft has frozen the model's own weights
+            return peft.PeftModel.from_pretrained(network, adapter).merge_and_unload().requires_grad_(True)
         if adapter is not None:
-            loaded = peft.PeftModel.from_pretrained(network, adapter, is_trainable=settings.enabled)
-            return loaded if settings.enabled else loaded.merge_and_unload()
+            saved = peft.PeftConfig.from_pretrained(adapter)
+            saved.lora_dropout = settings.dropout
+            loaded = peft.PeftModel.from_pretrained(network, adapter, is_trainable=True, config=saved)
+            _check_adapter(loaded, settings, adapter)
+            return loaded
         torch.manual_seed(settings.seed)
         lora = peft.LoraConfig(
             r=settings.rank,
@@ -150,6 +156,23 @@ def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None) -> A
             target_modules=_lora_pattern(network, settings),
         )
         return peft.get_peft_model(network, lora)
+
+
+def _check_adapter(model: Any, settings: LoraSettings, adapter: Path) -> None:
+    """Refuse settings that are not those of the adapter from which training continues."""
+    saved = model.active_peft_config
+    layers = model.base_model.model.model.language_model.named_modules()
+    targets = sorted({name.rpartition(".")[2] for name, layer in layers if hasattr(layer, "lora_A")})
+    found = {"rank": saved.r, "alpha": saved.lora_alpha, "targets": targets or sorted(settings.targets)}
+    given = {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(settings.targets)}
+    different = [name for name in found if found[name] != given[name]]
+    if different:
+        said = ", ".join(f"{name} {found[name]} instead of {given[name]}" for name in different)
+        wanted = " ".join(f"model.lora.{name}={found[name]}".replace("'", "").replace(" ", "") for name in different)
+        raise UserError(
+            f"training continues from the adapter in {adapter}, which has {said}; set {wanted}, or export the run that "
+            "made it (`mmrl export`) and start a new adapter on the result"
+        )
 
 
 def _lora_pattern(network: Any, settings: LoraSettings) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmrl.runs.fingerprint import sum_of_bits
 from mmrl.vlm.data.prompt import Prompt, leaves
 
 
@@ -26,17 +27,8 @@ def weights_state(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
     versions = sum(weight._version for weight in weights)
     if not trained:
         return (versions,)
-    sums = torch.stack([_sum_of_bits(weight.detach()).to(trained[0].device) for weight in trained])
+    sums = torch.stack([sum_of_bits(weight.detach()).to(trained[0].device) for weight in trained])
     return (versions, *sums.tolist())
-
-
-def _sum_of_bits(weight: Tensor) -> Tensor:
-    """Sum of a tensor's eight-byte words, modulo 2^64, and of the bytes that are left."""
-    data = weight.contiguous().view(-1).view(torch.uint8)
-    words, rest = data.split([len(data) // 8 * 8, len(data) % 8])
-    if words.storage_offset() * words.element_size() % 8:  # a part of a larger tensor: not aligned
-        words = words.clone()
-    return words.view(torch.int64).sum() + rest.sum()
 
 
 class _PatchProduct(nn.Conv3d):
@@ -97,7 +89,9 @@ class FeatureCache:
 
     def gather(self, model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | None:
         """Features of all prompts; only those not seen before pass the tower."""
-        weights = weights_state(model.visual.parameters())
+        # adapters of the tower may be switched off for a while
+        switches = (layer.disable_adapters for layer in model.visual.modules() if hasattr(layer, "disable_adapters"))
+        weights = (*weights_state(model.visual.parameters()), *switches)
         if weights != self._weights:  # a weight of the tower was written: a reload, a moving average
             self._features.clear()
             self._weights = weights
