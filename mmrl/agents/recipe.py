@@ -295,6 +295,12 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         """Teacher-forced scores at the sampling temperature, all turns of an episode in one pass."""
         return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
 
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Adds the share of episodes whose last answer was not cut at the length limit."""
+        finish = [episode.finish for episode in AgentPayload.of(rollouts).episodes]
+        finished = sum(reason != "length" for reason in finish) / max(len(finish), 1)
+        return super().step_metrics(rollouts) | {"response/finished_fraction": finished}
+
     @property
     def _bootstraps(self) -> bool:
         """Whether the critic is asked for the value of the states that truncated episodes end in."""

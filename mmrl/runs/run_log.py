@@ -162,8 +162,9 @@ PATIENCE = 5
 LITTLE_AGREEMENT = 0.1
 """Size of a mean rank correlation below which it is as good as none."""
 WARNINGS_FILE = "warnings.jsonl"
-NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise"}
+NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise", "all_cut": "all_cut"}
 """Streaks that are not of one reward, and the warnings that they lead to."""
+LONGER = "raise sampler.max_new_tokens, or look whether the prompt and the chat template ask for answers that end"
 
 
 @dataclass
@@ -208,6 +209,8 @@ class RunWarnings:
             self._agreement = [*self._agreement, agreement][-PATIENCE:]
         if "srpo/noise_fraction" in metrics:
             self._count("all_noise", metrics["srpo/noise_fraction"] == 1, 0, math.nan)
+        if "response/finished_fraction" in metrics:
+            self._count("all_cut", metrics["response/finished_fraction"] == 0, 0, math.nan)
         for kind, message in self._due().items():
             self.say(step, kind, message)
         return {f"warnings/{kind}": float(count) for kind, count in self._counts().items() if kind in self.said}
@@ -259,6 +262,8 @@ class RunWarnings:
                 "advantages within a task are 0 and nothing is learned; more samples_per_task, a higher temperature, "
                 "easier or harder tasks or a finer reward would tell them apart"
             )
+        if self._streaks.get("all_cut", _Streak()).steps >= PATIENCE:
+            due["all_cut"] = f"for {PATIENCE} steps every answer was cut at the length limit; {LONGER}"
         if self._streaks.get("all_noise", _Streak()).steps >= PATIENCE:
             due["all_noise"] = (
                 f"for {PATIENCE} steps no two successes lay close enough to form a cluster (srpo/noise_fraction is 1), "

@@ -17,7 +17,7 @@ from PIL.Image import Image
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.runs.records import Outcome, SampleRecord
-from mmrl.runs.run_log import metric_label
+from mmrl.runs.run_log import LONGER, metric_label
 from mmrl.training.evaluation import (
     Evaluation,
     Measure,
@@ -99,6 +99,7 @@ class VlmDomain:
         self.train_tasks = loaded.tasks
         self.eval_tasks = load_splits(config, self.prepare_tasks)
         self.skipped, self.cramped, self.errors = Skipped(loaded.skipped), Tally(), RewardErrors()
+        self.all_cut: set[str] = set()
         self.parts |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors}
         self.rewards = RewardSum(rewards)
         with ExitStack() as undone:
@@ -286,6 +287,7 @@ class AnswerMeasure(Measure[VlmTask]):
             lengths = [length for row in rows for length in row[f"{mode}/length"]]
             metrics[f"response/length_{mode}"] = float(np.mean(lengths))
             metrics |= self._lengths_by_outcome(rows, mode)
+        self._warn_of_cuts(rows)
         metrics["unscored"] = float(sum(unscored([row["scores"][name]]) for row in rows for name in self._accuracies()))
         terms = [_term_metric(term, mode) for term in self.domain.questions.broken_down for mode, _ in self._modes()]
         for column, value, part in self._parts_of(rows):
@@ -326,6 +328,14 @@ class AnswerMeasure(Measure[VlmTask]):
     def _modes(self) -> list[tuple[str, int]]:
         modes = [("greedy", int(self.evaluation.greedy)), ("sampled", self.evaluation.samples)]
         return [(mode, count) for mode, count in modes if count]
+
+    def _warn_of_cuts(self, rows: Sequence[Row]) -> None:
+        """Say once for each split that every answer of a mode was cut."""
+        for mode, _ in self._modes():
+            if rows and all(row[f"{mode}/cut"] for row in rows) and self.split not in self.domain.all_cut:
+                self.domain.all_cut.add(self.split)
+                length = self.sampling.max_new_tokens
+                LOGGER.warning("%s: every %s answer was cut at %d tokens; %s", self.split, mode, length, LONGER)
 
     def _accuracies(self) -> list[str]:
         return [f"accuracy/{mode}" for mode, _ in self._modes()]
@@ -378,6 +388,7 @@ class AnswerMeasure(Measure[VlmTask]):
             first, stop = index * count, (index + 1) * count
             row["scores"].update(self._scores(result.terms, mode, slice(first, stop)))
             row[f"{mode}/length"] = lengths[first:stop]
+            row[f"{mode}/cut"] = all(finish == "length" for finish in drawn.finish[first:stop])
             row["failure"] = failure and row.get("failure", failure)
             if "response" not in row:
                 row |= self._first_answer(drawn, result.total[first], result.terms, first)

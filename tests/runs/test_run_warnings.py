@@ -40,6 +40,19 @@ def test_equal_groups_are_said_once_with_a_count(tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records] == [f"step {PATIENCE}: {message}"]
 
 
+def test_answers_that_are_all_cut_are_said_once(tmp_path):
+    steps = [batch([0.0, 1.0, 1.0, 0.0])] * (2 * PATIENCE)
+    _, rows = run(
+        tmp_path / "some",
+        steps,
+        [{"response/finished_fraction": 0.0}] * (PATIENCE - 1) + [{"response/finished_fraction": 0.1}],
+    )
+    assert not any(rows)
+    run(tmp_path, steps, [{"response/finished_fraction": 0.0}])
+    (message,) = read_warnings(tmp_path)
+    assert f"for {PATIENCE} steps every answer was cut" in message
+
+
 def test_a_step_that_differs_starts_the_count_again(tmp_path):
     equal, differs = batch([0.0, 0.0, 1.0, 1.0]), batch([0.0, 1.0, 1.0, 1.0])
     _, rows = run(tmp_path, [*[equal] * (PATIENCE - 1), differs, *[equal] * (PATIENCE - 1)])

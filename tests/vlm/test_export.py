@@ -68,6 +68,31 @@ def test_plain_transformers_loads_the_export_and_computes_the_same(tmp_path, tin
     assert float((logits(base.model, processor) - expected).abs().max()) > 1e-3  # the run has changed the model
 
 
+def test_the_exported_model_generates_as_the_suite_samples(tmp_path, tiny_folders):
+    """The base model's habits of sampling are not those of evaluations."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny_folders["qwen2_5_vl"], base)
+    file = base / "generation_config.json"
+    habits = {"repetition_penalty": 1.05, "temperature": 1e-6, "top_k": 1, "no_repeat_ngram_size": 2}
+    file.write_text(json.dumps(json.loads(file.read_text()) | habits))
+    for lora in ({}, {"enabled": True, "rank": 4}):
+        run, _ = trained(tmp_path / f"run{len(lora)}", base, **lora)
+        assert main(["export", str(run)]) == 0
+        made = json.loads((run / "export/generation_config.json").read_text())
+        assert made["eos_token_id"] == json.loads(file.read_text())["eos_token_id"]
+        neutral = {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        assert {name: made.get(name, value) for name, value in neutral.items()} == neutral
+        assert not made.get("no_repeat_ngram_size")
+
+
+def test_an_evaluation_says_that_every_answer_was_cut(tmp_path, tiny_folders, caplog):
+    config = run_config(SftConfig, tmp_path, tiny_folders["qwen2_5_vl"], steps=1)
+    config.evaluation.sampler.max_new_tokens = 1
+    train(RECIPES["sft"], config)
+    said = [text for text in caplog.messages if "answer was cut at 1 tokens" in text]
+    assert len(said) == 1
+
+
 def test_export_is_refused_where_something_is_wrong(tmp_path, tiny_folders, capsys):
     run, _ = trained(tmp_path, tiny_folders["qwen2_5_vl"])
 

@@ -78,7 +78,20 @@ def load_network(config: ModelConfig, base: str) -> Any:
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the weight files in {base} lack {len(missing)} tensors, for example {missing[0]}")
+    network.generation_config = _neutral(network.generation_config)
     return network
+
+
+def _neutral(generation: Any) -> Any:
+    """The special tokens of a generation config, with sampling from the whole distribution, as the suite samples.
+
+    Others, such as Qwen2.5-VL's repetition penalty of 1.05, would be saved with the model, and `generate` would then
+    give other answers than evaluations do.
+    """
+    from transformers import GenerationConfig
+
+    tokens = {name: getattr(generation, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, **tokens)
 
 
 def _model_type(base: str) -> str:
