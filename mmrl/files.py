@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from mmrl.errors import UserError
 
@@ -17,6 +18,14 @@ DRAFT = re.compile(r"\..*\.(\d+)\.partial(\..*)?", re.DOTALL)
 """Names that `replaced` writes to, with the number of the process."""
 LARGEST_JSON = 64 * 2**20
 """Bytes of a file of settings."""
+
+
+def without_scheme(path: str) -> str:
+    """The path of a file:// address, whose special characters are written as %20 and the like; others as they are."""
+    if not path.startswith("file://"):
+        return path
+    plain = path.removeprefix("file://").removeprefix("localhost")
+    return plain if os.path.exists(plain) else unquote(plain)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -151,11 +151,11 @@ def half_dead_reward(prompts: list[Any], completions: list[str], *, id: list[str
 
 def suppressed_tokens(model: str, tokenizer: Any) -> list[int]:
     """Tokens that no arm may sample, so that every completion has exactly T tokens: ends of turn and image markup."""
-    from mmrl.vlm.model.processor import BANNED_TOKENS
+    from mmrl.vlm.data.task import MEDIA_TOKENS
 
     config = json.loads((Path(model) / "generation_config.json").read_text(encoding="utf-8"))
     ends = config["eos_token_id"]
-    markup = [tokenizer.convert_tokens_to_ids(token) for token in BANNED_TOKENS]
+    markup = [tokenizer.convert_tokens_to_ids(token) for token in MEDIA_TOKENS]
     return sorted({*(ends if isinstance(ends, list) else [ends]), *markup})
 
 

@@ -137,6 +137,19 @@ def test_image_only_processor_agrees_with_the_official_one(policy, folder):
     assert plain["mm_token_type_ids"].sum() == 0
 
 
+def test_an_assistant_turn_at_the_end_is_continued(policy):
+    """As TRL's `continue_final_message` does, and not answered by a second turn of the assistant."""
+    task = make_task("t", "Sum?", [(64, 64)])
+    asked = tokens(policy, policy.encode(task))
+    content = [{"type": "text", "text": "<think>3 and"}]
+    for start in (content, "<think>3 and"):
+        begun = VlmTask("t", [*task.messages, {"role": "assistant", "content": start}], task.images)
+        found = tokens(policy, policy.encode(begun))
+        assert found[: len(asked)] == asked
+        added = policy.processor.tokenizer.convert_tokens_to_string(found[len(asked) :])
+        assert added == "<think>3 and"
+
+
 WITHOUT_TORCHVISION = """
 import sys
 sys.modules["torchvision"] = None  # as if it were not installed

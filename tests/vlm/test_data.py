@@ -121,6 +121,37 @@ def clips(row, **options):
     return [(clip.source, dict(clip.options)) for clip in task.videos], layout(task)
 
 
+def test_r1v_problems_have_no_marks(folder):
+    """Nor do TRL's exports of such data: the image comes first, as in other data without marks."""
+    rows = [
+        {"problem": "What?", "image": "red.png", "solution": "7"},
+        {"problem": "And?", "image": None, "solution": "8"},
+    ]
+    first, second = load(rows).tasks
+    assert (layout(first), colours(first)) == (["IMAGE", "What?"], [RED])
+    assert (layout(second), second.images) == (["And?"], [])
+    with pytest.raises(UserError, match="no image"):
+        load(rows, text_only=False)
+
+
+@pytest.mark.parametrize("key", ["image", "path", "url", "image_url"])
+def test_an_image_cell_may_be_a_mapping(folder, key):
+    (task,) = load([TRL | {"image": None, "images": [{key: "red.png"}]}], image_key="images").tasks
+    assert colours(task) == [RED]
+    (nested,) = load([EASYR1 | {"images": [{"type": "image_url", "image_url": {"url": "blue.png"}}]}]).tasks
+    assert colours(nested) == [BLUE]
+
+
+def test_file_addresses_may_be_escaped(folder):
+    for name in ("a b.png", "50%25.png"):
+        (folder / name).write_bytes(png("blue"))
+    found = [f"file://{folder}/a%20b.png", f"file://{folder}/a b.png", f"file://{folder}/50%25.png", "file:red.png"]
+    for address in found[:3]:
+        assert colours(load([EASYR1 | {"images": [address]}]).tasks[0]) == [BLUE]
+    with pytest.raises(UserError, match="no image file"):
+        load([EASYR1 | {"images": [f"file://{folder}/c%20d.png"]}])
+
+
 def test_a_video_is_a_path_a_mapping_or_a_list_of_frames(folder):
     for name in ("a.mp4", "b.mp4"):
         (folder / name).write_bytes(b"video")

@@ -198,6 +198,7 @@ ASKED = [{"role": "user", "content": "What is 3 plus 4?"}]
         ({"chosen": 7}, "bad_side", "has a int"),
         ({"chosen": [*TURN, *ASKED, *TURN]}, "bad_side", "the roles assistant, user, assistant"),
         ({"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "bad_side", "something else than text"),
+        ({"rejected": "look <|image_pad|>"}, "media_in_side", "'rejected' holds .* which no answer may hold"),
     ],
 )
 def test_bad_pairs_stop_the_run_or_are_counted(tmp_path, tiny_folders, cells, kind, message):
@@ -214,7 +215,6 @@ def test_bad_pairs_stop_the_run_or_are_counted(tmp_path, tiny_folders, cells, ki
 @pytest.mark.parametrize(
     ("cells", "kind"),
     [
-        ({"chosen": "look <|image_pad|>"}, "media_in_side"),
         ({"chosen": "yes " * 600}, "long_side"),
         ({"images": ["missing.png"]}, "missing_image"),
     ],

@@ -19,7 +19,7 @@ from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.methods.apo import ApoConfig
 from mmrl.vlm.methods.papo import PapoConfig
-from mmrl.vlm.methods.sft import SftConfig
+from mmrl.vlm.methods.sft import SftConfig, SftRecipe
 from mmrl.vlm.model.config import ModelConfig
 from mmrl.vlm.recipe import VlmRecipe
 from tests.rounding import assert_equal_up_to_rounding
@@ -97,6 +97,21 @@ def test_runs_repeat_and_resume_bit_for_bit(tmp_path, tiny_folders, options):
         final.append(weights(train(RECIPES["papo"], config, resume=name == "resumed"), 3))
     for other in final[1:]:
         assert all(torch.equal(final[0][key], other[key]) for key in final[0])
+
+
+@pytest.mark.parametrize("action", ["error", "skip"])
+def test_a_completion_with_an_image_token_is_a_bad_row(tmp_path, tiny_folders, action):
+    config = run_config(SftConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    file = Path(config.data.path)
+    file.write_text(file.read_text().replace("<answer>2</answer>", "<answer><|image_pad|></answer>"))
+    config.data.on_bad_row = action
+    if action == "skip":
+        recipe = SftRecipe(config)
+        assert [task.id for task in recipe.train_tasks] == ["q0", "q1", "q3", "q4", "q5"]
+        assert recipe.skipped == {"media_in_answer": 1}
+    else:
+        with pytest.raises(UserError, match=r"q2: column 'completion' holds <\|image_pad\|>.*on_bad_row=skip"):
+            SftRecipe(config)
 
 
 def test_micro_batches_change_only_rounding(tmp_path, tiny_folders):

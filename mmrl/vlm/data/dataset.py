@@ -1,7 +1,7 @@
 """Visual questions from files and data sets with the columns of TRL or of EasyR1.
 
 TRL: `prompt` (text or chat turns), `image` or `images`, every other column goes to the rewards.
-EasyR1: `problem`, `answer`, `images` and literal `<image>` / `<video>` marks in the text.
+EasyR1: `problem`, `answer`, `images` and literal `<image>` / `<video>` marks in the text; R1-V: the same without marks.
 
 Source: huggingface/trl trl/data_utils.py and hiyouga/EasyR1 verl/utils/dataset.py (column conventions).
 """
@@ -182,7 +182,7 @@ def _find_layout(config: DataConfig, rows: list[Row]) -> _Layout:
         answer=answer,
         image=image,
         video=_find_key(config.video_key, VIDEO_KEYS, columns, "video_key"),
-        marked=prompt == "problem" or any(has_marks(row.cells.get(prompt)) for row in rows),
+        marked=any(has_marks(row.cells.get(prompt)) for row in rows),
         folder=_media_folder(config),
         render=make_renderer(config.format_prompt),
     )
@@ -227,12 +227,14 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
     task_id = row.place if name is None or name == "" else str(name)
     place = row.place if task_id == row.place else f"{row.place} (id {task_id})"
     answer = _answer(row, layout, place)
+    # rows of EasyR1 and R1-V, whose column is `problem`, may have no image
+    may_be_bare = not layout.image or (layout.prompt == "problem" and config.text_only is None)
     media = MediaCells(
         images=row.cells.get(layout.image) if layout.image else None,
         videos=row.cells.get(layout.video) if layout.video else None,
         folder=layout.folder,
         marked=layout.marked,
-        text_only=config.text_only if layout.image or config.text_only is False else True,
+        text_only=True if may_be_bare and config.text_only is not False else config.text_only,
     )
     prompt = row.cells.get(layout.prompt)
     messages, images, videos = build_messages(prompt, media, layout.render, place)

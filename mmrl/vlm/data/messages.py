@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.files import expanded, is_file
+from mmrl.files import expanded, is_file, without_scheme
 from mmrl.vlm.data.task import ImageSource, TaskError, VideoClip, no_such_file, read_video_cell
 
 MARKS = re.compile(r"(<image>|<video>)")
@@ -174,13 +174,14 @@ def _take_inline(kind: str, items: list[dict[str, Any]], cell: Any, place: str) 
 def _locate(source: Any, folder: Path) -> Any:
     """Make relative paths start from the media folder; leave every other source as it is."""
     if isinstance(source, dict):
-        source = source.get("url", source)
-    if isinstance(source, dict):
+        inner = next((source[key] for key in ("image", "image_url", "url") if source.get(key) is not None), None)
+        if inner is not None:
+            return _locate(inner, folder)
         relative = source.get("bytes") is None and isinstance(source.get("path"), str)
         return _locate(source["path"], folder) if relative else source
     if not isinstance(source, str) or source.startswith(("data:", "http://", "https://")):
         return source
-    return str(folder / expanded(source.removeprefix("file://")))
+    return str(folder / expanded(without_scheme(source)))
 
 
 def _put_media_first(messages: list[dict[str, Any]], images: int, videos: int) -> None:

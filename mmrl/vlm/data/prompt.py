@@ -252,8 +252,12 @@ def encode_prompt(
     images: Sequence[Image.Image] | None = None,
     videos: Sequence[Frames] | None = None,
 ) -> Prompt:
-    """Turn a task, with other images or frames where they are given, into the model's tokens, pixels and positions."""
-    text = _render(task, processor, task.messages, add_generation_prompt=True)
+    """Turn a task, with other images or frames where they are given, into the model's tokens, pixels and positions.
+
+    A turn of the assistant at the end is the start of its answer, which the model continues, as in TRL.
+    """
+    begun = task.messages[-1]["role"] == "assistant"
+    text = _render(task, processor, task.messages, add_generation_prompt=not begun, continue_final_message=begun)
     return _encode(task, text + task.answer_start, processor, layout, images, videos)
 
 
@@ -307,9 +311,9 @@ def _encode(
     )
 
 
-def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], **options: bool) -> str:
     try:
-        rendered = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        rendered = processor.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # templates raise their own errors, for instance on an unknown role
         raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
     return str(rendered)

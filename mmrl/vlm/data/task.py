@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
-from mmrl.files import expanded, is_file
+from mmrl.files import expanded, is_file, without_scheme
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file, resize_image
 from mmrl.hub.video_reading import VideoError
 from mmrl.hub.video_sampling import FILE_OPTIONS, FRAME_LIST_OPTIONS, Frames, frame_times, sample_file, sample_frames
@@ -31,6 +31,8 @@ FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".ti
 
 
 MAY_BE_ZERO = ("video_start", "video_end")
+MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+"""Tokens of images and videos, which no answer may hold: a model would look for their features."""
 STRIP_COLUMNS, STRIP_ROWS = 4, 4
 """Frames of a strip, and strips of a video; of more frames some are shown, spread evenly."""
 CELL, MARGIN, CAPTION = 112, 2, 16
@@ -148,6 +150,13 @@ def no_such_file(path: str, kind: str) -> str:
     return f"there is no {kind} file {shortened(path)}"
 
 
+def check_no_media(task: VlmTask, column: str, text: str, kind: str) -> None:
+    """Refuse an answer of the data that holds a token of images or videos; raises TaskError."""
+    found = next((token for token in MEDIA_TOKENS if token in text), None)
+    if found is not None:
+        raise TaskError(kind, task.id, f"column '{column}' holds {found}, which no answer may hold")
+
+
 def score_texts(
     rewards: RewardSum,
     state: TrainerState,
@@ -260,7 +269,7 @@ def _load(task: VlmTask, number: int, patch_size: int) -> Frames:
     clip = video if isinstance(video, VideoClip) else VideoClip(video)
     try:
         if isinstance(clip.source, str):
-            path = clip.source.removeprefix("file://")
+            path = without_scheme(clip.source)
             return sample_file(path, clip.options, patch_size, task.max_image_pixels)
         frames = clip.source
         images = (
@@ -303,7 +312,7 @@ def _read_file(path: str, task_id: str, where: str, max_pixels: int) -> tuple[st
     if path.startswith(("http://", "https://")):
         message = f"{where} is the address {shortened(path)}; download it and give the file's path"
         raise TaskError("missing_image", task_id, message)
-    path = path.removeprefix("file://")
+    path = without_scheme(path)
     if not is_file(path):
         raise TaskError("missing_image", task_id, f"{where}: {no_such_file(path, 'image')}")
     try:
@@ -378,7 +387,7 @@ def _is_frame(value: Any) -> bool:
 def _located(path: str, folder: Path) -> str:
     if path.startswith(("data:", "http://", "https://")):
         return path
-    return str(folder / expanded(path.removeprefix("file://")))
+    return str(folder / expanded(without_scheme(path)))
 
 
 def _checked(options: dict[str, Any], known: tuple[str, ...], place: str) -> dict[str, Any]:
@@ -402,6 +411,7 @@ TASK_ERRORS: dict[str, str] = {
     "placeholder_mismatch": "The text has more or fewer <image> or <video> places than the row has files.",
     "empty_image": "An image has zero bytes or zero pixels.",
     "unreadable_image": "An image cannot be decoded or has more than data.max_image_pixels.",
+    "media_in_answer": "A given answer holds a placeholder token of images or videos.",
     "long_prompt": "The question has more than data.max_prompt_chars characters.",
     "missing_video": "A video file does not exist.",
     "bad_video": "A video is neither a path nor a list of frames nor a mapping of these with options for its frames.",

@@ -21,7 +21,7 @@ from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, with_interval
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
-from mmrl.vlm.data.task import TaskError, VlmTask, shortened
+from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media, shortened
 from mmrl.vlm.engine.policy import VlmPolicy
 
 
@@ -116,6 +116,7 @@ def _text_of(task: VlmTask, name: str) -> str:
     text = cell if isinstance(cell, str) else _last_turn(task, name, cell)
     if not text.strip():
         raise TaskError("empty_side", task.id, f"the answer in column '{name}' is empty")
+    check_no_media(task, name, text, "media_in_side")
     return text
 
 

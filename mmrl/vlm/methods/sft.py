@@ -23,7 +23,7 @@ from mmrl.training.settings import BaseRunConfig
 from mmrl.vlm.config import AnswerScoring, VlmEvaluationConfig, VlmParts, check_scoring, scoring_evaluation
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
-from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media
 from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.model.config import check_critic
@@ -95,14 +95,25 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         self.open(config, questions or Questions(), config.scoring, trains_on_rewards=False)
 
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Refuse training questions without a completion."""
+        """Refuse training questions without a completion, or with one that cannot be learnt."""
         config, loaded = self.config, super().prepare_tasks(loaded, training=training)
-        for task in loaded.tasks if training else ():
-            if not isinstance(task.columns.get(config.target_key), str):
+        if not training:
+            return loaded
+        tasks, loaded.tasks = loaded.tasks, []
+        for task in tasks:
+            text = task.columns.get(config.target_key)
+            if not isinstance(text, str):
                 raise UserError(
                     f"{config.data.path}: question {task.id} has no text in column '{config.target_key}' (target_key); "
                     f"columns: {', '.join(task.columns)}"
                 )
+            try:
+                check_no_media(task, config.target_key, text, "media_in_answer")
+            except TaskError as error:
+                loaded.leave_out(error)
+                continue
+            loaded.tasks.append(task)
+        loaded.check_left(config.data.path)
         return loaded
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
+from mmrl.vlm.data.task import MEDIA_TOKENS
 
 
 class ImageOnlyProcessor:
@@ -84,9 +85,6 @@ def load_processor(path: str) -> Any:
     return processor
 
 
-BANNED_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
-
-
 def eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
     """Ids that end a response: those of the generation config, then the tokenizer's."""
     found = getattr(network.generation_config, "eos_token_id", None)
@@ -101,7 +99,7 @@ def eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
 def banned_ids(network: Any, tokenizer: Any) -> Tensor:
     """Ids that may never be sampled: image markup breaks the next forward pass, unused ids have no text."""
     vocabulary = tokenizer.get_vocab()
-    ids = {vocabulary[token] for token in BANNED_TOKENS if token in vocabulary}
+    ids = {vocabulary[token] for token in MEDIA_TOKENS if token in vocabulary}
     ids |= {network.config.image_token_id, network.config.video_token_id}
     ids |= set(range(len(tokenizer), network.config.text_config.vocab_size))
     return torch.tensor(sorted(ids), dtype=torch.int64)

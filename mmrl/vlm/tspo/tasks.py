@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmrl.files import without_scheme
 from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
 from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask
@@ -206,7 +207,7 @@ def _path_of(task: VlmTask) -> str:
     source = video.source if isinstance(video, VideoClip) else video
     if not isinstance(source, str):
         raise TaskError("one_video", task.id, "its video is a list of frames; frames are picked from a video file")
-    return source.removeprefix("file://")
+    return without_scheme(source)
 
 
 def _text_of(task: VlmTask) -> str:
