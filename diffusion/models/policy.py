@@ -35,6 +35,7 @@ from mmrl.files import expanded, replaced, write_atomically
 from mmrl.hub.building import base_entries, build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.checkpoint import check_model
+from mmrl.runs.export import model_folder
 from mmrl.training.processes import avoid_refused_instructions
 from mmrl.training.recipe import Tally
 
@@ -65,7 +66,8 @@ class ModelConfig:
     """The pipeline that is trained, its precision and size."""
 
     path: str = MISSING
-    """Pipeline folder, hub id such as stabilityai/stable-diffusion-3.5-medium, or folder of saved weights of either."""
+    """Pipeline folder, hub id such as stabilityai/stable-diffusion-3.5-medium, folder of saved weights of either, or
+    folder of a run (its best checkpoint)."""
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
@@ -338,7 +340,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
         avoid_refused_instructions()
     if config.build is not None:
         build_if_missing(config, "model")
-    start = _find_start(config.path, DTYPES[config.dtype])
+    start = _find_start(model_folder(config.path), DTYPES[config.dtype])
     policy = DiffusionPolicy(start.pipeline, config, seed)
     policy.base_path = start.base if config.lora.enabled else start.root
     if start.adapter is not None:

@@ -12,12 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from mmrl.rewards.answers import completion_text
 from mmrl.rewards.config import TrainerState
 from mmrl.workers.wire import error_text
 
 MAX_MESSAGE_CHARS = 400
 MAX_TRACE_CHARS = 4000
 ROWS = ("prompts", "completions")
+EASYR1 = {"reward_inputs": True, "reward_input": False}
+"""First arguments of EasyR1's functions, and whether they take all rows.
+
+Source: hiyouga/EasyR1 verl/workers/reward/function.py."""
 OURS = (__file__, asyncio.__path__[0], inspect.getfile(ThreadPoolExecutor))
 """Files whose frames are left out of a traceback."""
 
@@ -77,6 +82,9 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in named]
+    if EASYR1.keys() & set(names):
+        options = tuple(name for name in names if name not in EASYR1)
+        return Signature(("answer",), ("completion_lengths", *options), takes_all=False)
     named = [p for p in named if p.name not in ROWS]
     return Signature(
         required=tuple(p.name for p in named if p.default is p.empty),
@@ -90,7 +98,7 @@ def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any])
     """Call f(prompts, completions, **columns) as TRL does; one outcome a row, or one failure for the whole call."""
     shared = dict(options) if batch.state is None else {"trainer_state": batch.state, **options}
     try:
-        values = function(prompts=batch.prompts, completions=batch.completions, **batch.columns, **shared)
+        values = _values(function, batch, shared)
         return _check_values(_finished(values) if inspect.isawaitable(values) else values, len(batch))
     except TimeoutError as error:
         return _raised(error, "timeout")
@@ -100,6 +108,26 @@ def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any])
         return _raised(error)
     except BaseException as error:  # sys.exit() in a reward must not end the training
         return _raised(error)
+
+
+def _values(function: Callable[..., Any], batch: Batch, shared: Mapping[str, Any]) -> Any:
+    kinds = [name for name in _names(function) if name in EASYR1]
+    if not kinds:
+        return function(prompts=batch.prompts, completions=batch.completions, **batch.columns, **shared)
+    lengths = batch.columns.get("completion_lengths", [None] * len(batch))
+    inputs = [
+        {"response": completion_text(completion), "response_length": length, "ground_truth": answer}
+        for completion, length, answer in zip(batch.completions, lengths, batch.columns["answer"], strict=True)
+    ]
+    scores = function(inputs, **shared) if EASYR1[kinds[0]] else [function(each, **shared) for each in inputs]
+    return [score["overall"] if isinstance(score, Mapping) else score for score in scores]
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def _finished(values: Awaitable[Any]) -> Any:

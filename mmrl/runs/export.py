@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.files import expanded
 from mmrl.runs.checkpoint import Checkpoints
 
+LOGGER = logging.getLogger("mmrl")
 ABOUT_FILE = "export.json"
 
 
@@ -33,6 +36,21 @@ def export_run(entry: Any, config: Any, run_dir: Path, output: Path, step: int |
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return f"{call}({str(output)!r})"
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run with checkpoints."""
+    return (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file()
+
+
+def model_folder(path: str) -> str:
+    """The model of a run's best, else newest, checkpoint where a path is the folder of a run; else the path itself."""
+    folder = expanded(path)
+    if not is_run(folder):
+        return path
+    chosen = chosen_checkpoint(folder) / "model"
+    LOGGER.info("%s is a run; its model is %s", path, chosen)
+    return str(chosen)
 
 
 def chosen_checkpoint(run_dir: Path, step: int | None = None) -> Path:

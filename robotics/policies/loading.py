@@ -15,6 +15,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, choice
 from mmrl.files import expanded
 from mmrl.rewards.loading import load_function
+from mmrl.runs.export import model_folder
 from robotics.policies.base.encoder import EncoderConfig
 from robotics.policies.base.policy import SAVED_POLICIES, ActionPolicy, open_policy
 from robotics.policies.base.saved import make_config, read_config
@@ -43,7 +44,7 @@ class ActionPolicyConfig:
     """Which policy is trained."""
 
     path: str = ""
-    """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
+    """Folder of a saved policy or of a run, such as one of cloning (its best checkpoint); empty = a new one."""
     kind: str = choice("small", lambda: OPTIONS, or_function=True)
     """Kind of a new policy: small, gaussian, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction),
     lerobot_flow (LeRobot's SmolVLA or pi0, whose action expert learns), openvla (a folder of OpenVLA-OFT, with action
@@ -78,6 +79,8 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
     Raises:
         UserError: no such folder, an unknown option, or a kind that sees fewer cameras than the simulator has.
     """
+    if config.path:
+        config = dataclasses.replace(config, path=model_folder(config.path))
     if ":" in config.kind:
         policy = _users_policy(config, sim)
         if config.path:

@@ -195,3 +195,45 @@ def test_loading_from_the_working_directory_or_a_file(folder):
 def test_loading_errors_list_existing_names(folder, spec, message, isolate):
     with pytest.raises(UserError, match=message):
         RewardSum([RewardConfig("mine", spec, isolate=isolate)], workers=1)
+
+
+def compute_score(reward_inputs, format_weight=0.1):
+    """A batch function as EasyR1's examples write them."""
+    return [
+        {"overall": len(each["response"]) + format_weight * each["response_length"], "accuracy": each["ground_truth"]}
+        for each in reward_inputs
+    ]
+
+
+def compute_one(reward_input):
+    return {"overall": float(reward_input["response"] == reward_input["ground_truth"]), "format": 1.0}
+
+
+@pytest.mark.parametrize("place", ["here", "worker"])
+def test_functions_of_easyr1_get_and_return_dictionaries(place):
+    names = {"batch": "compute_score", "one": "compute_one"}
+    configs = [RewardConfig(name, f"{__file__}:{function}") for name, function in names.items()]
+    for config in configs:
+        config.isolate = place == "worker"
+    configs[0].options = {"format_weight": 2.0}
+    rewards = RewardSum(configs, workers=1)
+    columns = {"answer": ["a", "c"], "completion_lengths": [3, 4], "level": [1, 2]}
+    completions = ["a", [{"role": "assistant", "content": "bb"}]]
+    try:
+        result = rewards.score(["q"] * 2, completions, columns)
+        assert result.terms == {"batch": [7.0, 10.0], "one": [1.0, 0.0]}
+        with pytest.raises(UserError, match="needs answer"):
+            rewards.check_columns(["level"])
+    finally:
+        rewards.close()
+    with pytest.raises(UserError, match="has no option 'weight'"):
+        RewardSum([RewardConfig("batch", f"{__file__}:compute_score", isolate=False, options={"weight": 1})])
+
+
+def test_a_score_without_its_sum_is_an_error_of_the_row():
+    rewards = RewardSum(
+        [RewardConfig("bad")], {"bad": lambda reward_inputs: [{"accuracy": 1.0} for _ in reward_inputs]}
+    )
+    result = rewards.score(["q"], ["a"], {"answer": ["a"]})
+    assert result.errors == {"bad/raised": 1}
+    assert "overall" in result.examples["bad/raised"]

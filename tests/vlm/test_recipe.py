@@ -114,6 +114,21 @@ def test_a_completion_with_an_image_token_is_a_bad_row(tmp_path, tiny_folders, a
             SftRecipe(config)
 
 
+@pytest.mark.parametrize("isolate", [False, True])
+def test_rewards_that_name_images_get_them(tmp_path, tiny_folders, isolate):
+    """TRL's argument: the images of each row, opened; others are not sent them."""
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    seen = RewardConfig(name="tests/vlm/user_reward.py:brightness", isolate=isolate)
+    config.rewards = [seen, RewardConfig(name="tests/vlm/user_reward.py:characters", isolate=False)]
+    recipe = VlmRecipe(config)
+    tasks = [recipe.train_tasks[index] for index in (0, 4, 4, 5)]
+    result = recipe.score_texts(tasks, [""] * 4, ["1"] * 4, [[1]] * 4, Step())
+    first, fourth = (task.load_images()[0].convert("L").getpixel((0, 0)) for task in tasks[:2])
+    assert result.terms[seen.name] == [first, fourth, fourth, 0]
+    assert first != fourth
+    recipe.close()
+
+
 def test_micro_batches_change_only_rounding(tmp_path, tiny_folders):
     results = []
     for size in (0, 5):

@@ -21,3 +21,7 @@ def characters(prompts, completions, **columns):
 
 def letters(prompts, completions, **columns):
     return [sum(character.isalpha() for character in text) / max(len(text), 1) for text in completions]
+
+
+def brightness(prompts, completions, images, **columns):
+    return [sum(image.convert("L").getpixel((0, 0)) for image in own) for own in images]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ from mmrl.gui.grounding.coords import FAMILIES, MAX_TOKENS, MIN_TOKENS, Resize
 from mmrl.gui.grounding.drawing import draw_answer
 from mmrl.gui.grounding.samples import GroundingSample, Refusal
 from mmrl.hub.images import image_pixels_option
-from mmrl.runs.export import chosen_checkpoint
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.training.evaluation import Evaluation, Measure, Row, Trial, evaluate_tasks
@@ -143,7 +142,7 @@ class GroundingEvaluation:
         self.config = config
         samples = {name: load_benchmark(data) for name, data in config.eval_data.items()}
         self.preset = config.prompt.resolved(config.model.path)
-        self.policy: VlmPolicy = load_policy(replace(config.model, path=_model_path(config.model.path)))
+        self.policy: VlmPolicy = load_policy(config.model)
         self.policy.check_response_length(config.sampler.max_new_tokens)
         self.resize = self._make_resize()
         family = FAMILIES.get(self.policy.network.config.model_type)
@@ -386,13 +385,3 @@ class GroundingMeasure(Measure[GroundingTask]):
                 self.preset.space,
             )
         return share
-
-
-def _model_path(path: str) -> str:
-    """The best, else the newest checkpoint where the path is the folder of a run."""
-    folder = Path(path).expanduser()
-    if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
-        chosen = chosen_checkpoint(folder) / "model"
-        LOGGER.info("evaluating %s", chosen)
-        return str(chosen)
-    return path

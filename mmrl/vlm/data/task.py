@@ -19,6 +19,7 @@ from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_i
 from mmrl.hub.video_reading import VideoError
 from mmrl.hub.video_sampling import FILE_OPTIONS, FRAME_LIST_OPTIONS, Frames, frame_times, sample_file, sample_frames
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
+from mmrl.rewards.sum import IMAGES
 
 LONGEST_NAME = 255
 """Characters that the usual file systems allow in a name."""
@@ -168,6 +169,9 @@ def score_texts(
     """Score responses with all rewards."""
     turns = [_conversation(*row) for row in zip(tasks, prompts, texts, strict=True)]
     columns = columns_of(tasks, tokens)
+    if rewards.reads_images:
+        opened = {id(task): task.load_images() for task in tasks}
+        columns[IMAGES] = [opened[id(task)] for task in tasks]
     return rewards.score([prompt for prompt, _ in turns], [reply for _, reply in turns], columns, state)
 
 
@@ -193,7 +197,7 @@ def check_columns(rewards: RewardSum, data: Mapping[str, Sequence[VlmTask]]) -> 
     """Make sure that the rewards find their columns in the questions of every data set that they will score."""
     for key, tasks in data.items():
         try:
-            rewards.check_columns([*columns_of(tasks, [])])
+            rewards.check_columns([*columns_of(tasks, []), IMAGES])
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from mmrl.hub.building import merged_weights
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.hub.video_sampling import Frames
 from mmrl.runs.checkpoint import check_model
+from mmrl.runs.export import model_folder
 from mmrl.training.processes import avoid_refused_instructions
 from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_turn
 from mmrl.vlm.data.task import VlmTask
@@ -410,7 +412,7 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPo
     """Load or build a model and wrap it as a policy.
 
     Args:
-        config: which model and how; a `ModelConfig` for one that is trained.
+        config: which model and how; a `ModelConfig` for one that is trained. Its path may be a run's folder.
         value_head: add a critic of `config.critic`; it starts at value 0 unless the folder holds one.
 
     Returns:
@@ -422,6 +424,7 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPo
     if not isinstance(config, ModelConfig):
         config = ModelConfig(**vars(config))
     check_config(config, "model")
+    config = dataclasses.replace(config, path=model_folder(config.path))
     if config.dtype == "bfloat16":
         avoid_refused_instructions()
     ensure_torchvision()

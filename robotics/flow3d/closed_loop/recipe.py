@@ -22,7 +22,7 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, parts_of
 from mmrl.files import expanded
-from mmrl.runs.export import chosen_checkpoint
+from mmrl.runs.export import chosen_checkpoint, is_run
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.recipe import Step
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, StillPoints, TrueFlow, list_episodes
@@ -149,7 +149,7 @@ def model_folder(path: str) -> Path | None:
     folder = expanded(path)
     if not folder.is_dir():
         raise UserError(f"model.path {path!r} is no folder; train a world model first, or use {TRUTH}")
-    if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
+    if is_run(folder):
         checkpoint = chosen_checkpoint(folder)
         averaged = checkpoint / "eval_ema"
         folder = averaged if averaged.is_dir() else checkpoint / "model"

@@ -65,7 +65,7 @@ class SavedModelConfig:
     """The model that is fine-tuned."""
 
     path: str = ""
-    """Folder of a saved world model; a rectified flow."""
+    """Folder of a saved world model, or of a run (its best checkpoint); a rectified flow."""
 
     def validate(self) -> None:
         """Refuse an empty path; raises ValueError."""

@@ -17,6 +17,7 @@ from mmrl.fields import check_config
 from mmrl.files import read_json_object, replaced, write_atomically
 from mmrl.hub.building import base_entries, base_path, sort_header
 from mmrl.runs.checkpoint import check_model
+from mmrl.runs.export import model_folder
 from robotics.flow3d.clip import FlowEncoding, Observation
 from robotics.flow3d.geometry import FloatArray
 from robotics.flow3d.model.context import TOWERS, ClipContext, Context, FlowInputs, make_context, make_inputs
@@ -265,11 +266,12 @@ class FlowWorldModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
-        """Read what `save_pretrained` or `export` wrote.
+        """Read what `save_pretrained` or `export` wrote, or the best checkpoint of a run.
 
         Raises:
             UserError: no such folder, or a damaged one.
         """
+        path = model_folder(str(path))
         vocabulary = Path(path) / VOCABULARY_FILE
         model = cls(read_config(Path(path)), Vocabulary.load(vocabulary), load_pretrained=False)
         model.load_weights(path)

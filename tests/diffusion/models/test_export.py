@@ -44,6 +44,9 @@ def test_plain_diffusers_loads_the_export_and_draws_the_same(tmp_path, pipeline,
 
     weights = run / "checkpoints/step-000001" / ("eval_ema" if averaged else "model")
     policy = load_policy(dataclasses.replace(config.model, path=str(weights)))
+    own = load_policy(dataclasses.replace(config.model, path=str(run)))
+    same = load_policy(dataclasses.replace(config.model, path=str(run / "checkpoints/step-000001/model")))
+    assert all(torch.equal(*pair) for pair in zip(own.parameters(), same.parameters(), strict=True))
     with quiet_transformers():
         exported = DiffusionPipeline.from_pretrained(tmp_path / "out")
         base = DiffusionPipeline.from_pretrained(pipeline)
