@@ -51,7 +51,7 @@ if __name__ == "__main__":
     config.data = EpisodeSetConfig(layouts=50)  # layouts are the seeds of `reset`
     config.eval_data = {"held_out": EpisodeSetConfig(layouts=20, split="held_out")}
     config.evaluation.greedy, config.evaluation.samples = False, 1
-    config.reward, config.trainer.steps, config.trainer.learning_rate = "dense", 8, 1e-2
+    config.trainer.steps, config.trainer.learning_rate = 8, 1e-2
     run = train_robot(config, ModuleAdapter(Driver(), action_size=1))
 
     for line in (run / "evaluations.jsonl").read_text().splitlines():

@@ -169,13 +169,14 @@ def _run(recipe: SrpoRecipe, count: int, seed: int, purpose: str) -> list[Checke
             tasks = recipe.train_tasks[: recipe.config.trainer.tasks_per_step]
             rollouts = recipe.rollout(recipe.policy, tasks, generator, Step())
         payload = EpisodePayload.of(rollouts)
+        own = recipe.own_reward(payload).tolist()
         for row in range(rollouts.num_rows):
             if not bool(payload.failed[row]):
-                rows.append(_episode(payload, row, int(rollouts.group[row])))
+                rows.append(_episode(payload, row, int(rollouts.group[row]), own[row]))
     return rows
 
 
-def _episode(payload: EpisodePayload, row: int, group: int) -> CheckedEpisode:
+def _episode(payload: EpisodePayload, row: int, group: int, own_reward: float) -> CheckedEpisode:
     start = payload.episodes[group]
     return CheckedEpisode(
         frames=payload.frames_of(row),
@@ -184,7 +185,7 @@ def _episode(payload: EpisodePayload, row: int, group: int) -> CheckedEpisode:
         task=start.task,
         state_label=episode_id(start),
         success=bool(payload.success[row]),
-        progress=float(payload.progress[row]),
+        progress=own_reward,
     )
 
 

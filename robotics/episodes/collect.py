@@ -298,7 +298,7 @@ class _Recorder:
         self.poses = [[] if started.object_poses is None else [started.object_poses[row]] for row in rows]
         self.success, self.terminated = np.zeros(len(episodes), bool), np.zeros(len(episodes), bool)
         self.failed = started.failed.copy()
-        self.progress = np.zeros(len(episodes), np.float32)
+        self.last_reward = np.zeros(len(episodes), np.float32)
         self.reasons = [started.reasons.get(row, "") for row in rows]
 
     def add(
@@ -313,8 +313,9 @@ class _Recorder:
         for index, row in enumerate(result.rows.tolist()):
             steps = int(result.steps[index])
             state, image = _state_and_image(observation, index)
-            reward = result.rewards[index, steps - 1] if steps else np.nan
-            chunk = {"state": state, "image": image, "steps": steps, "reward": np.float32(reward)}
+            rewards = result.rewards[index, :steps] if steps else np.array([np.nan])
+            last, total = np.float32(rewards[-1]), np.float32(rewards.sum())
+            chunk = {"state": state, "image": image, "steps": steps, "last_reward": last, "return": total}
             chunk |= {} if full_state is None else {"full": full_state[index]}
             chunk |= {} if observation.views is None else {"views": observation.views[index]}
             self.chunks[row].append(chunk | {"decisions": choice.decisions[index], "logp": choice.logp[index]})
@@ -327,7 +328,7 @@ class _Recorder:
             self.success[row] |= bool(result.success[index])
             self.terminated[row] |= bool(result.terminated[index])
             self.failed[row] |= bool(result.failed[index])
-            self.progress[row] = reward
+            self.last_reward[row] = last
             self.reasons[row] = result.reasons.get(row, self.reasons[row])
 
     def close(self, example: dict[str, Any] | None) -> Episodes:
@@ -345,14 +346,15 @@ class _Recorder:
             success=torch.from_numpy(self.success).to(self.device),
             terminated=torch.from_numpy(self.terminated).to(self.device),
             failed=torch.from_numpy(self.failed).to(self.device),
-            progress=torch.from_numpy(self.progress).to(self.device),
+            last_reward=torch.from_numpy(self.last_reward).to(self.device),
             last_state=torch.from_numpy(np.stack(states)).to(self.device),
             images=None if first.images is None else self._stack("image", _black(first.images)),
             views=None if first.views is None else self._stack("views", _black(first.views)),
             last_image=None if first.images is None else torch.from_numpy(np.stack(images)).to(self.device),
             frames=[self._frames_of(row) for row in rows] if any(self.frames) else [],
             full_states=self._stack("full", torch.from_numpy(example["full"])) if "full" in example else None,
-            chunk_rewards=self._stack("reward", torch.zeros(())),
+            chunk_returns=self._stack("return", torch.zeros(())),
+            chunk_last_rewards=self._stack("last_reward", torch.zeros(())),
             object_poses=[np.stack(poses) for poses in self.poses] if all(self.poses) else [],
             reasons=self.reasons,
             drawn=[self.started.drawn.get(row) for row in rows] if self.started.drawn else [],

@@ -38,8 +38,8 @@ class EpisodePayload(Payload):
     """(B,) bool, whether the task itself ended the episode, with or without success; else the horizon did."""
     failed: Tensor = per_row()
     """(B,) bool, whether the environment failed; such a row has no result."""
-    progress: Tensor = per_row()
-    """(B,) float32, the environment's own reward at the last step."""
+    last_reward: Tensor = per_row()
+    """(B,) float32, the environment's own reward at the last control step."""
     last_state: Tensor = per_row()
     """(B, S) float32, at the end of the episode."""
     images: Tensor | None = per_decision(default=None)
@@ -55,8 +55,10 @@ class EpisodePayload(Payload):
     where the simulator does not report it."""
     full_states: Tensor | None = per_decision(default=None)
     """(B, C, F) float32, full state of the simulator before each chunk, for a critic; None where it reports none."""
-    chunk_rewards: Tensor | None = per_decision(default=None)
-    """(B, C) float32, the environment's own reward at the end of each chunk."""
+    chunk_returns: Tensor | None = per_decision(default=None)
+    """(B, C) float32, sum of the environment's own rewards over the control steps of each chunk."""
+    chunk_last_rewards: Tensor | None = per_decision(default=None)
+    """(B, C) float32, the environment's own reward at the last control step of each chunk."""
     reasons: list[str] = per_row(blank="", default_factory=list)
     """Why each row ended as it did, where the environment reports it."""
     drawn: list[Mapping[str, Any] | None] = per_row(blank=None, default_factory=list)
@@ -66,6 +68,12 @@ class EpisodePayload(Payload):
     def lengths(self) -> Tensor:
         """(B,) int64, control steps of each episode."""
         return self.steps.sum(1)
+
+    @property
+    def returns(self) -> Tensor:
+        """(B,) float32, sum of the environment's own rewards over all control steps; NaN where it failed."""
+        assert self.chunk_returns is not None
+        return torch.where(self.failed, torch.nan, self.chunk_returns.sum(1))
 
     def frames_of(self, row: int) -> NDArray[np.uint8] | None:
         """Frames (F, H, W, 3) of an episode: every control step if rendered, else chunk ends; None without images."""

@@ -1,13 +1,15 @@
-"""GRPO on episodes: the reward is success alone, a hand-written dense reward, or progress along a predicted flow.
+"""GRPO on episodes: the reward is success, the environment's own return or potential, or progress along a flow.
 
     A_i = (R_i - mean_group R) / (std_group R + eps),
     loss = mean over episodes of the mean over their decisions of max(-A r, -A clip(r, 1 - 0.2, 1 + 0.28)),
 
 with the dual clip 3 for negative advantages, no KL and no critic; groups whose episodes all have the same reward have
 no gradient, and minibatches of such groups alone take no optimiser step. `reward: sparse` is 1 for success and else 0.
-`reward: dense` is the simulator's own reward at the end of the episode (in the tabletop tasks a number from 0 to 1 that
-grows with progress, 1 at success), on its own scale. `reward: flow` is the progress of the object along a flow that a
-world model, or the simulator, predicts from the first image, and 1 for success; see `robotics.flow3d.reward.following`.
+`reward: return` is the sum of the environment's own rewards over the control steps of the episode, undiscounted.
+`reward: potential` is the environment's own reward at the last control step alone, for simulators whose reward says how
+far the task has come (in the tabletop tasks a number from 0 to 1, 1 at success). `reward: flow` is the progress of the
+object along a flow that a world model, or the simulator, predicts from the first image, and 1 for success; see
+`robotics.flow3d.reward.following`.
 
 Source: SimpleVLA-RL (arXiv 2509.09674, PRIME-RL/SimpleVLA-RL) and the GRPO arm of SRPO (arXiv 2511.15605,
 sii-research/siiRL examples/embodied_srpo_trainer) for clip range, aggregation and filter.
@@ -35,7 +37,7 @@ from robotics.methods.recipe import RobotConfig, RobotRecipe
 from robotics.policies.base.policy import ActionPolicy
 from robotics.sim.episodes import RobotSim
 
-REWARDS = ("sparse", "dense", "flow")
+REWARDS = ("sparse", "return", "potential", "flow")
 FAILURES = ("predictions", "tracks")
 
 
@@ -43,9 +45,11 @@ FAILURES = ("predictions", "tracks")
 class RobotGrpoConfig(RobotConfig):
     """A GRPO run of a robot policy."""
 
-    reward: str = choice("sparse", REWARDS)
-    """sparse: 1 for success, else 0; dense: the simulator's reward at the end of the episode; flow: progress of the
-    object along a predicted flow, and 1 for success."""
+    reward: str | None = choice(None, REWARDS)
+    """sparse: 1 for success, else 0; return: sum of the environment's own rewards over all control steps; potential:
+    its reward at the last control step alone, for simulators whose reward measures progress, such as the tabletop;
+    flow: progress of the object along a predicted flow, and 1 for success. None = return with sim.kind gymnasium, else
+    sparse."""
     flow: FlowRewardConfig = field(default_factory=FlowRewardConfig)
     """Source of the flow; read by `reward: flow`."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
@@ -54,12 +58,17 @@ class RobotGrpoConfig(RobotConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        if self.reward != "flow" and self.flow != FlowRewardConfig():
-            raise ValueError(f"flow is set, but reward is {self.reward}; use reward: flow or leave flow out")
+        if self.chosen_reward != "flow" and self.flow != FlowRewardConfig():
+            raise ValueError(f"flow is set, but reward is {self.chosen_reward}; use reward: flow or leave flow out")
+
+    @property
+    def chosen_reward(self) -> str:
+        """`reward`, or its default for the simulator."""
+        return self.reward or ("return" if self.sim.kind == "gymnasium" else "sparse")
 
 
 class RobotGrpoRecipe(RobotRecipe):
-    """Success, a dense reward or progress along a flow; see the module."""
+    """Success, the environment's own reward or progress along a flow; see the module."""
 
     config: RobotGrpoConfig
 
@@ -68,18 +77,22 @@ class RobotGrpoRecipe(RobotRecipe):
     ) -> None:
         super().__init__(config, policy, sim)
         self._following: FlowFollowing | None = None
-        if config.reward == "flow":
+        if config.chosen_reward == "return":
+            self.refuse_returns("reward is return; use potential")
+        if config.chosen_reward == "flow":
             tasks = dict.fromkeys(episode.task for episode in self.train_tasks)
             self._following = FlowFollowing(config.flow, config.sim, list(tasks), config.seed)
             self._following.failures = self.parts["flow_failures"] = Tally()
 
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        """The chosen reward; success and the dense reward are both reported."""
+        """The chosen reward; success and the environment's own reward are both reported."""
         payload = EpisodePayload.of(rollouts)
-        terms = {"dense": payload.progress}
+        terms = {self.own_term: self.own_reward(payload)}
         if self._following is not None:
             return self._flow_rewards(self._following, rollouts, terms)
-        return payload.success.float() if self.config.reward == "sparse" else payload.progress, terms
+        if self.config.chosen_reward == "sparse":
+            return payload.success.float(), terms
+        return payload.returns if self.config.chosen_reward == "return" else payload.last_reward, terms
 
     def close(self) -> None:
         """End the simulator and free the renderers of first images."""
@@ -98,8 +111,8 @@ class RobotGrpoRecipe(RobotRecipe):
                 "no episode of this step could be compared with a flow; the first reason is in the log above"
             )
         failures = ~payload.success.cpu().numpy() & np.isfinite(found.reward)
-        dense = payload.progress.cpu().numpy()
-        self.noted["flow/agreement"] = rank_agreement(found.reward[failures], dense[failures], groups[failures])
+        own = self.own_reward(payload).cpu().numpy()
+        self.noted["flow/agreement"] = rank_agreement(found.reward[failures], own[failures], groups[failures])
         lost = sum_over_processes({name: float(following.failures[name]) for name in FAILURES})
         self.noted |= {f"flow/failed_{name}": lost[name] for name in FAILURES}
         columns = (found.reward, found.reached, found.off_m)

@@ -1,6 +1,6 @@
 """PPO on episodes with a critic of the simulator's full state: each action chunk has its own advantage.
 
-    r_k = w_s success_k + w_p (R_k - R_{k-1}),    R_k the simulator's own reward after chunk k,  R_{-1} = 0,
+    r_k = w_s success_k + w_e sum_t r_t + w_p (R_k - R_{k-1}),    R_k the environment's reward at the end of chunk k,
     A_k = sum_{l >= k} (gamma lambda)^(l - k) (r_l + gamma V(s_{l+1}) - V(s_l)),
     loss = mean of max(-A_k rho, -A_k clip(rho, 1 - 0.2, 1 + 0.28)) + c (V(s_k) - (A_k + V_old(s_k)))^2 / 2.
 
@@ -10,8 +10,10 @@ chunks. The critic is asymmetric: it is used in training only, so it reads the p
 from the simulator, and no image. A time limit is therefore a state that it knows, and ends an episode like any other
 end.
 
-`reward.success` pays the chunk that solves the task, `reward.progress` what a chunk added to the simulator's reward
-(hand-written in the tabletop tasks, from 0 to 1). `shuffle_success` is the control: the successes of a batch are
+r_t are the environment's own rewards of the chunk's control steps, and R_{-1} = 0. `reward.success` pays the chunk that
+solves the task, `reward.environment` the environment's own rewards, and `reward.potential` what a chunk added to its
+reward, for simulators whose reward says how far the task has come (in the tabletop tasks from 0 to 1).
+`shuffle_success` is the control: the successes of a batch are
 shuffled among the episodes of a task, so that learning with it does not come from success. A success ends its episode,
 and early pay is discounted less, so short episodes would still look better; the control therefore pays as if at the
 horizon, r gamma^(C - 1 - k) in chunk k of at most C.
@@ -30,7 +32,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -188,19 +190,43 @@ def _objective() -> ObjectiveConfig:
     )
 
 
+class ChunkWeights(NamedTuple):
+    """Weights of the parts of a chunk's reward, see `ChunkRewardConfig`."""
+
+    success: float
+    environment: float
+    potential: float
+
+
 @dataclass
 class ChunkRewardConfig:
-    """Reward of a chunk of actions."""
+    """Reward of a chunk of actions.
 
-    success: float = rare(bounded(1.0, at_least=0))
+    Without any weight `environment` is 1 with sim.kind gymnasium and `success` is 1 elsewhere. If one is set, those
+    left out are 0.
+    """
+
+    success: float | None = rare(bounded(None, at_least=0))
     """Reward for solving the task."""
-    progress: float = rare(bounded(0.0, at_least=0))
-    """Weight of the increase of the simulator's own reward."""
+    environment: float | None = rare(bounded(None, at_least=0))
+    """Weight of the environment's own rewards, summed over the control steps of the chunk."""
+    potential: float | None = rare(bounded(None, at_least=0))
+    """Weight of the increase of the environment's reward from the end of one chunk to the next, for simulators whose
+    reward measures progress, such as the tabletop."""
+
+    def weights(self, kind: str) -> ChunkWeights:
+        """The weights for a simulator of a kind."""
+        given = (self.success, self.environment, self.potential)
+        if given == (None, None, None):
+            return ChunkWeights(0.0, 1.0, 0.0) if kind == "gymnasium" else ChunkWeights(1.0, 0.0, 0.0)
+        return ChunkWeights(*(weight or 0.0 for weight in given))
 
     def validate(self) -> None:
         """Refuse a reward of nothing; raises ValueError."""
-        if self.success == 0 and self.progress == 0:
-            raise ValueError("reward.success and reward.progress are both 0; nothing would be rewarded")
+        if not any(self.weights("")):
+            raise ValueError(
+                "reward.success, reward.environment and reward.potential are all 0; nothing would be rewarded"
+            )
 
 
 @dataclass
@@ -224,11 +250,14 @@ class RobotPpoConfig(RobotConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        if self.shuffle_success and self.reward.progress:
-            raise ValueError(
-                f"shuffle_success shuffles successes, but reward.progress is {self.reward.progress:g} and would still "
-                "reward real progress; set it to 0"
-            )
+        weights = self.reward.weights(self.sim.kind)
+        real = {"environment": weights.environment, "potential": weights.potential}
+        for name, weight in real.items():
+            if self.shuffle_success and weight:
+                raise ValueError(
+                    f"shuffle_success shuffles successes, but reward.{name} is {weight:g} and would still pay what the "
+                    "episodes really did; set reward.success alone"
+                )
 
 
 class ChunkCritic(LossTerm):
@@ -264,6 +293,9 @@ class RobotPpoRecipe(RobotRecipe):
 
     def __init__(self, config: RobotPpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config, policy, sim)
+        self._weights = config.reward.weights(config.sim.kind)
+        if self._weights.environment:
+            self.refuse_returns(f"reward.environment is {self._weights.environment:g}; use reward.potential")
         self.task_names = list(self.sim.tasks())
         size = getattr(self.sim, "full_state_size", self.sim.state_size) + 1 + len(self.task_names)
         critic = StateCritic(size, config.critic.width, config.seed)
@@ -284,7 +316,7 @@ class RobotPpoRecipe(RobotRecipe):
         )
 
     def _rewards(self, payload: EpisodePayload) -> Tensor:
-        return chunk_rewards(payload, self.config.reward.success, self.config.reward.progress)
+        return chunk_rewards(payload, self._weights)
 
     def _shuffled_rewards(self, rollouts: Rollouts, generator: torch.Generator) -> Tensor:
         """(B, C) rewards of the control; equal returns from any chunk, whenever the episode ended."""
@@ -297,8 +329,9 @@ class RobotPpoRecipe(RobotRecipe):
         return rewards * gamma ** (last - torch.arange(rewards.shape[1], device=rewards.device))
 
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum of the chunks' rewards; the simulator's own at the end is reported."""
-        return rollouts.extras["decision_reward"].sum(1), {"dense": EpisodePayload.of(rollouts).progress}
+        """Sum of the chunks' rewards; the environment's own is reported."""
+        own = self.own_reward(EpisodePayload.of(rollouts))
+        return rollouts.extras["decision_reward"].sum(1), {self.own_term: own}
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """See `RobotRecipe.scores`; each decision has the value of its chunk."""
@@ -326,14 +359,16 @@ class RobotPpoRecipe(RobotRecipe):
         return critic_inputs(payload, rollouts.group, self.task_names, self.sim.horizon)
 
 
-def chunk_rewards(payload: EpisodePayload, success: float, progress: float) -> Tensor:
-    """(B, C) reward of each chunk for success and progress; 0 if it was not reached or the environment failed."""
-    assert payload.chunk_rewards is not None
+def chunk_rewards(payload: EpisodePayload, weights: ChunkWeights) -> Tensor:
+    """(B, C) reward of each chunk; 0 if it was not reached or the environment failed."""
+    assert payload.chunk_returns is not None
+    assert payload.chunk_last_rewards is not None
     reached = payload.steps > 0
     later = nn.functional.pad(reached[:, 1:], (0, 1))
-    gain = payload.chunk_rewards - nn.functional.pad(payload.chunk_rewards[:, :-1], (1, 0))
+    ends = payload.chunk_last_rewards
+    gain = ends - nn.functional.pad(ends[:, :-1], (1, 0))
     solved = (reached & ~later & payload.success[:, None]).to(gain.dtype)
-    found = success * solved + (progress * gain if progress else 0.0)
+    found = weights.success * solved + weights.environment * payload.chunk_returns + weights.potential * gain
     return torch.where(reached & ~payload.failed[:, None], found, 0.0)
 
 

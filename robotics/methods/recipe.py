@@ -269,6 +269,23 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         return pack_episodes(episodes, group, policy, self.config.logp_level)
 
     @property
+    def own_term(self) -> str:
+        """Kind of the environment's own reward: a potential of the state where the simulator says so, else rewards."""
+        return "potential" if getattr(self.sim, "potential_rewards", False) else "return"
+
+    def own_reward(self, payload: EpisodePayload) -> Tensor:
+        """(B,) an episode's reward as the environment means it: its last potential, or the sum over control steps."""
+        return payload.last_reward if self.own_term == "potential" else payload.returns
+
+    def refuse_returns(self, where: str) -> None:
+        """Refuse sums of a potential, which pay for staying near the goal; `where` begins the message."""
+        if self.own_term == "potential":
+            raise UserError(
+                f"{where}: the rewards of this simulator are potentials of the state, whose sum over control steps "
+                "pays for staying near the goal rather than for reaching it"
+            )
+
+    @property
     def needs_every_frame(self) -> bool:
         """Whether the reward needs an image of every control step."""
         return False

@@ -123,7 +123,7 @@ class SrpoRecipe(RobotRecipe):
                 valid=valid,
                 success=payload.success.cpu().numpy(),
                 labels=np.array([self._label(payload.episodes[group]) for group in groups.tolist()]),
-                env_reward=payload.progress.cpu().numpy(),
+                env_reward=self.own_reward(payload).cpu().numpy(),
                 groups=groups,
             ),
             step,
@@ -135,11 +135,12 @@ class SrpoRecipe(RobotRecipe):
         """Those of the objective; their correlation with those of the environment's own reward is noted."""
         found = super().advantages(rollouts, accelerator, step)
         payload = EpisodePayload.of(rollouts)
-        own = rollouts.replace(reward=torch.where(torch.isfinite(rollouts.reward), payload.progress, torch.nan))
+        own_reward = self.own_reward(payload)
+        own = rollouts.replace(reward=torch.where(torch.isfinite(rollouts.reward), own_reward, torch.nan))
         other = global_advantages(self.objective.compute_advantages, own, accelerator)
         failed = (~payload.success).to(rollouts.mask)
         columns = [_row_means(part.advantage, rollouts.loss_mask) for part in (found, other)]
-        rows = merge_lists([torch.stack([*columns, payload.progress, failed]).cpu().numpy()], accelerator)
+        rows = merge_lists([torch.stack([*columns, own_reward, failed]).cpu().numpy()], accelerator)
         self.noted["srpo/advantage_correlation"] = advantage_correlation(*np.concatenate(rows, axis=1))
         return found
 
@@ -259,6 +260,6 @@ class _Rows(NamedTuple):
     labels: np.ndarray
     """(B,) names of tasks or initial states."""
     env_reward: np.ndarray
-    """(B,) the environment's own reward at the last step."""
+    """(B,) the environment's own reward of the episode."""
     groups: np.ndarray
     """(B,) int64."""

@@ -128,6 +128,7 @@ class TabletopBatch:
         }
         self.image_size = self.settings.image_size
         self.views = tuple(self.settings.views)
+        self.potential_rewards = self.settings.reward == "dense"
         self.state_size = STATES[self.settings.state]
         self.horizon = max(self._horizon(name) for name in self._tasks)
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)

@@ -213,9 +213,9 @@ def _robotics(name: str, folder: Path) -> Any:
         return kind(**(settings | _cloning(folder)))
     config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))
     if name == "robot_grpo":
-        config.reward = "dense"
+        config.reward = "potential"
     if name == "robot_ppo":
-        config.reward.progress = 1.0
+        config.reward.success, config.reward.potential = 1.0, 1.0
     if hasattr(config, "latent"):
         config.latent.kind, config.latent.frames = "state", "chunk"
         config.latent.options = {"mean": [0.0, 0.0], "std": [0.3, 0.3]}

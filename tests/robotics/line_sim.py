@@ -20,6 +20,7 @@ class LineSim:
 
     action_size, state_size, horizon = 1, 2, 12
     image_size = (32, 32)
+    potential_rewards = True
 
     def __init__(
         self,

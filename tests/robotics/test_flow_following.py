@@ -95,7 +95,8 @@ def paths(*ways, success=()) -> EpisodePayload:
         success=won,
         terminated=won,
         failed=none,
-        progress=zeros[:, 0],
+        last_reward=zeros[:, 0],
+        chunk_returns=zeros,
         last_state=zeros,
         object_poses=list(poses),
     )

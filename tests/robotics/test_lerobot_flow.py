@@ -273,7 +273,7 @@ def test_cameras_come_in_the_order_that_is_named(lerobot, built, monkeypatch):
 
 @pytest.mark.slow
 def test_reinforcement_learning_improves_a_smolvla(lerobot, built, tmp_path, capsys):
-    config = configuration(tmp_path, built / "smolvla", lerobot, 12, "dense", rate=3e-3)
+    config = configuration(tmp_path, built / "smolvla", lerobot, 12, "potential", rate=3e-3)
     assert main(["evaluate", config]) == 0
     assert "all tasks" in capsys.readouterr().out
     assert main(["train", config]) == 0

@@ -169,7 +169,7 @@ output_dir: {tmp_path}/run
 sim: {{kind: gymnasium, env: "{BALL}", image_size: 64, views: [side], horizon: 9, workers: 4,
   options: {{adapter: {{task: Ball, image_key: top}}}}}}
 model: {{kind: lerobot, options: {{folder: row, action_box: true, std: 0.2}}}}
-reward: dense
+reward: potential
 data: {{layouts: 4}}
 eval_data: {{held_out: {{split: held_out, layouts: 2}}}}
 evaluation: {{every: 0, greedy: true, swapped: true, samples: 0, videos: 0}}

@@ -211,7 +211,7 @@ def test_policies_of_lerobot_act_are_evaluated_and_trained(lerobot, built, kind,
     with np.load(built / "expected.npz") as expected:
         np.testing.assert_allclose(found[:, :4], expected[kind], atol=1e-5)
     policy.close()
-    config = configuration(tmp_path, built / kind, lerobot, 2, "dense")
+    config = configuration(tmp_path, built / kind, lerobot, 2, "potential")
     assert main(["evaluate", config]) == 0
     assert "all tasks" in capsys.readouterr().out
     assert main(["train", config]) == 0
@@ -237,7 +237,7 @@ def test_policies_of_two_cameras_see_both(lerobot, built, kind, tmp_path):
     policy.close()
     with pytest.raises(UserError, match=r"model.options.cameras is \[top\]; .* has the cameras .*front, .*wrist"):
         LeRobotPolicy(LeRobotPolicyConfig(str(built / kind), python=lerobot, cameras=["top"]))
-    config = Path(configuration(tmp_path, built / kind, lerobot, 2, "dense"))
+    config = Path(configuration(tmp_path, built / kind, lerobot, 2, "potential"))
     config.write_text(config.read_text().replace('open_line"}', 'open_line", views: [hand]}'))
     assert main(["train", str(config)]) == 0
 

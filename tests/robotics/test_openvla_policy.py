@@ -22,7 +22,7 @@ output_dir: {run}
 sim: {{kind: "tests.robotics.line_sim:open_line"}}
 model: {{kind: openvla, chunk: 8, options: {{folder: {folder}, center_crop: false}}}}
 acting: {{n_action_steps: 4, scale: bounds_q99}}
-reward: dense
+reward: potential
 data: {{tasks: [right], layouts: 8}}
 eval_data: {{held_out: {{tasks: [right], split: held_out, layouts: 4}}}}
 evaluation: {{every: 0, greedy: true, samples: 0, videos: 0}}

@@ -8,7 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+
+from mmrl.recipes import find_recipe
+from mmrl.training.recipe import Step
+from mmrl.training.settings import TrainerConfig
+from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.policies.loading import ActionPolicyConfig
+from robotics.sim.opening import SimConfig
+
+gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
 
 DOCS = Path(__file__).parents[2] / "docs" / "robotics.md"
 
@@ -48,3 +59,53 @@ def test_the_example_of_the_docs_runs_from_the_command_line_and_its_folder_can_b
     said = run(example, "-m", "mmrl.cli", "evaluate", "elsewhere")
     assert "20 of 20 episodes are taken from" in said  # those of the last evaluation of the run
     assert not (example / "runs" / "my-robot").exists()
+
+
+class PaysEarly(gymnasium.Env):
+    """Pays 5 or -5 for the sign of its first three actions and nothing later; the state is what was paid so far."""
+
+    observation_space = gymnasium.spaces.Box(-99, 99, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.paid = 0, 0.0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        reward = (5.0 if action[0] > 0 else -5.0) if self.steps <= 3 else 0.0
+        self.paid += reward
+        return np.array([self.paid], np.float32), reward, False, False, {}
+
+
+@pytest.mark.parametrize("name", ["robot_grpo", "robot_ppo"])
+def test_rewards_paid_early_in_an_episode_count(tmp_path, name):
+    sim = SimConfig(
+        kind="gymnasium",
+        env=f"{__file__}:PaysEarly",
+        horizon=8,
+        image_size=0,
+        workers=1,
+        options={"adapter": {"success_key": ""}},
+    )
+    entry = find_recipe(name)
+    config = entry.load_config_class()(
+        recipe=name,
+        output_dir=str(tmp_path),
+        sim=sim,
+        model=ActionPolicyConfig(kind="gaussian", chunk=2),
+        data=EpisodeSetConfig(layouts=50),
+        trainer=TrainerConfig(steps=1, tasks_per_step=4, samples_per_task=4, threads=1),
+    )
+    config.validate()
+    recipe = entry.load_recipe_class()(config)
+    try:
+        with torch.no_grad():
+            drawn = recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator().manual_seed(0), Step())
+            rollouts = recipe.score(drawn, Step())
+    finally:
+        recipe.close()
+    torch.testing.assert_close(rollouts.reward, rollouts.payload.last_state[:, 0])
+    torch.testing.assert_close(rollouts.reward_terms["return"], rollouts.reward)
+    assert len(set(rollouts.reward.tolist())) > 1

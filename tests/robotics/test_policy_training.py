@@ -57,7 +57,7 @@ def configured(tmp_path, model, **changes):
     return grpo(
         tmp_path,
         model=model,
-        reward="dense",
+        reward="potential",
         eval_data={"held_out": EpisodeSetConfig(split="held_out", layouts=2)},
         **{"trainer": trainer(**few), "checkpoint": CheckpointConfig(every=1, keep=5), **changes},
     )

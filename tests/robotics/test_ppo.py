@@ -15,6 +15,7 @@ from mmrl.training.update import FACTOR, count_denominators, make_optimizer, upd
 from robotics.episodes.payload import EpisodePayload
 from robotics.methods.ppo import (
     ChunkRewardConfig,
+    ChunkWeights,
     CriticConfig,
     PolicyWithCritic,
     RobotPpoConfig,
@@ -56,17 +57,20 @@ def episodes():
         success=torch.tensor([True, False, False]),
         terminated=torch.tensor([True, False, False]),
         failed=torch.tensor([False, False, True]),
-        progress=torch.tensor([1.0, 0.4, nan]),
+        last_reward=torch.tensor([1.0, 0.4, nan]),
         last_state=torch.zeros(3, 2),
-        chunk_rewards=torch.tensor([[0.3, 1.0, 0.0], [0.2, 0.5, 0.4], [nan, nan, nan]]),
+        chunk_returns=torch.tensor([[0.4, 1.0, 0.0], [0.3, 0.8, 0.9], [nan, nan, nan]]),
+        chunk_last_rewards=torch.tensor([[0.3, 1.0, 0.0], [0.2, 0.5, 0.4], [nan, nan, nan]]),
     )
 
 
-def test_chunks_are_paid_for_success_and_for_progress():
-    found = chunk_rewards(episodes(), success=2.0, progress=1.0)
+def test_chunks_are_paid_for_success_for_the_potential_and_for_all_rewards():
+    found = chunk_rewards(episodes(), ChunkWeights(2.0, 0.0, 1.0))
     torch.testing.assert_close(found, torch.tensor([[0.3, 2.7, 0.0], [0.2, 0.3, -0.1], [0.0, 0.0, 0.0]]))
-    found = chunk_rewards(episodes(), success=1.0, progress=0.0)
+    found = chunk_rewards(episodes(), ChunkWeights(1.0, 0.0, 0.0))
     torch.testing.assert_close(found, torch.tensor([[0.0, 1.0, 0.0], [0.0] * 3, [0.0] * 3]))
+    found = chunk_rewards(episodes(), ChunkWeights(0.0, 2.0, 0.0))
+    torch.testing.assert_close(found, torch.tensor([[0.8, 2.0, 0.0], [0.6, 1.6, 1.8], [0.0] * 3]))
 
 
 def test_shuffled_successes_stay_within_a_task_and_spare_broken_episodes():
@@ -82,10 +86,29 @@ def test_shuffled_successes_stay_within_a_task_and_spare_broken_episodes():
 
 
 def test_a_control_with_true_progress_is_refused(tmp_path):
-    config = ppo(tmp_path, reward=ChunkRewardConfig(progress=0.5))
-    config.shuffle_success = True
-    with pytest.raises(ValueError, match=r"shuffle_success .* reward\.progress is 0\.5"):
-        config.validate()
+    for name in ("environment", "potential"):
+        config = ppo(tmp_path, reward=ChunkRewardConfig(**{name: 0.5}))
+        config.shuffle_success = True
+        with pytest.raises(ValueError, match=rf"shuffle_success .* reward\.{name} is 0\.5"):
+            config.validate()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "weights"),
+    [
+        ({}, "tabletop", (1, 0, 0)),
+        ({}, "gymnasium", (0, 1, 0)),
+        ({"success": 2.0}, "gymnasium", (2, 0, 0)),
+        ({"success": 0.0, "potential": 1.0}, "gymnasium", (0, 0, 1)),
+    ],
+)
+def test_weights_left_out_are_those_of_the_simulator_or_zero(given, kind, weights):
+    assert ChunkRewardConfig(**given).weights(kind) == weights
+
+
+def test_sums_of_a_potential_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"reward\.environment is 1; use reward\.potential: .* potentials"):
+        RobotPpoRecipe(ppo(tmp_path, reward=ChunkRewardConfig(environment=1.0)))
 
 
 def test_the_control_pays_as_many_successes_and_counts_the_real_ones(tmp_path):
@@ -176,7 +199,7 @@ def test_the_critic_has_its_own_rate(tmp_path, critic, rate):
 
 
 def test_a_run_learns_and_its_policy_opens_without_the_critic(tmp_path):
-    config = ppo(tmp_path, reward=ChunkRewardConfig(success=1.0, progress=1.0))
+    config = ppo(tmp_path, reward=ChunkRewardConfig(success=1.0, potential=1.0))
     config.trainer.steps = 12
     run_dir = train(find_recipe("robot_ppo"), config)
     successes = [row["episode/success"] for row in metrics_of(run_dir)]
@@ -209,5 +232,5 @@ def test_policy_and_critic_are_saved_together(tmp_path):
 
 
 def test_a_reward_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="both 0"):
+    with pytest.raises(ValueError, match=r"reward\.environment and reward\.potential are all 0"):
         ppo(tmp_path, reward=ChunkRewardConfig(success=0.0))

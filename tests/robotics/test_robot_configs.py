@@ -26,7 +26,7 @@ def test_config_loads(path):
 def test_sparse_and_dense_grpo_take_two_steps(tmp_path, backend):
     texts = ["touch the red cube", "push the red cube into the blue zone"]
     policy = save_tiny_policy(tmp_path / "policy", texts)
-    for reward in ("sparse", "dense"):
+    for reward in ("sparse", "potential"):
         overrides = [*TWO_STEPS, f"output_dir={tmp_path / reward}", f"model.path={policy}", f"reward={reward}"]
         entry, config = load_run(CONFIGS[0].with_name("tabletop_grpo.yaml"), overrides)
         run_dir = train(entry, config)

@@ -123,14 +123,16 @@ def test_loss_is_the_mean_of_episode_means(tmp_path):
     assert float(loss.detach()) == pytest.approx(np.mean(per_episode), abs=1e-6)
 
 
-def test_sparse_and_dense_rewards(tmp_path):
+def test_sparse_reward_and_potential(tmp_path):
     sparse = collected(RobotGrpoRecipe(grpo(tmp_path)))
-    dense = collected(RobotGrpoRecipe(grpo(tmp_path, reward="dense")))
+    found = collected(RobotGrpoRecipe(grpo(tmp_path, reward="potential")))
     torch.testing.assert_close(sparse.reward, sparse.payload.success.float())
-    gap = (dense.payload.last_state[:, 0] - dense.payload.last_state[:, 1]).abs()
-    assert dense.payload.success.any()
-    torch.testing.assert_close(dense.reward, 1 / (1 + gap), rtol=1e-5, atol=1e-5)  # the simulator's own scale
-    assert set(dense.reward_terms) == {"success", "dense"}
+    gap = (found.payload.last_state[:, 0] - found.payload.last_state[:, 1]).abs()
+    assert found.payload.success.any()
+    torch.testing.assert_close(found.reward, 1 / (1 + gap), rtol=1e-5, atol=1e-5)  # the simulator's own scale
+    assert set(found.reward_terms) == {"success", "potential"}
+    with pytest.raises(UserError, match=r"reward is return; use potential: .* potentials of the state"):
+        RobotGrpoRecipe(grpo(tmp_path, reward="return"))
 
 
 def test_broken_environment_takes_its_group_out(tmp_path):
@@ -414,7 +416,7 @@ def test_broken_environments_do_not_count_as_failures_of_the_policy(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward": "shaped"}, "reward is 'shaped'; allowed: sparse, dense"),
+        ({"reward": "shaped"}, "reward is 'shaped'; allowed: sparse, return, potential"),
         ({"objective": ObjectiveConfig(preset="ppo")}, "needs a critic"),
         ({"objective": ObjectiveConfig(preset="srpo", kl={"kind": "full", "coef": 0.1})}, "use k1, k2, k3"),
         ({"logp_level": "episode"}, "logp_level is 'episode'; allowed: token, chunk"),

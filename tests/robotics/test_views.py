@@ -469,7 +469,7 @@ output_dir: run
 sim: {tasks: [reach], image_size: 16, views: [wrist], horizon: 4, workers: 1}
 model: {kind: "my_eyes.py:Eyes", chunk: 1}
 data: {tasks: [reach], layouts: 2}
-reward: dense
+reward: potential
 trainer: {steps: 1, tasks_per_step: 1, samples_per_task: 2, threads: 1, learning_rate: 1.0e-2}
 tracking: {quiet: true, tensorboard: false}
 """
