@@ -17,6 +17,7 @@ from omegaconf import MISSING
 from mmrl.errors import UserError
 from mmrl.fields import bounded, is_text, rare
 from mmrl.files import expanded, is_file, replaced
+from mmrl.hub.foreign import to_rgb
 from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
 from mmrl.hub.tables import LINES, READERS, Row, read_rows
 
@@ -218,6 +219,6 @@ class ImageFile:
         """RGB uint8 (h, w, 3); raises UserError where the file cannot be read."""
         try:
             content = read_image_file(self.path, self.max_pixels)
-            return np.asarray(decode_image(content, self.max_pixels, "images.max_image_pixels").convert("RGB"))
+            return np.asarray(to_rgb(decode_image(content, self.max_pixels, "images.max_image_pixels")))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path} cannot be read as an image: {error}") from error

@@ -23,6 +23,7 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.files import replaced
+from mmrl.hub.foreign import to_rgb
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image
 from mmrl.hub.video_reading import frame_to_array
 
@@ -97,7 +98,7 @@ def encode_png(frame: NDArray[np.uint8]) -> bytes:
 def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
     """Image (H, W, 3) uint8 of any file that Pillow reads; None where it cannot, or the size (H, W) is another."""
     try:
-        frame = np.asarray(decode_image(content, size[0] * size[1]).convert("RGB"))
+        frame = np.asarray(to_rgb(decode_image(content, size[0] * size[1])))
     except (OSError, ValueError):
         return None
     return frame if frame.shape[:2] == tuple(size) else None

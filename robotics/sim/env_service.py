@@ -1,8 +1,9 @@
 """The worker's side of `SubprocessSim`: one environment that resets, acts, draws and asks its expert on request.
 
 A factory returns a `RowEnv` or a gymnasium.Env, which `gym_adapter.py` then wraps. A worker loads this file,
-`gym_adapter.py`, `recent.py` and `mmrl/workers/loading.py` by their paths in the environment's own Python: they run on
-Python 3.8 and numpy, and import gymnasium only through an environment of it; see `mmrl.workers.serve`.
+`gym_adapter.py`, `recent.py`, `mmrl/workers/loading.py` and `mmrl/hub/foreign.py` by their paths in the environment's
+own Python: they run on Python 3.8 and numpy, and import gymnasium only through an environment of it; see
+`mmrl.workers.serve`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ def _load_file(path: str | Path, name: str) -> ModuleType:
 
 
 if TYPE_CHECKING:
+    from mmrl.hub import foreign
     from mmrl.workers import loading
     from robotics.sim import gym_adapter, recent
 else:
-    loading = _load_file(Path(__file__).resolve().parents[2] / "mmrl" / "workers" / "loading.py", "mmrl_loading")
+    MMRL = Path(__file__).resolve().parents[2] / "mmrl"
+    loading = _load_file(MMRL / "workers" / "loading.py", "mmrl_loading")
+    foreign = _load_file(MMRL / "hub" / "foreign.py", "mmrl_foreign")
     gym_adapter = _load_file(Path(__file__).resolve().with_name("gym_adapter.py"), "mmrl_gym_adapter")
     recent = _load_file(Path(__file__).resolve().with_name("recent.py"), "mmrl_recent")
 
@@ -166,15 +170,16 @@ class EnvService:
         rewards, frames = [], []
         success = terminated = truncated = False
         for step, action in enumerate(np.clip(actions, -1.0, 1.0), 1):
-            reward, succeeded, ended, cut = self._env.step(action)
+            reward, *flags = self._env.step(action)
+            succeeded, ended, cut = map(foreign.as_flag, flags, ("success", "terminated", "truncated"))
             self._elapsed += 1
             rewards.append(float(reward))
             diverged = self._look(rewards)
             if diverged:
                 return {"diverged": diverged}, {}
-            success = success or bool(succeeded)
-            terminated = bool(ended) or (self._end_at_success and success)
-            truncated = not terminated and (bool(cut) or self._elapsed >= self._env.horizon)
+            success = success or succeeded
+            terminated = ended or (self._end_at_success and success)
+            truncated = not terminated and (cut or self._elapsed >= self._env.horizon)
             if record:
                 frames.append(self._draw())
             if terminated or truncated:
@@ -202,7 +207,8 @@ class EnvService:
             return {"state": state}
         seen = {"state": state, "image": self._draw() if drawn is None else drawn}
         if self._views:
-            seen["views"] = np.asarray(self._env.render_views(), np.uint8)  # type: ignore[attr-defined]
+            views = self._env.render_views()  # type: ignore[attr-defined]
+            seen["views"] = np.stack([foreign.as_image(view) for view in views])
         return seen
 
     def _with_past(self, seen: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -224,7 +230,7 @@ class EnvService:
         return f"entry {bad[0]} of the state is {state[bad[0]]} {place}" if len(bad) else ""
 
     def _draw(self) -> np.ndarray:
-        image, size = np.asarray(self._env.render(), np.uint8), self._env.image_size
+        image, size = foreign.as_image(self._env.render()), self._env.image_size
         if size is not None and image.shape != (size[0], size[1], 3):
             raise ValueError(
                 f"the image has the shape {image.shape} at step {self._elapsed} of the episode; expected "

@@ -6,11 +6,18 @@ spaces are recognised by their class names, which gym and gymnasium share.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mmrl.hub import foreign
+else:  # `env_service` has loaded it by its path where this package is not installed
+    foreign = sys.modules.get("mmrl_foreign") or importlib.import_module("mmrl.hub.foreign")
 
 LAYOUTS = 1 << 30
 
@@ -31,8 +38,10 @@ class GymRow:
         instruction: language instruction; that of the environment's `metadata` when None.
         state_keys: entries of a Dict observation that make the state, in this order; None = all but images. Nested
             Dicts are flattened.
-        image_key: entry of a Dict observation that is the image (H, W, 3) uint8; None = the first such entry, else
-            `env.unwrapped.policy_image()` (of environments that render something else for people), else `env.render()`.
+        image_key: entry of a Dict observation that is the image, in any form of `mmrl.hub.foreign.image_form`; None =
+            the first one of RGB, else the first of another form but a grey (H, W), else `env.unwrapped.policy_image()`
+            (of environments that render something else for people), else `env.render()`. Images that are rendered are
+            (H, W, 3) uint8, or grey or with transparency.
         views: further cameras of the image's size: entries of a Dict observation, or cameras of
             `env.unwrapped.policy_image(camera=name)`. Those of `metadata` when empty.
         size: side in pixels to which images are resized, by averaging areas; None = as drawn.
@@ -68,6 +77,9 @@ class GymRow:
         self._metadata: Mapping[str, Any] = getattr(env, "metadata", None) or {}
         self._instruction = str(self._metadata.get("instruction", "")) if instruction is None else instruction
         self._state_keys, self._image_key = _split_keys(env.observation_space, state_keys, image_key)
+        parts = getattr(env.observation_space, "spaces", None)
+        spaces = parts if isinstance(parts, Mapping) else {"": env.observation_space}
+        self._forms = _image_forms(spaces)
         self._success_key, self._success_reward = success_key, success_reward
         self._success_known = success_key is not None or success_reward is not None
         self._layout_options, self._size, self._elapsed = layout_options, size, 0
@@ -113,13 +125,14 @@ class GymRow:
         )
         success = self._success(float(reward), info)
         self._elapsed += 1
+        terminated, truncated = foreign.as_flag(terminated, "terminated"), foreign.as_flag(truncated, "truncated")
         if not self._success_known and (terminated or truncated or self._elapsed >= self.horizon):
             raise EnvError(
                 f"{self._name}: an episode has ended and info said nothing of success, it has: "
                 f"{', '.join(sorted(info)) or 'nothing'}. Name the entry that does (success_key) or the reward of a "
                 f"control step that means it (success_reward); success_key='' if only the reward is to count"
             )
-        return float(reward), success, bool(terminated), bool(truncated)
+        return float(reward), success, terminated, truncated
 
     def state(self) -> np.ndarray:
         """(S,) float32, the entries of the state one after the other."""
@@ -142,20 +155,15 @@ class GymRow:
         return resize(image, self._size)
 
     def _raw_view(self, name: str) -> np.ndarray:
-        if name in self._image_entries():
-            return np.asarray(self._observation[name], np.uint8)
-        return np.asarray(self._draw(camera=name), np.uint8)
-
-    def _image_entries(self) -> list[str]:
-        """Entries of a Dict observation that are images."""
-        parts = getattr(self._env.observation_space, "spaces", None)
-        return [name for name in parts if _is_image(parts[name])] if isinstance(parts, Mapping) else []
+        if name in self._forms:
+            return foreign.as_image(self._observation[name], self._forms[name])
+        return foreign.as_image(self._draw(camera=name))
 
     def _check_views(self) -> None:
         if not self.views:
             return
         draws = self._draw is not None and "camera" in inspect.signature(self._draw).parameters
-        others = [name for name in self._image_entries() if name != self._image_key]
+        others = [name for name in self._forms if name != self._image_key]
         for name in self.views:
             if not draws and name not in others:
                 raise EnvError(
@@ -174,8 +182,9 @@ class GymRow:
 
     def _raw_image(self) -> np.ndarray:
         if self._image_key is not None:
-            return np.asarray(self._observation[self._image_key] if self._image_key else self._observation, np.uint8)
-        return np.asarray((self._draw or self._env.render)(), np.uint8)
+            seen = self._observation[self._image_key] if self._image_key else self._observation
+            return foreign.as_image(seen, self._forms[self._image_key])
+        return foreign.as_image((self._draw or self._env.render)())
 
     def describe(self) -> Mapping[str, Any]:
         """Id, and the control rate from `metadata`."""
@@ -198,7 +207,11 @@ class GymRow:
             return (int(declared[0]), int(declared[1])) if self._size is None else (self._size, self._size)
         if self._image_key is None and getattr(self._env, "render_mode", None) != "rgb_array":
             return None
-        height, width = np.shape(self.render())[:2]
+        try:
+            height, width = np.shape(self.render())[:2]
+        except foreign.MalformedError as error:
+            source = f"the entry {self._image_key!r} of its observation" if self._image_key else "what it shows"
+            raise EnvError(f"{self._name}: {source} cannot be used: {error}") from None
         return int(height), int(width)
 
     def _success(self, reward: float, info: Mapping[str, Any]) -> bool:
@@ -207,8 +220,8 @@ class GymRow:
         if self._success_key:
             if self._success_key not in info:
                 raise EnvError(f"info has no {self._success_key!r}; it has: {', '.join(sorted(info))}")
-            return bool(info[self._success_key])
-        found = [bool(info[key]) for key in SUCCESS_KEYS if key in info]
+            return foreign.as_flag(info[self._success_key], f"info[{self._success_key!r}]")
+        found = [foreign.as_flag(info[key], f"info[{key!r}]") for key in SUCCESS_KEYS if info.get(key) is not None]
         self._success_known = self._success_known or bool(found)
         return any(found)
 
@@ -249,9 +262,16 @@ def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def _is_image(space: Any) -> bool:
-    shape = tuple(getattr(space, "shape", None) or ())
-    return len(shape) == 3 and shape[2] == 3 and getattr(space, "dtype", None) == np.uint8
+def _image_forms(spaces: Mapping[str, Any]) -> dict[str, Any]:
+    """The form of each entry that holds an image, those of RGB first."""
+    forms = {key: foreign.image_form(space) for key, space in spaces.items()}
+    rgb = [key for key, form in forms.items() if form == foreign.ImageForm() and spaces[key].shape[-1] == 3]
+    return {key: forms[key] for key in [*rgb, *forms] if forms[key] is not None}
+
+
+def _has_channels(space: Any) -> bool:
+    """Whether a space surely holds an image; a grey (H, W) may be a table of numbers."""
+    return len(getattr(space, "shape", None) or ()) == 3 and foreign.image_form(space) is not None
 
 
 def _split_keys(
@@ -261,21 +281,21 @@ def _split_keys(
     if type(space).__name__ != "Dict":
         if state_keys is not None or image_key is not None:
             raise EnvError(f"observations are {space}; state_keys and image_key are for a Dict")
-        return None, "" if _is_image(space) else None
+        return None, "" if _has_channels(space) else None
     parts = space.spaces
     for key in [*(state_keys or ()), *([image_key] if image_key else ())]:
         if key not in parts:
             raise EnvError(f"observations have no {key!r}; they have: {', '.join(parts)}")
-    images = [key for key in parts if _is_image(parts[key])]
-    if image_key and image_key not in images:
+    images = [key for key in _image_forms(parts) if _has_channels(parts[key])]
+    if image_key and image_key not in _image_forms(parts):
         raise EnvError(
-            f"image_key {image_key!r} is {parts[image_key]}; an image is a Box of the shape (H, W, 3), uint8. There "
-            f"are: {', '.join(images) or 'none'}"
+            f"image_key {image_key!r} is {parts[image_key]}; an image is a Box of uint8, 0 to 255, or of floats, 0 to "
+            f"1, of the shape (H, W, 3) or (3, H, W), grey ones also (H, W). There are: {', '.join(images) or 'none'}"
         )
     image = image_key or (images[0] if images else None)
     chosen = list(state_keys) if state_keys is not None else [key for key in parts if len(parts[key].shape or ()) < 2]
     for key in chosen:
-        if any(_is_image(leaf) for leaf in _inner_spaces(parts[key])):
+        if any(_has_channels(leaf) for leaf in _inner_spaces(parts[key])):
             raise EnvError(
                 f"the entry {key!r} of the state holds an image; leave it out with state_keys, or wrap the "
                 "environment so that the image is an entry of its own"

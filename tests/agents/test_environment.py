@@ -3,15 +3,14 @@ import pytest
 from PIL import Image
 
 from mmrl.agents.environments.environment import (
-    MAX_SIDE,
     MalformedError,
     Observation,
     Outcome,
-    as_image,
     as_observation,
     as_outcome,
     as_start,
 )
+from mmrl.hub.foreign import MAX_SIDE, as_image
 
 RGB = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 
@@ -94,12 +93,20 @@ def test_reset_may_return_information_too():
         (("t", 0.0, False, True, {"a": 1}), 0.0, False, True, {"a": 1}),
         (("t", 0.0, False, {"action_error": None, "a": None}), 0.0, False, False, {"a": None}),
         (("t", 0.0, False, {"action_error": "far off"}), 0.0, False, False, {"action_error": "far off"}),
+        (("t", 0.0, True, {"success": np.bool_(True)}), 0.0, True, False, {"success": True}),
+        (("t", 0.0, True, {"success": 1}), 0.0, True, False, {"success": True}),
+        (("t", 0.0, True, {"success": np.array(True)}), 0.0, True, False, {"success": True}),
+        (("t", 0.0, True, {"success": np.float32(0)}), 0.0, True, False, {"success": False}),
+        (("t", 0.0, True, {"success": None, "action_error": ""}), 0.0, True, False, {}),
+        (("t", 0.0, True, {"action_error": False}), 0.0, True, False, {}),
         ((Observation("t"), True, True), 1.0, True, False, {}),
         (Outcome(Observation("t"), 1.0, False, True), 1.0, False, True, {}),
     ],
 )
 def test_what_step_returns_becomes_an_outcome(value, reward, terminated, truncated, info):
-    assert as_outcome(value) == Outcome(Observation("t"), reward, terminated, truncated, info)
+    found = as_outcome(value)
+    assert found == Outcome(Observation("t"), reward, terminated, truncated, info)
+    assert type(found.info.get("success", True)) is bool
 
 
 @pytest.mark.parametrize(
@@ -120,6 +127,9 @@ def test_what_step_returns_becomes_an_outcome(value, reward, terminated, truncat
         (("t", 1.0, False, True), "the last of 4 values must be a dict"),
         (("t", 1.0, False, 0, {}), "truncated is 0"),
         (("t", 1.0, False, False, None), "must be a dict"),
+        (("t", 1.0, True, {"success": "no"}), r"info\['success'\] is 'no'; expected True or False"),
+        (("t", 1.0, True, {"success": 0.5}), r"info\['success'\] is 0.5; expected True or False"),
+        (("t", 1.0, True, {"success": np.array([True, False])}), r"info\['success'\] is array"),
     ],
 )
 def test_what_is_no_outcome_is_explained(value, message):

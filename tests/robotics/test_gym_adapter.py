@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from mmrl.hub.foreign import MalformedError
 from robotics.sim.gym_adapter import EnvError, GymRow, resize
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
@@ -108,6 +109,8 @@ def test_actions_that_cannot_be_scaled_are_refused(space, message):
         ({}, {"success_key": ""}, False),
         ({"success": 1.0}, {}, True),
         ({"is_success": np.True_}, {}, True),
+        ({"success": np.array([1])}, {}, True),
+        ({"success": None, "is_success": 1}, {}, True),
         ({"is_success": 0.0, "other": 1}, {}, False),
         ({"solved": True, "success": False}, {"success_key": "solved"}, True),
         ({}, {"success_reward": 2.5}, True),
@@ -116,6 +119,12 @@ def test_actions_that_cannot_be_scaled_are_refused(space, message):
 )
 def test_success_comes_from_info_or_the_reward(info, options, success):
     assert row(Arm(info=info), **options).step(np.zeros(2)) == (2.5, success, False, True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.5, "no", np.array([True, False])])
+def test_a_success_that_is_neither_true_nor_false_is_named(value):
+    with pytest.raises(MalformedError, match=r"info\['success'\] is .*; expected True or False"):
+        row(Arm(info={"success": value})).step(np.zeros(2))
 
 
 def test_a_success_key_that_info_lacks_is_named():
@@ -217,11 +226,63 @@ def test_images_are_not_part_of_the_state():
 
 
 def test_an_entry_that_is_not_an_image_is_not_rendered():
-    space = spaces.Dict({"float": spaces.Box(0, 1, (4, 6, 3), np.float32), "zeta": spaces.Box(-1, 1, (2,))})
+    space = spaces.Dict({"float": spaces.Box(-1, 1, (4, 6, 3), np.float32), "zeta": spaces.Box(-1, 1, (2,))})
 
     class Floats(Arm):
         def _observe(self):
             return {"float": np.ones((4, 6, 3), np.float32), "zeta": np.zeros(2)}
 
-    with pytest.raises(EnvError, match=r"image_key 'float' is Box.*; an image is a Box .* uint8\. There are: none"):
+    with pytest.raises(EnvError, match=r"image_key 'float' is Box.*; an image is a Box .* There are: none"):
         row(Floats(space), image_key="float", state_keys=["zeta"])
+
+
+PICTURE = np.random.default_rng(0).integers(0, 256, (4, 6, 3)).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("space", "value"),
+    [
+        (spaces.Box(0, 255, (3, 4, 6), np.uint8), PICTURE.transpose(2, 0, 1)),
+        (spaces.Box(0, 1, (4, 6, 3), np.float32), (PICTURE / 255).astype(np.float32)),
+    ],
+)
+@pytest.mark.parametrize("entry", [True, False])
+def test_images_of_other_forms_are_seen_instead_of_what_is_rendered(space, value, entry):
+    class Other(Arm):
+        def _observe(self):
+            return {"picture": value, "zeta": np.zeros(2)} if entry else value
+
+    found = row(Other(spaces.Dict({"picture": space, "zeta": spaces.Box(-1, 1, (2,))}) if entry else space))
+    assert (found.state_size, found.image_size) == (2 if entry else 0, (4, 6))
+    np.testing.assert_array_equal(found.render(), PICTURE)
+
+
+def test_rgb_comes_before_other_images_and_greys_only_where_they_are_named():
+    parts = {"a": spaces.Box(0, 255, (3, 4, 6), np.uint8), "b": spaces.Box(0, 255, (4, 6, 3), np.uint8)}
+    grey = spaces.Box(0, 255, (4, 6), np.uint8)
+
+    class Several(Arm):
+        def _observe(self):
+            return {"a": PICTURE.transpose(2, 0, 1), "b": 255 - PICTURE, "grey": PICTURE[..., 0]}
+
+    np.testing.assert_array_equal(row(Several(spaces.Dict(parts | {"grey": grey}))).render(), 255 - PICTURE)
+    named = row(Several(spaces.Dict(parts | {"grey": grey})), image_key="grey")
+    np.testing.assert_array_equal(named.render()[..., 2], PICTURE[..., 0])
+    assert row(Several(spaces.Dict({"grey": grey}))).image_size is None
+
+
+@pytest.mark.parametrize(
+    ("drawn", "message"),
+    [
+        (np.full((5, 7, 3), 0.5), r"what it shows cannot be used: an image of the shape \(5, 7, 3\) is float64"),
+        (np.full((5, 7, 3), 300), "is int64; expected uint8, 0 to 255"),
+        (np.zeros((3, 5, 7), np.uint8), r"has the shape \(3, 5, 7\); expected \(H, W, 3\); the channels come last"),
+    ],
+)
+def test_rendered_images_are_checked_before_they_are_cast(drawn, message):
+    class Draws(Arm):
+        def render(self):
+            return drawn
+
+    with pytest.raises(EnvError, match=message):
+        row(Draws(spaces.Box(-1, 1, (2,)), render_mode="rgb_array"))

@@ -8,6 +8,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 WORKER_SIDE = (
+    "mmrl/hub/foreign.py",
     "mmrl/workers/family.py",
     "mmrl/workers/loading.py",
     "mmrl/workers/serve.py",

@@ -26,6 +26,7 @@ from mmrl.agents.environments.action_formats import (
     write_text,
 )
 from mmrl.fields import bounded, choice, rare
+from mmrl.hub.foreign import MalformedError, as_flag, as_image
 from mmrl.workers.wire import decode, encode
 
 if TYPE_CHECKING:
@@ -181,49 +182,8 @@ FORMATS: dict[str, ActionFormat] = {
 }
 
 
-MAX_SIDE = 16_384
-"""Pixels."""
-
-
-class MalformedError(ValueError):
-    """An environment returned a value of an unknown form, which the message describes."""
-
-
-def as_image(value: Any) -> NDArray[np.uint8]:
-    """Convert a grey, RGB or RGBA uint8 array or a PIL image to a copy (H, W, 3) RGB, transparency as white."""
-    if hasattr(value, "convert") and hasattr(value, "getbands"):  # PIL, without importing it
-        value = np.asarray(value.convert("RGBA" if "A" in value.getbands() or "transparency" in value.info else "RGB"))
-    if isinstance(value, (str, bytes, dict)) or value is None:
-        raise MalformedError(f"an image is a {type(value).__name__}; expected (H, W, 3) uint8 or a PIL image")
-    try:
-        image = np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise MalformedError(f"an image cannot be made an array: {error}") from None
-    if image.ndim == 2:
-        image = image[:, :, None]
-    if image.ndim != 3 or image.shape[2] not in (1, 3, 4) or not image.size or max(image.shape) > MAX_SIDE:
-        raise MalformedError(f"an image has the shape {np.shape(value)}; expected (H, W, 3){_shape_advice(image)}")
-    if image.dtype != np.uint8:
-        advice = "; multiply it by 255 and round it, if it lies in 0 to 1" if image.dtype.kind == "f" else ""
-        raise MalformedError(f"an image is {image.dtype}; expected uint8, 0 to 255{advice}")
-    if image.shape[2] == 1:
-        return np.repeat(image, 3, axis=2)
-    if image.shape[2] == 4:
-        opacity = image[:, :, 3:].astype(np.uint32)
-        over_white = image[:, :, :3] * opacity + 255 * (255 - opacity)
-        return ((over_white + 127) // 255).astype(np.uint8)
-    return np.array(image, order="C")  # a copy: the environment may draw into its buffer again
-
-
-def _shape_advice(image: NDArray[Any]) -> str:
-    if image.ndim == 3 and image.shape[0] in (1, 3, 4) and image.shape[2] not in (1, 3, 4):
-        return "; the channels come last: image.transpose(1, 2, 0)"
-    if image.ndim == 3 and image.size and max(image.shape) > MAX_SIDE:
-        return f" of at most {MAX_SIDE} pixels a side"
-    return " of at least one pixel" if not image.size else ""
-
-
 ACTION_ERROR = "action_error"
+SUCCESS = "success"
 KEYS = ("image", "images", "text")
 """Keys of an observation that is a dict."""
 MAX_TEXT_CHARS = 200_000
@@ -250,7 +210,8 @@ class Outcome:
     truncated: bool
     """Whether a time limit of the environment ended the episode."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Anything else; `action_error`, if present, is the reason why an action was not executed."""
+    """Anything else. If present, `success` is a bool, whether the episode succeeded, and `action_error` a str, why an
+    action was not executed."""
 
 
 class Environment(Protocol):
@@ -328,12 +289,10 @@ def as_outcome(value: Any) -> Outcome:
     info = value[-1] if len(value) > 3 else {}
     if not isinstance(info, Mapping):
         raise MalformedError(f"step returned {_kinds(value)}; the last of {len(value)} values must be a dict")
-    if info.get(ACTION_ERROR, "") is None:  # some environments send None in every turn that went well
-        info = {key: entry for key, entry in info.items() if key != ACTION_ERROR}
     for name, flag in (("ended", terminated), ("truncated", truncated)):
         if not isinstance(flag, (bool, np.bool_)):
             raise MalformedError(f"{name} is {flag!r:.80}; expected True or False as the third value of step")
-    return Outcome(as_observation(observation), _reward(reward), bool(terminated), bool(truncated), info)
+    return Outcome(as_observation(observation), _reward(reward), bool(terminated), bool(truncated), _verdicts(info))
 
 
 def _observation(text: Any, images: list[Any]) -> Observation:
@@ -362,6 +321,19 @@ def _reward(value: Any) -> float:
     if not math.isfinite(number):
         raise MalformedError(f"the reward is {number}; expected a finite number")
     return number
+
+
+def _verdicts(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Info with `success` as a bool and `action_error` as a str; neither where it is empty, as it is in some turns."""
+    found = dict(info)
+    success, error = found.pop(SUCCESS, None), found.pop(ACTION_ERROR, None)
+    if success is not None:
+        found[SUCCESS] = as_flag(success, f"info[{SUCCESS!r}]")
+    if isinstance(error, (bool, np.bool_)):
+        error = "the environment refused the action" if error else ""
+    if error is not None and str(error):
+        found[ACTION_ERROR] = str(error)
+    return found
 
 
 def _kinds(values: tuple[Any, ...]) -> str:

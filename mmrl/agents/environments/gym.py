@@ -1,8 +1,8 @@
 """Any Gymnasium environment with images or text to look at, for agents that write their actions.
 
-Images are the entries of the observation that are Boxes of uint8 shaped like one, or the result of `render`; text is
-the entries that are Text spaces, and any other that is asked for by name. Actions are names of a Discrete space, a
-text, numbers, or the entries of a Dict by name.
+Images are the entries of the observation whose Boxes hold one (`mmrl.hub.foreign.image_form`), or the result of
+`render`; text is the entries that are Text spaces, and any other that is asked for by name. Actions are names of a
+Discrete space, a text, numbers, or the entries of a Dict by name.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mmrl.agents.environments.environment import Action, Observation, as_image
+from mmrl.agents.environments.environment import Action, Observation
 from mmrl.errors import UserError
+from mmrl.hub.foreign import as_image, image_form
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -197,9 +198,10 @@ class GymEnvironment:
         """Names of the actions, with a sentence about their arguments."""
         parts = getattr(env.observation_space, "spaces", None)
         entries = dict(parts) if isinstance(parts, Mapping) else {"": env.observation_space}
-        self._image_keys = _chosen("image_keys", image_keys, entries, _is_image)
+        image_keys = _chosen("image_keys", image_keys, entries, image_form)
+        self._image_forms = {key: image_form(entries[key]) for key in image_keys}
         self._text_keys = _chosen("text_keys", text_keys, entries, lambda space: type(space).__name__ == "Text")
-        self._render = not (self._image_keys or self._text_keys) if render is None else render
+        self._render = not (self._image_forms or self._text_keys) if render is None else render
         if self._render and getattr(env, "render_mode", None) != "rgb_array":
             raise UserError(
                 f"{_name(env)} is to be seen by what it renders, but its render_mode is "
@@ -238,7 +240,7 @@ class GymEnvironment:
 
     def _observe(self, observation: Any) -> Observation:
         parts = observation if isinstance(observation, Mapping) else {"": observation}
-        images = [as_image(parts[key]) for key in self._image_keys]
+        images = [as_image(parts[key], form) for key, form in self._image_forms.items()]
         if self._render:
             images.append(as_image(self._env.render()))
         text = "\n".join(_text(key, parts[key]) for key in self._text_keys)
@@ -256,18 +258,12 @@ def _chosen(option: str, names: Sequence[str] | None, entries: Mapping[str, Any]
         if name not in entries:
             listing = "it is no Dict" if list(entries) == [""] else listing
             raise UserError(f"environment.adapter.{option}: the observation has no {name!r}; {listing}")
-        if option == "image_keys" and not _is_image(entries[name]):
+        if option == "image_keys" and image_form(entries[name]) is None:
             raise UserError(
-                f"environment.adapter.{option}: {name!r} is {entries[name]!r:.120}; an image is a Box of uint8 "
-                f"(H, W, 3), (H, W, 1) or (H, W). {listing}"
+                f"environment.adapter.{option}: {name!r} is {entries[name]!r:.120}; an image is a Box of uint8, "
+                f"0 to 255, or of floats, 0 to 1, of the shape (H, W, 3) or (3, H, W), grey ones also (H, W). {listing}"
             )
     return list(names)
-
-
-def _is_image(space: Any) -> bool:
-    shape: tuple[int, ...] = getattr(space, "shape", None) or ()
-    flat = len(shape) == 2 and min(shape) > 1
-    return getattr(space, "dtype", None) == np.uint8 and (flat or (len(shape) == 3 and shape[2] in (1, 3, 4)))
 
 
 def _text(key: str, value: Any) -> str:

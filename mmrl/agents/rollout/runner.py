@@ -204,8 +204,7 @@ class EpisodeRunner:
         episode.rewards[-1] += result.reward
         episode.refused += "action_error" in result.info
         episode.last = result.observation
-        if isinstance(result.info.get("success"), bool):
-            slot.success = result.info["success"]
+        slot.success = result.info.get("success", slot.success)
 
     def _is_over(self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None) -> bool:
         """Set how the episode ended, if it did in this turn."""

@@ -26,6 +26,7 @@ from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.rollout.episodes import Episode, Trajectory, Writer
 from mmrl.errors import UserError
 from mmrl.files import replaced
+from mmrl.hub.foreign import MalformedError, as_flag, as_image
 from mmrl.hub.tables import Row, read_rows
 from mmrl.vlm.data.prompt import Context, Insert, Prompt
 from mmrl.vlm.data.task import TaskError
@@ -244,7 +245,11 @@ def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episo
     seen = [(_observation(turn, folder, row), str(turn["answer"])) for turn in turns]
     episode = replay_episode(AgentTask(f"{name}/{row.cells.get('seed', 0)}"), seen, policy, writer)
     episode.rewards = _rewards(row, turns)
-    episode.success = bool(row.cells.get("success", sum(episode.rewards) > 0))
+    success = row.cells.get("success")
+    try:
+        episode.success = sum(episode.rewards) > 0 if success is None else as_flag(success, "success")
+    except MalformedError as error:
+        raise UserError(f"{row.place}: {error}") from None
     return episode
 
 
@@ -262,7 +267,7 @@ def _observation(turn: Mapping[str, Any], folder: Path, row: Row) -> Observation
     from PIL import Image
 
     try:
-        images = tuple(np.asarray(Image.open(folder / name).convert("RGB")) for name in turn.get("images") or ())
-    except OSError as error:
+        images = tuple(as_image(Image.open(folder / name)) for name in turn.get("images") or ())
+    except (OSError, MalformedError) as error:
         raise UserError(f"{row.place}: an image cannot be read: {error}") from error
     return Observation(str(turn.get("text") or ""), images)

@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.files import expanded, is_file, without_scheme
+from mmrl.hub.foreign import MalformedError, to_rgb
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file, resize_image
 from mmrl.hub.video_reading import VideoError
 from mmrl.hub.video_sampling import FILE_OPTIONS, FRAME_LIST_OPTIONS, Frames, frame_times, sample_file, sample_frames
@@ -133,7 +134,11 @@ def open_image(
         check_pixels(raw.width, raw.height, max_pixels, "data.max_image_pixels")
     except ImageError as error:
         raise TaskError("unreadable_image", task_id, f"{label} cannot be decoded: {error}") from None
-    return _to_rgb(raw, task_id, label)
+    try:
+        rgb: Image.Image = to_rgb(raw)
+        return rgb
+    except MalformedError as error:
+        raise TaskError("unreadable_image", task_id, f"{label} has {error}") from None
 
 
 def shortened(text: str, longest: int = 120) -> str:
@@ -323,26 +328,6 @@ def _read_file(path: str, task_id: str, where: str, max_pixels: int) -> tuple[st
         return path, read_image_file(Path(path), max_pixels)
     except (OSError, ValueError) as error:
         raise TaskError("unreadable_image", task_id, f"{where}: cannot read {shortened(path)} ({error})") from None
-
-
-def _to_rgb(image: Image.Image, task_id: str, label: str) -> Image.Image:
-    """Convert to RGB: transparency onto white (as qwen-vl-utils does), 16-bit greys scaled, not clipped."""
-    try:
-        if image.mode.startswith("I"):
-            low, high = (float(value) for value in image.convert("F").getextrema())  # type: ignore[arg-type]
-            if low < 0 or high > 65535:
-                raise ValueError(f"32-bit values from {low:g} to {high:g}; save it with 8 or 16 bits")
-            return image.convert("F").point(lambda value: value * (1 / 257)).convert("L").convert("RGB")
-        if image.mode == "F":
-            raise ValueError("floating-point pixels have no known range; save it with 8 bits a channel")
-        if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-            image = image.convert("RGBA")
-            white = Image.new("RGB", image.size, (255, 255, 255))
-            white.paste(image, mask=image.getchannel("A"))
-            return white
-        return image.convert("RGB")
-    except (ValueError, OSError) as error:
-        raise TaskError("unreadable_image", task_id, f"{label} has mode {image.mode}: {error}") from None
 
 
 def _clip(value: Any, folder: Path, place: str) -> VideoClip:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
+from mmrl.hub.foreign import MalformedError, to_rgb
 from mmrl.hub.images import ImageError, decode_image
 from robotics.data.images import encode_png
 from robotics.data.layout import named_errors, write_json
@@ -151,9 +152,9 @@ def _pixels(cell: Mapping[str, Any], name: str) -> NDArray[Any]:
         raise UserError(f"it has no {name}")
     try:
         image = decode_image(cell["bytes"])
-    except ImageError as error:
+        return np.asarray(to_rgb(image) if name == "rgb" else image)
+    except (ImageError, MalformedError) as error:
         raise UserError(f"its {name} cannot be decoded: {error}") from None
-    return np.asarray(image.convert("RGB") if name == "rgb" else image)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
+from mmrl.hub.foreign import MalformedError, to_rgb
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file
 from mmrl.hub.video_reading import frame_to_array
 from robotics.data.features import camera_name, is_depth
@@ -75,7 +76,14 @@ def _colors(place: Path) -> ImageArray:
         raise UserError(f"{place} has {videos[0].name} and images in rgb/; keep one of them")
     if not videos and not images:
         raise UserError(f"{place} has no frames: neither rgb.mp4 nor {', '.join(COLOURS)} in rgb/")
-    return read_frames(videos[0]) if videos else np.stack([np.asarray(_image(path).convert("RGB")) for path in images])
+    return read_frames(videos[0]) if videos else np.stack([_colour(path) for path in images])
+
+
+def _colour(path: Path) -> ImageArray:
+    try:
+        return np.asarray(to_rgb(_image(path)))
+    except MalformedError as error:
+        raise UserError(f"{path} has {error}") from None
 
 
 def _depths(place: Path, unit_m: float | None) -> DepthArray | None:

@@ -162,7 +162,7 @@ class LiberoRow:
     def _image(self, camera: str) -> np.ndarray:
         height, width = self.image_size
         image = self._env.sim.render(camera_name=camera, height=height, width=width, depth=False)
-        return np.asarray(image, np.uint8)[::-1, ::-1]
+        return np.asarray(image)[::-1, ::-1]
 
     def describe(self) -> Mapping[str, Any]:
         """Versions, camera, control rate and what the suite leaves open."""

@@ -105,7 +105,7 @@ class MetaWorldRow:
     def _image(self, camera: str) -> np.ndarray:
         if self.views:  # gymnasium's renderer looked its camera up when the environment was made
             self._env.mujoco_renderer.camera_id = self._env.model.camera(camera).id
-        image = np.asarray(self._env.render(), np.uint8)
+        image = np.asarray(self._env.render())
         return image[::-1, ::-1] if camera in UPSIDE_DOWN else image
 
     def expert(self) -> np.ndarray:

@@ -120,7 +120,7 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
                 model.vis.quality.offsamples = 0
             self._renderer, self._drawn = mujoco.Renderer(model, self._size, self._size), model
         self._renderer.update_scene(data, camera or self._camera, VISUAL)
-        return np.asarray(self._renderer.render(), np.uint8)
+        return np.asarray(self._renderer.render())
 
     def close(self) -> None:
         """Free scene and renderer."""
