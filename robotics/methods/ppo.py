@@ -135,6 +135,9 @@ class PolicyWithCritic(ActionPolicy):
     # properties, since cloning and loading set them on the policy later
     statistics = property(lambda self: self.policy.statistics)  # type: ignore[assignment]
     past = property(lambda self: self.policy.past)  # type: ignore[assignment]
+    views = property(lambda self: self.policy.views)  # type: ignore[assignment]
+    cameras = property(lambda self: self.policy.cameras)  # type: ignore[assignment]
+    action_bounds = property(lambda self: self.policy.action_bounds)  # type: ignore[assignment]
     action_range = property(lambda self: self.policy.action_range)  # type: ignore[assignment]
     config = property(lambda self: getattr(self.policy, "config", None))
 

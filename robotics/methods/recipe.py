@@ -43,6 +43,7 @@ from robotics.episodes.payload import EpisodePayload
 from robotics.episodes.tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.saved import is_saved_policy
+from robotics.policies.base.statistics import ActionRange
 from robotics.policies.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
@@ -142,6 +143,8 @@ class RobotDomain:
         }
         self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
         check_fit(self.policy, self.sim)
+        bounds = getattr(self.sim, "action_bounds", None)
+        self.policy.action_bounds = None if bounds is None else ActionRange(*map(tuple, bounds))
         if config.acting.n_action_steps > self.policy.chunk:
             raise UserError(
                 f"acting.n_action_steps is {config.acting.n_action_steps}; "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from robotics.policies.base.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
-from robotics.policies.base.saved import read_statistics, read_weights, write_statistics, write_weights
+from robotics.policies.base.saved import read_units, read_weights, write_units, write_weights
 
 
 class ModuleAdapter(ActionPolicy):
@@ -120,7 +120,7 @@ class ModuleAdapter(ActionPolicy):
             own(path)
         else:
             write_weights(self.module, Path(path))
-        write_statistics(Path(path), self.statistics)
+        write_units(Path(path), self)
 
     def load_weights(self, path: Path | str) -> None:
         """Read the statistics, and the weights by the module's own `load_weights` if it has one."""
@@ -129,7 +129,7 @@ class ModuleAdapter(ActionPolicy):
             own(path)
         else:
             read_weights(self.module, Path(path))
-        self.statistics = read_statistics(Path(path))
+        read_units(Path(path), self)
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         """Shape of the module's actions."""

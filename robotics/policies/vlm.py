@@ -36,7 +36,7 @@ from robotics.policies.base.policy import PolicyInputs, TokenPolicy
 from robotics.policies.base.saved import (
     make_config,
     read_config,
-    read_statistics,
+    read_units,
     read_weights,
     write_config,
     write_weights,
@@ -146,13 +146,13 @@ class VlmActionPolicy(TokenPolicy):
         self.vlm.save_merged(Path(path) / VLM_FOLDER)
 
     def _write_head(self, folder: Path, model: ModelConfig) -> None:
-        write_config(folder, "vlm", self.config, self.statistics, model=dataclasses.asdict(model))
+        write_config(folder, "vlm", self.config, self, model=dataclasses.asdict(model))
         write_weights(self.extra, folder)
 
     def load_weights(self, path: Path | str) -> None:
         read_weights(self.extra, Path(path))
         self.vlm.load_weights(Path(path) / VLM_FOLDER)
-        self.statistics = read_statistics(Path(path))
+        read_units(Path(path), self)
 
     @classmethod
     def from_model(cls, model: ModelConfig, config: VlmActionConfig) -> Self:
@@ -176,7 +176,7 @@ class VlmActionPolicy(TokenPolicy):
         settings = dataclasses.replace(settings, path=str(folder / VLM_FOLDER), build=None)
         policy = cls.from_model(settings, config)
         read_weights(policy.extra, folder)
-        policy.statistics = read_statistics(folder)
+        read_units(folder, policy)
         return policy
 
     def _prompts(self, batch: PolicyInputs) -> list[Prompt]:

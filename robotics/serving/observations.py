@@ -10,12 +10,15 @@ import numpy as np
 import torch
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded
+from mmrl.fields import bounded, choice
 from robotics.policies.base.policy import PolicyInputs
 from robotics.serving.messages import BadMessageError, describe_value
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+UNITS = ("environment", "normalised")
 
 
 @dataclass
@@ -37,6 +40,9 @@ class ServeConfig:
     """Entry with the robot's state."""
     prompt_key: str = "prompt"
     """Entry with the instruction."""
+    action_units: str = choice("environment", UNITS)
+    """environment: actions are in the units of the environment that the policy was trained in, within the bounds of its
+    action space; normalised: in -1..1. The metadata has the bounds."""
     prompt: str = ""
     """Instruction for messages without one; empty = they are refused."""
     log_every_s: float = bounded(60.0, above=0)

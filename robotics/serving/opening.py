@@ -22,7 +22,7 @@ from robotics.methods.recipe import RobotConfig
 from robotics.policies.base.encoder import Vocabulary
 from robotics.policies.base.policy import ActionPolicy, open_policy
 from robotics.policies.base.saved import is_saved_policy
-from robotics.policies.base.statistics import ActionStatistics
+from robotics.policies.base.statistics import ActionRange, ActionStatistics
 from robotics.policies.loading import load_action_policy
 from robotics.serving.observations import ObservationFormat, ServeConfig
 from robotics.sim.opening import open_sim
@@ -40,6 +40,7 @@ class ServedPolicy:
     format: ObservationFormat  # entries of a message that it reads
     config: ServeConfig  # choice of actions
     scale: ActionStatistics | None = None  # converts actions to the units of the data that it was cloned from
+    bounds: ActionRange | None = None  # converts them from -1..1 to the environment's own units
     about: dict[str, Any] = dataclasses.field(default_factory=dict)  # source and training settings, for the metadata
     autocast: Callable[[], Any] = torch.no_grad  # context in which it runs, with the precision of its run
 
@@ -70,7 +71,8 @@ class ServedPolicy:
         scale = "none" if policy.statistics is None else "bounds_q99"
         cameras = (policy.views or 0) if views is None else views
         read = ObservationFormat(image_size, state_size, config, cameras, policy.past)
-        return cls(policy.eval(), read, config, action_scale(policy, ActingSettings(scale=scale)))
+        bounds = policy.action_bounds if config.action_units == "environment" else None
+        return cls(policy.eval(), read, config, action_scale(policy, ActingSettings(scale=scale)), bounds)
 
 
 def open_served_policy(folder: Path, config: ServeConfig, step: int | None = None) -> ServedPolicy:

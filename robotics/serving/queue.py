@@ -117,6 +117,9 @@ def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.G
     actions = sim_actions(choice.actions.float().cpu().numpy(), served.scale)
     if not np.isfinite(actions).all():
         raise RunError("the policy chose actions that are not finite")
+    actions = actions.clip(-1, 1)  # as simulators do
+    if served.bounds is not None:
+        actions = served.bounds.to_data(torch.from_numpy(actions)).numpy()
     elapsed = 1000 * (time.perf_counter() - began)
     return [Chunk(row, elapsed, len(inputs)) for row in actions]
 

@@ -31,6 +31,7 @@ import numpy as np
 
 from mmrl.errors import RunError, RunStopped, UserError, require_packages
 from mmrl.training.processes import make_generator
+from robotics.policies.base.statistics import ActionRange
 from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError, describe_value, pack, unpack
 from robotics.serving.opening import ServedPolicy
 from robotics.serving.queue import Chunk, PolicyQueue, choose_chunks
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("mmrl")
 HOST, PORT = "127.0.0.1", 8000
 PROTOCOL = "openpi-client 0.1.2"
-FORMAT = 1
+FORMAT = 2
 """Version of the metadata and of the entries of answers; grows when one changes its meaning."""
 CLOSE_TIMEOUT_S = 2.0
 ENDS = {1000: "left", 1001: "was sent away", 1006: "left without closing"}
@@ -232,6 +233,7 @@ class PolicyServer:
         """The metadata."""
         steps, size = chunk.actions.shape
         about = self._served.about
+        bounds = self._served.bounds or ActionRange((-1.0,) * size, (1.0,) * size)
         LOGGER.info("policy: %s", about.get("source", type(self._served.policy).__name__))
         LOGGER.info("observation: %s; actions: float32 %s", _in_words(self._served.format.describe()), (steps, size))
         return {
@@ -240,7 +242,7 @@ class PolicyServer:
             "protocol": PROTOCOL,
             "format": FORMAT,
             "observation": self._served.format.describe(),
-            "actions": {"dtype": "float32", "shape": [steps, size], "low": -1.0, "high": 1.0},
+            "actions": {"dtype": "float32", "shape": [steps, size], **bounds.as_dict()},
             **about,
         }
 

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
 from robotics.episodes.tasks import EpisodeSetConfig
+from robotics.policies.base.statistics import ActionRange
 from robotics.policies.loading import ActionPolicyConfig
+from robotics.serving import ServeConfig, open_served_policy
 from robotics.sim.opening import SimConfig
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
@@ -79,11 +82,10 @@ class PaysEarly(gymnasium.Env):
         return np.array([self.paid], np.float32), reward, False, False, {}
 
 
-@pytest.mark.parametrize("name", ["robot_grpo", "robot_ppo"])
-def test_rewards_paid_early_in_an_episode_count(tmp_path, name):
+def recipe_of(tmp_path, name, env):
     sim = SimConfig(
         kind="gymnasium",
-        env=f"{__file__}:PaysEarly",
+        env=f"{__file__}:{env}",
         horizon=8,
         image_size=0,
         workers=1,
@@ -99,7 +101,12 @@ def test_rewards_paid_early_in_an_episode_count(tmp_path, name):
         trainer=TrainerConfig(steps=1, tasks_per_step=4, samples_per_task=4, threads=1),
     )
     config.validate()
-    recipe = entry.load_recipe_class()(config)
+    return entry.load_recipe_class()(config)
+
+
+@pytest.mark.parametrize("name", ["robot_grpo", "robot_ppo"])
+def test_rewards_paid_early_in_an_episode_count(tmp_path, name):
+    recipe = recipe_of(tmp_path, name, "PaysEarly")
     try:
         with torch.no_grad():
             drawn = recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator().manual_seed(0), Step())
@@ -109,3 +116,28 @@ def test_rewards_paid_early_in_an_episode_count(tmp_path, name):
     torch.testing.assert_close(rollouts.reward, rollouts.payload.last_state[:, 0])
     torch.testing.assert_close(rollouts.reward_terms["return"], rollouts.reward)
     assert len(set(rollouts.reward.tolist())) > 1
+
+
+class SmallSteps(PaysEarly):
+    action_space = gymnasium.spaces.Box(np.float32(-0.15), np.float32(0.25), (1,), np.float32)
+
+
+@pytest.mark.parametrize("name", ["robot_grpo", "robot_ppo"])
+def test_bounds_of_actions_travel_from_the_environment_into_the_served_folder(tmp_path, name):
+    recipe = recipe_of(tmp_path, name, "SmallSteps")
+    try:
+        recipe.policy.save_pretrained(tmp_path / "saved")
+        recipe.policy.export(tmp_path / "exported")
+    finally:
+        recipe.close()
+    for folder in ("saved", "exported"):
+        bounds = open_served_policy(tmp_path / folder, ServeConfig()).bounds
+        assert bounds is not None
+        np.testing.assert_allclose([bounds.low, bounds.high], [[-0.15], [0.25]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("entries", [{"low": [0.0]}, {"low": [1.0], "high": [0.0]}, {"low": [0.0], "high": [None]}])
+def test_damaged_bounds_are_named(tmp_path, entries):
+    (tmp_path / "action_bounds.json").write_text(json.dumps(entries))
+    with pytest.raises(UserError, match=r"bounds\.json (needs low and high with 1|has low .* no low may be above)"):
+        ActionRange.load(tmp_path / "action_bounds.json", 1)

@@ -25,7 +25,8 @@ from robotics.methods.ppo import (
     critic_inputs,
     shuffled_successes,
 )
-from robotics.policies.base.policy import open_policy
+from robotics.policies.base.policy import ActionPolicy, open_policy
+from robotics.policies.base.statistics import ActionRange
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.policies.builders import make_small
 from tests.robotics.test_robot_recipes import grpo, trainer
@@ -229,6 +230,15 @@ def test_policy_and_critic_are_saved_together(tmp_path):
     assert type(open_policy(tmp_path)) is type(policy.policy)
     with pytest.raises(UserError, match="do not fit"):
         PolicyWithCritic(make_small(), StateCritic(5, 8)).load_weights(tmp_path)
+
+
+def test_a_policy_with_a_critic_is_described_as_the_policy_alone():
+    policy = make_small()
+    policy.views, policy.past, policy.cameras = 2, 3, ("front", "wrist", "top")
+    policy.action_bounds = policy.action_range = ActionRange((-2.0,), (2.0,))
+    both = PolicyWithCritic(policy, StateCritic(4, 8))
+    for name in ActionPolicy.__annotations__:
+        assert getattr(both, name) == getattr(policy, name), name
 
 
 def test_a_reward_of_nothing_is_refused(tmp_path):

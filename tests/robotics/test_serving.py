@@ -24,7 +24,7 @@ from robotics.episodes.collect import ActingSettings, run_episodes
 from robotics.episodes.tasks import EpisodeSetConfig, list_episodes
 from robotics.policies.base.encoder import EncoderConfig
 from robotics.policies.base.policy import ActionChoice, ActionPolicy
-from robotics.policies.base.statistics import ActionStatistics
+from robotics.policies.base.statistics import ActionRange, ActionStatistics
 from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
 from robotics.serving import PolicyServer, ServeConfig
 from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError
@@ -126,7 +126,12 @@ def test_metadata_and_answers_are_those_of_openpi():
             "observation/state": {"dtype": "float32", "shape": [2]},
             "prompt": {"dtype": "text", "default": None},
         }
-        assert connection.metadata["actions"] == {"dtype": "float32", "shape": [3, 2], "low": -1.0, "high": 1.0}
+        assert connection.metadata["actions"] == {
+            "dtype": "float32",
+            "shape": [3, 2],
+            "low": [-1.0] * 2,
+            "high": [1.0] * 2,
+        }
         first, second = ask(connection, seen(0.5)), ask(connection, seen(0.25))
     assert first["actions"].dtype == np.float32
     np.testing.assert_array_equal(first["actions"], np.full((3, 2), 0.5, np.float32))
@@ -135,6 +140,18 @@ def test_metadata_and_answers_are_those_of_openpi():
     assert second["server_timing"]["prev_total_ms"] >= first["server_timing"]["infer_ms"]
     assert second["server_timing"]["infer_ms"] >= second["policy_timing"]["infer_ms"] > 0
     assert second["policy_timing"]["batch_size"] == 1
+
+
+@pytest.mark.parametrize(("units", "scale"), [("environment", [0.15, 3.0]), ("normalised", [1.0, 1.0])])
+def test_answers_are_in_the_units_of_the_environment_unless_others_are_asked_for(units, scale):
+    policy = StatePolicy()
+    policy.action_bounds = ActionRange((-0.15, -3.0), (0.15, 3.0))
+    with running(policy, action_units=units) as server, robot(server) as connection:
+        assert connection.metadata["actions"]["high"] == scale
+        for first, expected in ((0.5, 0.5), (7.0, 1.0)):  # beyond the bounds, simulators clip too
+            actions = ask(connection, seen(first))["actions"]
+            np.testing.assert_allclose(actions, np.tile(np.multiply(expected, scale), (3, 1)), rtol=1e-6)
+            assert actions.dtype == np.float32
 
 
 def test_a_served_episode_is_that_of_an_evaluation():

@@ -33,7 +33,7 @@ from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.base.saved import (
     make_config,
     read_config,
-    read_statistics,
+    read_units,
     read_weights,
     write_config,
     write_weights,
@@ -363,14 +363,14 @@ class EncodedPolicy(nn.Module):
 
     def save_pretrained(self, path: Path | str) -> None:
         folder = Path(path)
-        write_config(folder, self.kind, self.config, self.statistics)
+        write_config(folder, self.kind, self.config, self)
         self.vocabulary.save(folder / VOCABULARY_FILE)
         write_weights(self, folder)
 
     def load_weights(self, path: Path | str) -> None:
         self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
         read_weights(self, Path(path))
-        self.statistics = read_statistics(Path(path))
+        read_units(Path(path), self)
 
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:

@@ -140,6 +140,9 @@ class ActionPolicy(nn.Module, ABC):
     """Its names of its cameras, `images` first; empty where it has none."""
     action_range: ActionRange | None = None
     """Values of the policy's own units that are -1 and 1 of the simulator; applied inside the policy."""
+    action_bounds: ActionRange | None = None
+    """Values of the environment's own units that are -1 and 1 of the simulator in which the policy was trained; None
+    where its actions are -1..1 too. Saved with the policy, for those who drive a robot with it."""
     statistics: ActionStatistics | None = None
     """Statistics that normalised the actions that it was cloned from; saved with the policy, applied outside it."""
 

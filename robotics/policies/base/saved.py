@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -13,29 +13,42 @@ from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import read_json_object, replaced, write_atomically
 from mmrl.hub.building import sort_header
-from robotics.policies.base.statistics import ActionStatistics
+from robotics.policies.base.statistics import ActionRange, ActionStatistics
 
 Config = TypeVar("Config")
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "policy.json"
 STATISTICS_FILE = "action_statistics.json"
+BOUNDS_FILE = "action_bounds.json"
 
 
-def write_config(path: Path, kind: str, config: Any, statistics: ActionStatistics | None, **more: Any) -> None:
-    """Write policy.json and, where there are any, the statistics of the data."""
+class Scaled(Protocol):
+    """A policy as far as its units go; see `ActionPolicy`."""
+
+    action_size: int
+    statistics: ActionStatistics | None
+    action_bounds: ActionRange | None
+
+
+def write_config(path: Path, kind: str, config: Any, policy: Scaled, **more: Any) -> None:
+    """Write policy.json and the policy's units."""
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"kind": kind, **dataclasses.asdict(config), **more}, indent=2)
     write_atomically(path / CONFIG_FILE, text + "\n")
-    write_statistics(path, statistics)
+    write_units(path, policy)
 
 
-def write_statistics(path: Path, statistics: ActionStatistics | None) -> None:
-    """Write the statistics of a policy's data into its existing folder, or remove those in it."""
-    if statistics is None:
+def write_units(path: Path, policy: Scaled) -> None:
+    """Write the statistics of a policy's data and the bounds of its actions into its folder, or remove those in it."""
+    if policy.statistics is None:
         (path / STATISTICS_FILE).unlink(missing_ok=True)
     else:
-        statistics.save(path / STATISTICS_FILE)
+        policy.statistics.save(path / STATISTICS_FILE)
+    if policy.action_bounds is None:
+        (path / BOUNDS_FILE).unlink(missing_ok=True)
+    else:
+        write_atomically(path / BOUNDS_FILE, json.dumps(policy.action_bounds.as_dict()) + "\n")
 
 
 def is_saved_policy(path: Path) -> bool:
@@ -67,10 +80,12 @@ def make_config(kind: type[Config], entries: dict[str, Any], place: str) -> Conf
     return made
 
 
-def read_statistics(path: Path) -> ActionStatistics | None:
-    """Statistics in a folder; None where there are none."""
-    file = path / STATISTICS_FILE
-    return ActionStatistics.load(file) if file.is_file() else None
+def read_units(path: Path, policy: Scaled) -> None:
+    """Read what `write_units` wrote into a policy; one that has bounds keeps them where the folder has none."""
+    file, bounds = path / STATISTICS_FILE, path / BOUNDS_FILE
+    policy.statistics = ActionStatistics.load(file) if file.is_file() else None
+    if bounds.is_file():
+        policy.action_bounds = ActionRange.load(bounds, policy.action_size)
 
 
 def write_weights(module: nn.Module, path: Path) -> None:

@@ -31,10 +31,10 @@ STATE_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class ActionRange:
-    """Values of a policy's data that are -1 and 1 of the simulator, for each of D entries of an action.
+    """Values of other units that are -1 and 1 of the simulator, for each of D entries of an action.
 
-    Unlike `ActionStatistics`, which normalise demonstrations and are applied outside the policy, this converts the
-    actions of a policy that already has its own units, inside it.
+    The units are those of a policy's data, which it converts inside, or the environment's own. `ActionStatistics`
+    instead normalise demonstrations and are applied outside the policy.
     """
 
     low: tuple[float, ...]
@@ -54,6 +54,20 @@ class ActionRange:
                     "many"
                 )
         return cls(tuple(low) or (-1.0,) * size, tuple(high) or (1.0,) * size)
+
+    @classmethod
+    def load(cls, path: Path, size: int) -> ActionRange:
+        """Read both bounds of a policy with D = size entries from a file; raises UserError where it holds others."""
+        entries = read_json_object(path)
+        low, high = entries.get("low"), entries.get("high")
+        sides = [side for side in (low, high) if isinstance(side, list) and len(side) == size]
+        if len(sides) < 2 or not all(type(value) in (int, float) and math.isfinite(value) for value in low + high):
+            raise UserError(
+                f"{path} needs low and high with {size} finite numbers each, one for each entry of an action"
+            )
+        if any(least > most for least, most in zip(low, high, strict=True)):
+            raise UserError(f"{path} has low {low} and high {high}; no low may be above its high")
+        return cls(tuple(map(float, low)), tuple(map(float, high)))
 
     def to_sim(self, actions: Tensor) -> Tensor:
         """Convert actions (..., D) of the data to the simulator's, 2 (a - low) / (high - low) - 1, not clipped."""

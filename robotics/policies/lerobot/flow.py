@@ -149,7 +149,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         """Write a folder that needs no other one; lerobot itself loads the folder `lerobot` in it."""
         target = (Path(path) / INSIDE).resolve()
         target.mkdir(parents=True, exist_ok=True)
-        write_config(Path(path), self.kind, self.settings, self.statistics, inside=INSIDE)
+        write_config(Path(path), self.kind, self.settings, self, inside=INSIDE)
         self._remote.ask("save", self._weights(), None, {}, folder=str(target))
         write_weights(self, Path(path))
 

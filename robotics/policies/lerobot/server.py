@@ -20,7 +20,7 @@ from robotics.policies.base.policy import ActionPolicy, PolicyInputs
 from robotics.policies.base.saved import (
     make_config,
     read_config,
-    read_statistics,
+    read_units,
     read_weights,
     write_config,
     write_weights,
@@ -209,13 +209,13 @@ class ServedActionPolicy(ActionPolicy):
 
     def save_pretrained(self, path: Path | str) -> None:
         """Write the trained weights and the path of the LeRobot policy, whose folder is not copied."""
-        write_config(Path(path), self.kind, self.settings, self.statistics)
+        write_config(Path(path), self.kind, self.settings, self)
         write_weights(self, Path(path))
 
     def load_weights(self, path: Path | str) -> None:
         """Restore the trained weights and the statistics."""
         read_weights(self, Path(path))
-        self.statistics = read_statistics(Path(path))
+        read_units(Path(path), self)
 
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:

@@ -36,7 +36,7 @@ from torch.distributions import Normal
 
 from mmrl.errors import UserError
 from robotics.policies.base.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
-from robotics.policies.base.saved import read_statistics, write_config
+from robotics.policies.base.saved import read_units, write_config
 from robotics.policies.openvla.folder import (
     HEAD,
     PROJECTOR,
@@ -92,7 +92,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         self.head = load_head(head, self.action_size, self.model.hidden_size).to(self.folder.dtype)
         self.state_projector: StateProjector | None = None
         if projector is not None:
-            self._states = self.folder.read_statistics("proprio")
+            self._states = self.folder.read_units("proprio")
             found = load_projector(projector, self._states.size, self.model.hidden_size)
             self.state_projector = found.to(self.folder.dtype)
         self.config = ReadSizes(None if projector is None else self._states.size)
@@ -149,7 +149,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         for name, part in self._parts().items():
             write_part(part, target / self._files[name])
         write_tensors({"log_std": self.log_std}, target / LOG_STD_FILE)
-        write_config(target, "openvla_regression", self.settings, self.statistics)
+        write_config(target, "openvla_regression", self.settings, self)
 
     def load_weights(self, path: Path | str) -> None:
         folder = Path(path)
@@ -175,7 +175,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
             raise UserError(f"{folder / LOG_STD_FILE} holds no log_std of {self.action_size} entries")
         with torch.no_grad():
             self.log_std.copy_(found)
-        self.statistics = read_statistics(folder)
+        read_units(folder, self)
 
     def _parts(self) -> dict[str, nn.Module]:
         return {HEAD: self.head} | ({} if self.state_projector is None else {PROJECTOR: self.state_projector})

@@ -24,7 +24,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from robotics.policies.base.action_tokens import ActionTokenizer
 from robotics.policies.base.policy import ActionChoice, PolicyInputs, TokenPolicy
-from robotics.policies.base.saved import read_statistics, write_config
+from robotics.policies.base.saved import read_units, write_config
 from robotics.policies.openvla.folder import HEAD, PROJECTOR, OpenVlaConfig, OpenVlaFolder, find_part, read_saved_config
 from robotics.policies.openvla.prismatic import load_prismatic, save_prismatic
 
@@ -72,15 +72,15 @@ class OpenVlaPolicy(TokenPolicy):
     def save_pretrained(self, path: Path | str) -> None:
         """Write a folder that OpenVLA's code loads again, with a policy.json of this package in it."""
         save_prismatic(self.model, self.folder.path, Path(path))
-        write_config(Path(path), "openvla", self.settings, self.statistics)
+        write_config(Path(path), "openvla", self.settings, self)
 
     def load_weights(self, path: Path | str) -> None:
         self.model.load_state_dict(load_prismatic(Path(path), self.folder.dtype).state_dict())
-        self.statistics = read_statistics(Path(path))
+        read_units(Path(path), self)
 
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
         """Open what `save_pretrained` wrote."""
         policy = cls(read_saved_config(path))
-        policy.statistics = read_statistics(Path(path))
+        read_units(Path(path), policy)
         return policy
