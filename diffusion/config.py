@@ -14,6 +14,7 @@ from diffusion.matching.times import TimestepConfig, sample_times
 from diffusion.models.ema import EvalEmaConfig
 from diffusion.models.policy import ModelConfig
 from diffusion.sampling.sampler import TRAINED_STEPS, SamplerConfig
+from diffusion.sampling.schedule import RANDOM_SOLVERS
 from diffusion.sampling.trajectories import StepConfig, check_trajectories
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
@@ -33,7 +34,7 @@ def image_trainer() -> TrainerConfig:
         samples_per_task=24,
         minibatches_per_step=2,
         weight_decay=1e-4,
-        old_logp="sampler",
+        old_logp="auto",
     )
 
 
@@ -49,6 +50,12 @@ def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps
         raise ValueError(f"timesteps.times is '{timesteps.times}', sampler.steps {sampler.steps}: {error}") from error
     if sampler.solver == "sa_solver" and sampler.steps < 2:
         raise ValueError(f"sampler.steps is {sampler.steps}; sampler.solver 'sa_solver' needs at least 2")
+    if sampler.same_noise and (sampler.solver not in RANDOM_SOLVERS or sampler.noise_level == 0):
+        raise ValueError(
+            f"sampler.same_noise is true, but solver '{sampler.solver}' with noise_level={sampler.noise_level} is "
+            "deterministic: the images of a prompt would be one image; leave same_noise out, or give noise to one of "
+            f"{', '.join(RANDOM_SOLVERS)}"
+        )
     if sampler.solver == "cps" and sampler.noise_level > 1:
         raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from diffusion.models.ema import EvalAverage, KeepsEvalAverage
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.table import load_rewards
+from diffusion.sampling.sampler import check_guidance
 from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.core.objectives.decoupled import decoupled_advantages
 from mmrl.core.objectives.objective import PolicyOutputs
@@ -85,6 +86,7 @@ class DiffusionDomain:
             undone.callback(self.rewards.close)
             self._check_columns()
             self.policy = load_policy(config.model, config.seed)
+            check_guidance(self.policy, scoring.sampler, "sampler" if config is scoring else "evaluation.sampler")
             self._leave_out_long_prompts()
             undone.pop_all()
         if config.model.free_text_encoders:
@@ -227,6 +229,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
     process: Process
     """The process whose decisions are trained."""
     start: Reference
+    samples_as_it_scores: ClassVar[bool] = True
 
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config)

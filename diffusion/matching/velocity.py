@@ -23,8 +23,7 @@ from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.losses import NoisyRows, mix
 from diffusion.matching.times import TimestepConfig, draw_times
 from diffusion.models.policy import DiffusionPolicy
-from diffusion.sampling.sampler import SamplerConfig, group_seeds, guided, row_noise, sample_latents, text_of
-from diffusion.sampling.schedule import sigma_grid
+from diffusion.sampling.sampler import SamplerConfig, group_seeds, guided, row_noise, sample_latents, text_of, times_of
 from diffusion.sampling.steps import velocity_kl
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions, mean_over_decisions
 from mmrl.core.loss import Denominators, Metric, mean_metric
@@ -168,8 +167,7 @@ class FlowMatching(VelocityMatching):
 
     def times(self, groups: int, group_size: int, generator: torch.Generator) -> Tensor:
         """Draw the times (B, T) of the noisy versions of B = groups * group_size images."""
-        grid = sigma_grid(self.policy.pipeline.scheduler, self.sampler.steps, self.policy.image_tokens)
-        return draw_times(self.timesteps, grid, groups, group_size, generator)
+        return draw_times(self.timesteps, times_of(self.policy, self.sampler.steps), groups, group_size, generator)
 
     def states(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, TrainedDecisions]:
         """Noisy versions (M, C, H, W) whose mask is 1, their times (M,) and their places in (B, T)."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from diffusion.config import DiffusionConfig, TrajectoryParts, image_trainer
@@ -31,6 +32,7 @@ from diffusion.sampling.trajectories import DiffusionPayload, Trajectories
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.recipe import LossTerm, Passes, Step
 
 
 def flow_grpo_objective() -> ObjectiveConfig:
@@ -102,8 +104,38 @@ class GrpoGuardConfig(TrajectoryParts, DiffusionConfig):
         super().validate()
         if self.sampler.kernel == "cps":
             raise ValueError("sampler.kernel is 'cps', whose log-probability has no scale to correct; use flow_sde")
-        if self.trainer.old_logp != "sampler":
-            raise ValueError("trainer.old_logp must be 'sampler': the means are those of the sampling policy")
+
+
+class OldMeans(LossTerm):
+    """Means and log-densities of the policy that the update starts from, where rounding makes the sampler's differ."""
+
+    name = "old_means"
+    gradient = "never"
+
+    def __init__(self, recipe: GrpoGuardRecipe) -> None:
+        self.recipe = recipe
+
+    def provides(self, step: Step) -> frozenset[str]:
+        """The log-densities, which belong to the means."""
+        return frozenset({"logp_old"})
+
+    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Evaluate the sampled steps again, in the micro-batches of the update."""
+        if self.recipe.keeps_sampled_logp:
+            return rollouts
+        payload = DiffusionPayload.of(rollouts)
+        assert payload.mean_old is not None
+        logps, means = [], []
+        for chunk in rollouts.micro_batches(self.recipe.config.trainer.micro_batch or rollouts.num_rows):
+            with torch.no_grad():
+                found = self.recipe.process.evaluate(passes.policy, chunk)
+            decisions = found.steps.decisions
+            mean = DiffusionPayload.of(chunk).mean_old.flatten(0, 1).index_copy(0, decisions.index, found.mean)
+            means.append(mean.view(*decisions.shape, *mean.shape[1:]))
+            logps.append(decisions.scatter(found.logp))
+        return rollouts.replace(
+            logp_old=torch.cat(logps), payload=dataclasses.replace(payload, mean_old=torch.cat(means))
+        )
 
 
 class GrpoGuardRecipe(DiffusionRecipe):
@@ -127,6 +159,7 @@ class GrpoGuardRecipe(DiffusionRecipe):
         super().__init__(config)
         precision = config.trainer.mixed_precision
         self.process = Trajectories(self.policy, config.sampler, config.step, precision, keep_mean=True)
+        self.terms = [OldMeans(self)]
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Old log-density plus the normalised log-ratio, so that the objective's ratio is GRPO-Guard's."""

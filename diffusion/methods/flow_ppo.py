@@ -62,8 +62,6 @@ class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        if self.trainer.old_logp != "sampler":
-            raise ValueError("trainer.old_logp must be 'sampler'; before the update only the critic is asked")
         if self.shaping.kind == "group_z":
             raise ValueError("shaping.kind is 'group_z', but here the critic is the baseline; use another kind")
         if not self.critic.enabled:

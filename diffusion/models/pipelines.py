@@ -32,6 +32,8 @@ VelocityModel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 FLUX_PATCH = 2
 """Latent pixels on a side of one image token of FLUX."""
 INDEX_FILE = "model_index.json"
+LIBRARIES = ("diffusers", "transformers")
+"""Libraries whose classes a pipeline may name."""
 OWN_CLASSES = "diffusion."
 """Start of the modules of this package whose classes a pipeline may name."""
 
@@ -75,6 +77,8 @@ class Family:
     """Default length of the T5 encoder in tokens."""
     encode: Callable[[Any, str, int], tuple[Tensor, Tensor]]
     """(pipeline, prompt, length) -> tokens (1, L, D) and pooled (1, P), by the pipeline's own `encode_prompt`."""
+    even_steps: bool = False
+    """Whether the pipeline gives its scheduler S equal steps from 1 to 1 / S; others let it space the times itself."""
 
 
 def family_of(pipeline: Any) -> Family:
@@ -327,21 +331,36 @@ def _read_index(where: str, folder: Path | None) -> dict[str, Any]:
         from diffusers import DiffusionPipeline
 
         try:
-            return dict(DiffusionPipeline.load_config(where))
+            index = dict(DiffusionPipeline.load_config(where))
         except Exception as error:  # hub and network errors
             raise UserError(
                 f"there is no local folder {where!r}, and it cannot be fetched from the hub: {first_line(error)}"
             ) from error
-    index = read_json_object(folder / INDEX_FILE)
+    else:
+        index = read_json_object(folder / INDEX_FILE)
+    place = f"{where}/{INDEX_FILE}"
     for name, part in index.items():
-        listed = not name.startswith("_") and isinstance(part, list)
-        if listed and not (len(part) == 2 and all(entry is None or isinstance(entry, str) for entry in part)):
-            raise UserError(
-                f"{folder / INDEX_FILE}: {name} is {part!r:.80}; expected the names of a library and a class"
-            )
+        if not name.startswith("_") and isinstance(part, list):
+            _check_part(name, part, place)
+            if folder is not None and (code := [*(folder / name).glob("*.py")]):
+                raise UserError(f"{code[0]} is code in a model folder, which is never run; remove it")
     if not isinstance(index.get("_class_name"), str):
-        raise UserError(f"{folder / INDEX_FILE}: _class_name is {index.get('_class_name')!r:.80}; expected a name")
+        raise UserError(f"{place}: _class_name is {index.get('_class_name')!r:.80}; expected a name")
     return index
+
+
+def _check_part(name: str, part: list[Any], place: str) -> None:
+    """Refuse classes that could be code of the folder itself, before diffusers looks for them."""
+    if len(part) != 2 or not all(entry is None or isinstance(entry, str) for entry in part):
+        raise UserError(f"{place}: {name} is {part!r:.80}; expected the names of a library and a class")
+    library, kind = part
+    if library not in (None, *LIBRARIES) and not library.startswith(OWN_CLASSES):
+        raise UserError(
+            f"{place}: {name} is a class of {library!r:.80}; allowed are {', '.join(LIBRARIES)} and this package, since "
+            "code in a model folder is never run"
+        )
+    if kind is not None and kind.startswith("Auto"):
+        raise UserError(f"{place}: {name} is {kind!r:.80}, which may stand for code in the folder, and that is never run; name the class")
 
 
 def _absent_parts(index: dict[str, Any], family: str, where: str, folder: Path | None) -> list[str]:
@@ -449,6 +468,7 @@ FAMILIES = {
         text=(TextPart("text_encoder", "tokenizer"), TextPart("text_encoder_2", "tokenizer_2", is_t5=True)),
         text_length=512,
         encode=_encode_flux,
+        even_steps=True,
     ),
 }
 """Families by the class name of their pipeline."""

@@ -185,6 +185,8 @@ class DiffusionPolicy(nn.Module):
         """C, H, W of one image's latents at the configured size."""
         self.image_tokens = image_tokens(pipeline, self.latent_shape)
         """Tokens that the transformer sees of one image."""
+        self.even_steps = family_of(pipeline).even_steps
+        """Whether the scheduler is given equal steps, see `sigma_grid`."""
         self.cost = Tally(forward_rows=0, train_rows=0)
         """Rows that went through the transformer without and with a graph, copies of the policy included."""
         self.embeddings = PromptEmbeddings(pipeline, max_sequence_length=config.max_sequence_length)
@@ -194,6 +196,13 @@ class DiffusionPolicy(nn.Module):
             self.transformer.requires_grad_(True)
         if config.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
+        self.distilled = bool(self.transformer.config.get("guidance_embeds"))
+        """Whether the guidance scale is an input of the transformer."""
+        if not self.distilled and config.guidance_embedding != ModelConfig.guidance_embedding:
+            raise UserError(
+                f"model.guidance_embedding is {config.guidance_embedding}, but the transformer of {config.path} has no "
+                "such input; leave it out, and set sampler.guidance"
+            )
         self._velocity = family_of(pipeline).velocity(self.transformer, config.guidance_embedding)
         self._adapter_off = False
 

@@ -267,6 +267,24 @@ def guided(
     return GuidedVelocity(velocity_of, text, other, scale, **options)
 
 
+def check_guidance(policy: Any, config: SamplerConfig, key: str = "sampler") -> None:
+    """Refuse guidance by a negative prompt on top of the distilled one; raises UserError."""
+    embedded = policy.config.guidance_embedding
+    for name in ("guidance", "eval_guidance"):
+        scale = getattr(config, name)
+        if policy.distilled and embedded != 1.0 and scale not in (None, 1.0):
+            raise UserError(
+                f"{key}.{name} is {scale}, but guidance is distilled into this transformer and applied by "
+                f"model.guidance_embedding={embedded}: images would be guided twice; set {key}.{name}=1, or "
+                "model.guidance_embedding=1 for guidance by the negative prompt alone"
+            )
+
+
+def times_of(policy: Any, steps: int) -> Tensor:
+    """The grid (S + 1,) on which the policy's own pipeline would sample."""
+    return sigma_grid(policy.pipeline.scheduler, steps, policy.image_tokens, even_steps=policy.even_steps)
+
+
 def make_kernel(config: SamplerConfig, grid: Tensor) -> StepKernel:
     """Transition of the trained steps on a grid (S + 1,) of times."""
     return KERNELS[config.kernel](config.noise_level, float(grid[1]))
@@ -296,7 +314,7 @@ def sample_trajectories(
     Returns:
         The B runs.
     """
-    grid = sigma_grid(policy.pipeline.scheduler, config.steps, policy.image_tokens)
+    grid = times_of(policy, config.steps)
     parts = []
     for rows in torch.arange(len(text)).split(config.batch_rows):
         velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt, together=together)
@@ -390,7 +408,8 @@ def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerCon
 
 def _solver(policy: Any, config: SamplerConfig, name: str, steps: int) -> Solver:
     noise_level = config.noise_level if name in RANDOM_SOLVERS else 0.0
-    return make_solver(name, policy.pipeline.scheduler, steps, noise_level, policy.image_tokens)
+    scheduler = policy.pipeline.scheduler
+    return make_solver(name, scheduler, steps, noise_level, policy.image_tokens, even_steps=policy.even_steps)
 
 
 def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor) -> Iterator[Tensor]:
@@ -410,8 +429,14 @@ def trained_window(config: SamplerConfig, generator: torch.Generator) -> range:
     """Steps that are stochastic and trained in one rollout."""
     if not config.window:
         return trained_steps(config.steps, config.fraction)
-    high = config.window_high or max(config.steps // 2, config.window_low + config.window)
-    return sde_window(config.steps, config.window, config.window_low, high, generator)
+    return sde_window(config.steps, config.window, config.window_low, last_trained(config) + 1, generator)
+
+
+def last_trained(config: SamplerConfig) -> int:
+    """The last step that `trained_window` may return."""
+    if not config.window:
+        return trained_steps(config.steps, config.fraction)[-1]
+    return (config.window_high or max(config.steps // 2, config.window_low + config.window)) - 1
 
 
 def _pairs(seeds: Tensor) -> Tensor:

@@ -24,17 +24,20 @@ RANDOM_FROM, RANDOM_TO = 0.3, 0.9  # times between which SA-Solver may add noise
 SA_FIRST_SIGMA = 0.999
 
 
-def sigma_grid(scheduler: Any, steps: int, image_tokens: int | None = None) -> Tensor:
+def sigma_grid(
+    scheduler: Any, steps: int, image_tokens: int | None = None, *, even_steps: bool = False
+) -> Tensor:
     """Return the times at which the scheduler's pipeline would call the model.
 
-    With a fixed shift (Stable Diffusion 3) the scheduler spaces the times itself; with one that depends on the image
-    size (FLUX) the pipeline hands it S equal steps from 1 to 1 / S and `dynamic_shift`.
+    The pipeline of Stable Diffusion 3 lets the scheduler space the times; that of FLUX hands it S equal steps from 1 to
+    1 / S. Either kind is then shifted by a fixed number or, with `use_dynamic_shifting`, by `dynamic_shift`.
 
     Args:
         scheduler: a diffusers FlowMatchEulerDiscreteScheduler; it is not changed.
         steps: S, at least 1.
         image_tokens: tokens that the transformer sees of an image, (H / 2) (W / 2) with patches of 2 x 2; needed by a
             scheduler with `use_dynamic_shifting` and read by no other.
+        even_steps: equal steps, as FLUX has them.
 
     Returns:
         (S + 1,) float32 on the CPU, descending, the last 0.
@@ -42,7 +45,7 @@ def sigma_grid(scheduler: Any, steps: int, image_tokens: int | None = None) -> T
     Raises:
         UserError: another scheduler, or a missing number of tokens.
 
-    Source: diffusers FlowMatchEulerDiscreteScheduler.set_timesteps; FluxPipeline.__call__.
+    Source: diffusers FlowMatchEulerDiscreteScheduler.set_timesteps; StableDiffusion3Pipeline and FluxPipeline.__call__.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -53,13 +56,14 @@ def sigma_grid(scheduler: Any, steps: int, image_tokens: int | None = None) -> T
             "sigmas that fall from 1 to 0 (invert_sigmas=False)"
         )
     own = copy.deepcopy(scheduler)
-    if not own.config.use_dynamic_shifting:
-        own.set_timesteps(steps)
-    elif image_tokens is None:
-        raise UserError("the scheduler shifts its times by the image size; give image_tokens")
-    else:
-        even = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64).tolist()
-        own.set_timesteps(steps, sigmas=even, mu=dynamic_shift(own, image_tokens))
+    options: dict[str, Any] = {}
+    if own.config.use_dynamic_shifting:
+        if image_tokens is None:
+            raise UserError("the scheduler shifts its times by the image size; give image_tokens")
+        options["mu"] = dynamic_shift(own, image_tokens)
+    if even_steps and not own.config.get("use_flow_sigmas"):
+        options["sigmas"] = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64).tolist()
+    own.set_timesteps(steps, **options)
     grid: Tensor = own.sigmas.to("cpu", torch.float32).clone()
     return grid
 
@@ -211,7 +215,13 @@ class _MultistepSolver(Solver):
 
 
 def make_solver(
-    name: str, scheduler: Any, steps: int, noise_level: float = 0.0, image_tokens: int | None = None
+    name: str,
+    scheduler: Any,
+    steps: int,
+    noise_level: float = 0.0,
+    image_tokens: int | None = None,
+    *,
+    even_steps: bool = False,
 ) -> Solver:
     """Build a solver on the scheduler's grid.
 
@@ -230,6 +240,7 @@ def make_solver(
         steps: S, which is also the number of model calls.
         noise_level: tau of SA-Solver or the noise of a stochastic step, at least 0; 0 for the others.
         image_tokens: of `sigma_grid`.
+        even_steps: of `sigma_grid`.
 
     Returns:
         The solver.
@@ -240,7 +251,7 @@ def make_solver(
     Source: SA-Solver, arXiv 2309.05019, as scxue/advantage_weighted_matching sets it up; DPM-Solver++, arXiv
         2211.01095, as NVlabs/DiffusionNFT does; steps by diffusers.
     """
-    return SOLVERS[name](sigma_grid(scheduler, steps, image_tokens), noise_level)
+    return SOLVERS[name](sigma_grid(scheduler, steps, image_tokens, even_steps=even_steps), noise_level)
 
 
 def _sa_solver(sigmas: Tensor, noise_level: float) -> Solver:

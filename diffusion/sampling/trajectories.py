@@ -25,12 +25,13 @@ from diffusion.sampling.sampler import (
     SamplerConfig,
     group_seeds,
     guided,
+    last_trained,
     make_kernel,
     sample_trajectories,
     text_of,
+    times_of,
     trained_window,
 )
-from diffusion.sampling.schedule import sigma_grid
 from diffusion.sampling.steps import flow_grpo_head_kl, gaussian_kl, velocity_kl
 from mmrl.core.loss import Denominators, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
@@ -143,6 +144,12 @@ def check_trajectories(sampler: SamplerConfig) -> None:
         trained_window(sampler, torch.Generator())
     except UserError as error:
         raise ValueError(f"sampler: {error}") from error
+    if sampler.kernel == "cps" and last_trained(sampler) == sampler.steps - 1:
+        option = "window_high" if sampler.window else "fraction"
+        raise ValueError(
+            f"sampler.{option} is {getattr(sampler, option)}, which trains the last of {sampler.steps} steps, but that "
+            f"step of kernel 'cps' has no noise and so no gradient; use a smaller {option}, or flow_sde"
+        )
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,7 @@ class Trajectories:
         self.sampler = sampler
         self.step = step
         self.keep_mean = keep_mean
-        self.kernel = make_kernel(sampler, sigma_grid(policy.pipeline.scheduler, sampler.steps, policy.image_tokens))
+        self.kernel = make_kernel(sampler, times_of(policy, sampler.steps))
         self._low_precision = policy.dtype != torch.float32 or mixed_precision != "none"
 
     @property

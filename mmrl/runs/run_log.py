@@ -162,7 +162,7 @@ PATIENCE = 5
 LITTLE_AGREEMENT = 0.1
 """Size of a mean rank correlation below which it is as good as none."""
 WARNINGS_FILE = "warnings.jsonl"
-NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise", "all_cut": "all_cut"}
+NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise", "all_cut": "all_cut", "clipped": "clipped_at_start"}
 """Streaks that are not of one reward, and the warnings that they lead to."""
 LONGER = "raise sampler.max_new_tokens, or look whether the prompt and the chat template ask for answers that end"
 
@@ -211,6 +211,8 @@ class RunWarnings:
             self._count("all_noise", metrics["srpo/noise_fraction"] == 1, 0, math.nan)
         if "response/finished_fraction" in metrics:
             self._count("all_cut", metrics["response/finished_fraction"] == 0, 0, math.nan)
+        clipped = metrics.get("policy/clipped_at_start", 0.0)
+        self._count("clipped", clipped > 0, 0, clipped)
         for kind, message in self._due().items():
             self.say(step, kind, message)
         return {f"warnings/{kind}": float(count) for kind, count in self._counts().items() if kind in self.said}
@@ -269,6 +271,13 @@ class RunWarnings:
                 f"for {PATIENCE} steps no two successes lay close enough to form a cluster (srpo/noise_fraction is 1), "
                 "so failures are compared with the mean of all successes; a larger progress.eps, or progress.memory to "
                 "keep more of them, may find clusters"
+            )
+        if (clipped := self._streaks.get("clipped", _Streak())).steps:
+            due["clipped_at_start"] = (
+                f"{clipped.value:.1%} of the decisions were clipped in the first optimiser step of an update, before the "
+                "policy had moved: old and new log-probabilities differ by rounding alone, by more than the clip range; "
+                "use trainer.old_logp=recompute with a trainer.micro_batch that divides the rows of a minibatch (1 "
+                "always does), or float32"
             )
         if len(self._agreement) == PATIENCE and abs(sum(self._agreement) / PATIENCE) < LITTLE_AGREEMENT:
             due["no_agreement"] = (

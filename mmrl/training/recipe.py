@@ -23,7 +23,7 @@ from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation
 from mmrl.training.processes import global_advantages
-from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, ReferenceConfig, TrainerConfig
+from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, ReferenceConfig
 
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
 TaskT = TypeVar("TaskT")
@@ -95,6 +95,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """The reference policy of the step, for losses that compare with it exactly; set before the update."""
     extra_samples: int = 0
     """Samples drawn besides the rollouts in this step; they count in the run's cost. The trainer resets it."""
+    samples_as_it_scores: ClassVar[bool] = False
+    """Whether sampling and update compute log-probabilities by the same arithmetic, so that rounding alone differs."""
 
     def __init__(self, config: BaseRunConfig) -> None:
         self.config: Any = config
@@ -145,9 +147,18 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         `denominators` count the whole optimiser step on all processes, so that the losses of micro-batches add up.
         """
         scores = self.scores(policy, minibatch, self.loss_outputs)
-        minibatch = old_in_update(self.config.trainer, minibatch, scores.logp)
+        minibatch = old_in_update(self, minibatch, scores.logp)
         output = self.objective.loss(scores, minibatch, denominators)
         return with_terms(output, [term(policy, minibatch, scores, denominators, step) for term in self.terms])
+
+    @property
+    def keeps_sampled_logp(self) -> bool:
+        """Whether the old log-probabilities are those recorded while sampling; see `trainer.old_logp`."""
+        trainer = self.config.trainer
+        if trainer.old_logp != "auto":
+            return bool(trainer.old_logp == "sampler")
+        low = any(parameter.dtype in LOW_PRECISION for parameter in self.policy.parameters())
+        return self.samples_as_it_scores and trainer.mixed_precision == "none" and not low
 
     @property
     def loss_outputs(self) -> frozenset[str]:
@@ -347,6 +358,7 @@ def with_terms(output: LossOutput, found: Sequence[TermLoss]) -> LossOutput:
     return LossOutput(total, output.metrics | summed | metrics)
 
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 KEEPS_OLD = "keeps_logp_old"
 """Extra (B,), 1 for rows whose old log-probabilities stay as they are in `logp_old`, such as replayed ones."""
 
@@ -376,18 +388,20 @@ def single_update(trainer: BaseTrainerConfig) -> bool:
     return trainer.epochs == 1 and trainer.minibatches_per_step == 1
 
 
-def scores_before_update(trainer: TrainerConfig, objective: Objective, provided: frozenset[str] = frozenset()) -> bool:
+def scores_before_update(recipe: Recipe[Any, Any], provided: frozenset[str] = frozenset()) -> bool:
     """Whether the policy scores rollouts before an update, for a critic or old log-probabilities not yet provided."""
-    recomputed = trainer.old_logp != "sampler" and (not single_update(trainer) or objective.kl_in_reward)
+    objective = recipe.objective
+    several = not single_update(recipe.config.trainer) or objective.kl_in_reward
+    recomputed = several and not recipe.keeps_sampled_logp
     return (objective.needs_values and "values" not in provided) or (recomputed and "logp_old" not in provided)
 
 
-def old_in_update(trainer: TrainerConfig, minibatch: Rollouts, logp: Tensor) -> Rollouts:
+def old_in_update(recipe: Recipe[Any, Any], minibatch: Rollouts, logp: Tensor) -> Rollouts:
     """Take the update's own log-probabilities (B, T) as old ones, where a step takes a single optimiser step.
 
     Gradient: none flows into `logp_old`.
     """
-    if trainer.old_logp == "sampler" or not single_update(trainer):
+    if recipe.keeps_sampled_logp or not single_update(recipe.config.trainer):
         return minibatch
     # at the first and only update new = old: the ratio is 1 in value and has the gradient of logp
     old = logp.detach()

@@ -12,7 +12,7 @@ from mmrl.runs.tracking import TrackingConfig
 LONGEST_NAME = 255
 SCHEDULES = ("constant", "linear", "cosine")
 NONFINITE_POLICIES = ("skip", "stop")
-OLD_LOGP_SOURCES = ("recompute", "sampler")
+OLD_LOGP_SOURCES = ("recompute", "sampler", "auto")
 REFERENCE_KINDS = ("auto", "none", "frozen", "adapter", "ema")
 SMALLEST_LOW_PRECISION_STEP = 1e-4
 """About how far bfloat16 numbers near a typical weight of 0.02 are apart; AdamW moves a weight by the learning rate."""
@@ -84,7 +84,8 @@ class TrainerConfig(BaseTrainerConfig):
     alone and average zeros into its second moment, so that the next gradient moves them further; false takes such
     steps, as most trainers do."""
     old_logp: str = rare(choice("recompute", OLD_LOGP_SOURCES))
-    """Old log-probs: recompute (exact ratio 1 at the first update) or sampler (recorded while sampling)."""
+    """Old log-probs: recompute (exact ratio 1 at the first update), sampler (recorded while sampling), or auto (sampler
+    where the recipe samples as it scores, in float32; else recompute: bfloat16 rounds batches of other shapes apart)."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from accelerate import Accelerator
 
-from mmrl.core.blocks.filter import DynamicSamplingBuffer, KeepAll
+from mmrl.core.blocks.filter import DynamicSamplingBuffer, GroupFilter, KeepAll
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, RunStopped, UserError
 from mmrl.runs.run_log import RunLog, batch_metrics, restart_peak_memory, stopwatch
@@ -26,7 +26,7 @@ from mmrl.training.processes import HeapTrimmer, all_ranks, make_generator, merg
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, collect_metrics, make_reference
 from mmrl.training.saving import RunSaver
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig
-from mmrl.training.update import Updater, needs_reference, update_constants
+from mmrl.training.update import Updater, needs_reference, unscored, update_constants
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 ECHO_S = 1.0
@@ -159,6 +159,11 @@ class Trainer:
         return self.recipe.policy
 
     @property
+    def group_filter(self) -> GroupFilter:
+        """Chooses the groups of a step that are trained on."""
+        return KeepAll() if self.recipe.supervised else self.recipe.objective.filter
+
+    @property
     def position(self) -> Step:
         """The step that is next."""
         return Step(self.step, self.config.trainer.steps)
@@ -186,6 +191,9 @@ class Trainer:
         step = self.position
         with self.log.watch.running(), stopwatch("step"):
             rollouts, metrics = self.collect()
+            rewards = rollouts.reward
+            if not bool(self.group_filter.kept(rollouts).any()):
+                rollouts = unscored(rollouts)  # the filter left nothing here: these are logged and teach nothing
             self.heap.trim()
             with self.accelerator.autocast():
                 rollouts = update_constants(self.recipe, self.policy, self.reference, rollouts, step)
@@ -193,6 +201,7 @@ class Trainer:
                 rollouts = self.recipe.advantages(rollouts, self.accelerator, step)
             with stopwatch("update"), self.accelerator.autocast():
                 metrics |= self.updater.update(rollouts, step)
+        rollouts = rollouts.replace(reward=rewards)
         self.step += 1
         self.recipe.on_step_end(step, metrics)
         for term in self.recipe.terms:
@@ -201,15 +210,14 @@ class Trainer:
 
     def collect(self) -> tuple[Rollouts, dict[str, float]]:
         """Sample and score the groups of a step; groups without a signal are dropped or resampled by the filter."""
-        group_filter = KeepAll() if self.recipe.supervised else self.recipe.objective.filter
         wanted = self.config.trainer.tasks_per_step // self.accelerator.num_processes
-        buffer = DynamicSamplingBuffer(wanted, max_tries=group_filter.tries)
+        buffer = DynamicSamplingBuffer(wanted, max_tries=self.group_filter.tries)
         sampled: list[Rollouts] = []
         done = False
         while not done:
             batch = self._sample(attempt=len(sampled))
             sampled.append(batch.replace(payload=None).to("cpu"))
-            buffer.add(batch, group_filter.kept(batch))
+            buffer.add(batch, self.group_filter.kept(batch))
             done = all_ranks(buffer.full or buffer.exhausted, self.accelerator)
         everywhere = merge_lists(sampled, self.accelerator)
         self.log.count(everywhere, sum(merge_lists([self.recipe.extra_samples], self.accelerator)))
@@ -217,7 +225,7 @@ class Trainer:
         if not self.recipe.supervised:
             self.log.warnings.watch(everywhere)
         metrics = batch_metrics(everywhere, not self.recipe.supervised) | {"data/epoch": self.tasks.epoch}
-        # with nothing kept, the last batch as it is keeps the KL and entropy terms and the log going, as in EasyR1
+        # with nothing kept, the last batch keeps the log going and the processes together
         return buffer.take() if buffer.counts.kept else batch, metrics
 
     def evaluate(self, tag: str) -> None:

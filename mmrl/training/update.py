@@ -30,7 +30,7 @@ from mmrl.training.processes import (
     make_generator,
     merge_lists,
 )
-from mmrl.training.recipe import Passes, Recipe, Reference, Step, scores_before_update, shared_prefix
+from mmrl.training.recipe import KEEPS_OLD, Passes, Recipe, Reference, Step, scores_before_update, shared_prefix
 from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfig
 
 LOGGER = logging.getLogger("mmrl")
@@ -79,8 +79,8 @@ def needs_reference(recipe: Recipe[Any, Any]) -> bool:
 
 
 def _old_pass(recipe: Recipe[Any, Any], passes: Passes, rollouts: Rollouts, provided: frozenset[str]) -> Rollouts:
-    trainer, objective = recipe.config.trainer, recipe.objective
-    if not scores_before_update(trainer, objective, provided):
+    objective = recipe.objective
+    if not scores_before_update(recipe, provided):
         return rollouts
     asks_critic = objective.needs_values and "values" not in provided
     outputs = frozenset({"logp", "values"} if asks_critic else {"logp"})
@@ -92,7 +92,7 @@ def _old_pass(recipe: Recipe[Any, Any], passes: Passes, rollouts: Rollouts, prov
     with stopwatch("old_logp"):
         scores = passes.scores(seen, outputs)
     found = rollouts.replace(values=scores.values)
-    if trainer.old_logp != "sampler" and "logp_old" not in provided:
+    if not recipe.keeps_sampled_logp and "logp_old" not in provided:
         found = found.replace(logp_old=scores.logp)
     if not bootstraps:
         return found
@@ -251,7 +251,7 @@ class Updater:
                 taken.extend([metric_values(metrics)] if metrics is not None else [])
                 self.heap.trim()
         counts = {"optim/skipped": float(self.skipped), "optim/without_gradient": float(self.waited)}
-        return _over_steps(taken) | {"optim/lr": self._current_rate()} | counts
+        return _over_steps(taken) | {"optim/lr": self._current_rate()} | counts | _clipped_at_start(taken, rollouts)
 
     @property
     def moved(self) -> bool:
@@ -275,24 +275,32 @@ class Updater:
         self.waited = int(state.get("waited", 0))
 
     def _minibatches(self, rollouts: Rollouts, step: Step, epoch: int) -> list[Rollouts]:
+        """Minibatches of this process, whose parts in all processes are together what a single process would cut."""
         number = self.config.minibatches_per_step
         if number == 1:
             return [rollouts]
-        # a filter may leave the processes unequal numbers of groups, but every one has to take the same steps
-        number = min(merge_lists([min(number, rollouts.num_groups)], self.accelerator))
-        seed = self.recipe.config.seed
-        return rollouts.minibatches(number, make_generator(seed, "minibatch", step.number, epoch))
+        generator = make_generator(self.recipe.config.seed, "minibatch", step.number, epoch)
+        counts = merge_lists([rollouts.num_groups if bool(rollouts.scored.any()) else 0], self.accelerator)
+        if len(counts) == 1:
+            return rollouts.minibatches(number, generator)
+        # the processes got the tasks in turn, and a filter may have left them unequal numbers of groups
+        places = sorted((index, rank) for rank, count in enumerate(counts) for index in range(count))
+        order = torch.randperm(len(places), generator=generator)
+        cut = [[places[i] for i in part] for part in order.tensor_split(min(number, max(len(places), 1)))]
+        rank = self.accelerator.process_index
+        own = [[index for index, owner in part if owner == rank] for part in cut]
+        # every process takes every step: one without a group of its own computes one that does not count
+        idle = unscored(rollouts.select_groups(torch.tensor([0])))
+        return [rollouts.select_groups(torch.tensor(groups)) if groups else idle for groups in own]
 
     def _optimiser_step(self, minibatch: Rollouts, step: Step) -> dict[str, Metric] | None:
-        """Take one optimiser step, unless there is nothing to learn; None with no rows, or if the guard skipped it.
+        """Take one optimiser step, unless there is nothing to learn; None if the guard skipped it.
 
         The denominators are counted over the whole minibatch and all processes before any group is left out and before
         it is cut into micro-batches. Neither changes the step: the shares of the micro-batches add up to the same loss.
         """
         denominators = global_denominators(count_denominators(self.recipe, minibatch), self.accelerator)
-        if denominators.tokens == 0:
-            return None
-        if self._waits(minibatch):
+        if denominators.tokens == 0 or self._waits(minibatch):
             self.waited += 1
             return {"update/zero_advantage_groups": Metric(1.0)}
         self._set_rate()
@@ -403,6 +411,11 @@ class Updater:
         return float(self.optimizer.param_groups[0]["lr"])
 
 
+def unscored(rollouts: Rollouts) -> Rollouts:
+    """Rollouts without their rewards, which have no gradient and do not count."""
+    return rollouts.replace(reward=torch.full_like(rollouts.reward, math.nan))
+
+
 def count_denominators(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Denominators:
     """Count the denominators of an optimiser step's loss on this process."""
     counts = count(minibatch.loss_mask) if recipe.objective is None else recipe.objective.denominators(minibatch)
@@ -438,6 +451,13 @@ def compares_rows(recipe: Recipe[Any, Any]) -> bool:
 def _plain(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """Metrics as Python numbers: tensors of two devices cannot be added."""
     return {name: Metric(float(m.total), float(m.weight), m.kind) for name, m in metrics.items()}
+
+
+def _clipped_at_start(taken: list[dict[str, float]], rollouts: Rollouts) -> dict[str, float]:
+    """Share of decisions that are clipped although the policy has not moved yet; nothing where there are none."""
+    first = next((metrics for metrics in taken if "policy/ratio_mean" in metrics), {})
+    share = sum(first.get(f"policy/clip_fraction_{side}", 0.0) for side in ("low", "high"))
+    return {"policy/clipped_at_start": share} if share and KEEPS_OLD not in rollouts.extras else {}
 
 
 def _over_steps(taken: list[dict[str, float]]) -> dict[str, float]:

@@ -140,7 +140,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         alone = not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
         if once and same and alone:
             return KeepPrefill.GRAPH
-        return KeepPrefill.VALUES if scores_before_update(trainer, self.objective) else KeepPrefill.NOTHING
+        return KeepPrefill.VALUES if scores_before_update(self) else KeepPrefill.NOTHING
 
     def _nucleus_mass(self, rollouts: Rollouts) -> dict[str, float]:
         if "nucleus_mass" not in rollouts.extras:

@@ -246,7 +246,7 @@ class RobotPpoConfig(RobotConfig):
     objective: ObjectiveConfig = field(default_factory=_objective)
     """Credit, clip range and value loss; the advantage needs a critic."""
     trainer: TrainerConfig = field(
-        default_factory=lambda: TrainerConfig(old_logp="sampler", samples_per_task=1, tasks_per_step=64, epochs=2)
+        default_factory=lambda: TrainerConfig(old_logp="auto", samples_per_task=1, tasks_per_step=64, epochs=2)
     )
     """Batch sizes, optimiser and guards; a critic needs no group, so every episode may start elsewhere."""
 

@@ -105,8 +105,8 @@ class RobotConfig(RobotParts, RunConfig):
     """Evaluation over fixed initial states."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
     """The objective."""
-    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="sampler"))
-    """Batch sizes, optimiser and guards; log-probabilities as sampled are exact and need no second pass."""
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="auto"))
+    """Batch sizes, optimiser and guards; log-probabilities as sampled are exact in float32 and need no second pass."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -247,6 +247,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
 
     config: RobotConfig
     policy: ActionPolicy
+    samples_as_it_scores: ClassVar[bool] = True
 
     def __init__(self, config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config)

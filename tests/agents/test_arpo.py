@@ -217,8 +217,8 @@ def test_the_second_step_replays_successes_of_the_first(tmp_path, folder):
 def test_old_log_probs_of_replayed_trajectories(tmp_path, folder, correction, source, minibatches):
     replay = ReplayConfig(threshold=0.0, max_std=10.0, max_mean=10.0, correction=correction)
     config = make_config(tmp_path, folder, replay, old_logp=source, minibatches_per_step=minibatches)
-    _, _, second, logp, _ = two_steps(config)
-    used = old_in_update(config.trainer, second, logp)
+    recipe, _, second, logp, _ = two_steps(config)
+    used = old_in_update(recipe, second, logp)
     replayed, mask = second.extras["replayed"] > 0, second.mask > 0
     now, old = torch.where(mask, logp, 0.0), torch.where(mask, used.logp_old, 0.0)
     assert_equal_up_to_rounding(old[~replayed], now[~replayed])

@@ -372,8 +372,6 @@ def test_guard_refuses_uncorrectable_clashes(tmp_path):
     path = written(tmp_path, "grpo_guard")
     with pytest.raises(UserError, match="has no scale to correct"):
         load_run(path, ["sampler.kernel=cps"])
-    with pytest.raises(UserError, match=r"trainer\.old_logp must be 'sampler'"):
-        load_run(path, ["trainer.old_logp=recompute"])
 
 
 def test_recomputed_old_log_densities_are_those_of_the_sampler(tmp_path):
@@ -390,3 +388,24 @@ def test_objective_and_filter_are_read_from_the_run(tmp_path):
     config.objective = ObjectiveConfig(preset="ddpo", clip={"low": 0.3}, filter=chosen)
     config.validate()
     assert build(config).objective.clip.low == 0.3
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "culprit"),
+    [
+        ("flow_grpo", ["sampler.kernel=cps", "sampler.fraction=1.0"], "fraction is 1.0, which trains the last of 4"),
+        ("flow_grpo", ["sampler.kernel=cps", "sampler.window=2", "sampler.window_high=4"], "window_high is 4"),
+        ("flow_grpo", ["sampler.kernel=cps", "sampler.window=2", "sampler.window_low=2"], "trains the last of 4 steps"),
+        ("awm", ["sampler.same_noise=true", "sampler.solver=euler"], "solver 'euler' .* one image"),
+        ("awm", ["sampler.same_noise=true", "sampler.noise_level=0"], "solver 'sa_solver' .* one image"),
+    ],
+)
+def test_samplers_that_leave_nothing_to_learn_are_refused(recipe, changes, culprit, tmp_path):
+    with pytest.raises(UserError, match=culprit):
+        load_run(written(tmp_path, recipe), changes)
+
+
+def test_the_same_samplers_with_noise_are_accepted(tmp_path):
+    load_run(written(tmp_path), ["sampler.fraction=1.0"])
+    load_run(written(tmp_path), ["sampler.kernel=cps", "sampler.window=2", "sampler.window_high=3"])
+    load_run(written(tmp_path, "awm"), ["sampler.same_noise=true"])

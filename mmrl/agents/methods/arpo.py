@@ -267,7 +267,7 @@ class ArpoRecipe(AgentRecipe):
 
     def __init__(self, config: ArpoConfig) -> None:
         super().__init__(config)
-        self.replay = Replay(config.replay, recomputes=config.trainer.old_logp == "recompute")
+        self.replay = Replay(config.replay, recomputes=not self.keeps_sampled_logp)
         self.terms = [self.replay] if config.replay.enabled else []
         self._fresh: list[tuple[int, str, Record]] = []
 

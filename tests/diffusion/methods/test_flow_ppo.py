@@ -125,7 +125,6 @@ def test_what_cannot_be_is_refused(tmp_path):
         with pytest.raises(ValueError, match=match):
             config.validate()
 
-    refused("trainer.old_logp must be 'sampler'", lambda c: setattr(c.trainer, "old_logp", "recompute"))
     refused("shaping.kind is 'group_z'", lambda c: setattr(c.shaping, "kind", "group_z"))
     refused("critic.enabled is false", lambda c: setattr(c.critic, "enabled", False))
     refused("without noise has no log-density", lambda c: setattr(c.sampler, "noise_level", 0.0))

@@ -1,12 +1,24 @@
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.pipelines import FluxTransformer, load_pipeline, pack_latents, unpack_latents
-from diffusion.sampling.sampler import GuidedVelocity, euler_ode
+from diffusion.models.pipelines import (
+    FluxTransformer,
+    family_of,
+    image_tokens,
+    latent_shape,
+    load_pipeline,
+    pack_latents,
+    unpack_latents,
+)
+from diffusion.sampling.sampler import GuidedVelocity, euler_ode, times_of
 from diffusion.toy.pipelines.tiny import TinyFluxSizes, build_tiny_flux
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, T5_TOKENS
@@ -125,3 +137,22 @@ def test_each_row_has_its_own_time_and_index(flux, cache):
     assert_equal_up_to_rounding(both, torch.cat(alone))
     assert both.shape == latents.shape
     assert (turned.mT - both).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_times_are_those_of_the_pipeline_with_either_shift(flux, shared_pipeline, family, dynamic):
+    # FLUX.1-schnell has a fixed shift, later releases of Stable Diffusion 3 one that depends on the size
+    pipeline = copy.copy(flux if family == "flux" else shared_pipeline)
+    pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic)
+    tokens = image_tokens(pipeline, latent_shape(pipeline, 16, 32))
+    policy = SimpleNamespace(pipeline=pipeline, image_tokens=tokens, even_steps=family_of(pipeline).even_steps)
+    pipeline(
+        ONE,
+        num_inference_steps=STEPS,
+        height=16,
+        width=32,
+        max_sequence_length=T5_TOKENS,
+        output_type="latent",
+    )
+    assert torch.equal(times_of(policy, STEPS), pipeline.scheduler.sigmas)

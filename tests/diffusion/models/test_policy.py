@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from diffusion.models.pipelines import FluxTransformer, Sd3Transformer, load_pipeline
 from diffusion.models.policy import ATTENTION_PROJECTIONS, DiffusionPolicy, LoraSettings, ModelConfig, load_policy
-from diffusion.sampling.sampler import GuidedVelocity, euler_ode
+from diffusion.sampling.sampler import GuidedVelocity, SamplerConfig, check_guidance, euler_ode
 from diffusion.toy.pipelines.tiny import build_tiny_flux
 from mmrl.config import load
 from mmrl.errors import UserError
@@ -422,6 +422,25 @@ def test_guidance_embedding_reaches_flux(flux_folder):
         config.guidance_embedding = scale
         found.append(velocity(load_policy(config)))
     assert (found[0] - found[1]).abs().max() > 1e-3
+
+
+def test_guidance_embedding_of_a_transformer_without_one_is_refused(folder):
+    config = config_of(folder)
+    config.guidance_embedding = 2.0
+    with pytest.raises(UserError, match=r"guidance_embedding is 2\.0, .* no such input"):
+        load_policy(config)
+
+
+@pytest.mark.parametrize("scales", [{"guidance": 4.5}, {"guidance": 1.0, "eval_guidance": 4.5}])
+def test_guidance_on_top_of_distilled_guidance_is_refused(folder, flux_folder, scales):
+    sampler = SamplerConfig(**scales)
+    config = config_of(flux_folder)
+    with pytest.raises(UserError, match=rf"evaluation\.sampler\.{[*scales][-1]} is 4\.5, .* guided twice"):
+        check_guidance(load_policy(config), sampler, "evaluation.sampler")
+    check_guidance(load_policy(config), SamplerConfig(guidance=1.0))
+    config.guidance_embedding = 1.0  # the negative prompt alone
+    check_guidance(load_policy(config), sampler)
+    check_guidance(load_policy(config_of(folder)), sampler)
 
 
 def test_size_is_that_of_the_settings(folder):

@@ -42,12 +42,14 @@ def test_ten_steps_of_stable_diffusion_3():
 
 @pytest.mark.parametrize("steps", [1, 4, 28])
 @pytest.mark.parametrize("tokens", [16, 1024, 4096])
-def test_grid_that_depends_on_the_image_size_is_the_pipelines(steps, tokens):
+@pytest.mark.parametrize("even_steps", [True, False])
+def test_grid_that_depends_on_the_image_size_is_the_pipelines(steps, tokens, even_steps):
     # The pipeline's line through (256, 0.5) and (4096, 1.15), and exp(mu) as the shift of even times.
     slope, offset = np.polyfit([256, 4096], [0.5, 1.15], 1)
     mu = slope * tokens + offset
-    even = np.linspace(1.0, 1 / steps, steps)
-    grid = sigma_grid(FLUX, steps, tokens)
+    # Stable Diffusion 3 leaves the spacing to the scheduler, whose own range ends at its last training time
+    even = np.linspace(1.0, 1 / steps if even_steps or steps == 1 else FLUX.sigma_min, steps)
+    grid = sigma_grid(FLUX, steps, tokens, even_steps=even_steps)
     np.testing.assert_allclose(grid[:-1].numpy(), np.exp(mu) / (np.exp(mu) + (1 / even - 1)), rtol=1e-6)
     scheduler = copy.deepcopy(FLUX)
     scheduler.set_timesteps(sigmas=even, mu=mu)

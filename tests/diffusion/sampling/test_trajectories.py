@@ -58,6 +58,34 @@ def test_ratio_is_one_before_the_first_update_whatever_the_batches_are(name, dty
     assert float(((logp - rollouts.logp_old) * rollouts.mask).abs().max()) <= 1e-6
 
 
+@pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard"])
+def test_bfloat16_starts_at_a_ratio_of_one_although_images_were_drawn_in_other_batches(name, tmp_path):
+    config = run_config(name, tmp_path, micro_batch=1, minibatches_per_step=2)
+    config.model.dtype = "bfloat16"
+    recipe = build(config)
+    rollouts = collected(recipe)
+    assert not recipe.keeps_sampled_logp
+    for chunk in rollouts.micro_batches(1):
+        logp = recipe.scores(recipe.policy, chunk, WANT).logp.detach()
+        assert torch.equal(logp * chunk.mask, chunk.logp_old * chunk.mask)
+    assert build(run_config(name, tmp_path)).keeps_sampled_logp
+
+
+def test_decisions_clipped_before_the_first_step_are_warned_of(tmp_path, caplog):
+    trainer = make_trainer(run_config("flow_grpo", tmp_path, old_logp="sampler"), tmp_path)
+    draw = trainer.recipe.process.draw
+
+    def rounded(*arguments):
+        rollouts = draw(*arguments)
+        return rollouts.replace(logp_old=rollouts.logp_old + 5e-4)
+
+    trainer.train_step()
+    assert trainer.log.warnings.said == {}
+    trainer.recipe.process.draw = rounded
+    trainer.train_step()
+    assert "before the policy had moved" in trainer.log.warnings.said["clipped_at_start"]
+
+
 def test_ratio_is_one_bit_for_bit_on_bfloat16_weights_where_the_batch_is_the_same(tmp_path):
     """Stored states are exactly those of the log-density, rounding included."""
     config = run_config("flow_grpo", tmp_path)

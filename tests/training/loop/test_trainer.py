@@ -252,3 +252,17 @@ def test_denominators_are_counted_over_the_optimiser_step(make_trainer):
     parts = [count_denominators(trainer.recipe, part) for part in rollouts.minibatches(3, None)]
     whole = Denominators.total(parts)
     assert (whole.tokens, whole.rows) == (36, 12)
+
+
+@pytest.mark.parametrize("kind", ["drop", "resample"])
+def test_a_step_whose_groups_are_all_filtered_out_leaves_the_policy_alone(make_trainer, kind):
+    """Their KL must not train it either, as it does not where only some of the groups are left out."""
+    tries = {"max_tries": 2} if kind == "resample" else {}
+    trainer = make_trainer(filter={"kind": kind, "low": 2.0} | tries)
+    assert trainer.recipe.objective.regularised
+    with torch.no_grad():
+        trainer.policy.table[..., 0] += 0.5  # away from the reference, so that the KL has a gradient
+    before = trainer.policy.table.detach().clone()
+    trainer.train_step()
+    assert torch.equal(trainer.policy.table.detach(), before)
+    assert trainer.updater.optimiser_step == 0
