@@ -1,10 +1,20 @@
 """Reading files and messages cannot run code."""
 
 import ast
+import contextlib
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from diffusion.models.pipelines import load_pipeline
+from mmrl.errors import UserError
+from mmrl.hub.tables import read_rows
+from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.network import load_network
+from mmrl.vlm.model.processor import load_processor
+from robotics.policies.base.policy import open_policy
 
 PROJECT = Path(__file__).resolve().parents[1]
 FILES = [path for room in ("mmrl", "diffusion", "robotics") for path in (PROJECT / room).rglob("*.py")]
@@ -47,3 +57,88 @@ def test_numpy_refuses_pickled_arrays(tmp_path):
     np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
     with pytest.raises(ValueError, match="allow_pickle"):
         np.load(tmp_path / "objects.npy")
+
+
+def test_automatic_classes_never_ask_whether_to_run_code():
+    """Without the option transformers asks on a terminal, and a "y" meant for something else runs the folder's code."""
+    found = [
+        (path, options)
+        for path in FILES
+        for name, options in calls(path)
+        if "Auto" in name and name.endswith(".from_pretrained")
+    ]
+    assert len(found) >= 8
+    for path, options in found:
+        assert options.get("trust_remote_code") is False, path
+
+
+CODE = "import pathlib\npathlib.Path({marker!r}).touch()\nclass Evil:\n    from_pretrained = classmethod(lambda *a, **k: 0)\n"
+AUTO = {name: "evilmod.Evil" for name in ("AutoConfig", "AutoModel", "AutoModelForImageTextToText", "AutoProcessor")}
+AUTO |= {"AutoTokenizer": ["evilmod.Evil", "evilmod.Evil"], "AutoImageProcessor": "evilmod.Evil"}
+
+
+def pipeline_folder(folder, part, module):
+    parts = {name: ["diffusers", "SD3Transformer2DModel"] for name in ("transformer", "vae")}
+    parts["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+    index = {"_class_name": "StableDiffusion3Pipeline", **parts, "transformer": part}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    for name in parts:
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": AUTO}))
+    code = (folder / "evilmod.py").read_text()
+    for name in ("evilmod", module):
+        (folder / "transformer" / f"{name}.py").write_text(code)
+    return lambda: load_pipeline(folder)
+
+
+def model_folder(folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "auto_map": AUTO}))
+    return lambda: load_network(ModelConfig(path=str(folder)), str(folder))
+
+
+def processor_folder(folder):
+    names = ("processor_config", "preprocessor_config", "tokenizer_config", "config")
+    for name in names:
+        entries = {"auto_map": AUTO, "processor_class": "Evil", "tokenizer_class": "Evil", "model_type": "evil"}
+        (folder / f"{name}.json").write_text(json.dumps(entries))
+    return lambda: load_processor(str(folder))
+
+
+def data_folder(folder):
+    (folder / f"{folder.name}.py").write_text((folder / "evilmod.py").read_text())
+    (folder / "data.jsonl").write_text('{"prompt": "a"}\n')
+    return lambda: [*read_rows(str(folder), "train", None, 1.0)]
+
+
+def policy_folder(folder):
+    (folder / "policy.json").write_text(json.dumps({"kind": "evilmod:Evil"}))
+    return lambda: open_policy(folder)
+
+
+HOSTILE = {
+    "pipeline, module of its own": lambda folder: pipeline_folder(folder, ["evilmod", "Evil"], "evilmod"),
+    "pipeline, file named as the library": lambda folder: pipeline_folder(folder, ["diffusers", "Evil"], "diffusers"),
+    "pipeline, automatic class": lambda folder: pipeline_folder(folder, ["transformers", "AutoModel"], "evilmod"),
+    "pipeline, standard library": lambda folder: pipeline_folder(folder, ["os", "system"], "os"),
+    "transformers": model_folder,
+    "processor": processor_folder,
+    "data set": data_folder,
+    "policy": policy_folder,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_code_in_a_folder_does_not_run(kind, tmp_path, monkeypatch):
+    folder, marker = tmp_path / "hostile", tmp_path / "it-ran"
+    folder.mkdir()
+    (folder / "evilmod.py").write_text(CODE.format(marker=str(marker)))
+    monkeypatch.syspath_prepend(str(folder))  # as for a program that is started in it
+    load = HOSTILE[kind](folder)
+    if kind == "data set":
+        with contextlib.suppress(UserError):
+            load()
+    else:
+        with pytest.raises(UserError) as refused:
+            load()
+        assert "never run" in str(refused.value) or not kind.startswith("pipeline")
+    assert not marker.exists()

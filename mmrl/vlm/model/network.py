@@ -71,6 +71,7 @@ def load_network(config: ModelConfig, base: str) -> Any:
                 dtype=getattr(torch, config.dtype),
                 attn_implementation=config.attention,
                 output_loading_info=True,
+                trust_remote_code=False,
             )
     except Exception as error:  # damaged files, missing kernels and memory each raise their own kinds
         raise UserError(f"the model in {base} cannot be loaded: {first_line(error)}") from error
@@ -101,7 +102,7 @@ def _model_type(base: str) -> str:
     if file.is_file():
         return str(read_json_object(file).get("model_type"))
     try:
-        return str(AutoConfig.from_pretrained(base).model_type)
+        return str(AutoConfig.from_pretrained(base, trust_remote_code=False).model_type)
     except Exception as error:  # hub and network errors
         raise UserError(
             f"there is no local folder {base!r}, and it cannot be fetched from the hub: {first_line(error)}"

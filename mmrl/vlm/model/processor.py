@@ -74,9 +74,9 @@ def load_processor(path: str) -> Any:
     try:
         if absent:
             images = Qwen2VLImageProcessorPil.from_pretrained(path)
-            processor: Any = ImageOnlyProcessor(images, AutoTokenizer.from_pretrained(path))
+            processor: Any = ImageOnlyProcessor(images, AutoTokenizer.from_pretrained(path, trust_remote_code=False))
         else:
-            processor = AutoProcessor.from_pretrained(path)
+            processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # hub, JSON and tokenizer files each raise their own kinds
         raise UserError(f"the processor of {path} cannot be loaded: {type(error).__name__}: {error}") from error
     if processor.tokenizer.chat_template is None and processor.chat_template is None:

@@ -46,8 +46,8 @@ class ClipEncoder:
         try:
             with quiet_transformers():
                 self.model: Any = CLIPModel.from_pretrained(name)
-                self.tokenizer: Any = AutoTokenizer.from_pretrained(name)
-                self.processor: Any = AutoImageProcessor.from_pretrained(name)
+                self.tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+                self.processor: Any = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
         except LOADING_ERRORS as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(

@@ -144,8 +144,9 @@ def _load(name: str, model_class: str, processor_class: str, device: str) -> tup
     import transformers
 
     try:
-        processor = getattr(transformers, processor_class).from_pretrained(name)
-        return processor, getattr(transformers, model_class).from_pretrained(name).to(device).eval()
+        processor = getattr(transformers, processor_class).from_pretrained(name, trust_remote_code=False)
+        model = getattr(transformers, model_class).from_pretrained(name, trust_remote_code=False)
+        return processor, model.to(device).eval()
     except (OSError, ValueError) as error:
         raise UserError(f"{name} cannot be loaded by {model_class}: {' '.join(str(error).split())}") from error
 

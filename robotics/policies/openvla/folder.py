@@ -354,7 +354,7 @@ def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no tokenizer that transformers loads: {error}") from error
 
