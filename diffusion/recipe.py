@@ -217,8 +217,8 @@ class DiffusionDomain:
                 self.eval_tasks = {**self.eval_tasks, name: tasks}
 
     def cut_of(self, prompt: str) -> str | None:
-        """Part of a prompt that the model's tokenizers would drop, as the end of a message; None if it fits."""
-        cuts = self.policy.embeddings.encoders.cuts(prompt)
+        """Part of a prompt that no text encoder reads, as the end of a message; None if one reads all of it."""
+        cuts = self.policy.embeddings.encoders.lost(prompt)
         return None if not cuts else f"{cuts[0].tokenizer} would drop {cuts[0].text!r} of the prompt"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffusion.models.pipelines import family_of
+from diffusion.models.pipelines import family_of, quiet_diffusers
 from mmrl.errors import UserError
 
+LOGGER = logging.getLogger("mmrl")
 SHOWN_CHARACTERS = 60
 
 
@@ -76,7 +78,7 @@ class TextEncoders:
 
     def encode(self, prompt: str) -> Embedding:
         """Embed one prompt with the pipeline's own `encode_prompt`, without gradient."""
-        with torch.no_grad():
+        with torch.no_grad(), quiet_diffusers():  # which would warn of every prompt that CLIP cuts
             tokens, pooled = self._family.encode(self.pipeline, prompt, self.max_sequence_length)
         return Embedding(tokens[0], pooled[0])
 
@@ -91,6 +93,12 @@ class TextEncoders:
                 # the end token is kept, so one more token of text is lost
                 found.append(Cut(part.tokenizer, len(ids), limit, tokenizer.decode(ids[limit - 1 : -1])))
         return found
+
+    def lost(self, prompt: str) -> list[Cut]:
+        """Find the ends of a prompt that no encoder reads; a T5 encoder reads what is too long for CLIP."""
+        found = self.cuts(prompt)
+        whole = {part.tokenizer for part in self._parts if part.is_t5} - {cut.tokenizer for cut in found}
+        return [] if whole else found
 
     def free(self) -> int:
         """Take the encoders out of the pipeline; returns their bytes, free unless something else holds them."""
@@ -192,6 +200,7 @@ class PromptEmbeddings:
         self.max_bytes = max_bytes
         self._held: OrderedDict[str, Embedding] = OrderedDict()
         self._evicted: set[str] = set()
+        self._warned = False
 
     def rows(self, prompts: Sequence[str], samples: int = 1, *, allow_empty: bool = False) -> TextRows:
         """Embeddings of prompts, of each distinct one once.
@@ -251,11 +260,16 @@ class PromptEmbeddings:
 
     def _encode(self, prompt: str) -> Embedding:
         cuts = self.encoders.cuts(prompt)
-        if cuts:
-            where = "; ".join(
-                f"{cut.tokenizer} reads {cut.limit} of {cut.tokens} tokens and drops {cut.text!r}" for cut in cuts
+        where = "; ".join(
+            f"{cut.tokenizer} reads {cut.limit} of {cut.tokens} tokens and drops {cut.text!r}" for cut in cuts
+        )
+        if self.encoders.lost(prompt):
+            raise UserError(f"{shortened(prompt)} is too long: {where}; shorten it, or raise max_sequence_length")
+        if cuts and not self._warned:
+            self._warned = True
+            LOGGER.warning(
+                "%s is too long for CLIP alone: %s; T5 reads all of it, so such prompts are used", shortened(prompt), where
             )
-            raise UserError(f"{shortened(prompt)} is too long: {where}; shorten it")
         if self.encoders.freed:
             raise UserError(
                 f"{shortened(prompt)} is not cached and the text encoders were freed; ask for it before that"

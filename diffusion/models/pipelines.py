@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -359,8 +360,11 @@ def _check_part(name: str, part: list[Any], place: str) -> None:
             f"{place}: {name} is a class of {library!r:.80}; allowed are {', '.join(LIBRARIES)} and this package, since "
             "code in a model folder is never run"
         )
-    if kind is not None and kind.startswith("Auto"):
-        raise UserError(f"{place}: {name} is {kind!r:.80}, which may stand for code in the folder, and that is never run; name the class")
+    if kind is not None and re.match("Auto(?!encoder)", kind):
+        raise UserError(
+            f"{place}: {name} is {kind!r:.80}, which may stand for code in the folder, and that is never run; "
+            "name the class itself"
+        )
 
 
 def _absent_parts(index: dict[str, Any], family: str, where: str, folder: Path | None) -> list[str]:

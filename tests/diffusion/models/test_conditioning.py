@@ -206,3 +206,28 @@ def test_unknown_pipelines_and_missing_encoders_are_named(folder):
     pipeline.text_encoder_2 = None
     with pytest.raises(UserError, match="has no text_encoder_2"):
         PromptEmbeddings(pipeline)
+
+
+def test_a_prompt_that_t5_reads_whole_is_cut_for_clip_alone_with_one_warning(pipeline, caplog):
+    cache = PromptEmbeddings(pipeline, max_sequence_length=30)
+    with torch.no_grad():
+        expected = cache.encoders._family.encode(pipeline, LONG, 30)
+    rows = cache.rows([LONG])
+    cache.rows([LONG + " circle"])
+    assert torch.equal(rows.tokens, expected[0])
+    assert torch.equal(rows.pooled, expected[1])
+    assert [record.message for record in caplog.records if record.name == "mmrl"] == [
+        "prompt 'a red circle a red circle a red circle a red circle a red ci'... is too long for CLIP alone: "
+        + "; ".join(
+            f"{part.tokenizer} reads 16 of 26 tokens and drops 'circle a red circle a red circle a red circle'"
+            for part in cache.encoders._parts
+            if not part.is_t5
+        )
+        + "; T5 reads all of it, so such prompts are used"
+    ]
+
+
+def test_without_t5_what_clip_drops_is_lost(folder):
+    pipeline = load_sd3(folder, text_encoder_3=None, tokenizer_3=None)
+    with pytest.raises(UserError, match="tokenizer reads 16 of 26 tokens"):
+        PromptEmbeddings(pipeline).rows([LONG])
