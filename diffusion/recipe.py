@@ -169,8 +169,9 @@ class DiffusionDomain:
         return "diffusers.DiffusionPipeline.from_pretrained"
 
     def close(self) -> None:
-        """End the reward workers."""
+        """End the reward workers and delete files of embeddings."""
         self.rewards.close()
+        self.policy.embeddings.close()
 
     def _free_text_encoders(self) -> None:
         tasks = [*self.train_tasks, *(task for tasks in self.eval_tasks.values() for task in tasks)]

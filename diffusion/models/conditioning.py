@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import logging
+import tempfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from diffusion.models.pipelines import family_of, quiet_diffusers
 from mmrl.errors import UserError
+from mmrl.files import expanded
 
 LOGGER = logging.getLogger("mmrl")
 SHOWN_CHARACTERS = 60
@@ -181,18 +185,27 @@ class PromptEmbeddings:
     """Embeddings of a pipeline's frozen text encoders, made once per distinct prompt by its own `encode_prompt`.
 
     Prompts are encoded one at a time, so that an embedding does not depend, not even in its last bit, on the prompts
-    that were asked for with it. Rows carry no gradient. The least recently used embeddings leave memory first.
+    that were asked for with it. Rows carry no gradient. The least recently used embeddings leave memory first, for files
+    where there is a folder; `close` deletes these.
 
     Args:
         pipeline: StableDiffusion3Pipeline or FluxPipeline with frozen text encoders in evaluation mode.
         max_bytes: embeddings kept in memory; the newest always stays.
         max_sequence_length: tokens of the T5 encoder; None = the pipeline's own default.
+        folder: where embeddings go that leave memory; None = they are made again.
 
     Raises:
         UserError: unknown pipeline, a missing text encoder, or text encoders that could still change.
     """
 
-    def __init__(self, pipeline: Any, *, max_bytes: int = 2**28, max_sequence_length: int | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        max_bytes: int = 2**28,
+        max_sequence_length: int | None = None,
+        folder: Path | str | None = None,
+    ) -> None:
         self.encoders = TextEncoders(pipeline, max_sequence_length)
         self.encoders.check_constant()
         self.encoded = 0
@@ -201,6 +214,8 @@ class PromptEmbeddings:
         self._held: OrderedDict[str, Embedding] = OrderedDict()
         self._evicted: set[str] = set()
         self._warned = False
+        self._folder = None if folder is None else _temporary(folder)
+        self._filed: dict[str, Path] = {}
 
     def rows(self, prompts: Sequence[str], samples: int = 1, *, allow_empty: bool = False) -> TextRows:
         """Embeddings of prompts, of each distinct one once.
@@ -248,13 +263,20 @@ class PromptEmbeddings:
         if self._evicted:
             raise UserError(
                 f"{len(self._evicted)} prompts left the {self.max_bytes} bytes of memory and could not be embedded "
-                f"again, the first {shortened(min(self._evicted))}; raise max_bytes"
+                f"again, the first {shortened(min(self._evicted))}; give a folder or raise max_bytes"
             )
         return self.encoders.free()
 
+    def close(self) -> None:
+        """Delete the files."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._filed.clear()
+
     def _embedding(self, prompt: str) -> Embedding:
         if prompt not in self._held:
-            self._hold(prompt, self._encode(prompt))
+            filed = self._filed.get(prompt)
+            self._hold(prompt, self._encode(prompt) if filed is None else _read(filed))
         self._held.move_to_end(prompt)
         return self._held[prompt]
 
@@ -268,7 +290,9 @@ class PromptEmbeddings:
         if cuts and not self._warned:
             self._warned = True
             LOGGER.warning(
-                "%s is too long for CLIP alone: %s; T5 reads all of it, so such prompts are used", shortened(prompt), where
+                "%s is too long for CLIP alone: %s; T5 reads all of it, so such prompts are used",
+                shortened(prompt),
+                where,
             )
         if self.encoders.freed:
             raise UserError(
@@ -281,4 +305,34 @@ class PromptEmbeddings:
         self._held[prompt] = embedding
         self._evicted.discard(prompt)
         while len(self._held) > 1 and sum(held.nbytes for held in self._held.values()) > self.max_bytes:
-            self._evicted.add(self._held.popitem(last=False)[0])
+            oldest, leaving = self._held.popitem(last=False)
+            if self._folder is None:
+                self._evicted.add(oldest)
+            elif oldest not in self._filed:
+                self._filed[oldest] = _write(leaving, Path(self._folder.name) / f"{len(self._filed)}.safetensors")
+
+
+def _temporary(folder: Path | str) -> tempfile.TemporaryDirectory[str]:
+    """A folder of this process inside another one, which is created with its parents."""
+    place = expanded(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="embeddings-", dir=place)
+    except OSError as error:
+        raise UserError(f"embeddings cannot be kept in {place}: {error}; set model.embedding_cache") from error
+
+
+def _write(embedding: Embedding, file: Path) -> Path:
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: value.cpu().contiguous() for name, value in embedding._asdict().items()}, file)
+    except (OSError, SafetensorError) as error:  # a full disk
+        raise UserError(f"an embedding cannot be written to {file}: {error}; set model.embedding_cache") from error
+    return file
+
+
+def _read(file: Path) -> Embedding:
+    from safetensors.torch import load_file
+
+    return Embedding(**load_file(file))

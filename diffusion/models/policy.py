@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,6 +89,11 @@ class ModelConfig:
     """Tokens of the T5 encoder; empty: the pipeline's own default, 256 for Stable Diffusion 3 and 512 for FLUX."""
     free_text_encoders: bool = False
     """Embed all prompts at the start of the run and drop the text encoders; no other prompt can be drawn then."""
+    embedding_memory_mb: int = rare(bounded(256, at_least=1))
+    """Prompt embeddings kept in memory, in 2^20 bytes; one of SD3.5 in bfloat16 takes 2.6. Those that are used least are
+    made again, or read from files where the text encoders are dropped."""
+    embedding_cache: str | None = rare(None)
+    """Folder of these files, which last as long as the run; empty: the system's folder for temporary files."""
 
 
 def full_model() -> ModelConfig:
@@ -189,7 +195,12 @@ class DiffusionPolicy(nn.Module):
         """Whether the scheduler is given equal steps, see `sigma_grid`."""
         self.cost = Tally(forward_rows=0, train_rows=0)
         """Rows that went through the transformer without and with a graph, copies of the policy included."""
-        self.embeddings = PromptEmbeddings(pipeline, max_sequence_length=config.max_sequence_length)
+        self.embeddings = PromptEmbeddings(
+            pipeline,
+            max_bytes=config.embedding_memory_mb * 2**20,
+            max_sequence_length=config.max_sequence_length,
+            folder=(config.embedding_cache or tempfile.gettempdir()) if config.free_text_encoders else None,
+        )
         if config.lora.enabled:
             add_adapter(self.transformer, config.lora, seed)
         else:

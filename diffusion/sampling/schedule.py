@@ -24,9 +24,7 @@ RANDOM_FROM, RANDOM_TO = 0.3, 0.9  # times between which SA-Solver may add noise
 SA_FIRST_SIGMA = 0.999
 
 
-def sigma_grid(
-    scheduler: Any, steps: int, image_tokens: int | None = None, *, even_steps: bool = False
-) -> Tensor:
+def sigma_grid(scheduler: Any, steps: int, image_tokens: int | None = None, *, even_steps: bool = False) -> Tensor:
     """Return the times at which the scheduler's pipeline would call the model.
 
     The pipeline of Stable Diffusion 3 lets the scheduler space the times; that of FLUX hands it S equal steps from 1 to

@@ -16,6 +16,8 @@ CANNOT = {
     "TrackingConfig.strict": "refuses metrics without a definition; the suite's have one",
     "TrainerConfig.skip_zero_advantage_groups": "time; the gradient of those groups is zero",
     "ModelConfig.gradient_checkpointing": "memory",
+    "ModelConfig.embedding_memory_mb": "memory",
+    "ModelConfig.embedding_cache": "a path",
     "SamplerConfig.batch_rows": "memory",
     "SamplerConfig.lean": "time",
     "SamplerConfig.keep_prefill": "time",

@@ -126,7 +126,9 @@ class ModelDepth:
 
         try:
             processor = AutoImageProcessor.from_pretrained(self.model, trust_remote_code=False)
-            model = AutoModelForDepthEstimation.from_pretrained(self.model, trust_remote_code=False).to(self.device).eval()
+            model = (
+                AutoModelForDepthEstimation.from_pretrained(self.model, trust_remote_code=False).to(self.device).eval()
+            )
         except (OSError, ValueError) as error:
             raise UserError(f"depth model {self.model} cannot be loaded: {' '.join(str(error).split())}") from error
         if getattr(model.config, "depth_estimation_type", "metric") != "metric":

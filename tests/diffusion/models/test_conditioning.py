@@ -147,7 +147,7 @@ def test_encoders_stay_where_an_evicted_prompt_could_not_be_had_again(folder):
     pipeline = load_sd3(folder)
     cache = embeddings(pipeline, max_bytes=1)
     cache.rows([ONE, TWO])
-    with pytest.raises(UserError, match=r"1 prompts left .* 'a red circle'; raise max_bytes"):
+    with pytest.raises(UserError, match=r"1 prompts left .* 'a red circle'; give a folder or raise max_bytes"):
         cache.free_encoders()
     assert isinstance(pipeline.text_encoder, nn.Module)
 
@@ -231,3 +231,25 @@ def test_without_t5_what_clip_drops_is_lost(folder):
     pipeline = load_sd3(folder, text_encoder_3=None, tokenizer_3=None)
     with pytest.raises(UserError, match="tokenizer reads 16 of 26 tokens"):
         PromptEmbeddings(pipeline).rows([LONG])
+
+
+def test_freed_encoders_leave_more_prompts_than_fit_into_memory(folder, tmp_path):
+    pipeline = load_sd3(folder)
+    expected = embeddings(pipeline).rows(CAPTIONS)
+    cache = embeddings(pipeline, max_bytes=2 * expected.tokens[0].nbytes, folder=tmp_path / "new" / "folder")
+    for caption in CAPTIONS:
+        cache.rows([caption])
+    cache.free_encoders()
+    for _ in range(2):
+        found = [cache.rows([caption]) for caption in CAPTIONS]
+        assert torch.equal(torch.cat([rows.tokens for rows in found]), expected.tokens)
+        assert torch.equal(torch.cat([rows.pooled for rows in found]), expected.pooled)
+    assert len([*(tmp_path / "new/folder").rglob("*.safetensors")]) == len(CAPTIONS)
+    cache.close()
+    assert [*(tmp_path / "new/folder").iterdir()] == []
+
+
+def test_a_place_where_nothing_can_be_written_is_named(sd3, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be kept in .*file.*; set model\.embedding_cache"):
+        embeddings(sd3, folder=tmp_path / "file")
