@@ -72,8 +72,8 @@ def test_automatic_classes_never_ask_whether_to_run_code():
         assert options.get("trust_remote_code") is False, path
 
 
-CODE = "import pathlib\npathlib.Path({marker!r}).touch()\nclass Evil:\n    from_pretrained = classmethod(lambda *a, **k: 0)\n"
-AUTO = {name: "evilmod.Evil" for name in ("AutoConfig", "AutoModel", "AutoModelForImageTextToText", "AutoProcessor")}
+CODE = "import pathlib\npathlib.Path({marker!r}).touch()\nclass Evil:\n    from_pretrained = classmethod(print)\n"
+AUTO = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForImageTextToText", "AutoProcessor"), "evilmod.Evil")
 AUTO |= {"AutoTokenizer": ["evilmod.Evil", "evilmod.Evil"], "AutoImageProcessor": "evilmod.Evil"}
 
 

@@ -185,8 +185,8 @@ class PromptEmbeddings:
     """Embeddings of a pipeline's frozen text encoders, made once per distinct prompt by its own `encode_prompt`.
 
     Prompts are encoded one at a time, so that an embedding does not depend, not even in its last bit, on the prompts
-    that were asked for with it. Rows carry no gradient. The least recently used embeddings leave memory first, for files
-    where there is a folder; `close` deletes these.
+    that were asked for with it. Rows carry no gradient. The least recently used embeddings leave memory first, into
+    files where there is a folder; `close` deletes these.
 
     Args:
         pipeline: StableDiffusion3Pipeline or FluxPipeline with frozen text encoders in evaluation mode.

@@ -357,7 +357,7 @@ def _check_part(name: str, part: list[Any], place: str) -> None:
     library, kind = part
     if library not in (None, *LIBRARIES) and not library.startswith(OWN_CLASSES):
         raise UserError(
-            f"{place}: {name} is a class of {library!r:.80}; allowed are {', '.join(LIBRARIES)} and this package, since "
+            f"{place}: {name} is a class of {library!r:.80}; allowed are {', '.join(LIBRARIES)} and this package, as "
             "code in a model folder is never run"
         )
     if kind is not None and re.match("Auto(?!encoder)", kind):

@@ -90,8 +90,8 @@ class ModelConfig:
     free_text_encoders: bool = False
     """Embed all prompts at the start of the run and drop the text encoders; no other prompt can be drawn then."""
     embedding_memory_mb: int = rare(bounded(256, at_least=1))
-    """Prompt embeddings kept in memory, in 2^20 bytes; one of SD3.5 in bfloat16 takes 2.6. Those that are used least are
-    made again, or read from files where the text encoders are dropped."""
+    """Prompt embeddings kept in memory, in 2^20 bytes; one of SD3.5 in bfloat16 takes 2.6. Others are made again, or
+    read from files where the text encoders are dropped."""
     embedding_cache: str | None = rare(None)
     """Folder of these files, which last as long as the run; empty: the system's folder for temporary files."""
 

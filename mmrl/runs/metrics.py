@@ -45,7 +45,7 @@ METRICS: dict[str, str] = {
     "policy/ratio_max": "Largest importance ratio of the step in the groups of the update.",
     "policy/clip_fraction_low": "Share of decisions whose gradient the lower clip bound removed.",
     "policy/clip_fraction_high": "Share of decisions whose gradient the upper clip bound removed.",
-    "policy/clipped_at_start": "Share of decisions clipped in the first optimiser step of the update, by rounding alone.",
+    "policy/clipped_at_start": "Share of decisions clipped in an update's first optimiser step, by rounding alone.",
     "policy/beyond_ratio_limit": "Share of decisions in turns with a ratio above clip.ratio_limit.",
     "policy/kl_old": "k3 estimate of the KL from the updated to the sampling policy, in nats a decision.",
     "policy/kl_ref": "Estimate of the KL from the policy to the reference policy, in nats a decision.",

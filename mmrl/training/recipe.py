@@ -154,11 +154,9 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     @property
     def keeps_sampled_logp(self) -> bool:
         """Whether the old log-probabilities are those recorded while sampling; see `trainer.old_logp`."""
-        trainer = self.config.trainer
-        if trainer.old_logp != "auto":
-            return bool(trainer.old_logp == "sampler")
-        low = any(parameter.dtype in LOW_PRECISION for parameter in self.policy.parameters())
-        return self.samples_as_it_scores and trainer.mixed_precision == "none" and not low
+        trainer, weights = self.config.trainer, self.policy.parameters()
+        low = trainer.mixed_precision != "none" or any(weight.dtype.itemsize < FLOAT32_BYTES for weight in weights)
+        return trainer.old_logp == "sampler" or (trainer.old_logp == "auto" and self.samples_as_it_scores and not low)
 
     @property
     def loss_outputs(self) -> frozenset[str]:
@@ -358,7 +356,7 @@ def with_terms(output: LossOutput, found: Sequence[TermLoss]) -> LossOutput:
     return LossOutput(total, output.metrics | summed | metrics)
 
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+FLOAT32_BYTES = 4
 KEEPS_OLD = "keeps_logp_old"
 """Extra (B,), 1 for rows whose old log-probabilities stay as they are in `logp_old`, such as replayed ones."""
 
@@ -391,16 +389,12 @@ def single_update(trainer: BaseTrainerConfig) -> bool:
 def scores_before_update(recipe: Recipe[Any, Any], provided: frozenset[str] = frozenset()) -> bool:
     """Whether the policy scores rollouts before an update, for a critic or old log-probabilities not yet provided."""
     objective = recipe.objective
-    several = not single_update(recipe.config.trainer) or objective.kl_in_reward
-    recomputed = several and not recipe.keeps_sampled_logp
+    recomputed = not recipe.keeps_sampled_logp and (not single_update(recipe.config.trainer) or objective.kl_in_reward)
     return (objective.needs_values and "values" not in provided) or (recomputed and "logp_old" not in provided)
 
 
 def old_in_update(recipe: Recipe[Any, Any], minibatch: Rollouts, logp: Tensor) -> Rollouts:
-    """Take the update's own log-probabilities (B, T) as old ones, where a step takes a single optimiser step.
-
-    Gradient: none flows into `logp_old`.
-    """
+    """Take the update's own log-probabilities (B, T), detached, as old ones where a step has a single optimiser step."""
     if recipe.keeps_sampled_logp or not single_update(recipe.config.trainer):
         return minibatch
     # at the first and only update new = old: the ratio is 1 in value and has the gradient of logp
@@ -415,7 +409,6 @@ class PrefixScope(Protocol):
 
     def backward(self) -> None:
         """Backpropagate through the shared work; called once, after the backward pass of the last chunk."""
-        ...
 
 
 class _NoPrefix:

@@ -85,7 +85,7 @@ class TrainerConfig(BaseTrainerConfig):
     steps, as most trainers do."""
     old_logp: str = rare(choice("recompute", OLD_LOGP_SOURCES))
     """Old log-probs: recompute (exact ratio 1 at the first update), sampler (recorded while sampling), or auto (sampler
-    where the recipe samples as it scores, in float32; else recompute: bfloat16 rounds batches of other shapes apart)."""
+    where images or robots' actions are drawn in float32, else recompute: bfloat16 rounds other batches otherwise)."""
 
 
 @dataclass
