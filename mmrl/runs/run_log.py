@@ -276,8 +276,8 @@ class RunWarnings:
             due["clipped_at_start"] = (
                 f"{clipped.value:.1%} of decisions were clipped in the first optimiser step of an update, before the "
                 "policy had moved: rounding alone makes old and new log-probabilities differ by more than the clip "
-                "range; use trainer.old_logp=recompute with a trainer.micro_batch that divides the rows of a minibatch, "
-                "as 1 always does, or float32"
+                "range; use trainer.old_logp=recompute with a trainer.micro_batch that divides a minibatch, as 1 "
+                "always does, or float32"
             )
         if len(self._agreement) == PATIENCE and abs(sum(self._agreement) / PATIENCE) < LITTLE_AGREEMENT:
             due["no_agreement"] = (

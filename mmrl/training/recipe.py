@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -72,8 +73,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     In each step the loop calls `rollout`, `score` and `advantages`, then `loss` for every micro-batch, and sometimes
     `evaluate`. A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` in its `__init__`; a method that
-    adds to the loss of its objective sets `terms`. A recipe keeps no step counter and draws all random numbers from
-    the generator that it is given.
+    adds to the loss sets `terms`. A recipe counts no steps and draws all random numbers from the generator it is given.
     """
 
     policy: PolicyT
@@ -155,7 +155,9 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     def keeps_sampled_logp(self) -> bool:
         """Whether the old log-probabilities are those recorded while sampling; see `trainer.old_logp`."""
         trainer, weights = self.config.trainer, self.policy.parameters()
-        low = trainer.mixed_precision != "none" or any(weight.dtype.itemsize < FLOAT32_BYTES for weight in weights)
+        low = trainer.mixed_precision != "none" or any(
+            weight.dtype.itemsize < torch.float32.itemsize for weight in weights
+        )
         return trainer.old_logp == "sampler" or (trainer.old_logp == "auto" and self.samples_as_it_scores and not low)
 
     @property
@@ -356,7 +358,6 @@ def with_terms(output: LossOutput, found: Sequence[TermLoss]) -> LossOutput:
     return LossOutput(total, output.metrics | summed | metrics)
 
 
-FLOAT32_BYTES = 4
 KEEPS_OLD = "keeps_logp_old"
 """Extra (B,), 1 for rows whose old log-probabilities stay as they are in `logp_old`, such as replayed ones."""
 
@@ -394,7 +395,7 @@ def scores_before_update(recipe: Recipe[Any, Any], provided: frozenset[str] = fr
 
 
 def old_in_update(recipe: Recipe[Any, Any], minibatch: Rollouts, logp: Tensor) -> Rollouts:
-    """Take the update's own log-probabilities (B, T), detached, as old ones where a step has a single optimiser step."""
+    """Use the update's own log-probabilities (B, T), detached, as old ones where a step has one optimiser step."""
     if recipe.keeps_sampled_logp or not single_update(recipe.config.trainer):
         return minibatch
     # at the first and only update new = old: the ratio is 1 in value and has the gradient of logp
@@ -411,11 +412,6 @@ class PrefixScope(Protocol):
         """Backpropagate through the shared work; called once, after the backward pass of the last chunk."""
 
 
-class _NoPrefix:
-    def backward(self) -> None:
-        """Nothing is shared."""
-
-
 def shared_prefix(policy: nn.Module, chunks: Sequence[Rollouts]) -> AbstractContextManager[PrefixScope]:
     """Share a policy's `prefixes` between the chunks that are scored inside the context.
 
@@ -424,7 +420,7 @@ def shared_prefix(policy: nn.Module, chunks: Sequence[Rollouts]) -> AbstractCont
     """
     prefixes: Any = getattr(getattr(policy, "module", policy), "prefixes", None)
     if prefixes is None or len(chunks) <= 1:
-        return nullcontext(_NoPrefix())
+        return nullcontext(SimpleNamespace(backward=lambda: None))
     return prefixes.open()  # type: ignore[no-any-return]
 
 
@@ -449,12 +445,11 @@ class Reference:
 
     def update(self) -> None:
         """Move an ema reference towards the policy; call once per optimiser step."""
-        if self.kind != "ema" or self._copy is None:
-            return
-        with torch.no_grad():
-            for mean, value in zip(self._copy.parameters(), self._policy.parameters(), strict=True):
-                if value.requires_grad:
-                    mean.lerp_(value.to(mean.dtype), 1.0 - self.decay)
+        if self.kind == "ema" and self._copy is not None:
+            with torch.no_grad():
+                for mean, value in zip(self._copy.parameters(), self._policy.parameters(), strict=True):
+                    if value.requires_grad:
+                        mean.lerp_(value.to(mean.dtype), 1.0 - self.decay)
 
     def to(self, device: torch.device | str) -> Reference:
         """Move the copy, if there is one; returns itself."""
@@ -481,10 +476,9 @@ class Reference:
 def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool, start: Reference | None = None) -> Reference:
     """Build the reference policy of a run."""
     kind = start_kind(policy) if config.kind == "auto" and needed else config.kind
-    has_adapter = bool(getattr(policy, "has_adapter", False))
     if needed and kind == "none":
         raise UserError("the objective has a KL term but reference.kind is none; use auto, frozen, adapter or ema")
-    if kind == "adapter" and not has_adapter:
+    if kind == "adapter" and not getattr(policy, "has_adapter", False):
         raise UserError("reference.kind is adapter but the model has no LoRA adapter; set model.lora.enabled=true")
     if needed and start is not None and start.kind == kind:
         return start.to(next(policy.parameters()).device)
