@@ -61,6 +61,8 @@ class PretrainConfig(GivenImagesConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_matching(self.trainer, self.evaluation.sampler, self.timesteps)
+        if self.timesteps.share_noise:
+            raise ValueError("timesteps.share_noise is true, but each image is its own group here; leave it out")
 
 
 class PretrainRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[DiffusionPolicy, CaptionedImage]):

@@ -140,6 +140,10 @@ def check_trajectories(sampler: SamplerConfig) -> None:
     if sampler.steps < 2:
         raise ValueError(f"sampler.steps is {sampler.steps}; needs at least 2, the last one is not trained")
     sampler.refuse_set(["solver"], "the steps of this method are those of sampler.kernel")
+    if sampler.window:
+        sampler.refuse_set(["fraction"], f"sampler.window={sampler.window} sets the trained steps")
+    else:
+        sampler.refuse_set(["window_low", "window_high"], "sampler.window is 0, so there is no window")
     try:
         trained_window(sampler, torch.Generator())
     except UserError as error:

@@ -67,6 +67,8 @@ class CloneConfig(RobotParts, BaseRunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         self.check_parts(self.evaluation, self.held_out())
+        if self.sim.randomization.per != "group":
+            raise ValueError("sim.randomization.per is 'episode', but nothing is sampled in training; leave it out")
         if self.demonstrations.unscaled and self.acting.scale == "none":
             raise ValueError(
                 "demonstrations.unscaled has no effect with acting.scale=none; set acting.scale=bounds_q99"

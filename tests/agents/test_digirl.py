@@ -275,6 +275,9 @@ def test_options_that_do_not_fit_are_refused(tmp_path, folder):
     with pytest.raises(ValueError, match="expected 1/H, or a number"):
         make_config(tmp_path, folder, threshold="most")
     config = make_config(tmp_path, folder)
+    config.model.critic.hidden = [8]
+    with pytest.raises(UserError, match=r"those of digirl\.critic"):
+        config.validate()
     config.objective = ObjectiveConfig(preset="grpo")
     with pytest.raises(UserError, match="leave objective out"):
         config.validate()

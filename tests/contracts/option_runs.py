@@ -13,6 +13,7 @@ from typing import Any
 from mmrl.config import from_values
 from mmrl.core.blocks import BLOCKS
 from mmrl.errors import UserError
+from mmrl.recipes import RECIPES
 from tests.contracts.options import Leaf, walk_config, with_changes
 
 
@@ -37,6 +38,7 @@ class Variant:
 
 
 _KEPT: list[Any] = []  # folders that are deleted with the process
+IMAGES = tuple(name for name, entry in RECIPES.items() if entry.target.startswith("diffusion."))
 ROBOTS = ("robot_grpo", "robot_ppo", "srpo", "robot_clone")
 EXACT_KL = {"kind": "full", "coef": 0.1}
 KL = {"kind": "k3", "coef": 0.1}
@@ -65,9 +67,11 @@ def _videos(config: Any, folder: Path) -> Any:
 
 def _prompt_table(config: Any, folder: Path) -> Any:
     """Prompts with their columns, in place of lines of text."""
-    for data in (config.data, config.eval_data["held"]):
-        data.path = str(folder / "prompts.jsonl")
-    Path(data.path).write_text('{"prompt": "a red circle"}\n{"prompt": "a blue square"}\n', encoding="utf-8")
+    path = folder / "prompts.jsonl"
+    path.write_text('{"prompt": "a red circle"}\n{"prompt": "a blue square"}\n', encoding="utf-8")
+    for data in (getattr(config, "data", None), config.eval_data["held"]):
+        if data is not None:
+            data.path = str(path)
     return config
 
 
@@ -267,13 +271,15 @@ VARIANTS = [
     Variant(("digirl.",), {"digirl.quantile": 0.5, "digirl.threshold": "auto"}),
     Variant(("objective.",), {"warmup_updates": 0}, ("vl_dac", "vl_dac_repo")),
     # images
-    Variant(("data.", "eval_data.<name>."), _prompt_table, ("flow_grpo",)),
+    Variant(("data.", "eval_data.<name>."), _prompt_table, IMAGES),
     Variant(("sampler.",), {"sampler.solver": "sa_solver"}),
     Variant(("sampler.",), {"sampler.window": 1, "sampler.random_share": 0.0}),
     Variant(("sampler.",), {"sampler.window": 1, "sampler.window_high": 3}),
+    Variant(("sampler.",), {"sampler.window": 0}, ("flow_grpo_fast",)),
     Variant(("sampler.",), {"sampler.guidance": 3.0}),
     Variant(("awm.",), {"awm.ema_coef": 0.1}),
     Variant(("timesteps.",), {"timesteps.times": "uniform"}),
+    Variant(("timesteps.",), {"timesteps.times": "discrete"}),
     Variant(("awm.",), {"awm.ema_coef": 0.1, "awm.off_policy": True, "trainer.steps": 4}),
     Variant(("nft.",), {"trainer.steps": 4}, ("diffusion_nft",)),
     Variant(("shaping.",), {"shaping.kind": "minmax"}),

@@ -350,6 +350,8 @@ def test_bad_options_are_one_clear_line_and_exit_code_2(overrides, message, tmp_
     ("recipe", "key", "value"),
     [
         ("flow_grpo", "sampler.solver", "dpm"),
+        ("flow_grpo", "sampler.window_low", 1),
+        ("flow_grpo_fast", "sampler.fraction", 0.5),
         ("ddpo", "objective.advantage", {"kind": "group_mean"}),
         ("ddpo", "objective.scaling", {"whiten": "rows"}),
         ("awm", "sampler.window", 2),

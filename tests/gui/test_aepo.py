@@ -133,6 +133,11 @@ def test_options_that_cannot_be_are_refused(tmp_path, model):
     config = run_config(AepoConfig, tmp_path, model["qwen2_5_vl"], samples_per_task=1)
     with pytest.raises(ValueError, match="samples_per_task"):
         config.validate()
+    for schema in (AepoConfig, GroundingSftConfig):
+        config = run_config(schema, tmp_path, model["qwen2_5_vl"])
+        config.data.video.fps = 1.0
+        with pytest.raises(ValueError, match=r"data\.video is set"):
+            config.validate()
 
 
 def test_groups_without_signal_are_counted_by_kind():

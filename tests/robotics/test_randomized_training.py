@@ -75,6 +75,8 @@ def test_a_set_that_asks_for_a_randomisation_that_is_off_is_refused():
         load_run(path, ["eval_data.held_out.randomized=true"])
     with pytest.raises(UserError, match=r"sim\.randomization\.mass"):
         load_run(path, ["sim.randomization.mass=[-1,1]"])
+    with pytest.raises(UserError, match=r"sim\.randomization\.per is 'episode', but nothing is sampled in training"):
+        load_run(CONFIGS[0].with_name("tabletop_clone.yaml"), ["sim.randomization.per=episode"])
 
 
 def test_demonstrations_hold_the_observations_and_record_the_draws(tmp_path, backend):

@@ -63,7 +63,7 @@ from mmrl.training.processes import make_generator, stream_seed
 from mmrl.training.recipe import LossTerm, Step
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.model.config import check_update_precision
+from mmrl.vlm.model.config import CriticSettings, check_update_precision
 
 METHODS, ADVANTAGES = ("digirl", "filtered_cloning"), ("paper", "code")
 
@@ -146,6 +146,8 @@ class DigirlConfig(AgentConfig):
         check_update_precision(self.model, self.trainer.learning_rate)
         if self.objective != ObjectiveConfig(preset="sft"):
             raise UserError("digirl raises the likelihood of kept steps; leave objective out, or use recipe: agent")
+        if self.model.critic != CriticSettings():
+            raise UserError("model.critic is set, but DigiRL's critics are those of digirl.critic; leave it out")
 
 
 EPISODES = "episodes"

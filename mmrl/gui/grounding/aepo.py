@@ -51,6 +51,7 @@ class AepoConfig(GroundingParts, VlmConfig):
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
+        self.refuse_videos()
         VlmConfig.validate(self.scored())
 
     def scored(self) -> AepoConfig:

@@ -17,7 +17,7 @@ from mmrl.gui.grounding.drawing import draw_answer
 from mmrl.gui.grounding.rewards import AnswerRules
 from mmrl.gui.grounding.samples import TARGET_COLUMNS, GroundingSample, image_size, sample_row, target_of
 from mmrl.vlm.data.dataset import LoadedTasks
-from mmrl.vlm.data.task import TaskError, VlmTask, open_image
+from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, open_image
 from mmrl.vlm.domain import Questions
 from mmrl.vlm.model.config import ModelConfig
 
@@ -197,6 +197,13 @@ class GroundingParts:
     """Image size and coordinates of the model."""
     answer: AnswerRules = field(default_factory=AnswerRules)
     """Required form of an answer and its reward: `point`, with its parts at weight 0."""
+
+    def refuse_videos(self) -> None:
+        """Refuse options of videos, which screens do not have; raises ValueError."""
+        config: Any = self
+        for data in (config.data, *config.eval_data.values()):
+            if data.video != VideoOptions():
+                raise ValueError("data.video is set, but a grounding question has one image and no video; leave it out")
 
 
 FIRST_CORRECT = "first_correct"

@@ -118,7 +118,7 @@ class Flow3dConfig(BaseRunConfig):
     """Sets of episodes in physics by name, which every evaluation runs after the clips; an episode takes a second or
     more."""
     loop: LoopConfig = field(default_factory=LoopConfig)
-    """Verifier, grasps and planner of those episodes; `loop.seed` is replaced by `seed`."""
+    """Verifier, grasps and planner of those episodes; in place of `loop.seed` they use `seed`."""
     loss_mask: str = choice("none", LOSS_MASKS)
     """none: every number counts, as in the public code; visible: only points that are seen, and the visibility of
     all."""
@@ -134,6 +134,8 @@ class Flow3dConfig(BaseRunConfig):
         super().validate()
         if shared := sorted(set(self.episodes) & set(self.eval_data)):
             raise ValueError(f"episodes and eval_data share the names {', '.join(shared)}; give each set its own")
+        if self.loop.seed:
+            raise ValueError(f"loop.seed is {self.loop.seed}, but it is replaced by seed; leave it out and set seed")
 
 
 class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):

@@ -61,6 +61,9 @@ class VerifierConfig:
             raise ValueError("verifier.kind is vlm, but verifier.path names no model")
         if self.kind == "endpoint" and not (self.url and self.model):
             raise ValueError("verifier.kind is endpoint; name verifier.url, such as http://host:8000/v1, and model")
+        for name, reader in (("path", "vlm"), ("url", "endpoint"), ("model", "endpoint"), ("timeout_s", "endpoint")):
+            if self.kind != reader and getattr(self, name) != getattr(VerifierConfig, name):
+                raise ValueError(f"verifier.{name} is set, but only kind {reader} reads it; leave it out")
 
 
 def open_verifier(config: VerifierConfig) -> Verifier | None:

@@ -132,7 +132,10 @@ def test_options_that_do_not_fit_are_refused(tmp_path, digit_model):
     config.drop_caption = 1.5
     with pytest.raises(ValueError, match=r"drop_caption is 1\.5"):
         config.validate()
-    config.drop_caption, config.images.path = 0.1, str(tmp_path / "gone.npz")
+    config.drop_caption, config.timesteps.share_noise = 0.1, True
+    with pytest.raises(ValueError, match=r"timesteps\.share_noise is true"):
+        config.validate()
+    config.timesteps.share_noise, config.images.path = False, str(tmp_path / "gone.npz")
     config.images.build = None
     with pytest.raises(UserError, match="no such file"):
         build(config)

@@ -222,6 +222,7 @@ def test_what_cannot_work_is_refused(tmp_path):
         (WeightedVerifierConfig("geometric", options={"rmse": 1}), "geometric has no option rmse; it has rmse_m"),
         (WeightedVerifierConfig("oracle", options={"rmse": 1}), "oracle has no options"),
         (WeightedVerifierConfig("endpoint", url="http://localhost:1/v1"), r"name verifier\.url"),
+        (WeightedVerifierConfig("oracle", path="models/judge"), r"verifier\.path is set, but only kind vlm reads it"),
     ):
         with pytest.raises(ValueError, match=message):
             wrong.validate()
