@@ -83,11 +83,7 @@ RECIPES = (
 )
 METRICS = {
     "score/<reward>": "Mean of an optimised reward over held-out images.",
-    "score/<reward>/low": "Lower end of its 95 % interval.",
-    "score/<reward>/high": "Upper end of its 95 % interval.",
     "heldout/<reward>": "Mean over held-out images of a reward that is never optimised.",
-    "heldout/<reward>/low": "Lower end of its 95 % interval.",
-    "heldout/<reward>/high": "Upper end of its 95 % interval.",
     "diversity/latent": "Mean root-mean-square distance between the latents of images of one prompt.",
     "distance/base": "Mean squared distance between the velocities of policy and start model on held-out images.",
     "cost/forward_rows": "Rows that the denoiser evaluated without gradient for training so far.",

@@ -11,7 +11,7 @@ from mmrl.entries import RecipeEntry
 from mmrl.errors import UserError
 
 PACKAGES = ("mmrl.vlm", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
-"""Packages with recipes, in the order of lists."""
+"""Packages with recipes, in the order of lists; each builds on earlier ones alone."""
 
 
 def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
@@ -57,6 +57,13 @@ def package_tables(name: str) -> list[Any]:
     """Collect a table of each package's `entries` that has it: RECIPES, EVALUATIONS or METRICS."""
     modules = [importlib.import_module(f"{package}.entries") for package in PACKAGES]
     return [getattr(module, name) for module in modules if hasattr(module, name)]
+
+
+def metric_tables(recipe: str) -> list[dict[str, str]]:
+    """The METRICS of the packages up to that of a recipe, which comes last; of all packages for an unknown recipe."""
+    entry = RECIPES.get(recipe) or EVALUATIONS.get(recipe)
+    own = [number for number, package in enumerate(PACKAGES) if entry and entry.target.startswith(f"{package}.")]
+    return package_tables("METRICS")[: own[0] + 1 if own else None]
 
 
 RECIPES: dict[str, RecipeEntry] = {entry.name: entry for table in package_tables("RECIPES") for entry in table}

@@ -14,7 +14,6 @@ from mmrl.report.folder import RunFolder, estimate, label, measured
 from mmrl.report.tables import JUDGED, UNJUDGED
 from mmrl.runs.metrics import STAGES, STAGES_BETWEEN
 from mmrl.runs.statistics import SHARES
-from mmrl.runs.tracking import describe_metric
 
 
 def curves(run: RunFolder) -> list[dict[str, Any]]:
@@ -28,7 +27,10 @@ def curves(run: RunFolder) -> list[dict[str, Any]]:
         names -= set(chosen)
     for family in sorted({name.split("/")[0] for name in names}):
         charts += _by_kind(run, family, [name for name in sorted(names) if name.split("/")[0] == family])
-    return charts + _time_charts(run)
+    charts += _time_charts(run)
+    for chart in charts:
+        chart["definitions"] = [(name, run.describe(name) or "A metric of this recipe.") for name in chart["metrics"]]
+    return charts
 
 
 def constants(run: RunFolder) -> list[tuple[str, str]]:
@@ -62,7 +64,7 @@ def _by_kind(run: RunFolder, title: str, names: Sequence[str]) -> list[dict[str,
     """One figure for each kind of number among some metrics; the kind is named where there are several."""
     kinds: dict[str, list[str]] = {}
     for name in names:
-        kinds.setdefault(_kind(name), []).append(name)
+        kinds.setdefault(_kind(run.describe(name)), []).append(name)
     smooth = not set(names) & SCHEDULED
     return [
         _figure(
@@ -74,9 +76,8 @@ def _by_kind(run: RunFolder, title: str, names: Sequence[str]) -> list[dict[str,
     ]
 
 
-def _kind(name: str) -> str:
+def _kind(sentence: str) -> str:
     """Kind of number that a metric is, inferred from how its definition begins."""
-    sentence = describe_metric(name) or ""
     return next((kind for kind, beginning in KINDS.items() if re.match(beginning, sentence)), "values")
 
 
@@ -190,7 +191,7 @@ def _figure(title: str, names: Sequence[str], svg: bytes) -> dict[str, Any]:
     return {
         "title": title,
         "image": "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii"),
-        "definitions": [(name, describe_metric(name) or "A metric of this recipe.") for name in names],
+        "metrics": names,
     }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.runs.records import Outcome, read_outcomes
-from mmrl.runs.tracking import read_evaluations, read_metrics
+from mmrl.runs.tracking import describe_metric, metric_definitions, read_evaluations, read_metrics
 
 EVALUATED = "evaluate"
 """Tag of the evaluations that `mmrl evaluate` appends."""
@@ -45,6 +45,10 @@ class RunFolder:
         """Name, recipe and objective."""
         parts = [self.name, self.result.get("recipe"), self.result.get("objective")]
         return " · ".join(dict.fromkeys(str(part) for part in parts if part))
+
+    def describe(self, metric: str) -> str:
+        """Sentence that defines a metric of the run; empty without one."""
+        return describe_metric(metric, metric_definitions(self.result.get("recipe", ""))) or ""
 
     @property
     def splits(self) -> list[str]:

@@ -28,7 +28,6 @@ from mmrl.runs.statistics import (
     paired_difference,
     wilson_interval,
 )
-from mmrl.runs.tracking import describe_metric
 
 Row = tuple[str, str, str]
 
@@ -235,7 +234,10 @@ def score_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
             continue
         columns = [{"label": point.label, "step": point.record["step"], "count": point.count} for point in points]
         groups = [
-            {"heading": heading, "rows": [_score_row(points, name) for name in names if name.startswith(prefixes)]}
+            {
+                "heading": heading,
+                "rows": [_score_row(points, name, runs[-1]) for name in names if name.startswith(prefixes)],
+            }
             for heading, prefixes in SCORE_GROUPS
         ]
         tables.append({"split": split, "columns": columns, "groups": [group for group in groups if group["rows"]]})
@@ -249,7 +251,7 @@ def _headline_row(points: Sequence[EvaluationPoint], index: int, protocols: Sequ
     return {"label": point.label, "step": point.record["step"], "count": point.count, "cells": cells}
 
 
-def _score_row(points: Sequence[EvaluationPoint], name: str) -> dict[str, Any]:
+def _score_row(points: Sequence[EvaluationPoint], name: str, run: RunFolder) -> dict[str, Any]:
     cells = []
     previous: EvaluationPoint | None = None
     for point in points:
@@ -260,7 +262,7 @@ def _score_row(points: Sequence[EvaluationPoint], name: str) -> dict[str, Any]:
         cells.append(cell)
         previous = point
     shown = name if name.startswith(UNJUDGED) else label(name)
-    return {"label": shown, "definition": describe_metric(name) or "", "cells": cells}
+    return {"label": shown, "definition": run.describe(name), "cells": cells}
 
 
 def _part_groups(points: Sequence[EvaluationPoint], metric: str) -> list[dict[str, Any]]:

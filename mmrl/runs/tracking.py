@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from mmrl.errors import UserError
 from mmrl.fields import rare
-from mmrl.recipes import package_tables
+from mmrl.recipes import metric_tables
 from mmrl.runs.metrics import METRICS, STAGES, STAGES_BETWEEN
 from mmrl.runs.records import JsonLines, read_steps
 from mmrl.runs.statistics import HEADLINES, SHARES
@@ -329,7 +329,7 @@ class Tracker:
     ) -> None:
         self._sinks: list[Sink] = [JsonlSink(Path(run_dir)), *sinks]
         self._strict = strict
-        self._definitions = {**metric_definitions(), **(definitions or {})}
+        self._definitions = metric_definitions() if definitions is None else definitions
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one finished step, counted from 1; a value that is not finite is written as null."""
@@ -369,7 +369,7 @@ def build_tracker(
     *,
     total_steps: int,
     run_config: Mapping[str, Any] | None = None,
-    definitions: Mapping[str, str] | None = None,
+    recipe: str = "",
 ) -> Tracker:
     """Make the tracker that a configuration asks for."""
     run_dir = Path(run_dir)
@@ -382,27 +382,54 @@ def build_tracker(
     if wanted:
         sinks.append(TensorBoardSink(run_dir))
     sinks.append(ConsoleSink(total_steps, every=config.console_every, quiet=config.quiet))
-    return Tracker(run_dir, sinks, strict=config.strict, definitions=definitions)
+    return Tracker(run_dir, sinks, strict=config.strict, definitions=metric_definitions(recipe))
 
 
 @functools.cache
-def metric_definitions() -> dict[str, str]:
-    """Sentences of all packages' metrics by name, specific tables before METRICS."""
-    tables: list[dict[str, str]] = [*package_tables("METRICS"), METRICS]
-    return {name: sentence for table in tables for name, sentence in table.items()}
+def metric_definitions(recipe: str = "") -> dict[str, str]:
+    """Sentences of metrics by name: shared ones, those of a recipe's package and of packages that it builds on.
+
+    Without a recipe of the table, the sentences of all packages.
+    """
+    return {name: sentence for table in (METRICS, *metric_tables(recipe)) for name, sentence in table.items()}
 
 
 def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> str | None:
-    """Sentence that defines a metric, None without one; `reward/format` is found under `reward/<term>`."""
+    """Sentence that defines a metric, None without one.
+
+    `reward/format` is found under `reward/<term>`, `accuracy/greedy` under `accuracy/<greedy|sampled>`, which precedes
+    `accuracy/<verifier>`. `/low`, `/high` and `/column=value` may follow any metric.
+    """
     table = metric_definitions() if definitions is None else definitions
-    if name in table:
-        return table[name]
-    for pattern, sentence in table.items():
-        if "<" in pattern:
-            expression = re.sub(r"<\w+>", "[^/]+", re.sub(r"[.+*?()]", r"\\\g<0>", pattern))
-            if re.fullmatch(expression, name):
-                return sentence
-    return None
+    whole, _, last = name.rpartition("/")
+    if last in ENDS and describe_metric(whole, table) is not None:
+        return f"{ENDS[last]} end of the 95 % interval of {whole}."
+    fitting = [pattern for pattern in table if _expression(pattern).fullmatch(name)]
+    if fitting:
+        return table[min(reversed(fitting), key=openness)]  # of equally open ones that of the recipe's own package
+    sentence = describe_metric(whole, table) if "=" in last else None
+    return None if sentence is None else f"{sentence.rstrip('.')}, where {last}."
+
+
+ENDS = {"low": "Lower", "high": "Upper"}
+
+
+def openness(pattern: str) -> list[int]:
+    """0 for each part of a metric's name that is given, 1 where it is one of some values, 2 where it is any."""
+    return [max((1 if "|" in place else 2 for place in _PLACE.findall(part)), default=0) for part in pattern.split("/")]
+
+
+_PLACE = re.compile("<(.+?)>")
+
+
+@functools.cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    """`<a|b>` is one of its values, `<any>` one part of a name without `=`."""
+    parts = [
+        re.escape(part) if not number % 2 else f"(?:{part})" if "|" in part else "[^/=]+"
+        for number, part in enumerate(_PLACE.split(pattern))
+    ]
+    return re.compile("".join(parts))
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

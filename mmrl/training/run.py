@@ -252,7 +252,13 @@ def _tracker(run_dir: Path, config: Any) -> Tracker:
     from mmrl.config import to_container
     from mmrl.runs.tracking import build_tracker
 
-    return build_tracker(config.tracking, run_dir, total_steps=config.trainer.steps, run_config=to_container(config))
+    return build_tracker(
+        config.tracking,
+        run_dir,
+        total_steps=config.trainer.steps,
+        run_config=to_container(config),
+        recipe=config.recipe,
+    )
 
 
 def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, float]) -> None:

@@ -31,7 +31,7 @@ def write_run(recipe: str, folder: Path) -> Path:
     config = domain_of(recipe).make_config(recipe, folder / "data")
     config.trainer.steps = STEPS
     config.checkpoint = dataclasses.replace(config.checkpoint, every=2, keep=2)
-    room = RECIPES[recipe].target.partition(":")[0].rpartition(".")[0]
+    room = max((room for room in ROOMS if RECIPES[recipe].target.startswith(f"{room}.")), key=len)
     ROOMS[room](config, folder / "data")
     config.evaluation = dataclasses.replace(config.evaluation, every=2, records=2)
     config.validate()
@@ -57,6 +57,15 @@ def _vlm(config: Any, folder: Path) -> None:
         RewardConfig(name=f"{ROOT}/tests/vlm/user_reward.py:letters", isolate=isolate),
         RewardConfig(name="exact", weight=0.5),
     ]
+
+
+def _gui(config: Any, folder: Path) -> None:
+    config.eval_data = {"held_out": dataclasses.replace(config.data)}
+    config.evaluation.max_tasks = 3
+
+
+def _tspo(config: Any, folder: Path) -> None:
+    config.eval_data = {"held_out": dataclasses.replace(config.data)}
 
 
 def _agents(config: Any, folder: Path) -> None:
@@ -86,4 +95,17 @@ def _robotics(config: Any, folder: Path) -> None:
     config.evaluation = dataclasses.replace(config.evaluation, videos=1)
 
 
-ROOMS = {"mmrl.vlm": _vlm, "mmrl.gui": _vlm, "mmrl.agents": _agents, "diffusion": _diffusion, "robotics": _robotics}
+def _flow3d(config: Any, folder: Path) -> None:
+    options = {**config.data.options, "count": 4, "seed": 1}
+    config.eval_data = {"held_out": dataclasses.replace(config.data, options=options)}
+
+
+ROOMS = {
+    "mmrl.vlm": _vlm,
+    "mmrl.vlm.tspo": _tspo,
+    "mmrl.gui": _gui,
+    "mmrl.agents": _agents,
+    "diffusion": _diffusion,
+    "robotics": _robotics,
+    "robotics.flow3d": _flow3d,
+}

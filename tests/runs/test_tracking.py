@@ -1,4 +1,5 @@
 import io
+import itertools
 import json
 import math
 import re
@@ -10,6 +11,8 @@ import pytest
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.recipes import EVALUATIONS, RECIPES, metric_tables
+from mmrl.runs.metrics import METRICS
 from mmrl.runs.records import JsonLines, read_jsonl
 from mmrl.runs.tracking import (
     ConsoleSink,
@@ -116,11 +119,53 @@ def test_strict_tracker_refuses_an_undefined_metric(tmp_path):
 
 
 def test_patterns_match_one_name_part():
-    assert describe_metric("reward/format") == metric_definitions()["reward/<term>"]
-    assert describe_metric("accuracy/sampled/low") == metric_definitions()["accuracy/<protocol>/low"]
-    assert describe_metric("accuracy/greedy/count") == metric_definitions()["accuracy/<protocol>/<part>"]
+    table = metric_definitions()
+    assert describe_metric("reward/format") == table["reward/<term>"]
+    assert describe_metric("reward/mean") == table["reward/mean"]
+    assert describe_metric("accuracy/greedy") == table["accuracy/<greedy|sampled>"]
+    assert describe_metric("accuracy/geometric") == table["accuracy/<verifier>"]
+    assert describe_metric("accuracy/geometric", metric_definitions("papo")) is None
+    assert describe_metric("score/geometric", metric_definitions("flow3d_awm")) == table["score/<verifier>"]
+    assert describe_metric("score/aesthetic", metric_definitions("flow_grpo")) == table["score/<reward>"]
     assert describe_metric("reward/a/b") is None
     assert describe_metric("xreward/format") is None
+
+
+def test_ends_of_intervals_and_parts_of_the_data_follow_any_metric():
+    assert describe_metric("success/greedy/low") == "Lower end of the 95 % interval of success/greedy."
+    found = describe_metric("n/hint=wrong")
+    assert found == "Tasks that the evaluation answered, where hint=wrong."
+    assert describe_metric("accuracy/greedy/hint=a=b/high").startswith("Upper end")
+    assert describe_metric("nothing/low") is None
+    assert describe_metric("accuracy/greedy/hint") is None
+
+
+@pytest.mark.parametrize("recipe", ["", *RECIPES, *EVALUATIONS])
+def test_no_name_fits_two_patterns_equally(recipe):
+    """Of two patterns that one name can fit, one fits less in every part; only packages may say the same of two."""
+    owners = {name: number for number, table in enumerate([METRICS, *metric_tables(recipe)]) for name in table}
+    for first, second in itertools.combinations(owners, 2):
+        parts = [[values(part) for part in pattern.split("/")] for pattern in (first, second)]
+        if len(parts[0]) == len(parts[1]) and all(meet(*pair) for pair in zip(*parts, strict=True)):
+            narrower = [{within(*pair) for pair in zip(*order, strict=True)} for order in (parts, parts[::-1])]
+            same = narrower[0] == narrower[1] and 0 < owners[first] < owners[second]
+            assert same or [found == {True} for found in narrower].count(True) == 1, (first, second)
+
+
+def values(part):
+    """Texts that a part of a pattern fits; None for any."""
+    places = re.split("<(.+?)>", part)
+    if any("|" not in place for place in places[1::2]):
+        return None
+    return {"".join(texts) for texts in itertools.product(*(place.split("|") for place in places))}
+
+
+def meet(first, second):
+    return first is None or second is None or bool(first & second)
+
+
+def within(first, second):
+    return second is None or (first is not None and first <= second)
 
 
 def test_every_metric_has_one_sentence():
@@ -138,6 +183,16 @@ def test_every_metric_that_the_code_names_is_defined():
     named = {name for path in root.rglob("*.py") for name in literal.findall(path.read_text(encoding="utf-8"))}
     assert "loss/total" in named
     assert not sorted(name for name in named if describe_metric(name.rstrip("/")) is None)
+
+
+def test_every_metric_of_the_tables_is_emitted_somewhere():
+    root = Path(mmrl.__file__).parents[1]
+    files = [path for top in ("mmrl", "diffusion", "robotics") for path in (root / top).rglob("*.py")]
+    source = "".join(p.read_text(encoding="utf-8") for p in files if p.name not in ("entries.py", "metrics.py"))
+    composed = tuple(re.findall(r'f"(\w+/\w+)\{', source))
+    for name in metric_definitions():
+        last = name.rpartition("/")[2]
+        assert "<" in last or re.search(rf"\b{last}\b", source) or name.startswith(composed), name
 
 
 def test_console_shows_plain_lines_without_a_terminal():

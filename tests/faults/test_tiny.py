@@ -1,0 +1,20 @@
+"""Every recipe of the table has the tiny run that kills and damage are tried on, and its metrics are its package's."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.recipes import RECIPES
+from tests.contracts.domains import domain_of
+from tests.faults.tiny import write_run
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_tiny_run_trains_is_evaluated_and_logs_metrics_of_its_package(recipe, tmp_path, monkeypatch):
+    for module in domain_of(recipe).needs:
+        pytest.importorskip(module)
+    monkeypatch.setattr("mmrl.report.charts._svg", lambda figure: b"<svg></svg>")
+    config = write_run(recipe, tmp_path)
+    assert main(["train", str(config), f"output_dir={tmp_path / 'run'}", "tracking.strict=true"]) == 0
+    assert (tmp_path / "run/evaluations.jsonl").is_file()
