@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import re
 import typing
 from pathlib import Path
@@ -15,7 +16,7 @@ from mmrl.fields import check_fields
 from mmrl.files import is_file, write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from mmrl.recipes import RecipeEntry
 
@@ -51,11 +52,22 @@ def fill(defaults: Any, overrides: Sequence[str], where: str) -> Any:
 
 
 def from_values(schema: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
-    """Make a dataclass from a dictionary, with the checks of a file."""
+    """Make a dataclass from a dictionary, with the checks of a file; texts are taken as they are."""
     from omegaconf import OmegaConf
 
-    filled: ConfigT = _fill(schema, OmegaConf.create(dict(values)), where)
+    filled: ConfigT = _fill(schema, OmegaConf.create(escaped(dict(values))), where)
     return filled
+
+
+def escaped(values: Any) -> Any:
+    """Nested values whose texts OmegaConf reads as they are here: each `${` has a backslash before it."""
+    if isinstance(values, dict):
+        return {key: escaped(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [escaped(value) for value in values]
+    if isinstance(values, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", values)
+    return values
 
 
 def save(config: Any, path: Path) -> None:
@@ -66,8 +78,17 @@ def save(config: Any, path: Path) -> None:
 
 
 def to_container(config: Any) -> dict[str, Any]:
-    """Plain nested dict of a configuration, as saved beside the run."""
-    return dataclasses.asdict(config)
+    """Plain nested dict of a configuration, as saved beside the run and read again by `load_run`.
+
+    A text that was given with `${oc.env:NAME}` is saved as it was given, so that a secret is in no file of the run.
+    """
+    found: dict[str, Any] = escaped(dataclasses.asdict(config))
+    for path, given, read in getattr(config, "_given", ()):
+        *parents, last = path
+        place = functools.reduce(lambda part, key: part[key], parents, found)
+        if place[last] == escaped(read):
+            place[last] = given
+    return found
 
 
 def _merge_sources(path: Path, overrides: Sequence[str]) -> Any:
@@ -119,6 +140,7 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     try:
         merged = OmegaConf.merge(structured, _with_inherited(schema, _without_nulls(schema, values)))
         filled: Any = OmegaConf.to_object(merged)
+        given = OmegaConf.to_container(merged)
     except ConfigKeyError as error:
         raise UserError(f"{where}: {_unknown_key(error, structured)}") from error
     except MissingMandatoryValue as error:
@@ -132,7 +154,22 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
             filled.validate()
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
+    if "oc.env" in str(given):
+        object.__setattr__(filled, "_given", tuple(_references(given, dataclasses.asdict(filled))))
     return filled
+
+
+def _references(given: Any, read: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, str]]:
+    """Path, given text and value of texts that refer to others, any of which may lead to an environment variable."""
+    if isinstance(given, str) and isinstance(read, str):
+        if "${" in given and path != ("output_dir",):
+            yield path, given, read
+        return
+    pairs = given.items() if isinstance(given, dict) else enumerate(given) if isinstance(given, list) else ()
+    for key, value in pairs:
+        known = key in read if isinstance(read, dict) else isinstance(read, list) and key < len(read)
+        if known:
+            yield from _references(value, read[key], (*path, key))
 
 
 def _without_nulls(schema: type[Any], values: Any) -> Any:

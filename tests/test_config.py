@@ -1,9 +1,13 @@
 from __future__ import annotations
 
-import pytest
+import random
 
-from mmrl.config import load, load_run, save
+import pytest
+from omegaconf import OmegaConf
+
+from mmrl.config import escaped, from_values, load, load_run, save, to_container
 from mmrl.errors import UserError
+from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.methods.papo import PapoConfig
 
 GOOD = "recipe: papo\nmodel: {path: m}\ndata: {path: d.jsonl}\nrewards: [{name: exact}]\n"
@@ -39,6 +43,45 @@ def test_saved_configuration_loads_again(write, tmp_path):
     _, config = load_run(write(GOOD), ["model.lora.enabled=true"])
     save(config, tmp_path / "resolved.yaml")
     assert load(tmp_path / "resolved.yaml", PapoConfig) == config
+
+
+def test_texts_with_dollars_are_saved_so_that_they_load_again(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("MMRL_TEST_TOKEN", "s3cr3t")
+    _, config = load_run(write(GOOD))
+    texts = [r"Pay ${5", r"\${x} $ {", "${oc.env:MMRL_TEST_TOKEN}", "${recipe}", "$${", "\\"]
+    config.data.system_prompt = "|".join(texts)
+    config.rewards[0].options = {"texts": texts}
+    save(config, tmp_path / "saved.yaml")
+    assert load(tmp_path / "saved.yaml", PapoConfig) == config
+    assert from_values(DataConfig, {"path": texts[2]}, "data").path == texts[2]
+
+
+def test_every_text_is_escaped():
+    rng = random.Random(0)
+    for _ in range(500):
+        text = "".join(rng.choices(["\\", "$", "{", "}", "${", "a", "'", ":"], k=6))
+        assert OmegaConf.create({"a": escaped(text)}).a == text
+
+
+def test_values_of_the_environment_are_saved_as_references(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("MMRL_TEST_TOKEN", "s3cr3t")
+    monkeypatch.setenv("MMRL_TEST_STEPS", "7")
+    text = "token ${oc.env:MMRL_TEST_TOKEN}"
+    path = write(GOOD + "trainer: {steps: '${oc.env:MMRL_TEST_STEPS}'}\n", "base.yaml")
+    overrides = [f"data.system_prompt={text}", "data.split=${data.system_prompt}", r"data.subset=\${x}"]
+    _, config = load_run(path, overrides)
+    found = (config.data.system_prompt, config.data.split, config.data.subset, config.trainer.steps)
+    assert found == ("token s3cr3t", "token s3cr3t", "${x}", 7)
+    save(config, tmp_path / "saved.yaml")
+    assert "s3cr3t" not in (tmp_path / "saved.yaml").read_text()
+    _, again = load_run(tmp_path / "saved.yaml")
+    assert again == config
+    assert to_container(again) == to_container(config)
+    config.data.system_prompt = "another"
+    assert to_container(config)["data"]["system_prompt"] == "another"
+    monkeypatch.delenv("MMRL_TEST_TOKEN")
+    with pytest.raises(UserError, match="MMRL_TEST_TOKEN"):
+        load_run(tmp_path / "saved.yaml")
 
 
 @pytest.mark.parametrize(

@@ -184,10 +184,11 @@ def _model_config(*entries: dict[str, Any]) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from mmrl.config import escaped
     from mmrl.vlm.model.config import ModelConfig
 
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), *entries))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), *map(escaped, entries)))
     except OmegaConfBaseException as error:
         raise UserError(f"model.options.vlm: {' '.join(str(error).split())}") from error
 

@@ -74,20 +74,20 @@ class PromptConfig:
 
 def preset_of_run(model_path: str) -> PromptPreset:
     """The question that a run was trained with, from its config.yaml."""
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
 
     file = Path(model_path).expanduser() / "config.yaml"
     if not is_file(file):
         raise UserError(f"prompt.preset=run needs the folder of a run as model.path; {model_path} has no config.yaml")
-    content: Any = OmegaConf.to_container(OmegaConf.load(file))
-    values = content.get("grounding") if isinstance(content, dict) else None
-    if not isinstance(values, dict):
+    content: Any = OmegaConf.load(file)
+    values = content.get("grounding") if isinstance(content, DictConfig) else None
+    if not isinstance(values, DictConfig):
         raise UserError(f"{file} has no part 'grounding': the run was not trained on screens; choose a prompt.preset")
     known = {field.name for field in dataclasses.fields(GroundingSettings)}
     settings = GroundingSettings(**{str(name): value for name, value in values.items() if name in known})
     _check_template(f"{file}: grounding.template", settings.template, asks=True)
     data = content.get("data")
-    texts = [data.get("system_prompt") if isinstance(data, dict) else None]
+    texts = [data.get("system_prompt") if isinstance(data, DictConfig) else None]
     texts += [settings.think_prompt] if settings.think else []
     system = "\n".join(text.replace("{", "{{").replace("}", "}}") for text in texts if text)
     return PromptPreset(settings.point_space, settings.template, system=system, refusal=ABSENT)
