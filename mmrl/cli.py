@@ -8,10 +8,14 @@ command runs, so that `mmrl --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import logging
 import os
 import shlex
+import signal
 import sys
+import threading
 import warnings
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,7 +24,9 @@ from mmrl.crash import describe_crash, lasting_streams
 from mmrl.errors import RunError, RunStopped, UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+    from types import FrameType
 
 DISTRIBUTION = "mmrl-suite"
 LONGEST_LINE = 4000
@@ -43,26 +49,61 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     args = argparse.Namespace()
+    with _noted_interrupts() as interrupts:
+        try:
+            args = _parse(arguments)
+            _quieten_libraries()
+            _show_log()
+            return int(args.run(args))
+        except SystemExit as stop:  # argparse leaves this way after --help and --version
+            return int(stop.code or 0)
+        except RunStopped as stop:
+            return _stopped(stop, arguments)
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing may be flushed to it at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except KeyboardInterrupt:
+            return _interrupted(arguments)
+        except Exception as error:
+            return _interrupted(arguments) if interrupts else _failed(error, arguments, getattr(args, "run_dir", None))
+
+
+@contextlib.contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """The Ctrl-C so far: some libraries make an error of their own of one that comes while they load a model."""
+    noted: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        noted.append(signum)
+        raise KeyboardInterrupt
+
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
     try:
-        args = _parse(arguments)
-        _quieten_libraries()
-        _show_log()
-        return int(args.run(args))
-    except SystemExit as stop:  # argparse leaves this way after --help and --version
-        return int(stop.code or 0)
-    except UserError as error:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupted(arguments: list[str]) -> int:
+    return _complain(f"interrupted; {_how_to_continue(arguments)}", code=130)
+
+
+def _failed(error: Exception, arguments: list[str], run_dir: Path | None) -> int:
+    if isinstance(error, UserError):
         return _complain(f"error: {error}", code=2)
-    except RunError as error:
+    if isinstance(error, RunError):
         return _complain(f"run failed: {error}", code=1)
-    except RunStopped as stop:
-        return _stopped(stop, arguments)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing may be flushed to it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        return _complain(f"interrupted; {_how_to_continue(arguments)}", code=130)
-    except Exception as error:
-        return _complain(f"run failed: {describe_crash(error, arguments, getattr(args, 'run_dir', None))}", code=1)
+    if isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename is not None:
+        return _complain(f"error: {os.fsdecode(error.filename)}: {error.strerror}; choose another folder", code=2)
+    return _complain(f"run failed: {describe_crash(error, arguments, run_dir)}", code=1)
+
+
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a folder or a disk that this user may not write to, or not read."""
 
 
 class _Parser(argparse.ArgumentParser):

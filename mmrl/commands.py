@@ -139,7 +139,7 @@ def report(args: argparse.Namespace) -> int:
     args.run_dir = run_dir
     from mmrl.report.page import write_report
 
-    say(f"report: {write_report(run_dir, chain=chain)}")
+    say(f"report: {write_report(run_dir, chain=chain, output=args.output)}")
     return 0
 
 
@@ -316,6 +316,7 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="folders of runs, in order")
+    parser.add_argument("--output", metavar="FILE.html", type=Path, help="default: report.html in the last folder")
 
 
 def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.errors import UserError
 from mmrl.fields import check_fields
-from mmrl.files import is_file, write_atomically
+from mmrl.files import expanded, is_file, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -148,6 +148,8 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf passes some of Python's own errors on
         key = getattr(error, "full_key", None) or _wrong_key(structured, values)
         raise UserError(f"{where}: '{key}': {_wrong_type(error, structured, key)}") from error
+    if getattr(filled, "output_dir", "").startswith("~"):
+        filled.output_dir = str(expanded(filled.output_dir))
     try:
         check_fields(filled)
         if hasattr(filled, "validate"):

@@ -48,7 +48,7 @@ def _user_recipe(name: str, where: str) -> RecipeEntry:
     try:
         supervised = entry.load_recipe_class().supervised
         entry.load_config_class()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{where}: recipe '{name}' cannot be loaded: {error}") from error
     return dataclasses.replace(entry, supervised=supervised)
 

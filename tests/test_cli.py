@@ -1,5 +1,6 @@
 """Commands, exit codes and messages of `mmrl`; the messages are part of the interface."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -217,6 +218,47 @@ def test_interrupt_before_the_first_step_says_how_to_start_again(toy_config, rec
     recorded_train.outcome = KeyboardInterrupt()
     assert main(["train", str(toy_config), "slope=2"]) == 130
     assert one_error_line(capsys).endswith(f"start again with: mmrl train {toy_config} slope=2")
+
+
+def test_ctrl_c_that_a_library_turns_into_an_error_is_no_error(toy_config, recorded_train, monkeypatch, capsys):
+    def load(*arguments, **options):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise UserError("the weights are broken") from None
+
+    monkeypatch.setattr("mmrl.training.run.train", load)
+    assert main(["train", str(toy_config)]) == 130
+    assert "start again with" in one_error_line(capsys)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_folder_that_cannot_be_written_is_named(toy_config, recorded_train, tmp_path, capsys):
+    recorded_train.outcome = OSError(errno.EROFS, "Read-only file system", str(tmp_path / "report.html"))
+    assert main(["train", str(toy_config)]) == 2
+    assert one_error_line(capsys) == (
+        f"mmrl: error: {tmp_path}/report.html: Read-only file system; choose another folder"
+    )
+    assert not list(tmp_path.rglob("mmrl-crash-*"))
+
+
+def test_evaluate_refuses_a_folder_that_cannot_be_written_before_it_loads(toy_config, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    assert main(["evaluate", str(toy_config)]) == 2
+    assert "cannot be written; choose another folder with output_dir=..." in one_error_line(capsys)
+
+
+def test_home_is_expanded_in_output_dir(toy_config, recorded_train, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["train", str(toy_config), "output_dir=~/mine"]) == 0
+    assert recorded_train.config.output_dir == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("name", ["::", ":a:b", "a::b", "math:x:", "..a:b:c"])
+def test_an_incomplete_name_of_a_recipe_is_one_line(name, tmp_path, capsys):
+    (tmp_path / "bad.yaml").write_text(f"recipe: '{name}'\n")
+    assert main(["train", str(tmp_path / "bad.yaml")]) == 2
+    assert f"recipe '{name}' cannot be loaded" in one_error_line(capsys)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

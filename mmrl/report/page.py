@@ -24,8 +24,10 @@ from mmrl.report.tables import (
 from mmrl.runs.run_log import read_warnings
 
 
-def write_report(run_dir: Path, before: Path | None = None, chain: Sequence[Path] = ()) -> Path:
-    """Write `report.html` into a run folder from whatever the folder holds."""
+def write_report(
+    run_dir: Path, before: Path | None = None, chain: Sequence[Path] = (), output: Path | None = None
+) -> Path:
+    """Write `report.html` into a run folder, or the file `output`, from whatever the folder holds."""
     earlier = [*chain, *([] if before is None else [before])]
     runs = [read_run(Path(folder)) for folder in (*earlier, run_dir)]
     run = runs[-1]
@@ -47,7 +49,7 @@ def write_report(run_dir: Path, before: Path | None = None, chain: Sequence[Path
         "rollouts": sample_gallery(run.folder),
         "files": [(name, run.text(name)) for name in ("config.yaml", "result.json") if run.text(name)],
     }
-    path = run.folder / "report.html"
+    path = output or run.folder / "report.html"
     write_atomically(path, _render(content))
     return path
 

@@ -76,10 +76,11 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
 
 
 def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, float]:
-    """Measure a model on the configuration's held-out splits."""
+    """Measure a model on the configuration's held-out splits; the results are added to `config.output_dir`."""
     from mmrl.runs.checkpoint import Checkpoints
     from mmrl.training.recipe import Step
 
+    _check_writable(Path(config.output_dir))
     if run_dir is not None:
         _start_from_checkpoint(config, chosen_checkpoint(run_dir) / "model")
     accelerator, recipe = _build(entry, config, trains=False)
@@ -102,7 +103,7 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             if found.failure:
                 raise RunError(found.failure)
             if accelerator.is_main_process:
-                _append_evaluation(run_dir or Path(config.output_dir), step, split, found.metrics)
+                _append_evaluation(Path(config.output_dir), step, split, found.metrics)
         if run_dir is None and accelerator.is_main_process:
             _report_evaluation(Path(config.output_dir), results)
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
@@ -259,6 +260,13 @@ def _tracker(run_dir: Path, config: Any) -> Tracker:
         run_config=to_container(config),
         recipe=config.recipe,
     )
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that results cannot be written to, before a model is loaded."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"{existing} cannot be written; choose another folder with output_dir=...")
 
 
 def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, float]) -> None:

@@ -66,7 +66,7 @@ class RunSaver:
     def scheduled(self, step: int) -> bool:
         """Whether a checkpoint is due after a step, whatever the time."""
         every = self.config.checkpoint.every
-        return step >= self.config.trainer.steps or bool(every and step % every == 0)
+        return step >= self.config.trainer.steps or bool(every and step and step % every == 0)
 
     def overdue(self) -> bool:
         """Whether the time since the last checkpoint asks for one, the same on every process."""

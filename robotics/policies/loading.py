@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -84,7 +83,7 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
     if ":" in config.kind:
         policy = _users_policy(config, sim)
         if config.path:
-            policy.load_weights(Path(config.path))
+            policy.load_weights(expanded(config.path))
         return policy
     if config.path:
         return _saved(config)
@@ -98,7 +97,7 @@ def _saved(config: ActionPolicyConfig) -> ActionPolicy:
     changes = dict(config.options.get("vlm", {}))
     if not changes:
         return open_policy(config.path)
-    entries = read_config(Path(config.path))
+    entries = read_config(expanded(config.path))
     if entries.get("kind") != "vlm":
         raise UserError(f"model.options.vlm is given, but {config.path} holds a policy of kind {entries.get('kind')!r}")
     from robotics.policies.vlm import VlmActionPolicy

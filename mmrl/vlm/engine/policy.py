@@ -19,7 +19,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from mmrl.files import replaced
+from mmrl.files import expanded, replaced
 from mmrl.hub.building import merged_weights
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.hub.video_sampling import Frames
@@ -429,15 +429,16 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPo
         avoid_refused_instructions()
     ensure_torchvision()
     build_model_if_missing(config)
-    check_model(Path(config.path).expanduser())
+    folder = expanded(config.path)
+    check_model(folder)
     base, adapter = resolve_model(config.path)
     network = load_network(config, base)
     processor = load_processor(str(adapter or base))
     _set_pixels(processor, config)
     model = _prepare(network, config, adapter)
     head = make_value_head(network.config.text_config.hidden_size, config.critic) if value_head else None
-    if head is not None and (Path(config.path) / VALUE_HEAD_FILE).is_file():
-        load_value_head(head, Path(config.path))
+    if head is not None and (folder / VALUE_HEAD_FILE).is_file():
+        load_value_head(head, folder)
     policy = VlmPolicy(model, processor, config, head).eval()
     policy.starts_from_adapter = policy.has_adapter and adapter is not None
     return policy

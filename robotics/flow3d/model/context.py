@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from mmrl.core.payload import Payload, per_row
 from mmrl.errors import UserError
+from mmrl.files import expanded
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from robotics.flow3d.clip import FlowEncoding, Observation
 from robotics.flow3d.geometry import FloatArray, ImageArray
@@ -312,8 +313,8 @@ def _read_towers(config: ConditionConfig) -> dict[str, Any]:
     from transformers import CLIPTextModel, CLIPVisionModel
 
     with quiet_transformers():
-        text = _read("text", Path(config.text) / "text_encoder", CLIPTextModel)
-        vision = _read("vision", Path(config.vision), CLIPVisionModel)
+        text = _read("text", expanded(config.text) / "text_encoder", CLIPTextModel)
+        vision = _read("vision", expanded(config.vision), CLIPVisionModel)
     found = vision.config.image_size
     if found != config.image_px:
         raise UserError(f"model.condition.image_px is {config.image_px}; the vision tower needs {found}")
@@ -323,7 +324,7 @@ def _read_towers(config: ConditionConfig) -> dict[str, Any]:
 def _read_tokenizer(config: ConditionConfig) -> Any:
     from transformers import CLIPTokenizer
 
-    return _read("text", Path(config.text) / "tokenizer", CLIPTokenizer)
+    return _read("text", expanded(config.text) / "tokenizer", CLIPTokenizer)
 
 
 def _read(name: str, folder: Path, kind: Any) -> Any:

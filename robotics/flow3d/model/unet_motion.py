@@ -8,13 +8,13 @@ Source: Hoyyyaard/3DFlowAction AnimateFlow.py (AnimateFlow3D) and AnimateDiff, a
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.files import expanded
 from mmrl.hub.compat import ensure_torchvision
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.model.context import Context
@@ -76,9 +76,9 @@ def _new_unet(settings: UnetConfig, channels: int, context: int) -> Any:
 def _read_unet(settings: UnetConfig, context: int) -> Any:
     from diffusers import UNet2DConditionModel
 
-    folder = Path(settings.pretrained)
+    folder = expanded(settings.pretrained)
     try:
-        found = UNet2DConditionModel.from_pretrained(settings.pretrained, subfolder="unet")
+        found = UNet2DConditionModel.from_pretrained(str(folder), subfolder="unet")
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"model.body.unet.pretrained: no U-Net in {folder / 'unet'}: {reason}") from error

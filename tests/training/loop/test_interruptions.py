@@ -242,6 +242,11 @@ def test_stop_in_the_first_evaluation_keeps_it(config, monkeypatch):
         patch.setattr(ToyRecipe, "evaluate", stopped)
         with pytest.raises(RunStopped, match="stopped after step 0"):
             run(config, "stopped")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", lambda trainer: None)
+        stopped = run(config, "stopped", resume=True)
+    assert (stopped / "checkpoints/step-000000").is_dir()
+    assert not (stopped / "checkpoints/best.json").exists()  # its weights are untrained
     resumed = run(config, "stopped", resume=True)
     forget_extra(resumed, whole)
     assert differences(whole, resumed) == []
