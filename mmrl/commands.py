@@ -250,7 +250,9 @@ def serve(args: argparse.Namespace) -> int:
     server = importlib.import_module("robotics.serving.server")
     require_packages("serving", server.PACKAGES, "serve")
     served = rooms.open_served_policy(args.folder, config, args.step)
-    server.PolicyServer(served, args.host or server.HOST, server.PORT if args.port is None else args.port).run()
+    port = server.PORT if args.port is None else args.port
+    token = args.token or os.environ.get("MMRL_SERVE_TOKEN", "")
+    server.PolicyServer(served, args.host or server.HOST, port, token).run()
     return 0
 
 
@@ -386,6 +388,9 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     _add_overrides(parser)
     parser.add_argument("--host", metavar="HOST", help="address; default: 127.0.0.1, 0.0.0.0 for other machines")
     parser.add_argument("--port", metavar="N", type=int, help="default: 8000; 0 for a free one")
+    parser.add_argument(
+        "--token", metavar="TEXT", help="what clients must send, openpi's api_key; default: MMRL_SERVE_TOKEN, or none"
+    )
     parser.add_argument("--step", metavar="N", type=int, help="this checkpoint; default: the best one, else the newest")
 
 

@@ -363,9 +363,9 @@ def test_report_takes_the_last_folder_and_the_chain_before_it(tmp_path, monkeypa
     for folder in folders:
         folder.mkdir()
         (folder / "config.yaml").write_text("recipe: papo\n")
-    monkeypatch.setattr(report, "write_report", lambda run_dir, chain: (run_dir, chain))
+    monkeypatch.setattr(report, "write_report", lambda run_dir, chain, output: (run_dir, chain, output))
     assert main(["report", *map(str, folders)]) == 0
-    assert capsys.readouterr().out == f"report: {(folders[1], [folders[0]])}\n"
+    assert capsys.readouterr().out == f"report: {(folders[1], [folders[0]], None)}\n"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,13 @@ from mmrl.errors import UserError
 LARGEST_MESSAGE = 64 * 2**20
 """Bytes of a message; larger ones end the connection."""
 MOST_ENTRIES = 10_000
-"""Largest number of entries of a list or dictionary in a message."""
+"""Largest number of entries of a message, those of all its lists and dictionaries together."""
+MOST_LEVELS = 8
+"""Dictionaries inside one another; the names of their entries are joined with `/`."""
+LONGEST_NAME = 256
+"""Characters of an entry's name."""
+MOST_AXES = 8
+"""Axes of an array."""
 DTYPE = re.compile(r"[<>|=]?[biuf]\d{1,2}")
 ARRAY, NUMBER = b"__ndarray__", b"__npgeneric__"
 
@@ -55,8 +61,11 @@ def unpack(data: bytes | str) -> dict[str, Any]:
             f"the message is the text {data[:80]!r}; expected bytes, a dictionary packed with msgpack"
         )
     limits = {"max_array_len": MOST_ENTRIES, "max_map_len": MOST_ENTRIES}
+    limit = _Limit()
     try:
-        message = msgpack.unpackb(data, object_hook=_decode, **limits)
+        message = msgpack.unpackb(data, object_hook=limit.of_map, list_hook=limit.of_list, **limits)
+    except BadMessageError:
+        raise
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise BadMessageError(
@@ -66,6 +75,26 @@ def unpack(data: bytes | str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadMessageError(f"the message is {describe_value(message)}; expected a dictionary of observations")
     return dict(_flattened(message))
+
+
+class _Limit:
+    """Ends the decoding of a message with too many entries as soon as it has them, before they fill the memory."""
+
+    def __init__(self) -> None:
+        self._entries = 0
+
+    def of_map(self, entries: dict[Any, Any]) -> Any:
+        self._count(entries)
+        return _decode(entries)
+
+    def of_list(self, entries: list[Any]) -> list[Any]:
+        self._count(entries)
+        return entries
+
+    def _count(self, entries: Sized) -> None:
+        self._entries += 1 + len(entries)
+        if self._entries > MOST_ENTRIES:
+            raise BadMessageError(f"the message has more than {MOST_ENTRIES} entries")
 
 
 def describe_value(value: Any) -> str:
@@ -83,12 +112,20 @@ def describe_value(value: Any) -> str:
     return "nothing" if value is None else f"the {type(value).__name__} {str(value)[:40]}"
 
 
-def _flattened(message: Mapping[Any, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+def printable(text: str) -> str:
+    """A robot's text for the log: control characters, which could forge lines or steer a terminal, are escaped."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def _flattened(message: Mapping[Any, Any], start: str = "", level: int = 1) -> Iterator[tuple[str, Any]]:
+    if level > MOST_LEVELS:
+        raise BadMessageError(f"the message has dictionaries inside one another, more than {MOST_LEVELS} deep")
     for key, value in message.items():
-        name = f"{start}{key.decode('utf-8', 'replace') if isinstance(key, bytes) else key}"
-        name = name if name.isprintable() else ascii(name)[1:-1]  # it is logged
+        if isinstance(key, str | bytes) and len(key) > LONGEST_NAME - len(start):
+            raise BadMessageError(f"an entry's name is longer than {LONGEST_NAME} characters: {start}{key[:40]!r}...")
+        name = printable(f"{start}{key.decode('utf-8', 'replace') if isinstance(key, bytes) else key}")
         if isinstance(value, dict):
-            yield from _flattened(value, f"{name}/")
+            yield from _flattened(value, f"{name}/", level + 1)
         else:
             yield name, value
 
@@ -114,7 +151,8 @@ def _array(data: Any, name: Any, shape: Any) -> Any:
         dtype = None
     if dtype is None:
         return Unreadable(f"an array of the dtype {str(name)[:40]!r}, which is not read,")
-    whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    whole = isinstance(shape, list) and len(shape) <= MOST_AXES
+    whole = whole and all(type(size) is int and 0 <= size <= LARGEST_MESSAGE for size in shape)
     if not whole or not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):
         held = f"{len(data)} bytes" if isinstance(data, bytes) else describe_value(data)
         return Unreadable(f"an array of the shape {str(shape)[:40]} and dtype {name} with {held}")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 UNITS = ("environment", "normalised")
+LONGEST_PROMPT = 10_000
+"""Characters of an instruction."""
 
 
 @dataclass
@@ -168,6 +170,8 @@ class ObservationFormat:
             )
         elif not isinstance(value, str):
             problems.append(f"{key} is {describe_value(value)}; expected a text")
+        elif len(value) > LONGEST_PROMPT:
+            problems.append(f"{key} has {len(value)} characters; at most {LONGEST_PROMPT} are read")
         return str(value)
 
     def _rows(

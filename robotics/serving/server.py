@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hmac
 import http
 import logging
 import os
@@ -32,13 +33,15 @@ import numpy as np
 from mmrl.errors import RunError, RunStopped, UserError, require_packages
 from mmrl.training.processes import make_generator
 from robotics.policies.base.statistics import ActionRange
-from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError, describe_value, pack, unpack
+from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError, describe_value, pack, printable, unpack
 from robotics.serving.opening import ServedPolicy
 from robotics.serving.queue import Chunk, PolicyQueue, choose_chunks
 
 if TYPE_CHECKING:
     from websockets.asyncio.server import Server, ServerConnection
     from websockets.http11 import Request, Response
+
+    from robotics.policies.base.policy import PolicyInputs
 
 LOGGER = logging.getLogger("mmrl")
 HOST, PORT = "127.0.0.1", 8000
@@ -54,6 +57,7 @@ PACKAGES = ("websockets", "msgpack")
 KEPT = 10_000
 """Latest latencies from which quantiles are taken."""
 MOST_REASONS = 50
+LINES_A_MINUTE = 100
 
 
 class PolicyServer:
@@ -66,14 +70,18 @@ class PolicyServer:
         served: the policy.
         host: address to listen at; 0.0.0.0 for robots on other machines.
         port: 0 for any free one, see `port`.
+        token: what clients have to send, as `Authorization: Api-Key TOKEN` (the `api_key` of openpi's client) or
+            `Bearer TOKEN`; empty for none.
 
     Raises:
         UserError: a package is missing, or the policy cannot answer.
     """
 
-    def __init__(self, served: ServedPolicy, host: str = HOST, port: int = PORT) -> None:
+    def __init__(self, served: ServedPolicy, host: str = HOST, port: int = PORT, token: str = "") -> None:
         require_packages("serving", PACKAGES, "serve")
         self.host, self.port = host, port
+        self._token = token
+        self._lines = _Lines()
         self.counts = AnswerCounts()
         """Over all robots."""
         self.robots = 0
@@ -123,6 +131,8 @@ class PolicyServer:
             LOGGER.info("%s; protocol of %s, format %d", versions, PROTOCOL, FORMAT)
             place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
             LOGGER.info("serving at ws://%s, health at http://%s/healthz; Ctrl-C ends", place, place)
+            if not self._token and self.host not in (HOST, "localhost", "::1"):
+                LOGGER.warning("whoever reaches %s can use the policy; --token TEXT asks clients for one", place)
             started()
             tasks = [asyncio.create_task(self._queue.run()), asyncio.create_task(self._log_regularly())]
             await self._stopping.wait()
@@ -144,7 +154,8 @@ class PolicyServer:
                 self.port,
                 compression=None,  # images hardly shrink, and the robot waits
                 max_size=LARGEST_MESSAGE,
-                process_request=_answer_health_check,
+                process_request=self._admit,
+                origins=[None],  # robots send no Origin; every page in a browser does
                 close_timeout=CLOSE_TIMEOUT_S,
                 logger=silent,
             )
@@ -163,7 +174,7 @@ class PolicyServer:
         agent = connection.request.headers.get("User-Agent", "unknown client") if connection.request else "unknown"
         address = connection.remote_address
         source = f"{address[0]}:{address[1]}" if address else "an unknown address"
-        LOGGER.info("%s connected from %s (%s)", robot, source, agent[:80])
+        self._lines.say(logging.INFO, f"{robot} connected from {source} ({printable(agent[:80])})")
         try:
             with contextlib.suppress(ConnectionClosed):
                 await connection.send(self._metadata)
@@ -172,19 +183,18 @@ class PolicyServer:
         finally:
             self._present.discard(robot.number)
             code, reason = connection.close_code, connection.close_reason
-            end = ENDS.get(code or 0) or f"was lost (code {code}{f', {reason}' if reason else ''})"
-            LOGGER.info("%s %s: %s", robot, end, robot.counts.summary())
+            end = ENDS.get(code or 0) or f"was lost (code {code}{f', {printable(reason)}' if reason else ''})"
+            self._lines.say(logging.INFO, f"{robot} {end}: {robot.counts.summary()}")
 
     async def _answer(self, robot: _Robot, connection: ServerConnection, data: bytes | str) -> None:
         began = time.perf_counter()
         chunk: Chunk | None = None
         try:
-            message = unpack(data)
-            if _asks_for_reset(message):
+            message, inputs = await asyncio.to_thread(self._read, data)  # other robots need not wait for it
+            if inputs is None:
                 robot.reset()
                 reply: bytes | str = pack({"status": "reset successful"})
             else:
-                inputs = self._served.format.read(message)
                 self._note_unread(robot, message, inputs.instructions[0])
                 chunk = await self._queue.ask(inputs, robot.generator)
                 reply = pack(_as_answer(chunk, robot.previous_ms, began))
@@ -196,6 +206,20 @@ class PolicyServer:
             for counts in (robot.counts, self.counts):
                 counts.add(chunk.infer_ms, robot.previous_ms, chunk.batch_size)
 
+    def _read(self, data: bytes | str) -> tuple[dict[str, Any], PolicyInputs | None]:
+        """A message, and the inputs of the policy; None where it asks for a reset."""
+        message = unpack(data)
+        return message, None if _asks_for_reset(message) else self._served.format.read(message)
+
+    def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Answer health checks, and refuse clients without the token."""
+        if request.path == "/healthz":
+            return connection.respond(http.HTTPStatus.OK, "OK\n")
+        given = " ".join(request.headers.get_all("Authorization")).rpartition(" ")[2]
+        if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
+            return connection.respond(http.HTTPStatus.UNAUTHORIZED, "a token is needed: Authorization: Api-Key TOKEN\n")
+        return None
+
     def _refuse(self, robot: _Robot, error: Exception) -> str:
         """Count and log an error, with a traceback if it is unexpected; returns the reply."""
         expected = isinstance(error, UserError | RunError)
@@ -204,9 +228,9 @@ class PolicyServer:
         text = f"{what}: {reason}" if expected else f"{what}: {type(error).__name__}: {reason}"
         if self.counts.refuse(text) and not expected:
             for line in "".join(traceback.format_exception(error)).splitlines():
-                LOGGER.warning("%s", line)
+                LOGGER.warning("%s", printable(line))
         if robot.counts.refuse(text):
-            LOGGER.warning("%s: %s", robot, text)
+            self._lines.say(logging.WARNING, f"{robot}: {printable(text)}")
         return text
 
     def _note_unread(self, robot: _Robot, message: dict[str, Any], prompt: str) -> None:
@@ -214,12 +238,14 @@ class PolicyServer:
         if robot.prompt is None:
             unused = self._served.format.unused(message)
             if unused:
-                LOGGER.info("%s sends %s, which the policy does not read", robot, ", ".join(unused)[:500])
+                what = ", ".join(unused)[:500]
+                self._lines.say(logging.INFO, f"{robot} sends {what}, which the policy does not read")
         if prompt != robot.prompt:
             robot.prompt = prompt
             unknown = self._served.unknown_words(prompt)
             if unknown:
-                LOGGER.warning("%s: the policy does not know the words %s", robot, ", ".join(unknown)[:500])
+                words = printable(", ".join(unknown)[:500])
+                self._lines.say(logging.WARNING, f"{robot}: the policy does not know the words {words}")
 
     async def _log_regularly(self) -> None:
         seen = 0
@@ -286,6 +312,24 @@ def _quantiles(values: deque[float]) -> str:
     return f"median {middle:.1f}, 95 % {high:.1f}, largest {largest:.1f} ms"
 
 
+class _Lines:
+    """Log lines that robots cause, at most `LINES_A_MINUTE`: one that reconnects without end must not fill a disk."""
+
+    def __init__(self) -> None:
+        self._minute, self._said = 0, 0
+
+    def say(self, level: int, text: str) -> None:
+        """Log a line, or leave it out."""
+        minute = int(time.monotonic() // 60)
+        if minute != self._minute:
+            if self._said > LINES_A_MINUTE:
+                LOGGER.info("%d lines about robots left out", self._said - LINES_A_MINUTE)
+            self._minute, self._said = minute, 0
+        self._said += 1
+        if self._said <= LINES_A_MINUTE:
+            LOGGER.log(level, "%s", text)
+
+
 class _Robot:
     """A connection, with random numbers that do not depend on other robots."""
 
@@ -327,10 +371,6 @@ def _as_answer(chunk: Chunk, previous_ms: float | None, began: float) -> dict[st
         "server_timing": {"infer_ms": 1000 * (time.perf_counter() - began), **previous},
         "policy_timing": {"infer_ms": chunk.infer_ms, "batch_size": chunk.batch_size},
     }
-
-
-def _answer_health_check(connection: ServerConnection, request: Request) -> Response | None:
-    return connection.respond(http.HTTPStatus.OK, "OK\n") if request.path == "/healthz" else None
 
 
 def _version(package: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import re
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,8 @@ import torch
 pytest.importorskip("msgpack", reason="needs pip install 'mmrl-suite[serve]'")
 pytest.importorskip("websockets", reason="needs pip install 'mmrl-suite[serve]'")
 
-from websockets.exceptions import ConnectionClosed
+import msgpack
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from mmrl.errors import UserError
@@ -86,9 +89,9 @@ def tiny_policy(sim):
 
 
 @contextlib.contextmanager
-def running(policy, *, image_size=None, state_size=2, **options):
+def running(policy, *, image_size=None, state_size=2, token="", **options):
     served = ServedPolicy.from_policy(policy, ServeConfig(**options), image_size, state_size)
-    server, started = PolicyServer(served, port=0), threading.Event()
+    server, started = PolicyServer(served, port=0, token=token), threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(started.set)))
     thread.start()
     assert started.wait(30)
@@ -379,6 +382,90 @@ def test_a_message_that_is_too_large_ends_its_own_connection_only(shared):
         with robot(shared) as connection, pytest.raises(ConnectionClosed, match="1009"):
             ask(connection, bytes(LARGEST_MESSAGE + 1))
         assert ask(stays, seen(0.5))["actions"][0, 0] == 0.5
+
+
+NESTED = msgpack.packb({"p" * 50_000: {str(number): 0 for number in range(10_000)}})
+MAPS = b"\x81\xa1a\xdc\x03\xe8" + (b"\xdc\x03\xe8" + b"\x80" * 1000) * 1000
+BOMBS = [
+    (NESTED, "more than 10000 entries"),
+    (msgpack.packb({"p" * 50_000: {"a": 0}}), "an entry's name is longer than 256 characters"),
+    (msgpack.packb({"a" * 200: {"b" * 100: 0}}), "an entry's name is longer than 256 characters"),
+    (MAPS, "more than 10000 entries"),
+    ((b"\x81\xa4" + b"key ") * 400 + b"\x01", "dictionaries inside one another, more than 8 deep"),
+    (seen(prompt="go " * 5000), "prompt has 15000 characters; at most 10000 are read"),
+    (msgpack.packb({"observation/state": {b"__ndarray__": True, b"data": b"", b"dtype": "<f4", b"shape": [0] * 9000}}),
+     "observation/state is an array of the shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "said"), BOMBS, ids=[said[-30:] for _, said in BOMBS])
+def test_a_message_that_grows_when_it_is_read_is_refused_before_it_does(message, said, shared):
+    data = message if isinstance(message, bytes) else pack(message)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadMessageError, match=re.escape(said)):
+            shared._read(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20e6  # bytes; read whole they take up to 1000e6
+    with robot(shared) as connection:
+        assert said in ask(connection, data)
+        assert ask(connection, seen(0.5))["actions"][0, 0] == 0.5
+
+
+def test_messages_are_read_outside_the_loop(monkeypatch):
+    with running(StatePolicy()) as server, robot(server) as slow, robot(server) as other:
+        going, entered, read = threading.Event(), threading.Event(), server._served.format.read
+
+        def wait(self, message):
+            if message["prompt"] == "slow":
+                entered.set()
+                assert going.wait(30)
+            return read(message)
+
+        monkeypatch.setattr(ObservationFormat, "read", wait)
+        slow.send(pack(seen(prompt="slow")))
+        assert entered.wait(30)
+        assert ask(other, seen(0.5))["actions"][0, 0] == 0.5
+        going.set()
+        assert unpack(slow.recv(timeout=30))["actions"][0, 0] == 0.5
+
+
+def test_pages_in_a_browser_cannot_connect(shared):
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(f"ws://127.0.0.1:{shared.port}", origin="http://evil.example")
+
+
+def test_a_token_is_asked_for():
+    with running(StatePolicy(), token="s3cr3t") as server:
+        place = f"ws://127.0.0.1:{server.port}"
+        for header in ({}, {"Authorization": "Api-Key wrong"}, {"Authorization": ""}):
+            with pytest.raises(InvalidStatus, match="401"):
+                connect(place, additional_headers=header)
+        for scheme in ("Api-Key", "Bearer"):
+            with connect(place, additional_headers={"Authorization": f"{scheme} s3cr3t"}) as connection:
+                assert unpack(connection.recv(timeout=30))["server"] == "mmrl"
+        client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        client.request("GET", "/healthz")
+        assert client.getresponse().status == 200
+
+
+def test_texts_of_robots_are_escaped_in_the_log_and_their_lines_are_limited(caplog, monkeypatch):
+    monkeypatch.setattr("robotics.serving.server.LINES_A_MINUTE", 4)
+    with caplog.at_level("INFO", "mmrl"), running(StatePolicy()) as server:
+        place = f"ws://127.0.0.1:{server.port}"
+        with connect(place, user_agent_header="evil\x9b31m agent") as connection:
+            connection.recv(timeout=30)
+            ask(connection, seen(endpoint="\x1b[31mX\nfoo"))
+            connection.close(code=4000, reason="x\nmmrl: error: FAKE LINE \x1b[31mred")
+        for _ in range(5):
+            with robot(server):
+                pass
+    about = [record.getMessage() for record in caplog.records if "robot " in record.getMessage()]
+    assert len(about) == 4
+    assert all(text.isprintable() for text in about)
+    assert any("FAKE LINE" in text for text in about)
 
 
 def test_health_and_plain_http(shared):
