@@ -8,8 +8,9 @@ beside sharp coloured edges only within about 100.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -128,7 +129,7 @@ def copy_video(sources: Iterable[Path], target: Path) -> None:
     import av
 
     with replaced(target) as draft:
-        with av.open(str(draft), "w", format="mp4", options={"movflags": "faststart"}) as output:
+        with mp4_output(draft) as output:
             stream: Any = None
             start = 0
             for path in sources:
@@ -140,6 +141,45 @@ def copy_video(sources: Iterable[Path], target: Path) -> None:
                     start = _append_packets(source, output, stream, start)
         if stream is None:
             raise ValueError("no videos to put together")
+
+
+@contextlib.contextmanager
+def mp4_output(path: Path) -> Iterator[Any]:
+    """A PyAV container that writes an mp4 file with its index first; raises OSError where the disk is full."""
+    import av
+
+    with contextlib.closing(_File(path)) as file:
+        with av.open(file, "w", format="mp4", options={"movflags": "faststart"}) as output:
+            yield output
+        file.check()
+
+
+class _File:
+    """A file for FFmpeg, whose writer of mp4 crashes the process after a write that failed: `check` raises instead."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)  # faststart opens it once more, to read what it moves behind the index
+        self._file = path.open("w+b", buffering=0)
+        self._error: OSError | None = None
+        self.seek, self.tell, self.read, self.close = (
+            self._file.seek,
+            self._file.tell,
+            self._file.read,
+            self._file.close,
+        )
+
+    def write(self, content: Any) -> int:
+        rest = memoryview(content)
+        try:
+            while rest and self._error is None:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._error = OSError(error.errno, error.strerror, self.name)
+        return len(content)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def pad_to_even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -159,6 +199,7 @@ class _Encoder:
         self._path, self._settings, self._options = path, settings, dict(container)
         self._rate = Fraction(fps).limit_denominator(1001)
         self._encoder = _find_encoder(settings.encoder)
+        self._file: _File
         self._output: Any = None
         self._stream: Any = None
         self._shape: tuple[int, ...] = ()
@@ -178,20 +219,24 @@ class _Encoder:
         encoded.pts = self.frames
         encoded.time_base = 1 / self._rate
         self._output.mux(self._stream.encode(encoded))
+        self._file.check()
         self.frames += 1
 
     def close(self) -> None:
         if self._output is None:
             return
-        self._output.mux(self._stream.encode())
-        self._output.close()
-        self._output = None
+        with contextlib.closing(self._file):
+            self._output.mux(self._stream.encode())
+            self._output.close()
+            self._output = None
+            self._file.check()
 
     def _open(self, shape: tuple[int, ...]) -> None:
         import av
 
         self._shape = shape
-        self._output = av.open(str(self._path), "w", format="mp4", options=self._options)
+        self._file = _File(self._path)
+        self._output = av.open(self._file, "w", format="mp4", options=self._options)
         options = {"g": str(self._settings.gop), "bf": "0"}
         if self._encoder == "libx264":
             # with mbtree the bytes of small images depend on the earlier content of memory

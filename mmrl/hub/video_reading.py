@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmrl.errors import UserError
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels
 
 if TYPE_CHECKING:
@@ -85,9 +86,8 @@ def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS)
     size = os.path.getsize(path)
     if not size:
         raise VideoError("empty_video", "it has zero bytes")
-    with _opened(path) as container:
-        stream = _video_stream(container)
-        _check_size(stream, max_pixels)
+    with opened(path) as container:
+        stream = video_stream(container, max_pixels)
         packets, ends = _list_packets(container, stream)
         _check_whole(container, stream, size, ends)
         if not packets:
@@ -131,33 +131,34 @@ class _Packet:
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[Any]:
-    """An open container; FFmpeg's errors become a `VideoError`, and it opens nothing but files."""
+def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """An open PyAV container; errors of a damaged file become a `VideoError`, and no other file is opened."""
     import av
 
     # from PyAV 19 on, every metadata can be read and the argument is gone
     lenient: Any = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
     try:
-        with av.open(path, options={"protocol_whitelist": "file"}, **lenient) as container:
+        options = {"protocol_whitelist": "file", "format_whitelist": ",".join(FORMATS)}
+        with av.open(os.fspath(path), options=options, **lenient) as container:
             yield container
-    except VideoError:
+    except (VideoError, UserError, _MissedError):
         raise
-    except (av.FFmpegError, OSError, ValueError, MemoryError) as error:
+    except Exception as error:  # of damaged files PyAV returns None in place of numbers, codecs and times
         raise VideoError("unreadable_video", f"it cannot be decoded: {type(error).__name__}: {error}") from None
 
 
-def _video_stream(container: Any) -> Any:
+def video_stream(container: Any, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
+    """The first video track, whose frames have at most `max_pixels`; raises VideoError."""
     if not container.streams.video:
         raise VideoError("empty_video", "it has no video track")
-    return container.streams.video[0]
-
-
-def _check_size(stream: Any, max_pixels: int) -> None:
-    width, height = stream.codec_context.width, stream.codec_context.height
+    stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise VideoError("unreadable_video", "the codec of its video track is unknown")
     try:
-        check_pixels(width, height, max_pixels, "data.max_image_pixels")
+        check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels, "data.max_image_pixels")
     except ImageError as error:
         raise VideoError("unreadable_video", f"its frames are too large or empty: {error}") from None
+    return stream
 
 
 def _list_packets(container: Any, stream: Any) -> tuple[list[_Packet], float]:
@@ -222,8 +223,8 @@ class _MissedError(Exception):
 
 def _decode_at_times(index: VideoIndex, indices: Sequence[int], *, seeking: bool) -> Iterator[Frame]:
     assert index.pts is not None
-    with _opened(index.path) as container:
-        stream = _video_stream(container)
+    with opened(index.path) as container:
+        stream = container.streams.video[0]
         coming, last = _decoding(container, stream), None
         to_array = frame_to_array()
         for wanted in indices:
@@ -240,8 +241,8 @@ def _decode_at_times(index: VideoIndex, indices: Sequence[int], *, seeking: bool
 
 
 def _decode_in_order(index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
-    with _opened(index.path) as container:
-        coming = enumerate(_decoding(container, _video_stream(container)))
+    with opened(index.path) as container:
+        coming = enumerate(_decoding(container, container.streams.video[0]))
         to_array = frame_to_array()
         for wanted in indices:
             frame = next((frame for number, frame in coming if number == wanted), None)
@@ -307,5 +308,12 @@ def _decode_torchcodec(make_decoder: Any, index: VideoIndex, indices: Sequence[i
     yield from _decode_pyav(index, indices)
 
 
+FORMATS = (
+    "mov,mp4,m4a,3gp,3g2,mj2",
+    "matroska,webm",
+    *("avi", "mpegts", "mpeg", "mpegvideo", "h264", "hevc", "m4v", "av1", "obu", "ivf"),
+    *("flv", "ogg", "asf", "gif", "apng", "webp_pipe", "mxf", "nut", "rm", "wtv", "dv"),
+)
+"""Containers that hold their video themselves; playlists such as HLS (.m3u8), DASH and concat open other files."""
 WITHOUT_TIMES = ("avi", "h264", "hevc", "m4v")
 """Formats whose packets carry the order of decoding in place of times."""

@@ -24,8 +24,9 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.hub.foreign import to_rgb
-from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image
-from mmrl.hub.video_reading import frame_to_array
+from mmrl.hub.images import decode_image
+from mmrl.hub.video import mp4_output
+from mmrl.hub.video_reading import VideoError, frame_to_array, opened, video_stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,10 +69,8 @@ def read_clip(
 
 def describe_video(path: Path, depth: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Size, codec, pixel format and rate of a feature's video, by lerobot's names in `meta/info.json`."""
-    import av
-
-    with av.open(str(path)) as container:
-        video = container.streams.video[0]
+    with opened(path) as container:
+        video = video_stream(container)
         rate = video.base_rate
         return {
             "video.height": video.height,
@@ -114,22 +113,20 @@ def decode_depth(content: bytes, size: Sequence[int]) -> NDArray[Any] | None:
 
 
 def _timed_frames(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
-    import av
 
     if not path.is_file():
         raise UserError(f"the dataset lacks {path}")
     try:
-        container = av.open(str(path))
-    except av.error.FFmpegError as error:
+        yield from _decoded(path, start_s)
+    except VideoError as error:
         raise UserError(f"{path} cannot be read as a video: {error}") from error
-    with container:
-        if not container.streams.video:
-            raise UserError(f"{path} has no video in it")
-        video: Any = container.streams.video[0]
-        try:
-            check_pixels(video.codec_context.width, video.codec_context.height, MAX_IMAGE_PIXELS)
-        except ImageError as error:
-            raise UserError(f"{path} cannot be decoded: {error}") from error
+
+
+def _decoded(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
+    import av
+
+    with opened(path) as container:
+        video = video_stream(container)
         # Without it the decoder conceals what is broken.
         video.codec_context.options = {"err_detect": "explode"}
         video.codec_context.thread_type = "NONE"
@@ -225,7 +222,7 @@ def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes:
 
     options = {"g": str(GOP), "bf": "0", "x265-params": "lossless=1:log-level=none"}
     rate = Fraction(fps).limit_denominator(1001)
-    with replaced(path) as draft, av.open(str(draft), "w", format="mp4", options={"movflags": "faststart"}) as output:
+    with replaced(path) as draft, mp4_output(draft) as output:
         try:
             stream: Any = output.add_stream(ENCODER, rate=rate, options=options)
             stream.height, stream.width, stream.pix_fmt = *depth_m.shape[1:], DEPTH_PIXELS

@@ -158,6 +158,44 @@ def test_videos_behind_each_other_keep_frames_and_rate(tmp_path):
     np.testing.assert_allclose(times, np.arange(13) / 20, atol=1e-6)
 
 
+FULL_DISK = """
+import resource, signal, sys
+import numpy as np
+from mmrl.hub.video import VideoRecorder, copy_video, mp4_output, write_mp4
+
+folder = sys.argv[1]
+frames = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), np.uint8)
+whole = write_mp4(f"{folder}/whole.mp4", frames, 10)
+size = whole.stat().st_size
+
+def record():
+    with VideoRecorder(f"{folder}/recorded.mp4", 10) as video:
+        for frame in frames:
+            video.add(frame)
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for limit in (0, 10, 30, 40, 48, 1000, size // 2):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    for write in (
+        lambda: write_mp4(f"{folder}/full.mp4", frames, 10),
+        record,
+        lambda: copy_video([whole], whole.with_name("copied.mp4")),
+    ):
+        try:
+            write()
+        except OSError as error:
+            assert error.strerror == "File too large", error
+        else:
+            raise SystemExit(f"{write} succeeded with {limit} bytes")
+"""
+
+
+def test_a_full_disk_is_an_error_that_ends_no_process(tmp_path):
+    found = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr  # FFmpeg's writer of mp4 crashes after a write that fails
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recorded.part.mp4", "whole.mp4"]
+
+
 def test_nothing_to_copy_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no videos"):
         copy_video([], tmp_path / "a.mp4")

@@ -124,6 +124,46 @@ def test_what_is_no_video(tmp_path):
     }
 
 
+def test_a_track_of_an_unknown_codec_is_named(tmp_path):
+    path = write_clip(tmp_path / "a.mp4", even_times(12))
+    content = path.read_bytes()
+    place = content.index(b"avc1", content.index(b"stsd"))
+    path.write_bytes(content[:place] + b"zzzz" + content[place + 4 :])
+    with pytest.raises(VideoError, match="codec of its video track is unknown"):
+        read_index(path)
+
+
+def test_damaged_files_are_read_or_named(tmp_path):
+    content = write_clip(tmp_path / "a.mp4", even_times(12)).read_bytes()
+    rng, kinds = np.random.default_rng(0), set()
+    for _ in range(300):
+        damaged = np.frombuffer(content, np.uint8).copy()
+        first = content.index(b"moov") if rng.random() < 0.7 else 0
+        places = rng.integers(first, len(damaged), rng.integers(1, 5))
+        damaged[places] = rng.integers(0, 256, len(places))
+        (tmp_path / "b.mp4").write_bytes(damaged.tobytes())
+        try:
+            index = read_index(tmp_path / "b.mp4")
+            list(decode_frames(index, [0, index.total - 1]))
+        except VideoError as error:
+            kinds.add(error.kind)
+    assert {"unreadable_video", "truncated_video", "empty_video"} <= kinds
+
+
+@pytest.mark.parametrize("name", ["list.m3u8", "list.mp4", "concat.mp4"])
+def test_a_playlist_opens_no_other_file(tmp_path, name):
+    clip = write_clip(tmp_path / "a.ts", even_times(12))
+    texts = {
+        "concat.mp4": f"ffconcat version 1.0\nfile {clip.name}\n",
+        "list": f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:9,\n{clip.name}\n#EXT-X-ENDLIST\n",
+    }
+    (tmp_path / name).write_text(texts.get(name, texts["list"]))
+    with pytest.raises(VideoError) as caught:
+        read_index(tmp_path / name)
+    assert caught.value.kind == "unreadable_video"
+    assert read_index(clip).total == 12
+
+
 def test_frames_that_are_too_large(tmp_path):
     path = write_clip(tmp_path / "a.mp4", even_times(2))
     with pytest.raises(VideoError, match=r"96 x 48 pixels, more than 4000 \(data.max_image_pixels\)"):

@@ -97,6 +97,22 @@ def test_two_steps_on_videos(tmp_path, tiny_folders, name, family):
     assert (run_dir / "report.html").stat().st_size > 10_000
 
 
+def test_a_clip_of_an_unknown_codec_is_skipped_and_counted(tmp_path, tiny_folders):
+    config = video_run("vlm", tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=4)
+    path = tmp_path / "clips/3.mp4"
+    content = path.read_bytes()
+    place = content.index(b"avc1", content.index(b"stsd"))
+    path.write_bytes(content[:place] + b"zzzz" + content[place + 4 :])
+    config.data.on_bad_row, config.eval_data = "skip", {}
+    recipe = RECIPES["vlm"].load_recipe_class()(config)
+    try:
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator().manual_seed(0), Step())
+        assert rollouts.num_groups == 3
+        assert recipe.skipped == {"unreadable_video": 1}
+    finally:
+        recipe.close()
+
+
 def test_a_clip_that_ends_early_is_skipped_and_counted(tmp_path, tiny_folders):
     config = video_run("vlm", tmp_path, tiny_folders["qwen2_5_vl"], faulty=True, tasks_per_step=4)
     config.eval_data = {}

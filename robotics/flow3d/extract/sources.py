@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.foreign import MalformedError, to_rgb
-from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file
-from mmrl.hub.video_reading import frame_to_array
+from mmrl.hub.images import ImageError, decode_image, read_image_file
+from mmrl.hub.video_reading import VideoError, frame_to_array, opened, video_stream
 from robotics.data.features import camera_name, is_depth
 from robotics.data.images import DepthCodes
 from robotics.data.layout import named_errors
@@ -98,16 +98,10 @@ def _depths(place: Path, unit_m: float | None) -> DepthArray | None:
 
 def read_frames(path: Path) -> ImageArray:
     """(L, H, W, 3) frames of a video file; raises UserError where it is none or too large."""
-    import av
-
     try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise UserError(f"{path} has no video in it")
-            codec = container.streams.video[0].codec_context
-            check_pixels(codec.width, codec.height, MAX_IMAGE_PIXELS)
-            frames = list(map(frame_to_array(), container.decode(video=0)))
-    except (av.error.FFmpegError, ImageError) as error:
+        with opened(path) as container:
+            frames = list(map(frame_to_array(), container.decode(video_stream(container))))
+    except VideoError as error:
         raise UserError(f"{path} cannot be read as a video: {error}") from error
     if not frames:
         raise UserError(f"{path} has no frame that can be decoded")
