@@ -6,11 +6,13 @@ library alone.
 
 from __future__ import annotations
 
+import ctypes.util
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +35,29 @@ def names_function(spec: str) -> bool:
     return bool(place) and name.isidentifier()
 
 
+RENDERERS = (("egl", "EGL"), ("osmesa", "OSMesa"))
+"""Values of `MUJOCO_GL` that need no screen, and the libraries they need, the fastest first."""
+GUESSED = "MMRL_GUESSED_RENDERER"
+"""Environment variable with a choice that has not been tried, which `robotics.sim.backends` may still change."""
+
+
+def choose_renderer() -> None:
+    """Set `MUJOCO_GL` where it is unset and there is no screen: MuJoCo would take a window library and fail.
+
+    It is read when mujoco is imported, so every process that loads a user's environment calls this before.
+    """
+    screen = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if sys.platform != "linux" or screen or os.environ.get("MUJOCO_GL"):
+        return
+    for name, library in RENDERERS:
+        if ctypes.util.find_library(library):
+            os.environ["MUJOCO_GL"] = os.environ[GUESSED] = name
+            return
+
+
 def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
-    """Load a function by name, from an installed module, the working directory or a file."""
+    """Load a function by name, from an installed module, the working directory or a file; it may draw with MuJoCo."""
+    choose_renderer()
     place, separator, name = spec.rpartition(":")
     if not separator or not place or not name:
         raise LoadError(f"{what} is {spec!r}; expected module:function or path/to/file.py:function")

@@ -1,7 +1,8 @@
 """Choice of the OpenGL renderer: each is tried in a process of its own, because a broken driver may crash it.
 
 MuJoCo reads `MUJOCO_GL` when it is imported and takes a window library when it is unset, which fails on a machine
-without a screen. Here contexts are opened directly, so the choice may also be made after the import.
+without a screen. Here contexts are opened directly, so the choice may also be made after the import. Processes that
+load other environments guess, see `mmrl.workers.loading.choose_renderer`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.workers.loading import GUESSED
 
 PROBE_SECONDS = 60.0
 OFF = ("disable", "disabled", "off", "false", "0")
@@ -46,6 +48,7 @@ def find_backend(preferred: str | None = None) -> Backend | None:
         backend, _ = probe_backend(name)
         if backend is not None:
             os.environ["MUJOCO_GL"] = backend.name
+            os.environ.pop(GUESSED, None)
             return backend
     return None
 
@@ -108,6 +111,7 @@ def _candidates(preferred: str | None) -> tuple[str, ...]:
         _check_name(preferred)
         return (preferred,)
     asked = os.environ.get("MUJOCO_GL", "").lower().strip()
+    asked = "" if asked == os.environ.get(GUESSED) else asked
     if asked in OFF:
         return ()
     # PyOpenGL binds to one platform for the life of a process; what is loaded already leaves no choice.

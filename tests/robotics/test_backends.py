@@ -3,15 +3,19 @@ import sys
 
 import pytest
 
+from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
+from mmrl.agents.environments.tasks import AgentTask
 from mmrl.errors import UserError
+from mmrl.workers import PoolVectorEnv, loading
 from robotics.sim import backends
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """No renderer chosen before the test or after it."""
-    for name in ("MUJOCO_GL", "PYOPENGL_PLATFORM", "DISPLAY"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("MUJOCO_GL", "PYOPENGL_PLATFORM", "DISPLAY", "WAYLAND_DISPLAY", loading.GUESSED):
+        monkeypatch.setenv(name, "")  # restored after the test, also where the code sets it
+        monkeypatch.delenv(name)
     monkeypatch.setattr(backends.platform, "system", lambda: "Linux")
     backends.probe_backend.cache_clear()
     yield
@@ -30,6 +34,56 @@ def test_the_first_one_that_draws_is_taken_and_handed_on_to_child_processes(monk
     assert backends.find_backend() == backends.Backend("osmesa", "test 1.0")
     assert backends.os.environ["MUJOCO_GL"] == "osmesa"
     assert backends.probe_backend("egl") == (None, "AssertionError: no display")
+
+
+def test_a_guess_is_one_renderer_among_others_and_the_found_one_replaces_it(monkeypatch):
+    monkeypatch.setattr(loading.ctypes.util, "find_library", lambda name: name)
+    loading.choose_renderer()
+    assert loading.os.environ["MUJOCO_GL"] == "egl"
+    monkeypatch.setattr(backends, "PROBE", "import os; assert os.environ['MUJOCO_GL'] == 'osmesa'; print('device: x')")
+    assert backends.find_backend().name == "osmesa"
+    loading.choose_renderer()
+    assert loading.os.environ["MUJOCO_GL"] == "osmesa"
+    assert loading.GUESSED not in loading.os.environ
+
+
+@pytest.mark.parametrize("name", ["DISPLAY", "WAYLAND_DISPLAY", "MUJOCO_GL"])
+def test_nothing_is_guessed_with_a_screen_or_against_the_users_choice(monkeypatch, name):
+    monkeypatch.setenv(name, "off")
+    loading.choose_renderer()
+    assert loading.os.environ.get("MUJOCO_GL") == ("off" if name == "MUJOCO_GL" else None)
+
+
+DRAWS = """
+import os
+import gymnasium, numpy as np
+
+
+class Draws(gymnasium.Env):
+    observation_space, action_space = gymnasium.spaces.Box(0, 255, (2, 2, 3), np.uint8), gymnasium.spaces.Discrete(2)
+    gl = os.environ.get("MUJOCO_GL")  # what MuJoCo reads when it is imported
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros((2, 2, 3), np.uint8), {"gl": self.gl}
+"""
+
+
+@pytest.mark.parametrize("pool", ["vector", "agents"])
+def test_every_process_of_environments_chooses(tmp_path, monkeypatch, pool):
+    pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
+    libraries = [name for name, library in loading.RENDERERS if loading.ctypes.util.find_library(library)]
+    if not libraries:
+        pytest.skip("no OpenGL library here")
+    (tmp_path / "draws.py").write_text(DRAWS)
+    factory = f"{tmp_path / 'draws.py'}:Draws"
+    if pool == "vector":
+        envs = PoolVectorEnv(factory, 1)
+        seen = envs.get_attr("gl")[0]
+        envs.close()
+    else:
+        with EnvPool(EnvironmentConfig(factory, workers=1)) as envs:
+            seen = envs.reset({0: AgentTask("draw/0", {}, 0)})[0].info["gl"]
+    assert seen == libraries[0]
 
 
 def test_the_choice_of_the_user_is_the_only_one_tried(monkeypatch):
