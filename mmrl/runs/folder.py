@@ -100,7 +100,7 @@ class RunLock:
             self._made = not self.run_dir.exists()
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-            if not _lock(self._handle):
+            if not take_lock(self._handle):
                 os.close(self._handle)
                 raise UserError(
                     f"{self.run_dir} is in use by {_owner(self.path)}; wait for it, stop it, or choose another "
@@ -144,13 +144,13 @@ def owner_of(run_dir: Path) -> str | None:
     except OSError:
         return None
     try:
-        return None if _lock(handle) else _owner(path)
+        return None if take_lock(handle) else _owner(path)
     finally:
         os.close(handle)
 
 
-def _lock(handle: int) -> bool:
-    """Take the system's lock on an open file; False where another process holds it."""
+def take_lock(handle: int) -> bool:
+    """Take the system's lock on an open file or folder; False where it is taken already."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

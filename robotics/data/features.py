@@ -175,6 +175,8 @@ def _wanted_shape(feature: Mapping[str, Any], depth: bool) -> str:
     if feature["dtype"] in IMAGES:
         channels = 1 if depth else 3
         fits = positive and len(shape) == 3 and channels in (shape[0], shape[2])
+        if fits and feature["dtype"] == "video" and not depth and any(size % 2 for size in image_size(feature)):
+            return "an even height and width, which H.264 needs; resize the images, or use dtype image (video=False)"
         return "" if fits else f"[H, W, {channels}]" + ("" if depth else ", or [H, W, 1] with is_depth_map in its info")
     if feature["dtype"] == "string":
         return "" if shape == [1] else "[1]"
@@ -204,4 +206,15 @@ def _checked(key: str, values: NDArray, feature: Mapping[str, Any], length: int)
             raise ValueError(f"{key} has type {values.dtype}, which is {unit!r}; the dataset holds depth in {known!r}")
     if not np.isfinite(values.astype(np.float64)).all():
         raise ValueError(f"{key} has values that are not finite")
+    if not depth:
+        _check_storable(key, values, np.dtype(dtype))
     return values
+
+
+def _check_storable(key: str, values: NDArray, dtype: np.dtype) -> None:
+    """Refuse finite values that would become others: infinite ones, or whole numbers that wrap around."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = values.astype(dtype)
+    lost = ~np.isfinite(stored) if dtype.kind == "f" else stored != values
+    if lost.any():
+        raise ValueError(f"{key} has the value {values[lost].flat[0]:g}, which the dataset's {dtype} cannot hold")

@@ -35,7 +35,6 @@ DEPTH_DTYPES = {"mm": np.dtype(np.uint16), "m": np.dtype(np.float32)}
 """Type of the values by a feature's `depth_unit`."""
 MOST = 4095
 ENCODER, DEPTH_PIXELS = "libx265", "gray12le"
-GOP = 2
 
 
 def read_clip(
@@ -217,10 +216,11 @@ def encode_tiff(depth: NDArray[Any]) -> bytes:
 
 
 def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes: DepthCodes) -> Path:
-    """Write depth (T, H, W) in metres as a video of codes, atomically."""
+    """Write depth (T, H, W) in metres as a video of codes, without loss of a code, atomically."""
     import av
 
-    options = {"g": str(GOP), "bf": "0", "x265-params": "lossless=1:log-level=none"}
+    # Frames that refer to others lose pixels of noisy depth in x265, although it is asked for no loss.
+    options = {"g": "1", "bf": "0", "x265-params": "lossless=1:log-level=none"}
     rate = Fraction(fps).limit_denominator(1001)
     with replaced(path) as draft, mp4_output(draft) as output:
         try:

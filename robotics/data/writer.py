@@ -14,7 +14,8 @@ stores success. Datasets made by lerobot are appended to as they are, and lerobo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from mmrl.errors import UserError, require_packages
 from mmrl.hub.video import copy_video, write_mp4
+from mmrl.runs.folder import take_lock
 from robotics.data.features import (
     ACTION,
     DTYPES,
@@ -71,8 +73,8 @@ class EpisodeWriter:
         with EpisodeWriter("demos", fps=20, features=features, robot_type="panda") as writer:
             writer.add_episode(states, actions, {"front": frames}, task="stack the cubes", success=True)
 
-    One process writes at a time. An existing dataset keeps the limits it was made with; `EpisodeWriter("demos")`
-    appends to it.
+    One writer holds the folder until it is finished; another one is refused. An existing dataset keeps the limits it
+    was made with; `EpisodeWriter("demos")` appends to it.
 
     Args:
         folder: of the dataset; made when missing.
@@ -82,7 +84,8 @@ class EpisodeWriter:
         settings: sizes of files and the encoder; `StorageSettings()` when None.
 
     Raises:
-        UserError: fps or a feature is invalid or missing, or the existing dataset has others; pyarrow is not installed.
+        UserError: fps or a feature is invalid or missing, or the existing dataset has others; another writer holds the
+            folder; pyarrow is not installed.
     """
 
     def __init__(
@@ -104,17 +107,25 @@ class EpisodeWriter:
         self._row_schema: pa.Schema | None = None
         self._frames: dict[str, list[Any]] = {}
         self._finished = False
-        if (self.folder / INFO_PATH).exists():
-            reader = LeRobotReader(self.folder)
-            check_appendable(self.folder, reader.info, fps, features, robot_type)
-            self._info = dict(reader.info)
-            self._continue(reader)
-        elif fps is None or features is None:
+        exists = (self.folder / INFO_PATH).exists()
+        if not exists and (fps is None or features is None):
             raise UserError(f"there is no dataset in {self.folder}; a new one needs fps and features")
-        else:
-            self._info = new_info(int(fps), complete_features(features), robot_type, self.settings)
-            self._open_series()
-            write_json(self._info, self.folder / INFO_PATH)
+        complete = {} if exists else complete_features(features or {})
+        self._release = _hold(self.folder)
+        weakref.finalize(self, self._release)
+        try:
+            if (self.folder / INFO_PATH).exists():
+                reader = LeRobotReader(self.folder)
+                check_appendable(self.folder, reader.info, fps, features, robot_type)
+                self._info = dict(reader.info)
+                self._continue(reader)
+            else:
+                self._info = new_info(int(fps or 0), complete, robot_type, self.settings)
+                self._open_series()
+                write_json(self._info, self.folder / INFO_PATH)
+        except BaseException:
+            self._release()
+            raise
 
     @property
     def features(self) -> dict[str, Any]:
@@ -201,20 +212,38 @@ class EpisodeWriter:
         return self._add(columns, task, success)
 
     def finish(self) -> None:
-        """Join the files, compute the statistics of all frames and close; called again it does nothing."""
+        """Join the files, compute the statistics of all frames and close; called again it does nothing.
+
+        Raises:
+            ValueError: frames of `add_frame` are in no episode yet; the writer stays open.
+        """
         if self._finished:
             return
+        self._check_saved()
         self._finished = True
         self._seal()
         if self.episodes:
             self._stats |= self._whole_statistics()
             self._write_stats(self._stats)
+        self._release()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        frames, self._frames = self._frames, {}
         self.finish()
+        self._frames = frames
+        if kind is None:
+            self._check_saved()
+
+    def _check_saved(self) -> None:
+        count = len(next(iter(self._frames.values()), []))
+        if count:
+            raise ValueError(
+                f"{count} frames of add_frame are in no episode of {self.folder}; call save_episode(task, success), or "
+                "discard_frames() to drop them"
+            )
 
     def _add(self, given: dict[str, NDArray], task: str | Sequence[str], success: bool | None) -> int:
         if self._finished:
@@ -362,6 +391,22 @@ class EpisodeWriter:
             remove_leftovers(series, reader.episodes)
             series.number = max((series.number_in(row) + 1 for row in reader.episodes), default=0)
         remove_joined(self._data, reader.episodes)
+
+
+def _hold(folder: Path) -> Callable[[], None]:
+    """Take the lock of a dataset's folder, made when missing; returns what gives it back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    if not take_lock(handle):
+        os.close(handle)
+        raise UserError(f"another EpisodeWriter holds {folder}; finish it first, or write into folders of their own")
+    open_handles = [handle]
+
+    def release() -> None:
+        if open_handles:
+            os.close(open_handles.pop())
+
+    return release
 
 
 def _row_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None) -> pa.Table:

@@ -122,7 +122,22 @@ class Demonstrations:
             raise UserError(f"demonstrations.unscaled has {wrong}; an action has {size} entries, {-size} to {size - 1}")
         kept = np.ones(size, bool)
         kept[list(unscaled)] = False
-        return ActionStatistics.from_arrays(np.concatenate(self.actions), kept.tolist())
+        found = ActionStatistics.from_arrays(np.concatenate(self.actions), kept.tolist())
+        still = np.flatnonzero(found.mask & found.hardly_moves).tolist()
+        if still:
+            first = still[0]
+            LOGGER.warning(
+                "entries %s of the actions act in under 2 %% of the frames (entry %d lies in %g to %g, its 1 and "
+                "99 %% quantiles are %g and %g), so scale bounds_q99 deletes what they do; demonstrations.unscaled "
+                "leaves them as they are",
+                still,
+                first,
+                found.minimum[first],
+                found.maximum[first],
+                found.q01[first],
+                found.q99[first],
+            )
+        return found
 
     def warn_of_large_actions(self) -> None:
         """Warn of actions outside -1..1, which a policy without action statistics cannot take."""

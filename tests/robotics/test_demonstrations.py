@@ -211,3 +211,16 @@ def test_an_instruction_may_change_within_an_episode(tmp_path):
     before = found.digest()
     found.changing_instructions[0][1] = "close"
     assert found.digest() != before
+
+
+def test_an_entry_that_hardly_acts_is_named_before_its_quantiles_delete_it(caplog):
+    actions = np.linspace(-1, 1, 200, dtype=np.float32)[:, None].repeat(3, 1)
+    actions[:, 1], actions[:, 2] = 0.0, 0.5  # rarely and never
+    actions[:2, 1] = 1.0
+    found = Demonstrations([np.zeros((200, 1), np.float32)], [actions], None, ["go"])
+    with caplog.at_level("WARNING", "mmrl"):
+        found.statistics()
+    assert "entries [1] of the actions act in under 2 % of the frames (entry 1 lies in 0 to 1" in caplog.text
+    caplog.clear()
+    found.statistics([1])
+    assert not caplog.text

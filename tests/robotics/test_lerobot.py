@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ av = pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'mmrl-suite[vlm]'")
 pq = pytest.importorskip("pyarrow.parquet")
 
+from robotics.data.images import DepthCodes, read_clip, write_depth_mp4  # noqa: E402
 from tests.robotics.lerobot_folders import (  # noqa: E402 - where the packages are there
     FPS,
     QUANTILES,
@@ -204,13 +207,75 @@ def test_png_is_lossless_and_lies_in_the_data(tmp_path):
     assert set(cell) == {"bytes", "path"}
 
 
-def test_odd_sizes_are_read_back_without_padding(tmp_path):
-    frames = made_episode(1, (15, 23))[2]
-    with EpisodeWriter(tmp_path, FPS, features(size=(15, 23))) as writer:
+@pytest.mark.parametrize("size", [(15, 22), (14, 23)])
+def test_videos_of_odd_sizes_are_refused_and_images_are_not(tmp_path, size):
+    with pytest.raises(UserError, match=r"front' has shape .*; expected an even height and width, .* dtype image"):
+        EpisodeWriter(tmp_path / "video", FPS, features(size=size))
+    assert not (tmp_path / "video").exists()
+    frames = made_episode(1, size)[2]
+    with EpisodeWriter(tmp_path / "images", FPS, features(False, size)) as writer:
         writer.add_episode(*made_episode(1)[:2], frames, "task", True)
-    found = LeRobotReader(tmp_path).images(0, "front")
-    assert found.shape == frames["front"].shape
-    assert np.abs(found.astype(int) - frames["front"]).mean() < 2
+    np.testing.assert_array_equal(LeRobotReader(tmp_path / "images").images(0, "front"), frames["front"])
+
+
+def test_frames_that_are_in_no_episode_are_named_before_they_are_lost(tmp_path):
+    states, actions, images, task, success = made_episode(0)
+    writer = EpisodeWriter(tmp_path / "open", FPS, features(), "arm")
+    writer.add_frame(states[0], actions[0], {"front": images["front"][0]})
+    with pytest.raises(ValueError, match=r"1 frames of add_frame are in no episode of .*open; call save_episode"):
+        writer.finish()
+    assert writer.save_episode(task, success) == 0  # the writer is still open
+    writer.finish()
+    assert len(LeRobotReader(tmp_path / "open")) == 1
+    writer = EpisodeWriter(tmp_path / "left", FPS, features(), "arm")
+    writer.add_episode(states, actions, images, task, success)
+    writer.add_frame(states[0], actions[0], {"front": images["front"][0]})
+    with pytest.raises(ValueError, match="1 frames of add_frame are in no episode"):
+        writer.__exit__(None)
+    assert_is_clean(tmp_path / "left", 1)  # what was saved is whole
+    writer = EpisodeWriter(tmp_path / "broken", FPS, features(), "arm")
+    writer.add_frame(states[0], actions[0], {"front": images["front"][0]})
+    writer.__exit__(KeyError)  # the user's own error stays the one that is raised
+
+
+@pytest.mark.parametrize("size", [(64, 64), (48, 63), (33, 41)])
+def test_noisy_depth_loses_no_code_in_a_video(tmp_path, size):
+    codes, seen = DepthCodes(use_log=False), np.random.default_rng(0).integers(0, 4096, (6, *size))
+    path = write_depth_mp4(tmp_path / "depth.mp4", codes.decode(seen.astype(np.uint16)), 10, codes)
+    np.testing.assert_array_equal(read_clip(path, 0.0, 6, 10, size, "gray12le")[0], seen)
+
+
+def test_a_second_writer_is_refused_until_the_first_is_finished(tmp_path):
+    first = EpisodeWriter(tmp_path, FPS, features(), "arm")
+    for folder in (tmp_path, f"{tmp_path}/../{tmp_path.name}"):
+        with pytest.raises(UserError, match=r"another EpisodeWriter holds .*; finish it first"):
+            EpisodeWriter(folder)
+    first.add_episode(*made_episode(0))
+    child = "import sys; from robotics.data import EpisodeWriter; EpisodeWriter(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", child, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "another EpisodeWriter holds" in done.stderr
+    first.finish()
+    with EpisodeWriter(tmp_path) as second:
+        second.add_episode(*made_episode(1))
+    assert_holds(LeRobotReader(tmp_path), range(2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "words"),
+    [
+        ("float32", 1e39, r"next.reward has the value 1e\+39, which the dataset's float32 cannot hold"),
+        ("uint8", 300, "has the value 300, which the dataset's uint8 cannot hold"),
+        ("int64", 0.5, "has the value 0.5, which the dataset's int64 cannot hold"),
+    ],
+)
+def test_values_that_the_stored_type_cannot_hold_are_refused(tmp_path, dtype, value, words):
+    more = features() | {"next.reward": {"dtype": dtype, "shape": [1]}}
+    reward = np.zeros(5, np.asarray(value).dtype)
+    reward[3] = value
+    with EpisodeWriter(tmp_path, FPS, more) as writer:
+        with pytest.raises(ValueError, match=words):
+            writer.add_episode(*made_episode(0), {"next.reward": reward})
+        assert writer.episodes == 0
 
 
 def test_frame_by_frame_gives_the_same_files(tmp_path, written):

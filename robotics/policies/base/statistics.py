@@ -131,6 +131,12 @@ class ActionStatistics:
         """Number of entries D."""
         return len(self.q01)
 
+    @property
+    def hardly_moves(self) -> NDArray[np.bool_]:
+        """(D,) whether an entry is not constant, yet its quantiles span at most a fiftieth of its range."""
+        span = self.maximum - self.minimum
+        return (span > 0) & (self.q99 - self.q01 <= span / 50)
+
     @classmethod
     def from_arrays(cls, actions: ArrayLike, mask: Sequence[bool] | None = None) -> Self:
         """Compute them from the actions (N, D) of a dataset; `mask` (D,) is False for entries that are not scaled."""
