@@ -3,12 +3,14 @@
 Three levels:
 
 - Source: in all recipes, some line outside of checks names each option.
-- Reads: a tiny run of each recipe in READ (two steps, an evaluation, a checkpoint), and runs of it with other parts on,
-  read each option for more than a check, or its other values are refused. Reads are told apart by the dataclass that
-  defines an option, not by its place: two parts of one dataclass, such as `data` and `eval_data`, count as one.
-- Values (slow): in each recipe in WALKED, other values of an option change metrics, evaluations, samples, checkpoints
-  or weights of such a run, stop it, or are refused. An option that several recipes of a domain share belongs to the
-  first of them, so that of the image recipes only their own sections are walked as long as `ddpo` is not in WALKED.
+- Reads: a tiny run of each recipe (two steps, an evaluation, a checkpoint), and runs of it with other parts on, read
+  each option for more than a check, or its other values are refused. Reads are told apart by the dataclass that defines
+  an option, not by its place: two parts of one dataclass, such as `data` and `eval_data`, count as one. The default
+  tests do this for one recipe of each domain (QUICK), the slow ones for the others.
+- Values (slow): in each recipe in WALKED, other values of the options that it names change metrics, evaluations,
+  samples, checkpoints or weights of such a run, stop it, or are refused. An option that several recipes of a domain
+  share belongs to the first of them. The recipes that are not in WALKED are walked by reads alone; as `ddpo` is one of
+  them, so are the options that image recipes share.
 
 Exceptions are listed one by one with their reasons in `tests/contracts/option_lists.py`. Not walked: policies of other
 projects (`model.kind` openvla, lerobot, lerobot_flow), latents of large models (`latent.kind` vjepa2, video),
@@ -36,6 +38,7 @@ ALL = ("",)
 WALKED = {
     **dict.fromkeys(("vlm", "papo", "apo", "reg_grpo", "preference"), ALL),
     **dict.fromkeys(("awm", "diffusion_nft", "orw_cfm_w2", "ac_flow", "flow_ppo", "robot_grpo"), ALL),
+    "aepo": ("grounding.", "answer."),
 }
 """Recipes whose values have been gone through, with the beginnings of the keys that were; the others are to be done."""
 PASSED_ON = {

@@ -97,7 +97,20 @@ VIDEOS = {
     for data in ("data", "eval_data.<name>")
     for name in ("fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")
 }
+NO_POINTS = "needs answers with points, which the tiny model does not write"
 OWN: dict[str, dict[str, str]] = {
+    "aepo": {
+        "grounding.space": NO_POINTS,
+        "grounding.min_side": "the boxes of the walk are larger",
+        "grounding.min_visible": "the boxes of the walk are wholly inside their screens",
+        **{
+            f"answer.{name}": NO_POINTS
+            for name in (
+                *("accuracy", "parser", "collinear_scope", "collinear_tol_px", "max_answers", "dedupe_px"),
+                "empty_is_malformed",
+            )
+        },
+    },
     "apo": {"apo.stcr_base": "needs right and wrong answers of different lengths"},
     "vlm": {
         "objective.scaling.kind": "there is one kind",
