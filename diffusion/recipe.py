@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -37,7 +36,7 @@ from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import make_objective
-from mmrl.training.processes import global_advantages
+from mmrl.training.processes import Streams, global_advantages
 from mmrl.training.recipe import Recipe, Reference, Stateful, Step, Tally, start_kind
 from mmrl.training.scoring import RewardErrors, with_rewards
 
@@ -52,7 +51,7 @@ class Process(Protocol):
     """
 
     def draw(
-        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
+        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, streams: Streams
     ) -> Rollouts:
         """Draw the latents of G images for each task, without images and rewards."""
         ...
@@ -241,12 +240,10 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
         """Give the policy the weights that images are drawn with; its own unless a method samples with others."""
         return nullcontext()
 
-    def rollout(
-        self, policy: DiffusionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step
-    ) -> Rollouts:
+    def rollout(self, policy: DiffusionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Draw G images for each prompt; images whose latents overflowed are counted and cannot be scored."""
         with self.sampling_weights(policy):
-            rollouts = self.process.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+            rollouts = self.process.draw(policy, tasks, self.config.trainer.samples_per_task, streams)
         payload = DiffusionPayload.of(rollouts)
         with stopwatch("decode"):
             decoded = decode_latents(policy.pipeline, payload.latents, batch=self.config.sampler.batch_rows)

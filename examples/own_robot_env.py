@@ -7,7 +7,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from robotics import EpisodeSetConfig, ModuleAdapter, RobotGrpoConfig, SimConfig, train_robot
+from robotics import EpisodeSetConfig, ModuleAdapter, RobotGrpoConfig, SimConfig, draw_rows, train_robot
 
 
 class Cart(gymnasium.Env):
@@ -36,7 +36,7 @@ class Driver(torch.nn.Module):
 
     def act(self, obs, generator):
         mean = self.net(obs["state"])
-        action = mean + 0.5 * torch.randn(mean.shape, generator=generator)
+        action = mean + 0.5 * draw_rows(torch.randn, mean.shape, generator)
         return action, self.log_probs(obs, action)
 
     def log_probs(self, obs, actions):

@@ -31,6 +31,7 @@ _NAMES = {
     "robotics.methods.recipe": ("train_robot",),
     "robotics.methods.srpo": ("SrpoConfig", "SrpoRecipe"),
     "robotics.methods.video_encoder": ("VideoEncoder", "train_video_encoder"),
+    "robotics.policies.base.draws": ("RowGenerators", "draw_rows"),
     "robotics.policies.base.policy": ("ActionPolicy", "PolicyInputs", "open_policy"),
     "robotics.policies.flow": ("FlowActionPolicy", "FlowPolicyConfig"),
     "robotics.policies.gaussian": ("GaussianActionPolicy", "GaussianPolicyConfig"),

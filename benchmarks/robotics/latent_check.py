@@ -25,7 +25,7 @@ from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
-from mmrl.training.processes import make_generator
+from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import Step
 from robotics.episodes.payload import EpisodePayload
 from robotics.episodes.tasks import episode_id
@@ -164,10 +164,10 @@ def _run(recipe: SrpoRecipe, count: int, seed: int, purpose: str) -> list[Checke
     rows: list[CheckedEpisode] = []
     recipe.policy.eval()
     while len(rows) < count:
-        generator = make_generator(seed, purpose, len(rows))
+        streams = Streams(stream_seed(seed, purpose, len(rows)))
         with torch.no_grad():
             tasks = recipe.train_tasks[: recipe.config.trainer.tasks_per_step]
-            rollouts = recipe.rollout(recipe.policy, tasks, generator, Step())
+            rollouts = recipe.rollout(recipe.policy, tasks, streams, Step())
         payload = EpisodePayload.of(rollouts)
         own = recipe.own_reward(payload).tolist()
         for row in range(rollouts.num_rows):

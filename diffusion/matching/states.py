@@ -39,6 +39,7 @@ from diffusion.models.policy import DiffusionPolicy
 from diffusion.sampling.sampler import SamplerConfig, group_seeds, sample_states, text_of
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions
 from mmrl.core.rollouts import Rollouts
+from mmrl.training.processes import Streams
 
 FIRST_STEP = {"discrete": 0, "discrete_wo_init": 1, "discrete_with_init": 0}
 """Kinds of time that are times of the sampler, and the first step that each can draw."""
@@ -65,7 +66,7 @@ class StateMatching(FlowMatching):
     """Draws images with some of their sampler's states, and evaluates models on these; see the module."""
 
     def draw(
-        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
+        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, streams: Streams
     ) -> Rollouts:
         """Draw G images of each task, with T states of each in the order of its path.
 
@@ -73,15 +74,15 @@ class StateMatching(FlowMatching):
             policy: the policy that samples.
             tasks: N prompts.
             group_size: G images of each.
-            generator: seeds the noise of the sampler, and draws the steps whose states are kept.
+            streams: of the sampler's noise, and of the steps whose states are kept.
 
         Returns:
             B = N * G rows with T decisions, without images and rewards.
         """
         group = torch.arange(len(tasks)).repeat_interleave(group_size)
-        seeds = group_seeds(len(tasks), group_size, generator, same_noise=self.sampler.same_noise)
+        seeds = group_seeds(len(tasks), group_size, streams, same_noise=self.sampler.same_noise)
         numbers = torch.arange(self.sampler.steps + 1.0)  # drawn from in place of times: the number of each step
-        kept = draw_times(self.timesteps, numbers, len(tasks), group_size, generator).long()
+        kept = draw_times(self.timesteps, numbers, len(tasks), group_size, streams).long()
         run = sample_states(policy, text_of(policy, tasks, group), seeds, self.sampler, kept)
         return matched_rollouts(tasks, group, run.latents, run.sigma, states=run.states)
 

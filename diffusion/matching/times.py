@@ -16,6 +16,7 @@ from diffusion.matching.losses import stratified
 from diffusion.sampling.schedule import shift_sigmas
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
+from mmrl.training.processes import Streams
 
 SHARING = ("batch", "group", "image")
 LOWEST_TIME = 0.01
@@ -41,13 +42,16 @@ class TimestepConfig:
     """Whether the images of a group get the same noises."""
 
 
-def draw_times(
-    options: TimestepConfig, grid: Tensor, groups: int, group_size: int, generator: torch.Generator
-) -> Tensor:
+def draw_times(options: TimestepConfig, grid: Tensor, groups: int, group_size: int, streams: Streams) -> Tensor:
     """Draw the times (B, T) float32 of B = groups * group_size samples; `grid` (S + 1,) descends to 0."""
-    distinct = {"batch": 1, "group": groups, "image": groups * group_size}[options.share_times]
-    table = torch.stack([sample_times(options, grid, generator) for _ in range(distinct)])
-    return table.repeat_interleave(groups * group_size // distinct, 0)
+    if options.share_times == "batch":
+        return sample_times(options, grid, streams.shared("times")).repeat(groups * group_size, 1)
+    distinct = group_size if options.share_times == "image" else 1
+
+    def draw(own: torch.Generator) -> Tensor:
+        return torch.stack([sample_times(options, grid, own) for _ in range(distinct)])
+
+    return streams.stack(groups, draw, "times").repeat_interleave(group_size // distinct, 0)
 
 
 def sample_times(options: TimestepConfig, grid: Tensor, generator: torch.Generator) -> Tensor:

@@ -29,6 +29,7 @@ from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions, 
 from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference
 
 
@@ -153,21 +154,21 @@ class FlowMatching(VelocityMatching):
         self.sampler = sampler
 
     def draw(
-        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
+        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, streams: Streams
     ) -> Rollouts:
         """Draw G images of each task, and the times and noises that they will be trained on."""
         group = torch.arange(len(tasks)).repeat_interleave(group_size)
-        seeds = group_seeds(len(tasks), group_size, generator, same_noise=self.sampler.same_noise)
+        seeds = group_seeds(len(tasks), group_size, streams, same_noise=self.sampler.same_noise)
         latents = sample_latents(policy, text_of(policy, tasks, group), seeds, self.sampler)
-        noise_seed = torch.randint(2**62, (len(group),), generator=generator)
+        noise_seed = streams.seeds(len(tasks), group_size, purpose="matching")
         if self.timesteps.share_noise:
             noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
-        sigma = self.times(len(tasks), group_size, generator).to(latents.device)
+        sigma = self.times(len(tasks), group_size, streams).to(latents.device)
         return matched_rollouts(tasks, group, latents, sigma, noise_seed=noise_seed.to(latents.device))
 
-    def times(self, groups: int, group_size: int, generator: torch.Generator) -> Tensor:
+    def times(self, groups: int, group_size: int, streams: Streams) -> Tensor:
         """Draw the times (B, T) of the noisy versions of B = groups * group_size images."""
-        return draw_times(self.timesteps, times_of(self.policy, self.sampler.steps), groups, group_size, generator)
+        return draw_times(self.timesteps, times_of(self.policy, self.sampler.steps), groups, group_size, streams)
 
     def states(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, TrainedDecisions]:
         """Noisy versions (M, C, H, W) whose mask is 1, their times (M,) and their places in (B, T)."""

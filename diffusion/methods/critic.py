@@ -25,7 +25,7 @@ from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.processes import average_gradients, global_advantages, make_generator, merge_lists, stream_seed
+from mmrl.training.processes import deal, global_advantages, make_generator, merge_lists, stream_seed, sum_gradients
 from mmrl.training.recipe import Step
 
 SHAPINGS = ("none", "minmax", "running_z", "running_z_tanh", "group_z")
@@ -175,29 +175,45 @@ class CriticTrainer:
         return torch.cat([self.critic(x.float(), t, c.float()) for x, t, c in parts])
 
     def train(
-        self, inputs: tuple[Tensor, Tensor, Tensor], returns: Tensor, generator: torch.Generator, accelerator: Any
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        returns: Tensor,
+        generator: torch.Generator,
+        accelerator: Any,
+        sizes: Sequence[int] | None = None,
     ) -> float:
         """Regress on returns (M,) from latents (M, C, H, W), times (M,) and pooled text (M, P); returns the mean loss.
 
-        Gradients are averaged over the accelerator's processes, so each must call with rows of its own.
+        The updates are those of one process with the states of all: `sizes` are the states of each of this process's
+        tasks, one each by default.
         """
         losses = []
-        # as many updates on every process, each of at most batch_rows states
-        count = max(1, -(-max(merge_lists([len(returns)], accelerator)) // self.config.batch_rows))
+        own = [1] * len(returns) if sizes is None else sizes
+        total = sum(merge_lists([sum(own)], accelerator))
         for _ in range(self.config.updates_per_step):
-            order = torch.randperm(len(returns), generator=generator).to(returns.device)
-            for rows in torch.tensor_split(order, count):
-                x, sigma, pooled = (value[rows] for value in inputs)
-                with torch.enable_grad():
-                    loss = (self.critic(x.float(), sigma, pooled.float()) - returns[rows]).square().mean()
-                    loss.backward()
-                average_gradients(list(self.critic.parameters()), accelerator)
-                nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-                losses.append(float(loss.detach()))
-                self.updates += 1
-        return sum(losses) / len(losses)
+            parts = deal(own, -(-total // self.config.batch_rows), generator, accelerator)
+            counts = [len(part) for part in torch.arange(total).tensor_split(len(parts))]
+            for rows, count in zip(parts, counts, strict=True):
+                losses.append(
+                    self._update([value[rows.to(value.device)] for value in (*inputs, returns)], count, accelerator)
+                )
+        return sum(merge_lists([sum(losses)], accelerator)) / len(losses)
+
+    def _update(self, rows: Sequence[Tensor], count: int, accelerator: Any) -> float:
+        """One update on `count` states of all processes; returns this one's share of the mean loss."""
+        x, sigma, pooled, returns = rows
+        share = 0.0
+        if len(returns):
+            with torch.enable_grad():
+                loss = (self.critic(x.float(), sigma, pooled.float()) - returns).square().sum() / count
+                loss.backward()
+            share = float(loss.detach())
+        sum_gradients(list(self.critic.parameters()), accelerator)
+        nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.updates += 1
+        return share
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, moments and count."""
@@ -262,12 +278,15 @@ class StateCritic(CriticTrainer):
 
     def learn(self, rollouts: Rollouts, returns: Tensor, accelerator: Any, step: Step) -> dict[str, float]:
         """Regress on the returns (B,) of the rows that have a reward; returns metrics."""
-        generator = make_generator(self.seed, "critic", step.number, accelerator.process_index)
+        generator = make_generator(self.seed, "critic", step.number)
         with stopwatch("critic"):
             inputs, decisions = self._inputs(rollouts)
             usable = rollouts.scored[decisions.row]
             latents, sigma, pooled = (values[usable] for values in inputs)
-            loss = self.train((latents, sigma, pooled), returns[decisions.row][usable], generator, accelerator)
+            group = rollouts.group[decisions.row[usable]]
+            sizes = torch.bincount(group, minlength=rollouts.num_groups).tolist()
+            known = returns[decisions.row][usable]
+            loss = self.train((latents, sigma, pooled), known, generator, accelerator, sizes)
         return {"critic/loss": loss, "critic/updates": float(self.updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

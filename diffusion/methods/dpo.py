@@ -45,6 +45,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.runs.records import SampleRecord
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Reference, Step, SupervisedRecipe
 from mmrl.training.settings import BaseTrainerConfig, ReferenceConfig
 
@@ -124,18 +125,16 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         """The caption of a pair, or the prompt of an evaluation."""
         return [task.caption if isinstance(task, ImagePair) else task.prompt]
 
-    def batch(
-        self, policy: DiffusionPolicy, tasks: Sequence[ImagePair], generator: torch.Generator, step: Step
-    ) -> Rollouts:
+    def batch(self, policy: DiffusionPolicy, tasks: Sequence[ImagePair], streams: Streams, step: Step) -> Rollouts:
         """Encode both images of each pair, and draw the times and noises that they share."""
         kept, pixels = self._read(tasks)
         latents = encode_images(policy.pipeline, pixels, batch=self.scoring.sampler.batch_rows)
-        count = len(kept)
-        shown = (torch.rand(count, generator=generator) >= self.config.drop_caption).tolist()
+        count, streams = len(kept), streams.among(tasks, kept)
+        shown = (streams.uniform(count, 1, purpose="caption") >= self.config.drop_caption).tolist()
         captions = [pair.caption if keep else "" for pair, keep in zip(kept, shown, strict=True)]
-        seeds = torch.randint(2**62, (count,), generator=generator).repeat_interleave(2)
+        seeds = streams.seeds(count, 1, purpose="noise").repeat_interleave(2)
         asked = [DiffusionTask(pair.id, caption) for pair, caption in zip(kept, captions, strict=True)]
-        group, sigma = torch.arange(count).repeat_interleave(2), self.process.times(count, 2, generator)
+        group, sigma = torch.arange(count).repeat_interleave(2), self.process.times(count, 2, streams)
         rollouts = given_rollouts(policy, asked, group, (latents, pixels), sigma, seeds)
         extras = pair_marks(count, rollouts.mask.device)
         if self.objective.needs_scores:

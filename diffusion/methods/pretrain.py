@@ -32,6 +32,7 @@ from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Reference, Step, SupervisedRecipe
 from mmrl.training.settings import BaseTrainerConfig
 
@@ -85,18 +86,16 @@ class PretrainRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Diffusi
         """The caption of an image, or the prompt of an evaluation."""
         return [task.caption if isinstance(task, CaptionedImage) else task.prompt]
 
-    def batch(
-        self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], generator: torch.Generator, step: Step
-    ) -> Rollouts:
+    def batch(self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], streams: Streams, step: Step) -> Rollouts:
         """Encode the images of a step, and draw which of them lose their caption."""
         pixels = _pixels(tasks)
         latents = encode_images(policy.pipeline, pixels, batch=self.scoring.sampler.batch_rows)
         rows = len(tasks)
-        kept = torch.rand(rows, generator=generator) >= self.config.drop_caption
+        kept = streams.uniform(rows, 1, purpose="caption") >= self.config.drop_caption
         captions = [task.caption if keep else "" for task, keep in zip(tasks, kept.tolist(), strict=True)]
         shown = [DiffusionTask(task.id, caption) for task, caption in zip(tasks, captions, strict=True)]
-        sigma = self.process.times(rows, 1, generator)
-        seeds = torch.randint(2**62, (rows,), generator=generator)
+        sigma = self.process.times(rows, 1, streams)
+        seeds = streams.seeds(rows, 1, purpose="noise")
         return given_rollouts(policy, shown, torch.arange(rows), (latents, pixels), sigma, seeds)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:

@@ -31,6 +31,7 @@ from diffusion.sampling.schedule import (
 from diffusion.sampling.steps import KERNELS, OdeStep, StepKernel, sample_step
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
+from mmrl.training.processes import Streams
 
 
 class GuidedVelocity:
@@ -245,9 +246,9 @@ def row_noise(seeds: Tensor, draws: int, shape: tuple[int, ...]) -> Tensor:
     return torch.stack(rows) if rows else torch.zeros(0, draws, *shape)
 
 
-def group_seeds(groups: int, size: int, generator: torch.Generator, *, same_noise: bool = False) -> Tensor:
+def group_seeds(groups: int, size: int, streams: Streams, *, same_noise: bool = False) -> Tensor:
     """Draw the seeds (N * G, 2) of each row's initial noise and of its later noise."""
-    seeds = torch.randint(2**62, (groups * size, 2), generator=generator)
+    seeds = streams.seeds(groups, size, 2, purpose="sample")
     if same_noise:
         seeds[:, 0] = seeds[::size, 0].repeat_interleave(size)
     return seeds

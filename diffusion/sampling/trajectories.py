@@ -39,6 +39,7 @@ from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference
 
 
@@ -217,12 +218,12 @@ class Trajectories:
         return not (self._low_precision and self.step.detach_negative)
 
     def draw(
-        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
+        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, streams: Streams
     ) -> Rollouts:
         """Denoise G images of each task with stochastic steps inside the window."""
         group = torch.arange(len(tasks)).repeat_interleave(group_size)
-        window = trained_window(self.sampler, generator)
-        seeds = group_seeds(len(tasks), group_size, generator, same_noise=self.sampler.same_noise)
+        window = trained_window(self.sampler, streams.shared("window"))
+        seeds = group_seeds(len(tasks), group_size, streams, same_noise=self.sampler.same_noise)
         text = text_of(policy, tasks, group)
         run = sample_trajectories(
             policy, text, seeds, self.sampler, window, keep_mean=self.keep_mean, together=self.halves_together
@@ -230,7 +231,7 @@ class Trajectories:
         device = run.logp.device
         return Rollouts(
             group=group.to(device),
-            mask=_trained_share(run.logp.shape, self.sampler.random_share, generator).to(device),
+            mask=_trained_share(run.logp.shape, self.sampler.random_share, group_size, streams).to(device),
             logp_old=run.logp.nan_to_num(0.0, 0.0, 0.0),
             reward=torch.full((len(group),), float("nan"), device=device),
             payload=DiffusionPayload(
@@ -310,10 +311,10 @@ class Trajectories:
         return velocity, mean, std
 
 
-def _trained_share(shape: torch.Size, share: float, generator: torch.Generator) -> Tensor:
+def _trained_share(shape: torch.Size, share: float, group_size: int, streams: Streams) -> Tensor:
     """Mask (B, T) of the trained steps: a random share of them for each row."""
     rows, steps = shape
     if share >= 1.0:
         return torch.ones(rows, steps)
-    order = torch.rand(rows, steps, generator=generator).argsort(1).argsort(1)
+    order = streams.uniform(rows // group_size, group_size, steps, purpose="share").argsort(1).argsort(1)
     return (order < max(int(steps * share), 1)).float()

@@ -13,13 +13,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.agents.environments.environment import ActionConfig
@@ -37,7 +35,7 @@ from mmrl.rewards.loading import source_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.processes import SimCounts, stream_seed, sum_over_processes
+from mmrl.training.processes import SimCounts, Streams, sum_over_processes
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Step, Tally
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
@@ -253,17 +251,15 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
         self.open(config, config.sampler, value_head=self.objective.needs_values)
 
-    def rollout(
-        self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step
-    ) -> Rollouts:
-        """Run G episodes of each task; the random numbers of an episode follow from seed, step, task and sample."""
-        return pack_groups(self.run_groups(policy, tasks, step), policy)
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
+        """Run G episodes of each task."""
+        return pack_groups(self.run_groups(policy, tasks, streams), policy)
 
-    def run_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask], step: Step) -> list[list[Episode]]:
+    def run_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[list[Episode]]:
         """Run G episodes of each task."""
         size = self.config.trainer.samples_per_task
-        repeated = [task for task in tasks for _ in range(size)]
-        episodes = self.run_episodes(policy, repeated, self._seeds(tasks, step), bootstrap_observation=self._bootstraps)
+        repeated, seeds = [task for task in tasks for _ in range(size)], streams.seeds(len(tasks), size).tolist()
+        episodes = self.run_episodes(policy, repeated, seeds, bootstrap_observation=self._bootstraps)
         self._note(episodes)
         groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         kept = [own for own in groups if any(episode.has_result for episode in own)]
@@ -306,20 +302,6 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         """Whether the critic is asked for the value of the states that truncated episodes end in."""
         advantage = self.objective.advantage
         return isinstance(advantage, CriticAdvantage) and advantage.truncation == "bootstrap"
-
-    def _seeds(self, tasks: Sequence[AgentTask], step: Step) -> list[int]:
-        """A seed an episode; a task that the step has twice has other ones the second time, on whichever process."""
-        state = PartialState()
-        own = [task.id for task in tasks]
-        shares = [own] if state.num_processes == 1 else gather_object([own])
-        found, times = [], Counter[str]()
-        for places in zip_longest(*shares):  # the processes take the tasks of a step in turn
-            for process, name in enumerate(places):
-                if process == state.process_index and name is not None:
-                    for sample in range(self.config.trainer.samples_per_task):
-                        found.append(stream_seed(self.config.seed, "agent", step.number, name, times[name], sample))
-                times[name] += 1
-        return found
 
     def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
         """(B,) bool, rows of groups with a single result, which there is nothing to compare with."""

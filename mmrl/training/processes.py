@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import importlib
+import itertools
 import logging
 import os
 import random
@@ -20,16 +21,17 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 
-from mmrl.core.loss import Denominators
 from mmrl.core.rollouts import Rollouts
 from mmrl.workers.engine import FailureLog
 
@@ -43,6 +45,8 @@ PRIMITIVES = 256
 """Kernels that oneDNN keeps: more than a step of a large model needs, and a quarter of its default."""
 BUCKET_ELEMENTS = 2**24
 """Gradient entries in one message between processes."""
+PATIENCE = timedelta(hours=4)
+"""Time that the other processes wait for the first one, which builds data and models and writes checkpoints alone."""
 ItemT = TypeVar("ItemT")
 
 
@@ -50,11 +54,9 @@ def make_accelerator(mixed_precision: str = "none") -> Accelerator:
     """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for."""
     if mixed_precision == "bf16":
         avoid_refused_instructions()
-    # a micro-batch without images leaves the vision tower unused; buffers are constants, and writing them between
-    # two forward passes of one loss would break the backward pass of the first
-    options = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
+    patience = InitProcessGroupKwargs(timeout=PATIENCE)
     return Accelerator(
-        mixed_precision="no" if mixed_precision == "none" else mixed_precision, kwargs_handlers=[options]
+        mixed_precision="no" if mixed_precision == "none" else mixed_precision, kwargs_handlers=[patience]
     )
 
 
@@ -121,8 +123,23 @@ def merge_lists(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
     return list(gather_object(items))
 
 
-def average_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerator) -> None:
-    """Replace each gradient by its mean over all processes, as a data-parallel wrapper does during backward."""
+def share_weights(module: nn.Module, accelerator: Accelerator) -> None:
+    """Give every process the first one's weights, whatever it has drawn or loaded."""
+    if accelerator.num_processes > 1:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                torch.distributed.broadcast(tensor.data, 0)
+
+
+def merge_in_turn(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
+    """Join lists of all processes in the order of the tasks, which `shard` deals in turn: first items before second."""
+    missing = object()
+    turns = itertools.zip_longest(*merge_lists([items], accelerator), fillvalue=missing)
+    return [item for turn in turns for item in turn if item is not missing]  # type: ignore[misc]
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerator) -> None:
+    """Replace each gradient by its sum over all processes; losses are divided by counts over all of them."""
     if accelerator.num_processes == 1:
         return
     used = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=accelerator.device)
@@ -133,10 +150,10 @@ def average_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerat
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients.append(parameter.grad)
     for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket]) / accelerator.num_processes
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
         torch.distributed.all_reduce(flat)
-        for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        for gradient, total in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(total.view_as(gradient))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -152,11 +169,31 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def global_denominators(local: Denominators, accelerator: Accelerator) -> Denominators:
-    """Sum this optimiser step's counts over all processes; the row length is common to them."""
-    if accelerator.num_processes == 1:
-        return local
-    return Denominators.total(merge_lists([local], accelerator))
+def deal(sizes: Sequence[int], parts: int, generator: torch.Generator, accelerator: Accelerator) -> list[Tensor]:
+    """Cut the items of all processes into parts, in the random order in which one process would.
+
+    Args:
+        sizes: Items of each of this process's tasks, which are every world-size-th one of a step, as in `shard`.
+        parts: Wanted number of parts; fewer come back where there are fewer items.
+        generator: CPU generator, the same on every process.
+        accelerator: The processes.
+
+    Returns:
+        Indices of this process's items in each part; an empty tensor where it has none.
+    """
+    rank = accelerator.process_index
+    everywhere = merge_lists([list(sizes)], accelerator)
+    numbers: list[int] = []
+    total = 0
+    for task in range(max(map(len, everywhere), default=0)):
+        for process, own in enumerate(everywhere):
+            size = own[task] if task < len(own) else 0
+            numbers += range(total, total + size) if process == rank else ()
+            total += size
+    index = torch.full((total,), -1)
+    index[torch.tensor(numbers, dtype=torch.int64)] = torch.arange(len(numbers))
+    shuffled = index[torch.randperm(total, generator=generator)]
+    return [part[part >= 0] for part in shuffled.tensor_split(max(min(parts, total), 1))]
 
 
 def global_advantages(
@@ -194,6 +231,48 @@ def make_generator(seed: int, *purpose: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(stream_seed(seed, *purpose))
 
 
+@dataclass(frozen=True)
+class Streams:
+    """Random streams of the tasks of a step: each follows from a seed and from the task's place in the step.
+
+    So a task draws the same numbers whichever process has it, and whatever the tasks beside it do.
+    """
+
+    seed: int
+    """Of the run, step and attempt, see `stream_seed`."""
+    places: Sequence[int] = range(2**31)
+    """Place in the step of each task; the tasks are the first ones by default."""
+
+    def of(self, task: int, *purpose: int | str) -> torch.Generator:
+        """A generator of one task."""
+        return make_generator(self.seed, *purpose, "task", self.places[task])
+
+    def shared(self, *purpose: int | str) -> torch.Generator:
+        """A generator of the whole step, the same for every task."""
+        return make_generator(self.seed, *purpose, "step")
+
+    def stack(self, tasks: int, draw: Callable[[torch.Generator], Tensor], *purpose: int | str) -> Tensor:
+        """The draws of each of the first tasks, one after the other along the first dimension."""
+        return torch.cat([draw(self.of(task, *purpose)) for task in range(tasks)])
+
+    def uniform(self, tasks: int, *size: int, purpose: str = "") -> Tensor:
+        """Draws in [0, 1) of each of the first tasks, (tasks * size[0], ...) float32."""
+        return self.stack(tasks, lambda generator: torch.rand(size, generator=generator), purpose)
+
+    def seeds(self, tasks: int, *size: int, purpose: str = "") -> Tensor:
+        """Seeds for further draws of each of the first tasks, (tasks * size[0], ...) int64."""
+        return self.stack(tasks, lambda generator: torch.randint(2**62, size, generator=generator), purpose)
+
+    def select(self, tasks: Sequence[int]) -> Streams:
+        """The streams of some of the tasks."""
+        return Streams(self.seed, [self.places[task] for task in tasks])
+
+    def among(self, tasks: Sequence[object], kept: Sequence[object]) -> Streams:
+        """The streams of those objects among the tasks that were kept, in their order."""
+        numbered = enumerate(tasks)
+        return self.select([next(number for number, task in numbered if task is one) for one in kept])
+
+
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch (initialisation, dropout)."""
     importlib.import_module("rich.style")  # draws from Python's when first imported, in a resumed run once more
@@ -212,7 +291,7 @@ def capture_global_rng() -> dict[str, Any]:
         "python": [version, list(internal), gauss_next],
     }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
@@ -224,7 +303,10 @@ def restore_global_rng(state: dict[str, Any]) -> None:
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        kept = state["cuda"]
+        if not isinstance(kept, Tensor):  # older checkpoints hold a state for each device
+            kept = kept[min(torch.cuda.current_device(), len(kept) - 1)]
+        torch.cuda.set_rng_state(kept)
 
 
 def _as_uint32(keys: Tensor) -> np.ndarray:

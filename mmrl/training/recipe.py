@@ -23,7 +23,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation
-from mmrl.training.processes import global_advantages
+from mmrl.training.processes import Streams, global_advantages
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, ReferenceConfig
 
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
@@ -73,11 +73,11 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     In each step the loop calls `rollout`, `score` and `advantages`, then `loss` for every micro-batch, and sometimes
     `evaluate`. A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` in its `__init__`; a method that
-    adds to the loss sets `terms`. A recipe counts no steps and draws all random numbers from the generator it is given.
+    adds to the loss sets `terms`. A recipe counts no steps and draws all random numbers from the streams it is given.
     """
 
     policy: PolicyT
-    """The trained module, unwrapped; scores rollouts when called and has save_pretrained and load_weights."""
+    """The trained module; scores rollouts when called and has save_pretrained and load_weights."""
     objective: Objective
     """The objective to optimise; a `PreferenceObjective`, or None, in supervised recipes."""
     terms: Sequence[LossTerm] = ()
@@ -106,13 +106,13 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Metrics of the current step; stages add theirs, and the trainer logs and clears them after the step."""
 
     @abstractmethod
-    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator, step: Step) -> Rollouts:
+    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:
         """Sample G sequences of decisions for each task.
 
         Args:
-            policy: The policy in evaluation mode, without its data-parallel wrapper.
+            policy: The policy in evaluation mode.
             tasks: N tasks of this process.
-            generator: The only source of randomness.
+            streams: The only source of randomness, a stream for each task.
             step: Position in the run.
 
         Returns:
@@ -229,16 +229,16 @@ class SupervisedRecipe(Recipe[PolicyT, TaskT]):
     supervised: ClassVar[bool] = True
 
     @abstractmethod
-    def batch(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator, step: Step) -> Rollouts:
+    def batch(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:
         """Make the rows of a step out of given data; see `Recipe.rollout`."""
 
     @abstractmethod
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Loss of one micro-batch, divided by counts of the whole optimiser step."""
 
-    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator, step: Step) -> Rollouts:
+    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:
         """The batch."""
-        return self.batch(policy, tasks, generator, step)
+        return self.batch(policy, tasks, streams, step)
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Given data has no reward."""
@@ -418,7 +418,7 @@ def shared_prefix(policy: nn.Module, chunks: Sequence[Rollouts]) -> AbstractCont
     Chunks come in the order of `Rollouts.micro_batches`: parts of one group follow one another. With gradient, each
     chunk's loss is differentiated before the next one is scored.
     """
-    prefixes: Any = getattr(getattr(policy, "module", policy), "prefixes", None)
+    prefixes: Any = getattr(policy, "prefixes", None)
     if prefixes is None or len(chunks) <= 1:
         return nullcontext(SimpleNamespace(backward=lambda: None))
     return prefixes.open()  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-import torch
+from mmrl.training.processes import Streams
 
 WeightsT = TypeVar("WeightsT", contravariant=True)
 TaskT = TypeVar("TaskT", contravariant=True)
@@ -23,6 +23,6 @@ class Sampler(Protocol[WeightsT, TaskT, SamplesT]):
         """Sample with these weights from now on."""
         ...
 
-    def sample(self, tasks: Sequence[TaskT], n: int, generator: torch.Generator) -> SamplesT:
+    def sample(self, tasks: Sequence[TaskT], n: int, streams: Streams) -> SamplesT:
         """Draw samples with the weights loaded last."""
         ...

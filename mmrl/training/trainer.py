@@ -22,7 +22,16 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, RunStopped, UserError
 from mmrl.runs.run_log import RunLog, batch_metrics, restart_peak_memory, stopwatch
 from mmrl.runs.tracking import Tracker
-from mmrl.training.processes import HeapTrimmer, all_ranks, make_generator, merge_lists
+from mmrl.training.processes import (
+    HeapTrimmer,
+    Streams,
+    all_ranks,
+    make_generator,
+    merge_lists,
+    shard,
+    share_weights,
+    stream_seed,
+)
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, collect_metrics, make_reference
 from mmrl.training.saving import RunSaver
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig
@@ -129,6 +138,7 @@ class Trainer:
         self.accelerator = accelerator
         self.stop = stop
         self.tasks = TaskStream(recipe.train_tasks, config.seed, fingerprint=recipe.data_digest)
+        share_weights(recipe.policy, accelerator)
         self.reference = make_reference(
             getattr(config, "reference", ReferenceConfig()),  # supervised configurations have none
             recipe.policy,
@@ -155,7 +165,7 @@ class Trainer:
 
     @property
     def policy(self) -> Any:
-        """The policy without its data-parallel wrapper, for sampling."""
+        """The policy that is trained."""
         return self.recipe.policy
 
     @property
@@ -255,11 +265,9 @@ class Trainer:
         self.step = step or 0
 
     def _sample(self, attempt: int) -> Rollouts:
-        rank = self.accelerator.process_index
-        generator = make_generator(self.config.seed, "rollout", self.step, attempt, rank)
         self.policy.eval()
         for draws_left in reversed(range(MAX_DRAWS)):
-            rollouts, failure = self._draw(generator)
+            rollouts, failure = self._draw(attempt, draws_left)
             if all_ranks(rollouts is not None, self.accelerator):
                 break
             if not draws_left:
@@ -268,12 +276,13 @@ class Trainer:
         with stopwatch("score"):
             return self.recipe.score(rollouts, self.position)
 
-    def _draw(self, generator: torch.Generator) -> tuple[Rollouts | None, NoUsableTasksError | None]:
+    def _draw(self, attempt: int, draw: int) -> tuple[Rollouts | None, NoUsableTasksError | None]:
         count = self.config.trainer.tasks_per_step
-        tasks = self.tasks.next(count)[self.accelerator.process_index :: self.accelerator.num_processes]
+        tasks, places = shard(self.tasks.next(count), self.accelerator), shard(range(count), self.accelerator)
+        streams = Streams(stream_seed(self.config.seed, "rollout", self.step, attempt, draw), places)
         with stopwatch("rollout"), torch.no_grad(), self.accelerator.autocast():
             try:
-                return self.recipe.rollout(self.policy, tasks, generator, self.position), None
+                return self.recipe.rollout(self.policy, tasks, streams, self.position), None
             except NoUsableTasksError as error:
                 return None, error
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import (
     HeapTrimmer,
     all_ranks,
-    average_gradients,
-    global_denominators,
+    deal,
     make_generator,
     merge_lists,
+    sum_gradients,
 )
 from mmrl.training.recipe import KEEPS_OLD, Passes, Recipe, Reference, Step, scores_before_update, shared_prefix
 from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfig
@@ -233,7 +233,9 @@ class Updater:
         self.heap = heap or HeapTrimmer(enabled=False)
         optimizer = make_optimizer(recipe.policy, self.config)
         _check_precision(optimizer)
-        self.policy, self.optimizer = accelerator.prepare(recipe.policy, optimizer)
+        # for evaluation, since the loop adds up the gradients of the processes itself: no data-parallel wrapper
+        self.policy = accelerator.prepare_model(recipe.policy, evaluation_mode=True)
+        self.optimizer = accelerator.prepare_optimizer(optimizer)
         self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
         self._actor = _actor_weights(recipe.policy)
         self._at_start = _digest(self._actor)
@@ -274,39 +276,30 @@ class Updater:
         self.skipped = int(state["skipped"])
         self.waited = int(state.get("waited", 0))
 
-    def _minibatches(self, rollouts: Rollouts, step: Step, epoch: int) -> list[Rollouts]:
-        """Minibatches of this process, whose parts in all processes are together what a single process would cut."""
+    def _minibatches(self, rollouts: Rollouts, step: Step, epoch: int) -> list[Rollouts | None]:
+        """Whole groups for each optimiser step, those that one process would take; None where none is of this one."""
         number = self.config.minibatches_per_step
         if number == 1:
             return [rollouts]
         generator = make_generator(self.recipe.config.seed, "minibatch", step.number, epoch)
-        counts = merge_lists([rollouts.num_groups if bool(rollouts.scored.any()) else 0], self.accelerator)
-        if len(counts) == 1:
-            return rollouts.minibatches(number, generator)
-        # the processes got the tasks in turn, and a filter may have left them unequal numbers of groups
-        places = sorted((index, rank) for rank, count in enumerate(counts) for index in range(count))
-        order = torch.randperm(len(places), generator=generator)
-        cut = [[places[i] for i in part] for part in order.tensor_split(min(number, max(len(places), 1)))]
-        rank = self.accelerator.process_index
-        own = [[index for index, owner in part if owner == rank] for part in cut]
-        # every process takes every step: one without a group of its own computes one that does not count
-        idle = unscored(rollouts.select_groups(torch.tensor([0])))
-        return [rollouts.select_groups(torch.tensor(groups)) if groups else idle for groups in own]
+        teaches = bool(rollouts.scored.any())  # what a filter left nothing of is only logged
+        nowhere = all_ranks(not teaches, self.accelerator)
+        parts = deal([1] * (rollouts.num_groups if teaches or nowhere else 0), number, generator, self.accelerator)
+        return [rollouts.select_groups(part) if len(part) else None for part in parts]
 
-    def _optimiser_step(self, minibatch: Rollouts, step: Step) -> dict[str, Metric] | None:
+    def _optimiser_step(self, minibatch: Rollouts | None, step: Step) -> dict[str, Metric] | None:
         """Take one optimiser step, unless there is nothing to learn; None if the guard skipped it.
 
         The denominators are counted over the whole minibatch and all processes before any group is left out and before
         it is cut into micro-batches. Neither changes the step: the shares of the micro-batches add up to the same loss.
         """
-        denominators = global_denominators(count_denominators(self.recipe, minibatch), self.accelerator)
+        counts = [] if minibatch is None else [count_denominators(self.recipe, minibatch)]
+        denominators = Denominators.total(merge_lists(counts, self.accelerator))
         if denominators.tokens == 0 or self._waits(minibatch):
             self.waited += 1
             return {"update/zero_advantage_groups": Metric(1.0)}
         self._set_rate()
-        live = self._live(minibatch)
-        loss, metrics = self._accumulate(live, denominators, step)
-        metrics["update/zero_advantage_groups"] = Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)
+        loss, metrics = self._accumulate(minibatch, denominators, step)
         with stopwatch("optimizer"):
             self._complete_gradients()
             norm = self._clip()
@@ -321,53 +314,55 @@ class Updater:
         metrics = merge_metrics(merge_lists([_plain(metrics)], self.accelerator))
         return metrics | {"optim/grad_norm": Metric.summed(norm)}
 
-    def _waits(self, minibatch: Rollouts) -> bool:
+    def _waits(self, minibatch: Rollouts | None) -> bool:
         """Whether no step is taken: none of the groups, in any process, has a gradient."""
+        find: Callable[[Rollouts], Tensor]
         if any(term.gradient == "with_signal" for term in self.recipe.terms):
-            live = groups_with_advantage(minibatch)
+            find = groups_with_advantage
         elif not self.recipe.supervised and self.config.skip_steps_without_gradient:
-            live = groups_with_gradient(self.recipe, minibatch)
+            find = functools.partial(groups_with_gradient, self.recipe)
         else:
             return False
-        return all_ranks(not bool(live.any()), self.accelerator)
+        return all_ranks(minibatch is None or not bool(find(minibatch).any()), self.accelerator)
 
     def _live(self, minibatch: Rollouts) -> Rollouts:
-        """Groups that the forward pass is needed of; one at least, since other processes may have a gradient."""
+        """Groups that the forward pass is needed of; one at least, so that weights in use get a gradient."""
         if self.recipe.supervised or not self.config.skip_zero_advantage_groups:
             return minibatch
         live = groups_with_gradient(self.recipe, minibatch)
         if bool(live.all()):
             return minibatch
-        if not bool(live.any()):  # the longest, so that a data-parallel wrapper finds a backward pass here too
+        if not bool(live.any()):
             trained = group_sum(minibatch.loss_mask.sum(1), minibatch.group)
             live = torch.arange(minibatch.num_groups, device=live.device) == trained.argmax()
         return minibatch.select_groups(live)
 
     def _accumulate(
-        self, minibatch: Rollouts, denominators: Denominators, step: Step
+        self, minibatch: Rollouts | None, denominators: Denominators, step: Step
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Add up the gradients of all micro-batches of all processes; returns this process's loss and metrics."""
-        losses, parts = [], []
-        rows = self.config.micro_batch or minibatch.num_rows
-        chunks = list(minibatch.micro_batches(rows, whole_groups=compares_rows(self.recipe)))
-        # work that micro-batches share is differentiated after the last of them, too late for the wrapper's own
-        # averaging; the configuration decides, because every process has to take the same way
-        by_hand = self.config.micro_batch > 0
-        alone = self.accelerator.no_sync(self.policy) if by_hand else contextlib.nullcontext()
-        with alone, shared_prefix(self.recipe.policy, chunks) as shared:
-            for chunk in chunks:
-                with stopwatch("forward"):
-                    output = self.recipe.loss(self.policy, chunk, denominators, step)
+        losses = [torch.zeros((), device=self.accelerator.device)]
+        parts: list[dict[str, Metric]] = []
+        if minibatch is not None:
+            live = self._live(minibatch)
+            parts = [
+                {"update/zero_advantage_groups": Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)}
+            ]
+            chunks = list(
+                live.micro_batches(self.config.micro_batch or live.num_rows, whole_groups=compares_rows(self.recipe))
+            )
+            with shared_prefix(self.recipe.policy, chunks) as shared:
+                for chunk in chunks:
+                    with stopwatch("forward"):
+                        output = self.recipe.loss(self.policy, chunk, denominators, step)
+                    with stopwatch("backward"):
+                        self.accelerator.backward(output.loss)
+                    losses.append(output.loss.detach())
+                    parts.append(output.metrics)
                 with stopwatch("backward"):
-                    # gradients are averaged over processes, the denominators already count every one
-                    self.accelerator.backward(output.loss * self.accelerator.num_processes)
-                losses.append(output.loss.detach())
-                parts.append(output.metrics)
-            with stopwatch("backward"):
-                shared.backward()
-        if by_hand:
-            with stopwatch("backward"):
-                average_gradients(self._trained, self.accelerator)
+                    shared.backward()
+        with stopwatch("backward"):
+            sum_gradients(self._trained, self.accelerator)
         return torch.stack(losses).sum(), merge_metrics(parts)
 
     def _complete_gradients(self) -> None:
@@ -387,11 +382,15 @@ class Updater:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
         return norm
 
-    def _on_nonfinite(self, minibatch: Rollouts, loss: Tensor, step: int) -> None:
-        cause = describe_nonfinite(minibatch, loss, self.recipe.policy) or "another process reported it"
+    def _on_nonfinite(self, minibatch: Rollouts | None, loss: Tensor, step: int) -> None:
+        found = None if minibatch is None else describe_nonfinite(minibatch, loss, self.recipe.policy)
+        cause = found or "another process reported it"
         self.optimizer.zero_grad()
         try:
-            kept = f"batch saved to {save_failure(self.failures, step, minibatch, cause, {'loss': float(loss)})}"
+            kept = "this process had no rows of it"
+            if minibatch is not None:
+                file = save_failure(self.failures, step, minibatch, cause, {"loss": float(loss)})
+                kept = f"batch saved to {file}"
         except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
             kept = f"the batch could not be saved: {error}"
         self.skipped += 1

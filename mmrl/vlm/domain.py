@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 from PIL.Image import Image
+from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
@@ -30,7 +31,7 @@ from mmrl.training.evaluation import (
     unscored,
     with_interval,
 )
-from mmrl.training.processes import make_generator, stream_seed
+from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Stateful, Step, Tally
 from mmrl.training.scoring import RewardErrors, describe_failure, failure_of
 from mmrl.vlm.config import AnswerScoring, FurtherMeasures, VlmConfig, VlmEvaluationConfig
@@ -260,11 +261,15 @@ class AnswerMeasure(Measure[VlmTask]):
         """Answer questions in both modes; those that cannot be encoded are left out."""
         rows, prompts = self.open_rows(self.policy, batch)
         for mode, count in self._modes() if rows else ():
-            generator = make_generator(self.seed, "evaluate", self.split, start)
-            draws = None if mode == "greedy" else generator
+            draws = None if mode == "greedy" else self.draws(rows, count, "evaluate")
             drawn = sample(self.policy, prompts, count, self.sampling, draws)
             self._score(rows, drawn, mode, count)
         return rows
+
+    def draws(self, rows: Sequence[Row], count: int, purpose: str) -> Tensor:
+        """Uniform draws (B * count, max_new_tokens) for the answers to B questions, by seed, split and question."""
+        streams = Streams(stream_seed(self.seed, purpose, self.split), [row["index"] for row in rows])
+        return streams.uniform(len(rows), count, self.sampling.max_new_tokens)
 
     def open_rows(self, policy: VlmPolicy, batch: Sequence[Trial[VlmTask]]) -> tuple[list[Row], list[Prompt]]:
         """A row and a prompt for each question that can be encoded."""

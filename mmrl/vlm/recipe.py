@@ -19,6 +19,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import make_objective
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Recipe, Step, scores_before_update, single_update
 from mmrl.training.sampler import Sampler
 from mmrl.training.scoring import with_rewards
@@ -30,7 +31,7 @@ from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import KeepPrefill
 from mmrl.vlm.engine.sampler import PolicySampler, Samples
 
-View = Callable[[VlmPayload, VlmPolicy, torch.Generator], VlmPayload]
+View = Callable[[VlmPayload, VlmPolicy, Streams], VlmPayload]
 """Adds another form of each prompt to a payload, such as one with masked images."""
 
 
@@ -59,18 +60,18 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             self._controller = AdaptiveKL(self.objective.kl_coef, target, config.adaptive_kl.horizon)
             self.parts["adaptive_kl"] = self._controller
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample G responses to each question; questions that cannot be encoded are counted and left out."""
         with stopwatch("encode"):
             usable, prompts = self.encode(policy, tasks)
-        size = self.config.trainer.samples_per_task
+        size, streams = self.config.trainer.samples_per_task, streams.among(tasks, usable)
         self.sampler.load(policy, step.number)
-        samples = self.sampler.sample(prompts, size, generator)
+        samples = self.sampler.sample(prompts, size, streams)
         truncates = self.config.sampler.top_p < 1.0 or self.config.sampler.top_k > 0
         payload = VlmPayload(prompts, usable, samples.response_ids, samples.texts, samples.finish)
         if self.view is not None:
             with stopwatch("encode"):
-                payload = self.view(payload, policy, generator)
+                payload = self.view(payload, policy, streams)
         return Rollouts(
             group=torch.arange(len(usable), device=samples.mask.device).repeat_interleave(size),
             mask=samples.mask,
@@ -129,16 +130,15 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def _keep_prefill(self) -> KeepPrefill:
         """Part of the prompts' prefill that sampling keeps for the update.
 
-        The graph needs a step of one update on all rows at once, whose memory it does not raise, in one process, and a
-        training mode that computes what sampling does: no dropout, no checkpointing.
+        The graph needs a step of one update on all rows at once, whose memory it does not raise, and a training mode
+        that computes what sampling does: no dropout, no checkpointing.
         """
         trainer, model = self.config.trainer, self.config.model
         if not (self.config.sampler.keep_prefill and self.policy.shares_prefix):
             return KeepPrefill.NOTHING
         once = single_update(trainer) and trainer.micro_batch == 0 and not self.objective.filter.resamples
         same = not model.gradient_checkpointing and not (model.lora.enabled and model.lora.dropout)
-        alone = not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
-        if once and same and alone:
+        if once and same:
             return KeepPrefill.GRAPH
         return KeepPrefill.VALUES if scores_before_update(self) else KeepPrefill.NOTHING
 

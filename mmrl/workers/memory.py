@@ -1,10 +1,11 @@
-"""Memory and cores of this machine, or of the container around this process."""
+"""Memory, cores and GPUs of this machine, or of the container around this process, and its share of them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+DEVICES = Path("/dev")
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -24,5 +25,22 @@ def machine_bytes() -> int | None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores on which this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores on which this process may run; of several training processes here, its share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def device_variables() -> dict[str, str]:
+    """Environment variables with which a worker computes and draws on the GPU of this training process.
+
+    Empty unless there are several of them on this machine and GPUs: alone, a process may use all.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
+        return {}
+    every = [str(index) for index in range(len(list(DEVICES.glob("nvidia[0-9]*"))))]
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).split(",") if name]
+    if not every or not visible:
+        return {}
+    own = visible[int(os.environ.get("LOCAL_RANK", "0")) % len(visible)]
+    # EGL counts all GPUs, also those that CUDA_VISIBLE_DEVICES hides, and knows no names such as GPU-4f2a
+    return {"CUDA_VISIBLE_DEVICES": own} | ({"MUJOCO_EGL_DEVICE_ID": own} if own in every else {})

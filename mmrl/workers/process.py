@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl.errors import RunError
 from mmrl.workers import family, sandbox, wire
 from mmrl.workers.engine import Ending, WorkerSpec
+from mmrl.workers.memory import device_variables
 
 if TYPE_CHECKING:
     import numpy as np
@@ -245,7 +246,7 @@ def _start(spec: WorkerSpec, token: str, folder: str | None) -> subprocess.Popen
 
 def _variables(spec: WorkerSpec) -> dict[str, str]:
     """Environment of the process; the same interpreter finds the modules that this process finds now."""
-    variables = {**os.environ, **spec.environment}
+    variables = {**os.environ, **device_variables(), **spec.environment}
     for name in ("PYTHONPATH", "PYTHONHOME"):
         if spec.python is not None and name not in spec.environment:
             variables.pop(name, None)

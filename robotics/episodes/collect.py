@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice, rare
 from robotics.episodes.payload import EpisodePayload
+from robotics.policies.base.draws import RowGenerators
 from robotics.policies.base.policy import INPUT_SHAPES, PolicyInputs
 from robotics.policies.base.statistics import ActionStatistics
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim, begin_episodes
@@ -184,7 +185,7 @@ def run_episodes(
     sim: RobotSim,
     episodes: Sequence[EpisodeSpec],
     settings: ActingSettings,
-    generator: torch.Generator,
+    generator: torch.Generator | Sequence[int],
     *,
     greedy: bool = False,
     record: bool = False,
@@ -197,7 +198,8 @@ def run_episodes(
         sim: the simulator.
         episodes: B initial states.
         settings: how actions are executed.
-        generator: for the policy's sampling.
+        generator: for the policy's sampling: a seed for each episode, or a generator that draws the seeds. An episode
+            does not depend on those that run beside it.
         greedy: take the most likely actions.
         record: render every control step.
         images_of: B episodes whose first images the policy sees throughout in place of its own, which are still the
@@ -211,10 +213,16 @@ def run_episodes(
     """
     action_scale(policy, settings)
     size = sim.capacity or len(episodes)
+    seeds: Sequence[int] = (
+        torch.randint(2**62, (len(episodes),), generator=generator).tolist()
+        if isinstance(generator, torch.Generator)
+        else generator
+    )
+    own = [torch.Generator().manual_seed(seed) for seed in seeds]
     waves = []
     for start in range(0, len(episodes), size):
         wave = slice(start, start + size)
-        waves.append(_run_wave(policy, sim, episodes[wave], settings, generator, greedy, record, images_of[wave]))
+        waves.append(_run_wave(policy, sim, episodes[wave], settings, own[wave], greedy, record, images_of[wave]))
     example = next((chunks[0] for recorder in waves for chunks in recorder.chunks if chunks), None)
     parts = [recorder.close(example) for recorder in waves]
     width = max(part.logp.shape[1] for part in parts)
@@ -248,7 +256,7 @@ def _run_wave(
     sim: RobotSim,
     episodes: Sequence[EpisodeSpec],
     settings: ActingSettings,
-    generator: torch.Generator,
+    generators: Sequence[torch.Generator],
     greedy: bool,
     record: bool,
     images_of: Sequence[EpisodeSpec],
@@ -272,7 +280,8 @@ def _run_wave(
         observation = observation.of(sim.live)
         full_state = sim.full_state() if hasattr(sim, "full_state") else None
         inputs = inputs_of(observation if shown is None else shown.replace_in(observation), episodes, device)
-        choice = policy.act(inputs, generator, temperature=settings.temperature, greedy=greedy)
+        draws = RowGenerators([generators[row] for row in sim.live])
+        choice = policy.act(inputs, draws, temperature=settings.temperature, greedy=greedy)
         actions = choice.actions.float().cpu().numpy()
         if ensemble is None:
             actions = actions[:, : settings.n_action_steps or None]

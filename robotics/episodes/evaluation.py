@@ -31,7 +31,7 @@ from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.runs.run_log import metric_label
 from mmrl.runs.statistics import wilson_interval
 from mmrl.training.evaluation import Measure, Row, Trial, with_interval
-from mmrl.training.processes import make_generator
+from mmrl.training.processes import stream_seed
 from mmrl.training.settings import EvaluationConfig
 from robotics.episodes.collect import ActingSettings, Episodes, action_scale, replay_episode, run_episodes
 from robotics.episodes.tasks import episode_id
@@ -179,13 +179,12 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
 
     def run(self, batch: Sequence[Trial[EpisodeSpec]], start: int) -> list[Row]:
         """Run some episodes to their ends."""
-        first = batch[0]
         episodes = run_episodes(
             self.policy,
             self.sim,
             [trial.task for trial in batch],
             self.acting,
-            make_generator(self.seed, "evaluate", self.split, first.index, first.repeat),
+            [stream_seed(self.seed, "evaluate", self.split, trial.index, trial.repeat) for trial in batch],
             greedy=self.greedy,
             images_of=[self.others[trial.task] for trial in batch] if self.swapped else (),
         )

@@ -24,12 +24,14 @@ from mmrl.core.payload import Payload, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.runs.records import SampleRecord
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step, SupervisedRecipe
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
 from robotics.episodes.collect import action_scale
 from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
 from robotics.episodes.evaluation import RobotEvaluationConfig
 from robotics.methods.recipe import RobotDomain, RobotParts
+from robotics.policies.base.draws import RowGenerators
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs
 from robotics.sim.episodes import RobotSim, views_of
 
@@ -116,14 +118,14 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         """Digest of the demonstrations: all states, actions and instructions, and some of the images."""
         return self.demonstrations.digest()
 
-    def batch(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
+    def batch(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Look up observations and actions; nothing is simulated."""
         device = policy.device
         observed = self.demonstrations.observations(tasks, policy.past)
         done, mask = (torch.from_numpy(part) for part in self.demonstrations.chunks(tasks, policy.chunk))
         actions = done if self.scale is None else self.scale.normalise(done)
         rows = len(tasks)
-        seeds = torch.randint(2**62, (rows,), generator=generator)
+        seeds = streams.seeds(rows, 1)
         payload = TransitionPayload(observed, actions, mask, seeds).to(device)
         zeros = torch.zeros_like(payload.mask)
         return Rollouts(
@@ -142,7 +144,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """The policy's cloning loss, averaged over the control steps of the optimiser step."""
         payload = TransitionPayload.of(minibatch)
-        generator = torch.Generator().manual_seed(int(payload.noise_seed[0]))
+        generator = RowGenerators.seeded(payload.noise_seed.tolist())
         loss, metrics = policy("bc_loss", payload.inputs, payload.actions, payload.mask, generator)
         count = float(minibatch.loss_mask.sum())
         share = count / denominators.tokens

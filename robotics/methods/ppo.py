@@ -36,12 +36,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, Passes, Step
 from mmrl.training.settings import TrainerConfig
 from robotics.episodes.payload import EpisodePayload
@@ -283,7 +285,9 @@ class ChunkCritic(LossTerm):
         """Scale the critic's inputs in the first step, and ask it."""
         recipe = self.recipe
         seen = EpisodePayload.of(rollouts).steps > 0
-        recipe.policy.critic.fit_scale(recipe.critic_inputs(rollouts)[seen])
+        if not bool(recipe.policy.critic.fitted):  # on the episodes of all processes
+            parts = gather_object([recipe.critic_inputs(rollouts)[seen].cpu()])
+            recipe.policy.critic.fit_scale(torch.cat(list(parts)).to(rollouts.mask.device))
         with torch.no_grad():
             return rollouts.replace(values=recipe.values(passes.policy, rollouts))
 
@@ -306,13 +310,15 @@ class RobotPpoRecipe(RobotRecipe):
         self.policy = PolicyWithCritic(acting, critic, config.critic.factor(config.trainer.learning_rate))
         self.terms = [ChunkCritic(self)]
 
-    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """See `RobotRecipe.rollout`; the chunks are the turns, with a reward each."""
-        rollouts = super().rollout(policy, tasks, generator, step)
+        rollouts = super().rollout(policy, tasks, streams, step)
         payload = EpisodePayload.of(rollouts)
         chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
         turn = chunks.repeat_interleave(self._decisions_of_chunk)
-        rewards = self._shuffled_rewards(rollouts, generator) if self.config.shuffle_success else self._rewards(payload)
+        rewards = self._rewards(payload)
+        if self.config.shuffle_success:
+            rewards = self._shuffled_rewards(rollouts, streams.shared("shuffle"))
         return rollouts.replace(
             turn=turn.expand_as(rollouts.mask).contiguous(),
             extras={"decision_reward": _at_last_decisions(rewards, rollouts.mask)},

@@ -33,7 +33,7 @@ from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.processes import SimCounts, sum_over_processes
+from mmrl.training.processes import SimCounts, Streams, sum_over_processes
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Step, Tally
 from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
@@ -258,13 +258,18 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """Total reward (B,) and its terms, NaN where an episode cannot be scored; failed rows are masked later."""
 
-    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes from each initial state."""
         size = self.config.trainer.samples_per_task
         each = self.config.sim.randomization.per == "episode"
         repeated = [own_draw(task, member) if each else task for task in tasks for member in range(size)]
         episodes = run_episodes(
-            policy, self.sim, repeated, self.config.acting, generator, record=self.needs_every_frame
+            policy,
+            self.sim,
+            repeated,
+            self.config.acting,
+            streams.seeds(len(tasks), size).tolist(),
+            record=self.needs_every_frame,
         )
         episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
         group = torch.arange(len(tasks)).repeat_interleave(size)
@@ -310,7 +315,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         """Log-probability and entropy of each decision, at the sampling temperature."""
         payload = EpisodePayload.of(rollouts)
         rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
-        if not len(rows):  # all failed; every process has to run the policy, so one masked chunk is scored
+        if not len(rows):  # all failed; one masked chunk is scored, for a loss with a gradient
             rows = chunks = torch.zeros(1, dtype=torch.int64, device=rows.device)
         inputs = _inputs(payload, rollouts.group, rows, chunks)
         logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)

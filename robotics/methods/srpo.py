@@ -205,9 +205,10 @@ class SrpoRecipe(RobotRecipe):
         state = PartialState()
         parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))
         rank = state.process_index if len(parts) > 1 else 0
-        apart = np.cumsum([0, *(int(part.groups.max()) + 1 for part in parts[:-1])])
-        parts = [part._replace(groups=part.groups + first) for part, first in zip(parts, apart, strict=True)]
-        rows = _Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        # the groups of all processes in the order in which one process has them
+        parts = [part._replace(groups=part.groups * len(parts) + place) for place, part in enumerate(parts)]
+        order = np.argsort(np.concatenate([part.groups for part in parts]), kind="stable")
+        rows = _Rows(*(np.concatenate(columns)[order] for columns in zip(*parts, strict=True)))
         if not rows.valid.any():
             raise RunError(
                 f"no episode of this step has a latent: {self._first_reason or 'see the log of the first process'}; "
@@ -237,7 +238,7 @@ class SrpoRecipe(RobotRecipe):
             "srpo/agreement": rank_agreement(reward[failures], rows.env_reward[failures], rows.groups[failures]),
         }
         start = sum(len(part.valid) for part in parts[:rank])
-        return reward[start : start + len(mine.valid)]
+        return reward[np.argsort(order)[start : start + len(mine.valid)]]
 
 
 def _row_means(advantage: Tensor | None, mask: Tensor) -> Tensor:

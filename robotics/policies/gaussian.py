@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded, check_config, choice, rare
+from robotics.policies.base.draws import draw_rows
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
 from robotics.policies.base.policy import (
     ActionChoice,
@@ -126,7 +127,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
             mean, log_std = self.gaussian(batch, temperature)
             drawn = mean
             if not greedy:
-                noise = torch.randn(mean.shape, generator=generator, device=generator.device)
+                noise = draw_rows(torch.randn, mean.shape, generator)
                 drawn = mean + log_std.exp() * noise.to(mean.device)
             logp, _ = score_gaussian(drawn, mean, log_std)
         return ActionChoice(drawn.clamp(-1, 1), drawn, logp)

@@ -25,7 +25,8 @@ class ModuleAdapter(ActionPolicy):
     The module needs two methods. `obs` is a dict with "images" (B, H, W, 3) uint8, "views" (B, V, H, W, 3) uint8 of
     further cameras and "state" (B, S) float32, if there are any, and "instructions", a list of B texts:
 
-    * act(obs, generator) -> (actions, logp): actions (B, K, D), (B, D) where K = 1; logp (B, T), or (B,) where T = 1
+    * act(obs, generator) -> (actions, logp): actions (B, K, D), (B, D) where K = 1; logp (B, T), or (B,) where T = 1;
+      with `robotics.draw_rows(torch.randn, shape, generator)` an episode's actions do not depend on those beside it
     * log_probs(obs, actions) -> logp, or (logp, entropy): of the actions as sampled, before any clipping
 
     `act` may also take `temperature` and `greedy`, `log_probs` `temperature`. A method bc_loss(obs, actions, mask) is

@@ -14,6 +14,7 @@ import torch
 
 from mmrl.errors import RunError
 from robotics.episodes.collect import sim_actions
+from robotics.policies.base.draws import RowGenerators
 from robotics.policies.base.policy import INPUT_SHAPES, PolicyInputs
 from robotics.serving.opening import ServedPolicy
 
@@ -99,7 +100,7 @@ class PolicyQueue:
         """A chunk or an exception for each; where the policy raises, each is asked alone to find the culprit."""
         try:
             inputs = PolicyInputs.concat([request.inputs for request in batch])
-            return list(choose_chunks(self._served, inputs, _joint_generator(batch)))
+            return list(choose_chunks(self._served, inputs, RowGenerators([request.generator for request in batch])))
         except Exception as error:
             if len(batch) == 1:
                 return [error]
@@ -122,11 +123,3 @@ def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.G
         actions = served.bounds.to_data(torch.from_numpy(actions)).numpy()
     elapsed = 1000 * (time.perf_counter() - began)
     return [Chunk(row, elapsed, len(inputs)) for row in actions]
-
-
-def _joint_generator(batch: list[_Request]) -> torch.Generator:
-    """The robot's own generator where it is alone, else one seeded by a draw from each."""
-    if len(batch) == 1:
-        return batch[0].generator
-    seeds = [int(torch.randint(2**62, (), generator=request.generator)) for request in batch]
-    return torch.Generator().manual_seed(sum(seeds) % 2**62)

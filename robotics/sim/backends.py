@@ -19,6 +19,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.workers.loading import GUESSED
+from mmrl.workers.memory import device_variables
 
 PROBE_SECONDS = 60.0
 OFF = ("disable", "disabled", "off", "false", "0")
@@ -103,6 +104,9 @@ def probe_backend(name: str) -> tuple[Backend | None, str]:
 def open_context(name: str, width: int, height: int) -> Any:
     """Open an off-screen OpenGL context of a probed renderer, in pixels; it belongs to the calling thread."""
     _check_name(name)
+    for variable, device in device_variables().items():
+        if variable == "MUJOCO_EGL_DEVICE_ID":
+            os.environ.setdefault(variable, device)
     return importlib.import_module(CONTEXT_MODULES[name]).GLContext(width, height)
 
 

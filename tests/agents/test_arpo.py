@@ -25,6 +25,7 @@ from mmrl.agents.rollout.storage import restore_episode, size_of, store_episode
 from mmrl.core import Rollouts, get
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step, collect_metrics, old_in_update
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
@@ -65,12 +66,12 @@ def two_steps(config):
     """Rollouts of two steps of an untrained policy, with all constants of the second update."""
     recipe = ArpoRecipe(config)
     try:
-        first = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator(), Step()), Step())
+        first = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step()), Step())
         with torch.no_grad():
             for parameter in recipe.policy.parameters():
                 parameter.mul_(1.02)
         later = Step(1, 2)
-        second = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator(), later), later)
+        second = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), later), later)
         metrics = collect_metrics(recipe, second, later)
         second = update_constants(recipe, recipe.policy, Reference("none", recipe.policy), second, later)
         second = recipe.objective.compute_advantages(second)
@@ -249,11 +250,11 @@ def test_a_broken_slot_is_filled_before_a_sound_one(tmp_path, folder):
     buffer.push(group[0].task.id, store_episode(group[2]), step=0)
     broken = dataclasses.replace(group[1], ending="failed")
     groups = [[group[0], broken, group[2]]]
-    assert inject_successes(groups, buffer, config, step=4, seed=0) == {0: (1, 4)}
+    assert inject_successes(groups, buffer, config, step=4, streams=Streams(0)) == {0: (1, 4)}
     assert groups[0][1].trajectory.ids == group[2].trajectory.ids
     assert groups[0][0] is group[0]
     other = [[group[0], group[1], group[2]]]
-    assert inject_successes(other, buffer, config, step=4, seed=0) == {0: (0, 4)}
+    assert inject_successes(other, buffer, config, step=4, streams=Streams(0)) == {0: (0, 4)}
 
 
 def test_ratios_of_fresh_and_replayed_tokens_apart():

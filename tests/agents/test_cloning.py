@@ -20,6 +20,7 @@ from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episo
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Step, collect_metrics
 from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig
@@ -67,7 +68,7 @@ def recipes():
 
 
 def played(recipe, number=0):
-    rollouts = recipe.batch(recipe.policy, recipe.train_tasks[:4], torch.Generator(), Step(number))
+    rollouts = recipe.batch(recipe.policy, recipe.train_tasks[:4], Streams(0), Step(number))
     return rollouts, AgentPayload.of(rollouts)
 
 
@@ -127,10 +128,10 @@ def test_an_expert_that_fails_costs_its_episode_and_not_the_run(tmp_path, folder
         "hung": 1,
     }
     with pytest.raises(NoUsableTasksError, match="malformed: expert returned a str"):
-        recipe.rollout(recipe.policy, recipe.train_tasks[4:5], torch.Generator(), Step())
+        recipe.rollout(recipe.policy, recipe.train_tasks[4:5], Streams(0), Step())
     with pytest.raises(NoUsableTasksError, match="did not end the episode"):
-        recipe.rollout(recipe.policy, recipe.train_tasks[5:6], torch.Generator(), Step())
-    assert recipe.rollout(recipe.policy, recipe.train_tasks[6:8], torch.Generator(), Step()).num_rows == 2
+        recipe.rollout(recipe.policy, recipe.train_tasks[5:6], Streams(0), Step())
+    assert recipe.rollout(recipe.policy, recipe.train_tasks[6:8], Streams(0), Step()).num_rows == 2
 
 
 def test_a_clone_writes_actions(tmp_path, folder):

@@ -19,6 +19,7 @@ from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Step, collect_metrics
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
@@ -67,7 +68,7 @@ def make_config(folder, model, **changes) -> AgentConfig:
 def roll(config, tasks=2):
     recipe = AgentRecipe(config)
     try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], torch.Generator(), Step())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], Streams(0), Step())
         with torch.no_grad():
             logp = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp
         return rollouts, recipe.score(rollouts, Step()), logp, recipe

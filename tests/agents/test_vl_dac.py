@@ -20,6 +20,7 @@ from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
@@ -77,9 +78,7 @@ def recipes():
 
 
 def rolled(recipe, tasks=3):
-    rollouts = recipe.score(
-        recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], torch.Generator(), Step()), Step()
-    )
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], Streams(0), Step()), Step())
     return update_constants(recipe, recipe.policy, Reference("none", recipe.policy), rollouts, Step())
 
 
@@ -169,7 +168,7 @@ def test_every_token_of_an_answer_is_trained(tmp_path, folder, recipes, monkeypa
     """The first one of each turn too, and one with the number 0, which the public code leaves out; without a KL term,
     where its loss is no scalar."""
     recipe = recipes(make_config(tmp_path, folder, objective=ObjectiveConfig(preset="vl_dac", kl={"kind": "none"})))
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator(), Step()), Step())
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), Step()), Step())
     assert 0 not in recipe.policy.banned_ids.tolist()
     AgentPayload.of(rollouts).response_ids[:, 0] = 0
     rollouts = update_constants(recipe, recipe.policy, Reference("none", recipe.policy), rollouts, Step())
@@ -190,7 +189,7 @@ def test_every_token_of_an_answer_is_trained(tmp_path, folder, recipes, monkeypa
 @pytest.mark.parametrize("stop", [True, False])
 def test_the_critics_gradient_ends_at_the_state_where_asked(folder, tmp_path, recipes, stop):
     recipe = recipes(make_config(tmp_path, folder, critic=CriticSettings(hidden=[16], stop_gradient=stop)))
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:1], torch.Generator(), Step()), Step())
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(0), Step()), Step())
     recipe.scores(recipe.policy, rollouts, frozenset({"logp", "values"})).values.sum().backward()
     moved = {name.split(".")[0] for name, p in recipe.policy.named_parameters() if p.grad is not None}
     assert moved == ({"value_head"} if stop else {"value_head", "model"})

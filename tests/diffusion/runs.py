@@ -20,7 +20,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.runs.tracking import TrackingConfig
-from mmrl.training.processes import make_accelerator, make_generator
+from mmrl.training.processes import Streams, make_accelerator, stream_seed
 from mmrl.training.recipe import Step, make_reference
 from mmrl.training.settings import CheckpointConfig
 from mmrl.training.trainer import Trainer
@@ -88,10 +88,10 @@ def make_trainer(config: Any, folder: Path) -> Trainer:
 
 def collected(recipe: Any, step: int = 0, count: int = 2) -> Rollouts:
     """Scored rollouts with advantages, as the loop makes them."""
-    generator = make_generator(recipe.config.seed, "rollout", step, 0, 0)
+    streams = Streams(stream_seed(recipe.config.seed, "rollout", step, 0, 9))
     recipe.policy.eval()
     with torch.no_grad():
-        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:count], generator, Step()), Step())
+        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:count], streams, Step()), Step())
     reference = make_reference(
         recipe.config.reference, recipe.policy, needed=recipe.objective.needs_reference, start=recipe.start
     )

@@ -18,6 +18,7 @@ from mmrl.gui.grounding.rewards import PARTS
 from mmrl.gui.grounding.sft import GroundingSftConfig, GroundingSftRecipe
 from mmrl.gui.toy.icons import build_icons
 from mmrl.runs.records import read_samples
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.vlm.data.prompt import VlmPayload
@@ -104,7 +105,7 @@ def test_rewards_of_sampled_texts_are_those_of_the_target(tmp_path, model):
     """The whole path: boxes in a file, prompt, answers in the model's pixels, score."""
     recipe = recipe_of(tmp_path, model)
     recipe.policy.eval()
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:1], torch.Generator().manual_seed(0), Step())
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(0), Step())
     task = VlmPayload.of(rollouts).tasks[0]
     x1, y1, x2, y2 = task.columns["bbox"]
     (width, height), (model_width, model_height) = task.columns["original_wh"], task.image_wh[0]
@@ -168,7 +169,7 @@ def test_supervised_answers_are_learnt(tmp_path, model):
     config.recipe = "grounding_sft"
     config.validate()
     recipe = GroundingSftRecipe(config)
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator(), Step())
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step())
     texts = VlmPayload.of(rollouts).texts
     points = [task.columns["answers"] for task in recipe.train_tasks]
     assert [text.count("point_2d") for text in texts] == [len(point) for point in points]

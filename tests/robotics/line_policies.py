@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from robotics import draw_rows
+
 
 class GaussianWalker(nn.Module):
     """A user's module: one action of one number from the state, with a learned standard deviation."""
@@ -19,7 +21,7 @@ class GaussianWalker(nn.Module):
 
     def act(self, obs, generator, temperature=1.0, greedy=False):
         mean = self.net(obs["state"])
-        noise = torch.zeros_like(mean) if greedy else torch.randn(mean.shape, generator=generator)
+        noise = torch.zeros_like(mean) if greedy else draw_rows(torch.randn, mean.shape, generator)
         action = mean + self.log_std.exp() * temperature * noise
         return action, self.log_probs(obs, action, temperature)
 

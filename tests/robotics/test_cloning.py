@@ -11,6 +11,7 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step, collect_metrics
 from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrackingConfig
@@ -79,7 +80,7 @@ def clone(tmp_path, demos, **changes):
 
 def collected(recipe, transitions=None, seed=0):
     chosen = recipe.train_tasks if transitions is None else transitions
-    return recipe.rollout(recipe.policy, chosen, torch.Generator().manual_seed(seed), Step())
+    return recipe.rollout(recipe.policy, chosen, Streams(seed), Step())
 
 
 def weights_after(run_dir, step):

@@ -6,6 +6,7 @@ from mmrl.errors import RunError
 from mmrl.fields import check_config
 from robotics.episodes.collect import ActingSettings, replay_episode, run_episodes
 from robotics.episodes.payload import EpisodePayload
+from robotics.policies.base.draws import draw_rows
 from robotics.policies.module import ModuleAdapter
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.line_policies import GaussianWalker
@@ -32,7 +33,7 @@ class ChunkWalker(GaussianWalker):
 
     def act(self, obs, generator, temperature=1.0, greedy=False):
         mean = self.net(obs["state"])[:, None].expand(-1, self.chunk, 1)
-        noise = torch.zeros(mean.shape) if greedy else torch.randn(mean.shape, generator=generator)
+        noise = torch.zeros(mean.shape) if greedy else draw_rows(torch.randn, mean.shape, generator)
         actions = mean + self.log_std.exp() * temperature * noise
         return actions, self.log_probs(obs, actions, temperature)
 
@@ -57,6 +58,16 @@ def test_episodes_are_returned_in_order_with_executed_actions():
         reached = abs(place - float(payload.last_state[row, 1])) < 0.1
         assert bool(payload.success[row]) == reached
         assert payload.episodes[row] == spec
+
+
+def test_an_episode_does_not_depend_on_those_that_run_beside_it():
+    episodes, seeds = specs(4), [11, 12, 13, 14]
+    policy = ModuleAdapter(ChunkWalker(3, 0.5), 1, 3, decisions=3)
+    together = run_episodes(policy, LineSim(), episodes, ActingSettings(), seeds)
+    assert len(set(together.payload.lengths.tolist())) > 1
+    for row in (3, 1):
+        alone = run_episodes(policy, LineSim(), [episodes[row]], ActingSettings(), [seeds[row]])
+        np.testing.assert_allclose(alone.actions[0], together.actions[row], atol=1e-6)
 
 
 def test_log_probabilities_are_those_of_the_policy():

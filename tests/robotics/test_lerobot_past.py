@@ -19,6 +19,7 @@ import torch
 
 from mmrl.cli import main
 from mmrl.errors import UserError
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from robotics.episodes.collect import ActingSettings, run_episodes
 from robotics.episodes.demonstrations import Transition
@@ -200,9 +201,9 @@ def test_demonstrations_include_past_observations_of_the_episode(tmp_path):
     assert found.past_views is None
     plain = demos.observations(transitions)
     assert torch.equal(plain.images, found.images) and plain.past_state is None  # noqa: PT018
-    assert recipe.rollout(recipe.policy, transitions, seeded(), Step()).payload.inputs.past_state is None
+    assert recipe.rollout(recipe.policy, transitions, Streams(0), Step()).payload.inputs.past_state is None
     recipe.policy.past = 3
-    inputs = recipe.rollout(recipe.policy, transitions, seeded(), Step()).payload.inputs
+    inputs = recipe.rollout(recipe.policy, transitions, Streams(0), Step()).payload.inputs
     assert torch.equal(inputs.past_images, found.past_images)
     recipe.close()
 

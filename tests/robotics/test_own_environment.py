@@ -14,6 +14,7 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
 from robotics.episodes.tasks import EpisodeSetConfig
@@ -109,7 +110,7 @@ def test_rewards_paid_early_in_an_episode_count(tmp_path, name):
     recipe = recipe_of(tmp_path, name, "PaysEarly")
     try:
         with torch.no_grad():
-            drawn = recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator().manual_seed(0), Step())
+            drawn = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
             rollouts = recipe.score(drawn, Step())
     finally:
         recipe.close()

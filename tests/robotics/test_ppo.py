@@ -9,6 +9,7 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step
 from mmrl.training.run import train
 from mmrl.training.update import FACTOR, count_denominators, make_optimizer, update_constants
@@ -38,9 +39,8 @@ def ppo(tmp_path, **changes):
 
 
 def prepared(recipe, tasks=6):
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], generator, Step()), Step())
+        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], Streams(0), Step()), Step())
     rollouts = update_constants(recipe, recipe.policy, Reference("none", recipe.policy), rollouts, Step())
     return recipe.objective.compute_advantages(rollouts)
 
@@ -116,7 +116,7 @@ def test_the_control_pays_as_many_successes_and_counts_the_real_ones(tmp_path):
     paid, counted = {}, {}
     for shuffle in (False, True):
         recipe = RobotPpoRecipe(ppo(tmp_path / str(shuffle), shuffle_success=shuffle))
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], torch.Generator().manual_seed(0), Step())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], Streams(0), Step())
         paid[shuffle] = rollouts.extras["decision_reward"].sum(1) > 0
         counted[shuffle] = EpisodePayload.of(rollouts).success
     assert torch.equal(counted[False], counted[True])
@@ -129,7 +129,7 @@ def test_the_control_does_not_favour_episodes_that_end_early(tmp_path):
     gamma, last = recipe.objective.advantage.gamma, math.ceil(recipe.sim.horizon / recipe.policy.chunk) - 1
     lengths = set()
     for seed in range(8):
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], torch.Generator().manual_seed(seed), Step())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], Streams(seed), Step())
         steps = EpisodePayload.of(rollouts).steps
         rewards = rollouts.extras["decision_reward"].reshape(*steps.shape, -1).sum(-1)
         returns = (rewards * gamma ** torch.arange(steps.shape[1])).sum(1)
@@ -204,7 +204,7 @@ def test_a_run_learns_and_its_policy_opens_without_the_critic(tmp_path):
     config.trainer.steps = 12
     run_dir = train(find_recipe("robot_ppo"), config)
     successes = [row["episode/success"] for row in metrics_of(run_dir)]
-    assert sum(successes[-3:]) > sum(successes[:3])
+    assert sum(successes[1:]) / 11 > 2 * successes[0]
     values = [row["loss/value"] for row in metrics_of(run_dir)]
     assert values[-1] < values[0]
     assert all(row["critic/explained"] <= 1 for row in metrics_of(run_dir))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from mmrl.config import load_run
 from mmrl.errors import UserError
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from robotics.data import LeRobotReader
@@ -59,7 +59,7 @@ def test_a_group_shares_its_draw_unless_each_episode_has_its_own(per, tmp_path, 
     )
     recipe = RobotGrpoRecipe(config)
     try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator().manual_seed(0), Step())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), Step())
     finally:
         recipe.close()
     frictions = [draw["friction"] for draw in rollouts.payload.drawn]

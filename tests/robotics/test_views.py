@@ -11,6 +11,7 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.update import count_denominators
 from robotics.episodes.collect import ActingSettings, run_episodes
@@ -289,7 +290,7 @@ def test_likelihoods_of_training_are_those_of_acting(tmp_path):
     config = RobotGrpoConfig(data=EpisodeSetConfig(tasks=["right", "left"], layouts=2), output_dir=str(tmp_path))
     config.trainer.samples_per_task = 2
     recipe = RobotGrpoRecipe(config, ModuleAdapter(Looker(3), 1), LineSim(views=("hand", "top")))
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], torch.Generator().manual_seed(0), Step())
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
     outputs = recipe.scores(recipe.policy, rollouts, frozenset())
     mask = rollouts.mask > 0
     torch.testing.assert_close(outputs.logp.detach()[mask], rollouts.logp_old[mask])
@@ -378,7 +379,7 @@ class Cloned(Looker):
 def test_cloning_gives_the_policy_both_cameras(recorded, tmp_path):
     recipe = clone_recipe(recorded, tmp_path, 2)
     try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator().manual_seed(0), Step())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
         assert rollouts.payload.inputs.views.shape == (4, 1, 32, 32, 3)
         recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss.backward()
         assert (recipe.policy.module.weight.grad.abs() > 0).all()

@@ -79,11 +79,12 @@ class ToyRecipe(Recipe):
         self.policy = ToyPolicy(6)
         self.seen_tasks: list[list[int]] = []
 
-    def rollout(self, policy, tasks, generator, step):
+    def rollout(self, policy, tasks, streams, step):
         self.seen_tasks.append(list(tasks))
         size = self.config.trainer.samples_per_task
         probs = torch.softmax(policy.table[torch.tensor(tasks)] + policy.shared, -1).repeat_interleave(size, 0)
-        ids = torch.multinomial(probs.reshape(-1, WORDS), 1, generator=generator).reshape(-1, LENGTH)
+        below = probs.cumsum(-1) < streams.uniform(len(tasks), size, LENGTH)[..., None]
+        ids = below.sum(-1).clamp(max=WORDS - 1)
         logp = torch.log(probs.gather(-1, ids[..., None])[..., 0]).detach()
         return Rollouts(
             group=torch.arange(len(tasks)).repeat_interleave(size),

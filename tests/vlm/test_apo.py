@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mmrl.training.processes import make_accelerator
+from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step, make_reference
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.methods.apo import DADS_SHAPES, ApoConfig, ApoRecipe, difficulty, kl_weights, length_multipliers
@@ -51,8 +51,7 @@ def test_recipe_weights_the_kl_of_positive_samples(tmp_path, tiny_folders):
     config = run_config(ApoConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.validate()
     recipe = ApoRecipe(config)
-    generator = torch.Generator().manual_seed(0)
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], generator, Step()), Step())
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step()), Step())
     reference = make_reference(config.reference, recipe.policy, needed=True)
     correct = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])
     terms = {"format": correct * 0, "exact": correct}

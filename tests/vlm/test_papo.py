@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mmrl.fields import check_fields
-from mmrl.training.processes import make_accelerator
+from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step, make_reference
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.methods.papo import (
@@ -112,8 +112,7 @@ def papo(tmp_path, tiny_folders):
 
 
 def prepared(recipe: PapoRecipe):
-    generator = torch.Generator().manual_seed(0)
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:3], generator, Step()), Step())
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), Step()), Step())
     reference = make_reference(recipe.config.reference, recipe.policy, needed=True)
     rollouts = update_constants(recipe, recipe.policy, reference, rollouts, Step())
     reward = torch.arange(rollouts.num_rows, dtype=torch.float32) % 3

@@ -7,13 +7,12 @@ import copy
 import pytest
 import torch
 
+from mmrl.training.processes import Streams
 from mmrl.vlm.engine.prefix import KeepPrefill
 from mmrl.vlm.engine.sampler import PolicySampler, SamplerConfig, sample
 from tests.vlm.builders import ragged_tasks
 
-
-def seeded():
-    return torch.Generator().manual_seed(0)
+STREAMS = Streams(0)
 
 
 def test_it_samples_the_same_as_the_function(policy):
@@ -21,7 +20,10 @@ def test_it_samples_the_same_as_the_function(policy):
     config = SamplerConfig(max_new_tokens=6)
     engine = PolicySampler(config)
     engine.load(policy, 0)
-    found, expected = engine.sample(prompts, 2, seeded()), sample(policy, prompts, 2, config, seeded())
+    found, expected = (
+        engine.sample(prompts, 2, STREAMS),
+        sample(policy, prompts, 2, config, STREAMS.uniform(len(prompts), 2, 6)),
+    )
     assert torch.equal(found.response_ids, expected.response_ids)
     assert torch.equal(found.logp, expected.logp)
 
@@ -35,7 +37,7 @@ def test_it_samples_from_the_weights_loaded_last(policy):
     drawn = []
     for version, model in enumerate((policy, other, policy)):
         engine.load(model, version)
-        drawn.append(engine.sample(prompts, 2, seeded()).logp)
+        drawn.append(engine.sample(prompts, 2, STREAMS).logp)
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
 
@@ -46,10 +48,10 @@ def test_it_keeps_the_prefill_in_the_policy_that_sampled(policy, monkeypatch):
     prompts = [policy.encode(task) for task in ragged_tasks()]
     engine = PolicySampler(SamplerConfig(max_new_tokens=2), KeepPrefill.VALUES)
     engine.load(policy, 0)
-    engine.sample(prompts, 1, seeded())
+    engine.sample(prompts, 1, STREAMS)
     assert kept == prompts
 
 
 def test_without_weights_it_says_what_to_call():
     with pytest.raises(RuntimeError, match=r"call load\(policy, version\) first"):
-        PolicySampler(SamplerConfig()).sample([], 1, seeded())
+        PolicySampler(SamplerConfig()).sample([], 1, STREAMS)

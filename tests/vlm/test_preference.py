@@ -10,7 +10,7 @@ from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.runs.records import read_samples
-from mmrl.training.processes import make_generator
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step, make_reference, shared_prefix
 from mmrl.training.run import evaluate, train
 from mmrl.training.update import count_denominators, needs_reference, update_constants
@@ -40,7 +40,7 @@ def built(config, disturbed: bool = True) -> PreferenceRecipe:
 
 def step_pairs(recipe: PreferenceRecipe, count: int = 6):
     """The pairs of a step with their reference log-probabilities."""
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:count], make_generator(0, "rollout"), Step())
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:count], Streams(0), Step())
     return update_constants(recipe, recipe.policy, recipe.reference, rollouts, Step())
 
 

@@ -11,11 +11,13 @@ import torch
 
 from mmrl.errors import RunError
 from mmrl.rewards import RewardConfig
+from mmrl.training.evaluation import Trial
 from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.processes import make_accelerator
+from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step, make_reference
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.domain import AnswerMeasure
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.methods.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
 from mmrl.vlm.model.config import ModelConfig
@@ -51,6 +53,17 @@ def test_apo_leaves_unscored_rows_out_of_their_group(tmp_path, tiny_folders):
     assert weight[[1, 2, 3]].tolist() == [1.0] * 3
     assert all(bool(torch.isfinite(value).all()) for value in rollouts.extras.values())
     assert bool(torch.isfinite(rollouts.advantage).all())
+
+
+def test_answers_of_an_evaluation_do_not_depend_on_the_questions_beside_them(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.evaluation.greedy, config.evaluation.samples = False, 2
+    recipe = VlmRecipe(config)
+    measure = AnswerMeasure(recipe, recipe.policy, "heldout", Step())
+    trials = [Trial(index, 0, task) for index, task in enumerate(recipe.eval_tasks["heldout"])]
+    together, alone = measure.run(trials[:4], 0), [measure.run([trial], 0)[0] for trial in trials[:4]]
+    assert len({row["response"] for row in together}) == 4
+    assert [row["response"] for row in alone] == [row["response"] for row in together]
 
 
 def test_evaluation_continues_after_a_batch_without_a_usable_question(tmp_path, tiny_folders):
@@ -106,7 +119,7 @@ def test_rewards_get_tokens_state_and_the_form_of_the_data(tmp_path, tiny_folder
     recipe = VlmRecipe(config)
     SEEN.clear()
     step = Step(1, 2)
-    drawn = recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator().manual_seed(0), step)
+    drawn = recipe.rollout(recipe.policy, recipe.train_tasks[:3], Streams(0), step)
     rollouts = recipe.score(drawn, step)
     (seen,) = SEEN
     assert seen["prompts"] == [turns] * 12

@@ -12,7 +12,7 @@ from mmrl.errors import ConfigError, UserError
 from mmrl.fields import check_config
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig, RewardResult
-from mmrl.training.processes import make_accelerator
+from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step, collect_metrics
 from mmrl.training.run import train
 from mmrl.training.trainer import Trainer
@@ -138,7 +138,7 @@ def test_hard_questions_get_hints_and_easy_ones_noise(make_recipe):
     recipe.score_texts = lambda tasks, prompts, texts, tokens, step: RewardResult(
         [float(len(text)) for text in texts], {}
     )
-    asked = recipe.augmented(recipe.policy, recipe.train_tasks[:4], seeded(), Step())
+    asked = recipe.augmented(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
     hinted, noised, usual, new = asked
     assert isinstance(hinted, AugmentedTask)
     assert hinted.hint_fraction == 1.0
@@ -180,7 +180,7 @@ def test_training_is_on_the_question_as_it_was_asked(make_recipe):
     """The prompt of a group, with hint and noise, is computed once; the evaluation uses neither."""
     recipe = make_recipe(**{"augmentation.hint_scale": 0.0})
     set_difficulty(recipe, q0=0.9)
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], seeded(), Step())
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
     payload = VlmPayload.of(rollouts)
     assert len(payload.prompts) == 2
     plain = [recipe.policy.encode(task) for task in recipe.train_tasks[:2]]
@@ -197,10 +197,10 @@ def test_training_is_on_the_question_as_it_was_asked(make_recipe):
 def test_probes_measure_a_question_before_it_is_asked(make_recipe):
     recipe = make_recipe(**{"augmentation.measure": "probe", "augmentation.probe_samples": 3})
     recipe.tracker.recent = [-1000.0]  # whatever is answered, it is easy
-    asked = recipe.augmented(recipe.policy, recipe.train_tasks[:2], seeded(), Step())
+    asked = recipe.augmented(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
     assert all(isinstance(task, AugmentedTask) and task.noise_sigma == 0.3 for task in asked)
     assert recipe.extra_samples == 6
-    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], seeded(), Step()), Step())
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step()), Step())
     recipe.advantages(rollouts, make_accelerator(), Step())
     assert len(recipe.tracker.recent) == 1 + 12  # two probes of two questions, and none of the noised groups
 
@@ -213,7 +213,7 @@ def test_without_scales_the_run_is_that_of_the_vlm_recipe(make_recipe, tmp_path,
     try:
         set_difficulty(recipe, q0=-5.0, q1=5.0)
         ids = [
-            VlmPayload.of(one.rollout(one.policy, one.train_tasks[:3], seeded(1), Step())).response_ids
+            VlmPayload.of(one.rollout(one.policy, one.train_tasks[:3], Streams(1), Step())).response_ids
             for one in (recipe, plain)
         ]
         assert torch.equal(*ids)

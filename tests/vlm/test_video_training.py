@@ -12,6 +12,7 @@ import torch
 
 from mmrl.recipes import RECIPES
 from mmrl.runs.records import read_samples
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step, collect_metrics
 from mmrl.training.run import train
 from mmrl.vlm.config import VlmConfig
@@ -118,7 +119,7 @@ def test_a_clip_that_ends_early_is_skipped_and_counted(tmp_path, tiny_folders):
     config.eval_data = {}
     recipe = RECIPES["vlm"].load_recipe_class()(config)
     try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator().manual_seed(0), Step())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step())
         assert rollouts.num_groups == 3
         assert recipe.skipped == {"truncated_video": 1}
         scored = recipe.score(rollouts, Step())

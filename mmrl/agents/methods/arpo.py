@@ -43,7 +43,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import make_generator, sum_over_processes
+from mmrl.training.processes import Streams, sum_over_processes
 from mmrl.training.recipe import KEEPS_OLD, LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -271,14 +271,12 @@ class ArpoRecipe(AgentRecipe):
         self.terms = [self.replay] if config.replay.enabled else []
         self._fresh: list[tuple[int, str, Record]] = []
 
-    def rollout(
-        self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step
-    ) -> Rollouts:
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task and replay a success in groups that have none."""
         settings = self.config.replay
         if not settings.enabled:
-            return super().rollout(policy, tasks, generator, step)
-        groups = self.run_groups(policy, tasks, step)
+            return super().rollout(policy, tasks, streams, step)
+        groups = self.run_groups(policy, tasks, streams)
         self._fresh = [
             (number, episode.task.id, store_episode(episode))
             for number, own in enumerate(groups)
@@ -286,7 +284,8 @@ class ArpoRecipe(AgentRecipe):
             if episode.total > settings.threshold
         ]
         low = sum(needs_replay([e.total for e in own], settings.max_std, settings.max_mean) for own in groups)
-        injected = inject_successes(groups, self.replay.buffer, settings, step.number, self.config.seed)
+        own = streams.among(tasks, [group[0].task for group in groups])
+        injected = inject_successes(groups, self.replay.buffer, settings, step.number, own)
         self.replay.seen.update(low=low, injected=len(injected), age=sum(age for _, age in injected.values()))
         rollouts = pack_groups(groups, policy)
         marks = [
@@ -307,16 +306,15 @@ class ArpoRecipe(AgentRecipe):
 
 
 def inject_successes(
-    groups: list[list[Episode]], buffer: ReplayBuffer, config: ReplayConfig, step: int, seed: int
+    groups: list[list[Episode]], buffer: ReplayBuffer, config: ReplayConfig, step: int, streams: Streams
 ) -> dict[int, tuple[int, int]]:
     """Replace an episode by a stored one in each group that needs it and whose task has one."""
-    injected, times = {}, Counter[str]()
+    injected = {}
     for number, group in enumerate(groups):
         task = group[0].task
-        times[task.id] += 1
         if not needs_replay([episode.total for episode in group], config.max_std, config.max_mean):
             continue
-        drawn = buffer.draw(task.id, step, make_generator(seed, "replay", step, task.id, times[task.id]))
+        drawn = buffer.draw(task.id, step, streams.of(number, "replay"))
         if drawn is None:
             continue
         slot = next((index for index, episode in enumerate(group) if not episode.has_result), 0)

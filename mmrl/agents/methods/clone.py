@@ -35,7 +35,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.training.objectives import likelihood_loss
-from mmrl.training.processes import stream_seed
+from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Step, SupervisedRecipe
 from mmrl.training.settings import BaseRunConfig
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -89,9 +89,10 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
                 "method `expert` that returns an Action"
             )
 
-    def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step) -> Rollouts:
+    def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Let the expert play each task; the rows hold its answers and its returns."""
-        episodes = [self._play(policy, task, number, step) for number, task in enumerate(tasks)]
+        seeds = streams.seeds(len(tasks), 1).tolist()
+        episodes = [self._play(policy, task, seed) for task, seed in zip(tasks, seeds, strict=True)]
         self._note(episodes)
         usable = [episode for episode in episodes if episode.has_result]
         if not usable:
@@ -108,21 +109,22 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
         """Mean negative log-likelihood of the answers' tokens."""
         return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
 
-    def _play(self, policy: VlmPolicy, task: AgentTask, number: int, step: Step) -> Episode:
+    def _play(self, policy: VlmPolicy, task: AgentTask, seed: int) -> Episode:
         config = self.config
         try:
-            played = self._known.get(task.id) or self._ask_expert(task, number, step)
+            played = self._known.get(task.id) or self._ask_expert(task, seed)
         except ExpertFailedError as error:
             return Episode(task, ending="failed", reason=str(error))
         if config.play_once:
             self._known[task.id] = played
         return _as_episode(played, task, policy, self.writer(policy), config.episode.max_turns)
 
-    def _ask_expert(self, task: AgentTask, number: int, step: Step) -> ExpertEpisode:
+    def _ask_expert(self, task: AgentTask, seed: int) -> ExpertEpisode:
         config = self.config
         env: ExpertEnvironment = RemoteExpert(self.pool)
         if config.random_actions:
-            seed = stream_seed(config.seed, "clone", step.number, number, task.id)
+            if config.play_once:  # whichever process plays it first
+                seed = stream_seed(config.seed, "clone", task.id)
             env = NoisyExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))
         try:
             return run_expert(env, task.task, task.seed, config.actions.format)

@@ -24,6 +24,7 @@ Every process holds all stored episodes and the same critics; reading the episod
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ from mmrl.files import expanded
 from mmrl.hub.building import build_if_missing
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import make_generator, stream_seed
+from mmrl.training.processes import Streams, make_generator, stream_seed
 from mmrl.training.recipe import LossTerm, Step
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -202,17 +203,16 @@ class DigirlRecipe(AgentRecipe):
         """Whether the step runs no episodes."""
         return step.number < self.config.digirl.offline_steps
 
-    def rollout(
-        self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator, step: Step
-    ) -> Rollouts:
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task; offline, draw stored ones, which only the step's statistics are taken of."""
         if not self.is_offline(step):
-            groups = self.run_groups(policy, tasks, step)
+            groups = self.run_groups(policy, tasks, streams)
             valid = [(number, episode) for number, own in enumerate(groups) for episode in own if episode.has_result]
             self._fresh = [(number, EPISODES, store_episode(episode)) for number, episode in valid]
             return pack_groups(groups, policy)
         records = self.store.stored(EPISODES)
-        drawn = torch.randint(len(records), (len(tasks),), generator=generator).tolist()
+        choose = functools.partial(torch.randint, len(records), (1,))
+        drawn = streams.stack(len(tasks), lambda generator: choose(generator=generator), "stored").tolist()
         episodes = [restore_episode(records[number]) for number in drawn]
         return pack_episodes(episodes, range(len(episodes)), policy)
 

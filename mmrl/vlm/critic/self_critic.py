@@ -23,7 +23,7 @@ from mmrl.hub.video_sampling import Frames
 from mmrl.rewards.answers import normalise, read_answer
 from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.training.evaluation import Measure, Row, Trial, mean_scores, with_interval
-from mmrl.training.processes import make_generator, stream_seed
+from mmrl.training.processes import stream_seed
 from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task, question_text, without_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong, token_lists
 from mmrl.vlm.data.task import VlmTask, load_videos
@@ -290,8 +290,7 @@ class SelfCriticMeasure(Measure[VlmTask]):
         rows, prompts = own.open_rows(own.policy, batch)
         if not rows:
             return []
-        generator = make_generator(own.seed, "self_critic", own.split, start)
-        drawn = sample(own.policy, prompts, count, own.sampling, generator)
+        drawn = sample(own.policy, prompts, count, own.sampling, own.draws(rows, count, "self_critic"))
         tokens = token_lists(drawn.response_ids, drawn.mask)
         repeated = [row for row in rows for _ in range(count)]
         scored = own.score([row["task"] for row in repeated], [row["prompt"] for row in repeated], drawn.texts, tokens)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from mmrl.errors import ConfigError, UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.runs.run_log import stopwatch
+from mmrl.training.processes import Streams
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.decoder import LeanWeights, PrefixDecoder, lean_weights, unsupported_reason
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -319,11 +320,12 @@ class PolicySampler:
         """Sample from this policy; it is read in place, so it always has the newest weights."""
         self._policy = weights
 
-    def sample(self, tasks: Sequence[Prompt], n: int, generator: torch.Generator) -> Samples:
+    def sample(self, tasks: Sequence[Prompt], n: int, streams: Streams) -> Samples:
         """Draw n responses to each prompt."""
         if self._policy is None:
             raise RuntimeError("this sampler has no weights yet; call load(policy, version) first")
-        return sample(self._policy, tasks, n, self.config, generator, keep=self.keep)
+        draws = streams.uniform(len(tasks), n, self.config.max_new_tokens)
+        return sample(self._policy, tasks, n, self.config, draws, keep=self.keep)
 
 
 def sample(

@@ -36,6 +36,7 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.hub.video_sampling import Frames
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
@@ -179,12 +180,12 @@ class MaskedImages:
     def __init__(self, settings: PapoSettings) -> None:
         self.settings = settings
 
-    def __call__(self, payload: VlmPayload, policy: VlmPolicy, generator: torch.Generator) -> VlmPayload:
+    def __call__(self, payload: VlmPayload, policy: VlmPolicy, streams: Streams) -> VlmPayload:
         """Add the masked prompts of all questions; a question without image or video keeps its own."""
-        seed = int(torch.randint(2**62, (), generator=generator))
+        seeds = streams.seeds(len(payload.tasks), 1, purpose="mask").tolist()
         views: list[Prompt | None] = [
-            self.masked(policy, task, prompt, np.random.default_rng([seed, index]))
-            for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
+            self.masked(policy, task, prompt, np.random.default_rng(seed))
+            for task, prompt, seed in zip(payload.tasks, payload.prompts, seeds, strict=True)
         ]
         return dataclasses.replace(payload, views={**payload.views, MASKED: views})
 

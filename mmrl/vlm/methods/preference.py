@@ -34,6 +34,7 @@ from mmrl.fields import bounded, rare
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, SupervisedRecipe, start_kind
 from mmrl.training.settings import ReferenceConfig
 from mmrl.vlm.data.dataset import LoadedTasks
@@ -205,7 +206,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
             return keep_pairs(loaded, self.columns)
         return loaded
 
-    def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
+    def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Tokenise both sides of each pair; pairs that do not fit are counted and left out."""
         self._fill_start_scores(policy, step)
         pairs = self.pairs_of(policy, tasks)

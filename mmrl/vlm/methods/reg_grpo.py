@@ -25,15 +25,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import DifficultyTracker
 from mmrl.errors import UserError
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import merge_lists
+from mmrl.training.processes import Streams, merge_in_turn
 from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
@@ -75,27 +75,25 @@ class RegGrpoRecipe(VlmRecipe):
         self._drawn: Counter[str] = Counter()
         self._check_data()
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample G responses to each question, augmented by its difficulty."""
-        return super().rollout(policy, self.augmented(policy, tasks, generator, step), generator, step)
+        return super().rollout(policy, self.augmented(policy, tasks, streams, step), streams, step)
 
-    def augmented(
-        self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step
-    ) -> list[VlmTask]:
+    def augmented(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> list[VlmTask]:
         """Questions of a step with their hints and noise."""
         settings = self.config.augmentation
         if not settings.enabled:
             return list(tasks)
-        difficulty = self._difficulties(policy, tasks, generator, step)
-        starts = self._hints(policy, tasks, difficulty, generator, step)
-        seed = int(torch.randint(2**31, (), generator=generator))
+        difficulty = self._difficulties(policy, tasks, streams, step)
+        starts = self._hints(policy, tasks, difficulty, streams, step)
+        seeds = streams.seeds(len(tasks), 1, purpose="noise").tolist()
         asked: list[VlmTask] = []
         for place, (task, hard) in enumerate(zip(tasks, difficulty, strict=True)):
             sigma = settings.noise_sigma(hard) if task.images or task.videos else 0.0
             if place in starts:
                 asked.append(self._hinted(task, starts[place], settings.hint_fraction(hard)))
             elif sigma > 0:
-                asked.append(augment_task(task, noise_sigma=sigma, noise_seed=seed + place))
+                asked.append(augment_task(task, noise_sigma=sigma, noise_seed=seeds[place]))
             else:
                 asked.append(task)
         return asked
@@ -113,7 +111,7 @@ class RegGrpoRecipe(VlmRecipe):
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages as usual, after the difficulties of all processes were updated."""
-        for key, rewards in merge_lists(self._noted_rewards, accelerator):
+        for key, rewards in merge_in_turn(self._noted_rewards, accelerator):
             self.tracker.note(key, rewards)
         self._noted_rewards = []
         self._note_changes(VlmPayload.of(rollouts).tasks)
@@ -171,14 +169,12 @@ class RegGrpoRecipe(VlmRecipe):
                     len(self.train_tasks),
                 )
 
-    def _difficulties(
-        self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step
-    ) -> list[float]:
+    def _difficulties(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> list[float]:
         """Difficulty of each question."""
         settings = self.config.augmentation
         if settings.measure == "history":
             return [self.tracker.difficulty(task.id) for task in tasks]
-        drawn = self._sampled(policy, list(tasks), settings.probe_samples, generator, step)
+        drawn = self._sampled(policy, list(tasks), settings.probe_samples, streams, "probe", step)
         found = [0.0] * len(tasks)
         for place, (_, rewards) in drawn.items():
             self._drawn["probes"] += len(rewards)
@@ -193,13 +189,16 @@ class RegGrpoRecipe(VlmRecipe):
         policy: VlmPolicy,
         tasks: Sequence[VlmTask],
         difficulty: Sequence[float],
-        generator: torch.Generator,
+        streams: Streams,
         step: Step,
     ) -> Mapping[int, str]:
         """Beginnings of traces by the place of their question."""
         settings = self.config.augmentation
         hard = [place for place, value in enumerate(difficulty) if settings.hint_fraction(value) > 0]
-        hard = sorted(hard, key=lambda place: -difficulty[place])[: settings.max_hinted or None]
+        if settings.max_hinted:  # of all processes
+            ranked = [(-difficulty[place], streams.places[place]) for place in hard]
+            chosen = {place for _, place in sorted(gather_object(ranked))[: settings.max_hinted]}
+            hard = [place for place in hard if streams.places[place] in chosen]
         if not hard:
             return {}
         with_answer = [
@@ -208,7 +207,7 @@ class RegGrpoRecipe(VlmRecipe):
         ]
         found: dict[int, str] = {}
         window = self.tracker.difference(0.0)
-        traces = self._sampled(policy, with_answer, settings.traces, generator, step)
+        traces = self._sampled(policy, with_answer, settings.traces, streams.select(hard), "trace", step)
         for number, (texts, rewards) in traces.items():
             place = hard[number]
             self._drawn["traces"] += len(texts)
@@ -238,7 +237,13 @@ class RegGrpoRecipe(VlmRecipe):
         return augment_task(task, messages=messages, hint_fraction=fraction)
 
     def _sampled(
-        self, policy: VlmPolicy, tasks: Sequence[VlmTask], count: int, generator: torch.Generator, step: Step
+        self,
+        policy: VlmPolicy,
+        tasks: Sequence[VlmTask],
+        count: int,
+        streams: Streams,
+        purpose: str,
+        step: Step,
     ) -> dict[int, tuple[list[str], list[float]]]:
         """Responses to questions that are not trained on, and their rewards, by the place of their question.
 
@@ -253,7 +258,9 @@ class RegGrpoRecipe(VlmRecipe):
                     continue
         if not prompts:
             return {}
-        drawn = sample(policy, list(prompts.values()), count, self.config.sampler, generator)
+        size = (count, self.config.sampler.max_new_tokens)
+        draws = streams.select(list(prompts)).uniform(len(prompts), *size, purpose=purpose)
+        drawn = sample(policy, list(prompts.values()), count, self.config.sampler, draws)
         repeated = [place for place in prompts for _ in range(count)]
         result = self.score_texts(
             [tasks[place] for place in repeated],

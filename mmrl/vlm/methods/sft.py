@@ -18,6 +18,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.training.objectives import likelihood_loss
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step, SupervisedRecipe
 from mmrl.training.settings import BaseRunConfig
 from mmrl.vlm.config import AnswerScoring, VlmEvaluationConfig, VlmParts, check_scoring, scoring_evaluation
@@ -116,7 +117,7 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         loaded.check_left(config.data.path)
         return loaded
 
-    def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator, step: Step) -> Rollouts:
+    def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Tokenise the given completions."""
         usable, prompts = self.encode(policy, tasks)
         tokenizer = policy.processor.tokenizer

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-import torch
 from PIL import Image
+from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.hub.video_reading import VideoError
@@ -44,10 +44,8 @@ class Answerer(Protocol):
     def check(self, tasks: Sequence[NeedleTask], key: str) -> None:
         """Refuse questions that it cannot answer; raises UserError."""
 
-    def answer(
-        self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], generator: torch.Generator | None
-    ) -> Answers:
-        """Answer B questions."""
+    def answer(self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], draws: Tensor | None) -> Answers:
+        """Answer B questions with uniform draws (B, max_new_tokens); with the likeliest tokens where there are none."""
 
     def close(self) -> None:
         """Free worker processes."""
@@ -69,7 +67,7 @@ class OracleAnswerer:
             )
 
     def answer(
-        self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], generator: torch.Generator | None = None
+        self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], draws: Tensor | None = None
     ) -> Answers:
         """See `Answerer`."""
         found = [
@@ -98,14 +96,12 @@ class VlmAnswerer:
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
 
-    def answer(
-        self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], generator: torch.Generator | None
-    ) -> Answers:
+    def answer(self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], draws: Tensor | None) -> Answers:
         """See `Answerer`."""
         asked = _asked(tasks, picks)
         prompts = [self.policy.encode(task, images) for task, images in asked]
         config = replace(self.config.sampler, batch_rows=self.config.batch_rows)
-        samples = sample(self.policy, prompts, 1, config, generator)
+        samples = sample(self.policy, prompts, 1, config, draws)
         tokens = token_lists(samples.response_ids, samples.mask)
         questions = [task for task, _ in asked]
         texts = [prompt.text for prompt in prompts]

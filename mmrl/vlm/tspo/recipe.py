@@ -38,7 +38,7 @@ from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
-from mmrl.training.processes import stream_seed
+from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
 from mmrl.training.scoring import RewardErrors, failure_of
 from mmrl.vlm.data.dataset import DataConfig
@@ -90,14 +90,15 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             undone.pop_all()
         self._warn_of_short_videos()
 
-    def rollout(
-        self, policy: TspoPolicy, tasks: Sequence[NeedleTask], generator: torch.Generator, step: Step
-    ) -> Rollouts:
+    def rollout(self, policy: TspoPolicy, tasks: Sequence[NeedleTask], streams: Streams, step: Step) -> Rollouts:
         """Draw the frames of G rows for each question and have it answered from them."""
         with stopwatch("encode"):
             usable, features = self.encode(tasks)
         drawn = without_unreadable(
-            usable, features, lambda some, own: self._draw(policy, some, own, generator, step), self.skipped.note
+            usable,
+            features,
+            lambda some, own: self._draw(policy, some, own, streams.among(tasks, some), step),
+            self.skipped.note,
         )
         if drawn is None:
             raise NoUsableTasksError(f"the picked frames of none of {len(tasks)} videos can be read")
@@ -108,20 +109,26 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         policy: TspoPolicy,
         usable: Sequence[NeedleTask],
         features: Sequence[VideoFeatures],
-        generator: torch.Generator,
+        streams: Streams,
         step: Step,
     ) -> Rollouts:
         size, temperature = self.config.trainer.samples_per_task, self.temperature(step.number)
         form = self.config.picks.logprob
         group = torch.arange(len(usable)).repeat_interleave(size)
         logits = policy.logits(features, temperature).cpu()[group]
-        noise = gumbel_noise(tuple(logits.shape), generator)
+        noise = torch.zeros_like(logits)
+        for number, own in enumerate(features):  # of its own length, whatever the longest video here is
+            drawn = gumbel_noise((size, len(own.frames)), streams.of(number, "picks"))
+            noise[number * size : (number + 1) * size, : drawn.shape[1]] = drawn
         counts = torch.tensor([self.picks_of(task) for task in usable])[group]
         picks, mask = draw_picks(logits, noise, counts)
         logp = pick_logprobs(form, logits, picks, mask, noise)
         rows = [usable[number] for number in group.tolist()]
         with stopwatch("answer"):
-            answers = self._answer(rows, picks, mask, generator if self.config.answerer.train else None)
+            tokens = self.config.answerer.sampler.max_new_tokens
+            trains = self.config.answerer.train
+            draws = streams.uniform(len(usable), size, tokens, purpose="answer") if trains else None
+            answers = self._answer(rows, picks, mask, draws)
         payload = TspoPayload(
             tasks=list(usable),
             features=list(features),
@@ -251,11 +258,9 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         """End the reward workers."""
         self.answerer.close()
 
-    def _answer(
-        self, rows: Sequence[NeedleTask], picks: Tensor, mask: Tensor, generator: torch.Generator | None
-    ) -> Answers:
+    def _answer(self, rows: Sequence[NeedleTask], picks: Tensor, mask: Tensor, draws: Tensor | None) -> Answers:
         chosen = [sorted(own[real > 0].tolist()) for own, real in zip(picks, mask, strict=True)]
-        answers = self.answerer.answer(rows, chosen, generator)
+        answers = self.answerer.answer(rows, chosen, draws)
         if answers.result is not None:
             self.errors.count(answers.result)
             if failure := failure_of(answers.result):

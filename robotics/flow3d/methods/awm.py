@@ -37,7 +37,7 @@ from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.processes import make_generator
+from mmrl.training.processes import Streams, make_generator
 from mmrl.training.recipe import Recipe, Step
 from mmrl.training.scoring import RewardErrors, with_rewards
 from mmrl.training.settings import RunConfig, TrainerConfig
@@ -150,12 +150,10 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         """Digest of the training scenes."""
         return clips_digest(self.train_tasks)
 
-    def rollout(
-        self, policy: FlowWorldModel, tasks: Sequence[FlowClip], generator: torch.Generator, step: Step
-    ) -> Rollouts:
+    def rollout(self, policy: FlowWorldModel, tasks: Sequence[FlowClip], streams: Streams, step: Step) -> Rollouts:
         """Sample K flows of each scene."""
         with self.awm.sampling_weights(policy):
-            return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+            return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, streams)
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Weighted verdicts; NaN, and no gradient, for a sample that a verifier could not judge."""
@@ -219,10 +217,10 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
 
     def _shuffled(self, rollouts: Rollouts, step: Step) -> Tensor:
         """Rewards (B,) permuted within each group, differently at each step."""
-        generator = make_generator(self.config.seed, "shuffle", step.number)
-        reward = rollouts.reward.clone()
+        reward, seeds = rollouts.reward.clone(), FlowPayload.of(rollouts).noise_seed.tolist()
         for group in range(rollouts.num_groups):
             rows = torch.nonzero(rollouts.group == group).flatten()
+            generator = make_generator(seeds[int(rows[0])], "shuffle", step.number)
             reward[rows] = rollouts.reward[rows[torch.randperm(len(rows), generator=generator).to(rows.device)]]
         return reward
 

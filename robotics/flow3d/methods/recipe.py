@@ -17,6 +17,7 @@ configs/robotics/flow3d_unet_motion.yaml.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -37,6 +38,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step, SupervisedRecipe
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
 from robotics.flow3d.clip import FlowClip
@@ -172,16 +174,16 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
         """Digest of the training clips."""
         return self.clips.digest()
 
-    def batch(self, policy: FlowWorldModel, tasks: Sequence[Any], generator: torch.Generator, step: Step) -> Rollouts:
+    def batch(self, policy: FlowWorldModel, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Draw times and noise, and which clips lose their instruction; nothing is sampled."""
         inputs, flow, counted = stacked(tasks)
         rows = len(tasks)
         payload = FlowPayload(
             inputs=inputs,
             flow=flow,
-            noise=torch.randn(flow.shape, generator=generator),
-            time=policy.process.times(rows, generator),
-            keep_text=torch.rand(rows, generator=generator) >= policy.config.process.text_drop,
+            noise=streams.stack(rows, lambda own: torch.randn(1, *flow.shape[1:], generator=own), "noise"),
+            time=streams.stack(rows, functools.partial(policy.process.times, 1), "time"),
+            keep_text=streams.uniform(rows, 1, purpose="text") >= policy.config.process.text_drop,
         ).to(policy.device)
         mask = counted.flatten(1).float().to(policy.device)
         return Rollouts(

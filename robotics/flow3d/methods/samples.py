@@ -26,6 +26,7 @@ from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
+from mmrl.training.processes import Streams
 from robotics.flow3d.clip import VISIBLE, FlowClip, Observation
 from robotics.flow3d.geometry import FloatArray, lift, project
 from robotics.flow3d.model.context import FlowInputs
@@ -112,23 +113,21 @@ class FlowSampling(VelocityMatching):
         self.policy, self.process = policy, policy.process
         self.exploration = exploration or ExplorationConfig()
         self._grid = sigma_grid(policy.config.process.steps)
-        draw_times(timesteps, self._grid, 1, 1, torch.Generator())
+        draw_times(timesteps, self._grid, 1, 1, Streams(0))
 
-    def draw(
-        self, policy: FlowWorldModel, clips: Sequence[FlowClip], group_size: int, generator: torch.Generator
-    ) -> Rollouts:
+    def draw(self, policy: FlowWorldModel, clips: Sequence[FlowClip], group_size: int, streams: Streams) -> Rollouts:
         """Sample K flows of each scene, and draw the times and noises of their training."""
         rows = len(clips) * group_size
         inputs = policy.inputs_of([clip.observation for clip in clips], [clip.points for clip in clips])
-        seeds = torch.randint(2**62, (rows,), generator=generator)
+        seeds = streams.seeds(len(clips), group_size, purpose="sample")
         flow = policy.sample(inputs, seeds, guidance=1.0)
         device, zeros = flow.device, torch.zeros(rows, self.timesteps.count, device=flow.device)
-        noise_seed = torch.randint(2**62, (rows,), generator=generator)
+        noise_seed = streams.seeds(len(clips), group_size, purpose="noise")
         if self.timesteps.share_noise:
             noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
-        sigma = draw_times(self.timesteps, self._grid, len(clips), group_size, generator).to(device)
+        sigma = draw_times(self.timesteps, self._grid, len(clips), group_size, streams).to(device)
         if self.exploration.on:
-            flow = self._explored(flow, clips, torch.randint(2**62, (rows,), generator=generator))
+            flow = self._explored(flow, clips, streams.seeds(len(clips), group_size, purpose="explore"))
         return Rollouts(
             group=torch.arange(len(clips), device=device).repeat_interleave(group_size),
             mask=torch.ones_like(zeros),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmrl.errors import UserError
+from robotics.policies.base.draws import draw_rows
 
 Values = TypeVar("Values", Tensor, NDArray[Any])
 
@@ -89,7 +90,7 @@ def draw_tokens(
     """
     with torch.no_grad():
         logp = _log_softmax(logits, temperature)
-        uniform = torch.rand(logp.shape[:-1], generator=generator, device=generator.device, dtype=torch.float64)
+        uniform = draw_rows(torch.rand, logp.shape[:-1], generator, torch.float64)
         if greedy:
             tokens = logp.argmax(-1)
         else:

@@ -119,8 +119,8 @@ class ActionChoice:
 class ActionPolicy(nn.Module, ABC):
     """A policy that chooses chunks of actions and scores its decisions.
 
-    `policy("log_probs", batch, decisions)` is `policy.log_probs(batch, decisions)`, because data-parallel wrappers act
-    on calls of the module only.
+    `policy("log_probs", batch, decisions)` is `policy.log_probs(batch, decisions)`, because mixed precision acts on
+    calls of the module only.
     """
 
     chunk: int
@@ -154,7 +154,7 @@ class ActionPolicy(nn.Module, ABC):
 
         Args:
             batch: B rows.
-            generator: for sampling.
+            generator: for sampling; draw with `draw_rows`, so that a row does not depend on the others.
             temperature: spread of the samples; 1 is the policy's own.
             greedy: take the most likely actions.
 

@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 
 from diffusion.sampling.steps import FlowSdeStep, OdeStep, StepKernel
 from mmrl.fields import bounded, choice, rare
+from robotics.policies.base.draws import draw_rows
 from robotics.policies.base.policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
 from robotics.policies.base.saved import write_config, write_weights
 from robotics.policies.lerobot.server import LeRobotServer, LeRobotServerConfig, ServedActionPolicy
@@ -99,7 +100,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         """
         check_temperature(temperature)
         shape = (len(batch), self.decisions + 1, self.chunk, self.width)
-        noise = torch.randn(shape, generator=generator, device=generator.device)
+        noise = draw_rows(torch.randn, shape, generator)
         table = _affine(OdeStep() if greedy else self._kernel, self._sigmas(), 0.0 if greedy else temperature)
         arrays = {"noise": noise.cpu().numpy(), "table": table.numpy()}
         with torch.no_grad():
@@ -135,8 +136,8 @@ class LeRobotFlowPolicy(ServedActionPolicy):
             wanted = self.action_range.to_data(wanted)
         found = self._remote.ask("normalised", self._weights(), batch, {"actions": wanted.numpy()})
         clean = self._tensor(found["actions"])
-        noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean)
-        uniform = torch.rand(len(batch), generator=generator, device=generator.device).to(clean)
+        noise = draw_rows(torch.randn, clean.shape, generator).to(clean)
+        uniform = draw_rows(torch.rand, (len(batch),), generator).to(clean)
         time = TIME_SCALE * uniform ** (1 / TIME_POWER) + TIME_OFFSET
         share = time[:, None, None]
         velocity = self._velocities(batch, (share * noise + (1 - share) * clean)[:, None], time[:, None])[:, 0]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from mmrl.fields import bounded, rare
+from robotics.policies.base.draws import draw_rows
 from robotics.policies.base.policy import ActionChoice, PolicyInputs, check_demonstrations
 from robotics.policies.lerobot.server import LeRobotServerConfig, ServedActionPolicy
 
@@ -71,7 +72,7 @@ class LeRobotPolicy(ServedActionPolicy):
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
             base = self._base(batch, seed)
             mean, std = self._gaussian(batch, base, temperature)
-            noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean)
+            noise = draw_rows(torch.randn, mean.shape, generator).to(mean)
             drawn = mean if greedy else mean + std * noise
             logp = Normal(mean, std, validate_args=False).log_prob(drawn).sum(-1)
         return ActionChoice(drawn.clamp(-1, 1), torch.cat([drawn, base], -1), logp)

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from mmrl.errors import UserError
+from robotics.policies.base.draws import draw_rows
 from robotics.policies.base.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
 from robotics.policies.base.saved import read_units, write_config
 from robotics.policies.openvla.folder import (
@@ -104,7 +105,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         """Choose a chunk for each row; actions are normalised by `statistics`, or clipped where there are none."""
         with torch.no_grad():
             mean, std = self._gaussian(batch, temperature)
-            noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean)
+            noise = draw_rows(torch.randn, mean.shape, generator).to(mean)
             drawn = mean if greedy else mean + std * noise
             logp = Normal(mean, std, validate_args=False).log_prob(drawn).sum(-1)
         actions = drawn.clamp(-1, 1) if self.statistics is None else drawn

@@ -17,7 +17,7 @@ from mmrl.core.loss import metric_values
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.records import read_samples
-from mmrl.training.processes import make_generator
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Step, make_reference
 from mmrl.training.run import train
 from mmrl.training.update import count_denominators, needs_reference, update_constants
@@ -36,7 +36,7 @@ def built(config: DiffusionDpoConfig) -> tuple[DiffusionDpoRecipe, object]:
 
 
 def step_pairs(recipe, reference, count: int = 4):
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:count], make_generator(0, "rollout"), Step())
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:count], Streams(0), Step())
     return update_constants(recipe, recipe.policy, reference, rollouts, Step())
 
 
@@ -194,7 +194,7 @@ def test_pairs_in_their_own_files(tmp_path):
     assert step_pairs(recipe, reference).num_groups == 1, "equal pictures under two names are found when they are read"
     assert recipe.skipped["equal_sides"] == 2
     with pytest.raises(NoUsableTasksError, match="both images of each are the same"):
-        recipe.rollout(recipe.policy, recipe.train_tasks[1:], make_generator(0), Step())
+        recipe.rollout(recipe.policy, recipe.train_tasks[1:], Streams(0), Step())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from mmrl.core.loss import metric_values
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig
 from mmrl.runs.tracking import TrackingConfig
-from mmrl.training.processes import make_accelerator, make_generator
+from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.settings import BaseTrainerConfig
 from mmrl.training.update import count_denominators
@@ -76,7 +76,7 @@ def test_loss_is_the_matching_error_of_numpy(tmp_path, digit_model):
     config = pretraining(tmp_path, digit_model, tasks_per_step=6)
     config.timesteps.count = 2
     recipe = build(config)
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:6], make_generator(0, "rollout"), Step())
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:6], Streams(0), Step())
     output = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step())
     payload = rollouts.payload
     clean = encode_images(recipe.policy.pipeline, payload.images).double().numpy()[:, None]
@@ -96,7 +96,7 @@ def test_captions_are_left_out_at_the_configured_rate(tmp_path, digit_model):
     for share, allowed in ((0.0, range(1)), (0.3, range(85, 156)), (1.0, range(400, 401))):
         config.drop_caption = share
         recipe = build(config)
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:400], make_generator(0, "rollout"), Step())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:400], Streams(0), Step())
         assert sum(task.prompt == "" for task in rollouts.payload.tasks) in allowed
         assert len(set(rollouts.payload.sigma.flatten().tolist())) > 350  # every image has a time of its own
 
@@ -124,7 +124,7 @@ def test_images_of_several_sizes_cannot_share_a_step(tmp_path, digit_model):
 
     tasks = [recipe.train_tasks[0], *load_images(ImageDataConfig(path=str(other)))]
     with pytest.raises(NoUsableTasksError, match="differ in size"):
-        recipe.rollout(recipe.policy, tasks, make_generator(0), Step())
+        recipe.rollout(recipe.policy, tasks, Streams(0), Step())
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path, digit_model):

@@ -27,8 +27,8 @@ def start(output: Path, preset: str, micro_batch: int, processes: int) -> dict:
     return torch.load(output)
 
 
-# without micro-batches the wrapper averages the gradients, with them the loop does and they share the bias;
-# two processes leave out the groups without a gradient, which DAPO has and one process does not leave out
+# micro-batches share the bias; two processes leave out the groups without a gradient, which DAPO has and one process
+# does not leave out
 @pytest.mark.parametrize(
     ("preset", "micro_batch"),
     [("grpo", 0), ("reinforce_pp", 3), pytest.param("dapo", 0, marks=pytest.mark.slow), ("dapo", 5)],

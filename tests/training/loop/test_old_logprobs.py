@@ -17,8 +17,8 @@ class CountingRecipe(ToyRecipe):
         super().__init__(config)
         self.passes: list[bool] = []
 
-    def rollout(self, policy, tasks, generator, step):
-        rollouts = super().rollout(policy, tasks, generator, step)
+    def rollout(self, policy, tasks, streams, step):
+        rollouts = super().rollout(policy, tasks, streams, step)
         return rollouts.replace(logp_old=rollouts.logp_old + 0.25)  # a sampler with other numbers than the policy
 
     def scores(self, policy, rollouts, outputs):

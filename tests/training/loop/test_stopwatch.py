@@ -67,9 +67,9 @@ def test_work_queued_on_a_gpu_counts_for_the_stage_that_queued_it():
 
 
 class PrefillingRecipe(ToyRecipe):
-    def rollout(self, policy, tasks, generator, step):
+    def rollout(self, policy, tasks, streams, step):
         with stopwatch("prefill"):
-            return super().rollout(policy, tasks, generator, step)
+            return super().rollout(policy, tasks, streams, step)
 
     def evaluate(self, policy, split, accelerator, step):
         with stopwatch("prefill"):

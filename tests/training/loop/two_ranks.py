@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mmrl.training.processes import leave, make_accelerator, shard
+from mmrl.training.processes import Streams, leave, make_accelerator, shard
 from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
 from mmrl.training.trainer import Trainer
@@ -30,9 +30,8 @@ def main(preset: str, micro_batch: int, output: Path) -> None:
         ),
     )
     recipe = SharingRecipe(config)
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, generator, Step()), Step())
+        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step()), Step())
     rollouts.mask[::3, 2:] = 0.0  # ragged rows, so that ranks hold different numbers of tokens
     rollouts.reward[5] = float("nan")
     if recipe.objective.kl is None:

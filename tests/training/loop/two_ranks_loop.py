@@ -1,8 +1,8 @@
 """Two steps of the whole loop where the processes have unequal work, shared by however many this is started with.
 
 `seen` is used by the first task only: one process never needs it, and the other one in its first micro-batch only,
-where there are several.
-A filter leaves the processes unequal numbers of groups, fewer than the minibatches that are asked for.
+where there are several. With one minibatch a filter leaves the processes unequal numbers of groups; of several, some
+hold no group of one of the processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mmrl.core.loss import token_mean
-from mmrl.training.processes import leave, make_accelerator
+from mmrl.training.processes import Streams, leave, make_accelerator
 from mmrl.training.recipe import LossTerm, TermLoss
 from mmrl.training.settings import TrainerConfig
 from mmrl.training.trainer import Trainer
@@ -49,11 +49,8 @@ class Again(LossTerm):
 class FixedRecipe(ToyRecipe):
     """Every response and reward follows from its task, so that the processes share what one would have drawn."""
 
-    def rollout(self, policy, tasks, generator, step):
-        parts = [
-            super(FixedRecipe, self).rollout(policy, [task], torch.Generator().manual_seed(task), step)
-            for task in tasks
-        ]
+    def rollout(self, policy, tasks, streams, step):
+        parts = [super(FixedRecipe, self).rollout(policy, [task], Streams(task), step) for task in tasks]
         return type(parts[0]).concat(parts)
 
     def score(self, rollouts, step):
@@ -67,7 +64,7 @@ def main(minibatches: int, micro_batch: int, output: Path) -> None:
     accelerator = make_accelerator()
     config = ToyConfig(
         preset="grpo",
-        filter={"kind": "drop"},
+        filter={"kind": "drop"} if minibatches == 1 else {},
         trainer=TrainerConfig(
             steps=2,
             tasks_per_step=6,

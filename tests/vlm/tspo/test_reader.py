@@ -14,6 +14,7 @@ from mmrl.errors import RunError
 from mmrl.hub.video_reading import VideoError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.run import train
 from mmrl.training.update import count_denominators
@@ -43,7 +44,7 @@ def reading_config(folder, model, *, train):
 
 def drawn(recipe):
     with torch.no_grad():
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], torch.Generator().manual_seed(0), Step())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
     return recipe.score(rollouts, Step())
 
 

@@ -15,6 +15,7 @@ from mmrl.errors import ConfigError, UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.export import export_run
 from mmrl.runs.records import read_samples
+from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.vlm.tspo.answerers import OracleAnswerer
@@ -35,7 +36,7 @@ def recipe(tmp_path_factory):
 def drawn(recipe, seed=0):
     tasks = recipe.train_tasks[:2]
     with torch.no_grad():
-        return recipe.score(recipe.rollout(recipe.policy, tasks, torch.Generator().manual_seed(seed), Step()), Step())
+        return recipe.score(recipe.rollout(recipe.policy, tasks, Streams(seed), Step()), Step())
 
 
 def test_picks_are_decisions_and_rewards_follow_the_needle(recipe):
@@ -81,7 +82,7 @@ def test_a_step_makes_better_draws_likelier(tmp_path):
 def test_a_row_of_type_general_gets_half_the_picks_and_a_constant(recipe):
     task = replace(recipe.train_tasks[0], specific=False)
     with torch.no_grad():
-        rollouts = recipe.score(recipe.rollout(recipe.policy, [task], torch.Generator().manual_seed(0), Step()), Step())
+        rollouts = recipe.score(recipe.rollout(recipe.policy, [task], Streams(0), Step()), Step())
     assert rollouts.mask.shape == (4, 3)
     assert rollouts.reward_terms["locating"].tolist() == [1.0] * 4
 

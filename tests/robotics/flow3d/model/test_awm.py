@@ -12,7 +12,7 @@ from diffusion.sampling.sampler import row_noise
 from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.runs.tracking import TrackingConfig
-from mmrl.training.processes import make_accelerator, make_generator
+from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Reference, Step, collect_metrics
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
@@ -57,8 +57,8 @@ def awm_config(folder, model=None, **changes) -> Flow3dAwmConfig:
 
 
 def collected(recipe, tasks=4, number=0):
-    step, generator = Step(number), make_generator(0, "rollout")
-    return recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], generator, step), step)
+    step = Step(number)
+    return recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], Streams(0), step), step)
 
 
 @pytest.mark.parametrize("parameterisation", ["x0", "v"])
@@ -111,7 +111,7 @@ def test_rewards_are_weighted_verdicts_and_missing_without_a_judgement(tmp_path)
 
 def _unjudged(recipe) -> int:
     """Rows without a reward could not be judged; flow without a motion is only rejected."""
-    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], make_generator(0, "rollout"), Step())
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
     payload, result = recipe._judged(rollouts)
     failed = ["Broken failed: TimeoutError: no answer" in reason for reason in payload.reasons]
     assert [math.isnan(total) for total in result.total] == failed

@@ -10,7 +10,7 @@ import torch
 from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.runs.tracking import TrackingConfig
-from mmrl.training.processes import make_accelerator, make_generator
+from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
@@ -43,7 +43,7 @@ def run_config(folder, model=None, **trainer) -> Flow3dConfig:
 
 
 def a_step(recipe, count=8):
-    return recipe.rollout(recipe.policy, recipe.train_tasks[:count], make_generator(0, "rollout"), Step())
+    return recipe.rollout(recipe.policy, recipe.train_tasks[:count], Streams(0), Step())
 
 
 @pytest.mark.parametrize(
