@@ -13,6 +13,7 @@ hand until the gripper opens. So what counts is where objects are brought, not h
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -59,14 +60,13 @@ class FlowTabletop(FlowScene):
     def __init__(self, config: SceneConfig | None = None, **changes: object) -> None:
         self.on_frame: Callable[[FlowTabletop], None] | None = None
         """Called every 20 ms of simulated time, for instance to record a video."""
-        super().__init__(config, **changes)
-        if self.arm is None:
-            raise UserError(f"actor is {self.config.actor!r}; physics needs an arm: {', '.join(FLOW_ARMS)}")
+        chosen = dataclasses.replace(config or SceneConfig(), **changes)  # type: ignore[arg-type]
+        if chosen.actor not in FLOW_ARMS:
+            raise UserError(f"actor is {chosen.actor!r}; physics needs an arm: {', '.join(FLOW_ARMS)}")
+        super().__init__(chosen)
 
     def reset(self, seed: int) -> None:
         """See `FlowScene.reset`."""
-        if self.arm is None:
-            return
         self._held: str | None = None
         self._done = self._lost = False
         self._names()

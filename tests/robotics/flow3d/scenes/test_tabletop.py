@@ -7,6 +7,7 @@ from mmrl.errors import UserError
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
+from robotics.scenes.objects import scene  # noqa: E402
 from robotics.scenes.objects.demonstrator import arm_path, scripted_grips  # noqa: E402
 from robotics.scenes.objects.scene import FLOW_ARMS  # noqa: E402
 from robotics.scenes.objects.tabletop import FlowTabletop  # noqa: E402
@@ -68,9 +69,11 @@ def test_the_gen3_has_the_published_geometry():
     np.testing.assert_allclose(pose[0, :3, 2], [0, 0, 1], atol=1e-6)
 
 
-def test_physics_needs_an_arm():
-    with pytest.raises(UserError, match="physics needs an arm"):
-        FlowTabletop(actor="hand")
+@pytest.mark.parametrize("actor", ["hand", "nobody"])
+def test_physics_needs_an_arm_and_nothing_is_built_without_one(monkeypatch, actor):
+    monkeypatch.setattr(scene, "build_model", None)
+    with pytest.raises(UserError, match=f"actor is '{actor}'; physics needs an arm"):
+        FlowTabletop(actor=actor)
 
 
 def perform(robot, seed):
