@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import string
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from mmrl.errors import UserError
 from mmrl.files import is_file, write_atomically
 from mmrl.hub.images import MAX_IMAGE_PIXELS, check_pixels
 from mmrl.hub.video import VideoSettings
+from mmrl.runs.folder import take_lock
 
 VERSION = "v3.0"
 INFO_PATH = "meta/info.json"
@@ -80,6 +83,20 @@ def read_json(path: Path) -> Any:
 def write_json(content: Any, path: Path) -> None:
     """Write a JSON file atomically."""
     write_atomically(path, json.dumps(content, indent=4, ensure_ascii=False))
+
+
+def hold_folder(writer: object, folder: Path) -> Callable[[], object]:
+    """Take the lock of a dataset's folder, made when missing; calling the result, or the writer's end, gives it back.
+
+    Raises:
+        UserError: another writer holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    if not take_lock(handle):
+        os.close(handle)
+        raise UserError(f"another writer holds {folder}; finish it first, or write into folders of their own")
+    return weakref.finalize(writer, os.close, handle)
 
 
 @contextmanager

@@ -14,8 +14,7 @@ stores success. Datasets made by lerobot are appended to as they are, and lerobo
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,7 +22,6 @@ import numpy as np
 
 from mmrl.errors import UserError, require_packages
 from mmrl.hub.video import copy_video, write_mp4
-from mmrl.runs.folder import take_lock
 from robotics.data.features import (
     ACTION,
     DTYPES,
@@ -43,6 +41,7 @@ from robotics.data.layout import (
     STATS_PATH,
     TASKS_PATH,
     StorageSettings,
+    hold_folder,
     kept_settings,
     new_info,
     numbered_files,
@@ -111,8 +110,7 @@ class EpisodeWriter:
         if not exists and (fps is None or features is None):
             raise UserError(f"there is no dataset in {self.folder}; a new one needs fps and features")
         complete = {} if exists else complete_features(features or {})
-        self._release = _hold(self.folder)
-        weakref.finalize(self, self._release)
+        self._release = hold_folder(self, self.folder)
         try:
             if (self.folder / INFO_PATH).exists():
                 reader = LeRobotReader(self.folder)
@@ -391,22 +389,6 @@ class EpisodeWriter:
             remove_leftovers(series, reader.episodes)
             series.number = max((series.number_in(row) + 1 for row in reader.episodes), default=0)
         remove_joined(self._data, reader.episodes)
-
-
-def _hold(folder: Path) -> Callable[[], None]:
-    """Take the lock of a dataset's folder, made when missing; returns what gives it back."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    if not take_lock(handle):
-        os.close(handle)
-        raise UserError(f"another EpisodeWriter holds {folder}; finish it first, or write into folders of their own")
-    open_handles = [handle]
-
-    def release() -> None:
-        if open_handles:
-            os.close(open_handles.pop())
-
-    return release
 
 
 def _row_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None) -> pa.Table:

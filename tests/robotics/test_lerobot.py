@@ -248,12 +248,12 @@ def test_noisy_depth_loses_no_code_in_a_video(tmp_path, size):
 def test_a_second_writer_is_refused_until_the_first_is_finished(tmp_path):
     first = EpisodeWriter(tmp_path, FPS, features(), "arm")
     for folder in (tmp_path, f"{tmp_path}/../{tmp_path.name}"):
-        with pytest.raises(UserError, match=r"another EpisodeWriter holds .*; finish it first"):
+        with pytest.raises(UserError, match=r"another writer holds .*; finish it first"):
             EpisodeWriter(folder)
     first.add_episode(*made_episode(0))
     child = "import sys; from robotics.data import EpisodeWriter; EpisodeWriter(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", child, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert "another EpisodeWriter holds" in done.stderr
+    assert "another writer holds" in done.stderr
     first.finish()
     with EpisodeWriter(tmp_path) as second:
         second.add_episode(*made_episode(1))

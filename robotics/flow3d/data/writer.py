@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.files import expanded, is_file, remove_drafts, replaced, write_atomically
-from robotics.data.layout import named_errors
+from robotics.data.layout import hold_folder, named_errors
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.data.format import INFO, DatasetInfo, Tally, clip_schema, dataset_card, row_of, rows_of
 
@@ -154,7 +154,8 @@ class FlowWriter:
         settings: of the files.
 
     Raises:
-        UserError: the folder holds clips with another T or N, something else, or a damaged shard.
+        UserError: the folder holds clips with another T or N, something else, or a damaged shard, or another writer has
+            it.
     """
 
     def __init__(
@@ -170,14 +171,19 @@ class FlowWriter:
         self.settings = settings or ShardSettings()
         check_fields(self.settings, "shards")
         self.info = self._open(num_frames, grid, title)
+        self._release = hold_folder(self, self.folder)
         self._schema = clip_schema(num_frames, grid)
         self._numbers: dict[str, int] = {}
         self._journals: dict[str, _Journal] = {}
-        remove_drafts(self.folder)
-        for split, number, path in numbered(self.folder, SHARD):
-            self._count(split, number, path, read_tally(path))
-        self._recover()
-        self._write_summary()
+        try:
+            remove_drafts(self.folder)
+            for split, number, path in numbered(self.folder, SHARD):
+                self._count(split, number, path, read_tally(path))
+            self._recover()
+            self._write_summary()
+        except BaseException:
+            self._release()
+            raise
 
     def add(self, clip: FlowClip, *, split: str = "train") -> None:
         """Append a clip, which then survives a kill.
@@ -208,6 +214,7 @@ class FlowWriter:
         for journal in list(self._journals.values()):
             self._finish(journal)
         self._write_summary()
+        self._release()
 
     def __enter__(self) -> Self:
         return self

@@ -141,6 +141,9 @@ def test_a_journal_is_read_up_to_where_it_breaks_off(tmp_path):
         writer.add(a_clip(seed))
     (journal,) = (tmp_path / "clips/data").glob(".*.journal")
     journal.write_bytes(journal.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"another writer holds .*clips; finish it first"):
+        FlowWriter(tmp_path / "clips", num_frames=3, grid=2)
+    del writer  # killed
     FlowWriter(tmp_path / "clips", num_frames=3, grid=2)
     assert seeds(FlowReader(tmp_path / "clips")) == [0, 1]
 
@@ -151,6 +154,7 @@ def test_a_journal_whose_shard_is_there_is_not_counted_twice(folder):
     kept.add(a_clip(11))
     (journal,) = (folder / "data").glob(".*.journal")
     journal.rename(journal.with_name(".train-00000.journal"))
+    del kept
     FlowWriter(folder, num_frames=3, grid=2)
     assert seeds(FlowReader(folder, split="train")) == list(range(10))
     assert shard.is_file()
