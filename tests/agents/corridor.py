@@ -10,8 +10,9 @@ class Corridor:
 
     actions = {"left": "", "right": "", "finish": "ask for the verdict"}  # noqa: RUF012
 
-    def __init__(self, length=3, side=56, fail_at=None, twins=True):
+    def __init__(self, length=3, side=56, fail_at=None, twins=True, reports=False):
         self.length, self.side, self.fail_at, self.twins = length, side, fail_at, twins
+        self.reports = reports
         self.resets = 0
 
     def reset(self, task, seed):
@@ -25,7 +26,8 @@ class Corridor:
         if self.fail_at == self.place and action.name == "left":
             os._exit(1)
         over = self.place == self.length or action.name == "finish"
-        return self._look(), (self.right / self.length if over else 0.0), over, {"marks": [(3, 4)]}
+        info = {"marks": [(3, 4)]} | ({"success": self.right > 0} if self.reports else {})
+        return self._look(), (self.right / self.length if over else 0.0), over, info
 
     def close(self):
         pass

@@ -184,7 +184,7 @@ def test_where_every_environment_fails_other_tasks_are_drawn(tmp_path, folder, m
         roll(make_config(tmp_path, folder, kwargs={"fail_at": 1}))
 
 
-def test_an_unreadable_answer_ends_the_episode_with_the_verdict_or_spends_the_turn(tmp_path, folder, monkeypatch):
+def test_an_unreadable_answer_ends_the_episode_without_a_verdict_or_spends_the_turn(tmp_path, folder, monkeypatch):
     def never(self, text):
         return ParsedAnswer(error="no_action", detail="no tag")
 
@@ -192,7 +192,7 @@ def test_an_unreadable_answer_ends_the_episode_with_the_verdict_or_spends_the_tu
     ends = make_config(tmp_path / "a", folder, actions=ActionConfig(format="tag"), reward=AgentRewardConfig(format=0.5))
     rollouts, scored, _, _ = roll(ends)
     assert [episode.ending for episode in AgentPayload.of(rollouts).episodes] == ["unreadable"] * 6
-    assert [episode.last.text for episode in AgentPayload.of(rollouts).episodes] == ["step 1"] * 6, "the verdict's step"
+    assert [episode.last.text for episode in AgentPayload.of(rollouts).episodes] == ["step 0"] * 6, "nothing ran"
     assert scored.reward.tolist() == [-0.5] * 6
     assert scored.extras["decision_reward"].sum(1).tolist() == [-0.5] * 6
     spends = make_config(tmp_path / "b", folder, episode=EpisodeConfig(max_turns=2))
@@ -201,6 +201,21 @@ def test_an_unreadable_answer_ends_the_episode_with_the_verdict_or_spends_the_tu
     assert [episode.trajectory.turns for episode in payload.episodes] == [2] * 6
     assert [episode.ending for episode in payload.episodes] == ["truncated"] * 6
     assert all("could not be read: no tag" in own[0].prompt.text for own in payload.inserts)
+
+
+def test_an_unreadable_answer_is_not_paid_for_what_the_turns_before_it_reached(tmp_path, folder, monkeypatch):
+    def right_then_unreadable(self, text):
+        turns.append(text)
+        return ParsedAnswer((Action("right"),)) if len(turns) <= 6 else ParsedAnswer(error="no_action", detail="no tag")
+
+    turns = []
+    monkeypatch.setattr(ActionConfig, "parse", right_then_unreadable)
+    ends = make_config(tmp_path, folder, actions=ActionConfig(format="tag"), workers=6, kwargs={"reports": True})
+    rollouts, scored, _, _ = roll(ends)
+    episodes = AgentPayload.of(rollouts).episodes
+    assert [(episode.ending, episode.trajectory.turns) for episode in episodes] == [("unreadable", 2)] * 6
+    assert scored.reward.tolist() == [0.0] * 6, "finish would have paid a third"
+    assert [episode.success for episode in episodes] == [False] * 6, "the environment was not asked"
 
 
 def test_a_conversation_that_does_not_fit_is_dropped_never_cut(tmp_path, folder):

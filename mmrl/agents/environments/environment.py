@@ -92,7 +92,8 @@ class ActionConfig:
     max_actions: int = rare(bounded(1, at_least=1, at_most=64))
     """Actions of one answer; more are an error where strict, and ignored otherwise."""
     on_parse_error: str = choice("terminate", ON_PARSE_ERROR)
-    """terminate: an answer without action ends the episode; noop: the turn is spent and the agent gets the reason."""
+    """terminate: an answer without action ends the episode, unpaid; noop: the turn is spent and the agent gets the
+    reason."""
 
     def parse(self, text: str) -> ParsedAnswer:
         """Read an answer with `parse_answer`."""

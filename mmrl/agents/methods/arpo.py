@@ -12,7 +12,8 @@ in a group with a broken environment its slot is the one that is filled, otherwi
 into the model is dropped and counted instead of cut; only tokens that the agent sampled are trained, the end of a turn
 among them but not the header of its role. `replay.correction: behaviour` and `replay.max_age` are additions: with
 `recompute`, as in the public code, the ratio of a replayed trajectory begins at 1 however old it is. The episode
-metrics count fresh trajectories only; reward/mean is that of the groups as they are trained on.
+metrics count fresh trajectories only; reward/mean is that of the groups as they are trained on. An answer without a
+readable action ends the episode and is not evaluated; there it is, so that a solved screen is paid after it.
 
 Every process holds the whole buffer: it is filled with what all processes found, in the order of the tasks. So a run in
 several processes replays what a run in one would, wherever the next group of a task is sampled, and the first

@@ -27,9 +27,6 @@ from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import SamplerConfig, Samples
 
-FINISH = "finish"
-"""Action that asks an environment for its verdict, where it has such an action."""
-
 
 @dataclass
 class _Slot:
@@ -160,7 +157,9 @@ class EpisodeRunner:
             episode = slot.episode
             if episode.has_result:
                 above = episode.total > self._limits.success_above
-                episode.success = above if slot.success is None else slot.success
+                reported = above if slot.success is None else slot.success
+                # Where nobody asked for the verdict, a solved screen that was not paid is no success.
+                episode.success = reported and (above or episode.ending != "unreadable")
                 if episode.video is not None:
                     episode.video.end(episode.last, episode.total, episode.success)
 
@@ -180,11 +179,7 @@ class EpisodeRunner:
     def _act(self, running: dict[int, _Slot], parsed: dict[int, ParsedAnswer]) -> dict[int, TurnResult]:
         """Execute the actions of all answers, those of one answer in sequence; returns the last result of each row."""
         results: dict[int, TurnResult] = {}
-        finishes = self._actions.on_parse_error == "terminate" and FINISH in self._pool.actions
-        queues = {
-            row: deque(answer.actions if answer.error is None else (Action(FINISH),) * finishes)
-            for row, answer in parsed.items()
-        }
+        queues = {row: deque(answer.actions) for row, answer in parsed.items()}
         while any(queues.values()):
             actions = {row: queue.popleft() for row, queue in queues.items() if queue}
             for row, result in self._pool.step(actions).items():
