@@ -60,15 +60,13 @@ def _echoes(prompt: str) -> tuple[str, ...]:
 
 
 def final_part(text: str) -> str | None:
-    """Return the text after the last think block, the whole text without one, None if it never closes."""
+    """Return the text after the last think block, the whole text without one, None if it ends inside its thinking."""
     opened, end = False, 0
     for tag in TAG.finditer(text):
         if tag[2] == "think":
-            opened = opened or not tag[1]
+            opened = not tag[1]
             end = tag.end() if tag[1] else end
-    if opened and not end:
-        return None
-    return text[end:]
+    return None if opened else text[end:]
 
 
 def answer_blocks(text: str) -> list[str] | None:
@@ -117,10 +115,8 @@ def _closing_brace(text: str, start: int) -> int | None:
 def final_answer(text: str, *, several: str = "wrong") -> str | None:
     r"""Return the content of the answer block after the thinking, else of the \boxed{...} there."""
     part = final_part(text)
-    if part is None:
-        part = text if answer_blocks(text) else ""
-    blocks = answer_blocks(part)
-    if blocks is None:
+    blocks = None if part is None else answer_blocks(part)
+    if part is None or blocks is None:
         return None
     found = blocks or boxes(part)
     if not found:
@@ -185,7 +181,6 @@ def format_reward(
     *,
     style: str = "answer_tags",
     rule: str = "one_block",
-    open_think: bool = False,
     **_: Any,
 ) -> list[float]:
     r"""Give 1 to a think block followed by an answer, 0 to everything else.
@@ -198,7 +193,7 @@ def format_reward(
     if rule not in RULES:
         raise ValueError(f"format: rule is {rule!r}; expected one of {', '.join(RULES)}")
     texts = [completion_text(completion) for completion in completions]
-    return [float(RULES[rule]("<think>" + text if open_think else text, style)) for text in texts]
+    return [float(RULES[rule](text, style)) for text in texts]
 
 
 def _fullmatch(text: str, style: str) -> bool:

@@ -92,12 +92,6 @@ def test_fullmatch_equals_the_regular_expressions_of_easyr1():
     assert seen == {"answer_tags": {True, False}, "boxed": {True, False}}
 
 
-def test_open_think_for_templates_that_write_the_tag():
-    assert score("two and two</think><answer>4</answer>") == 0.0
-    assert score("two and two</think><answer>4</answer>", open_think=True) == 1.0
-    assert score(GOOD, open_think=True) == 0.0
-
-
 @pytest.mark.parametrize("style", ["answer_tags", "boxed"])
 @pytest.mark.parametrize("rule", ["one_block", "strict", "fullmatch"])
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from mmrl.agents.environments.action_formats import (
 )
 from mmrl.fields import bounded, choice, rare
 from mmrl.hub.foreign import MalformedError, as_flag, as_image
+from mmrl.rewards.answers import final_part
 from mmrl.workers.wire import decode, encode
 
 if TYPE_CHECKING:
@@ -112,11 +113,11 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
     Returns:
         Actions or an error, never both.
     """
-    thinking, separator, rest = text.rpartition("</think>")
+    rest = final_part(text[: MAX_CHARS + 1])
     try:
         if len(text) > MAX_CHARS:
             raise UnreadableError("too_long", f"the answer has {len(text)} characters; at most {MAX_CHARS} are read")
-        if not separator and text.lstrip().startswith("<think>"):
+        if rest is None:
             raise UnreadableError("unfinished_thought", "the answer ends before </think>")
         if not rest.strip():
             raise UnreadableError("empty", "there is no text after the thinking")
@@ -126,7 +127,8 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
     except UnreadableError as error:
         return ParsedAnswer(error=error.code, detail=error.detail)
     actions = tuple(Action(name, arguments, text) for name, arguments in named[:max_actions])
-    return ParsedAnswer(actions, "\n".join(filter(None, (thinking.strip().removeprefix("<think>").strip(), thought))))
+    thinking = text.removesuffix(rest).strip().removeprefix("<think>").removesuffix("</think>").strip()
+    return ParsedAnswer(actions, "\n".join(filter(None, (thinking, thought))))
 
 
 def write_answer(actions: Sequence[Action], format: str, thought: str = "") -> str:

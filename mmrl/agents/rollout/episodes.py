@@ -22,9 +22,11 @@ from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.core.payload import per_row
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
+from mmrl.rewards.answers import final_part
 from mmrl.runs.records import SampleRecord
-from mmrl.vlm.data.prompt import Context, Insert, Prompt, VlmPayload, join_prompts
+from mmrl.vlm.data.prompt import Context, Insert, Prompt, VlmPayload, join_prompts, leaves
 from mmrl.vlm.data.task import ImageSource, VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.rows import text_prompt
@@ -43,6 +45,9 @@ class ConversationConfig:
     history_images: int = bounded(0, at_least=0)
     """Images that are kept: older ones are omitted, their text stays. 0 = all. A window costs time: once it is full,
     every turn is read from the beginning."""
+    drop_thoughts: bool = False
+    """Whether the thoughts of earlier answers are removed, as the chat templates of thinking models do. Every turn is
+    then read from the beginning."""
 
     def system_text(self, actions: ActionConfig, known: Mapping[str, str]) -> str:
         """The system turn."""
@@ -61,6 +66,8 @@ class _Part:
     note: str = ""
     """Text before the observation's text."""
     answered: bool = True
+    spoken: Prompt | None = None
+    """An answer without its thoughts, where it has any and they are dropped."""
 
 
 @dataclass
@@ -92,7 +99,8 @@ class Writer:
 
     def answer(self, conversation: Conversation, ids: list[int]) -> None:
         """Append the tokens of an answer."""
-        conversation.parts.append(_Part(text_prompt(torch.tensor(ids, dtype=torch.int64))))
+        spoken = self._spoken(conversation.parts[-1].prompt, ids) if self._config.drop_thoughts else None
+        conversation.parts.append(_Part(text_prompt(torch.tensor(ids, dtype=torch.int64)), spoken=spoken))
 
     def follow(self, conversation: Conversation, observation: Observation, note: str = "") -> Prompt:
         """Append the next observation."""
@@ -103,19 +111,57 @@ class Writer:
         return prompt
 
     def cut(self, conversation: Conversation) -> Prompt | None:
-        """The conversation as one prompt without its oldest images; None where the window omits no further one."""
+        """The conversation as one prompt without its oldest images and earlier thoughts; None where it only grew."""
         keep = self._config.history_images
-        excess = conversation.num_images - keep
-        if not keep or excess <= conversation.num_omitted:
+        excess = max(conversation.num_images - keep, 0) if keep else 0
+        if excess <= conversation.num_omitted and conversation.parts[-2].spoken is None:
             return None
         conversation.num_omitted = excess
-        return join_prompts([self._without(conversation, number, excess) for number in range(len(conversation.parts))])
+        return join_prompts([self._kept(conversation, number, excess) for number in range(len(conversation.parts))])
 
-    def _without(self, conversation: Conversation, number: int, excess: int) -> Prompt:
-        """A part without those of its images that are among the first `excess` of the conversation."""
+    def _kept(self, conversation: Conversation, number: int, excess: int) -> Prompt:
+        """A part as it stays in the history."""
         part = conversation.parts[number]
         if part.observation is None:
-            return part.prompt
+            return part.prompt if part.spoken is None else part.spoken
+        shown = self._without(conversation, number, excess)
+        followed = number + 1 < len(conversation.parts) and conversation.parts[number + 1].spoken is not None
+        return self._without_open_thought(shown) if followed else shown
+
+    def _spoken(self, prompt: Prompt, ids: list[int]) -> Prompt | None:
+        """An answer without its thoughts; None where it has none."""
+        tokenizer = self._policy.processor.tokenizer
+        text = prompt.answer_start + tokenizer.decode(ids, skip_special_tokens=True)
+        spoken = final_part(text)
+        if spoken == text:
+            return None
+        kept = tokenizer.encode((spoken or "").lstrip("\n"), add_special_tokens=False)
+        end = ids[-1:] if ids[-1:] == [tokenizer.eos_token_id] else []
+        return text_prompt(torch.tensor([*kept, *end], dtype=torch.int64))
+
+    def _without_open_thought(self, prompt: Prompt) -> Prompt:
+        """A prompt without the `<think>` that it ends with; it shares its images' features with the whole one."""
+        start = prompt.answer_start
+        ids = self._policy.processor.tokenizer.encode(start, add_special_tokens=False)
+        kept = len(prompt) - len(ids)
+        if prompt.input_ids[kept:].tolist() != ids:
+            raise UserError(f"conversation.drop_thoughts: the tokenizer joins {start!r} with the text before it")
+        return dataclasses.replace(
+            prompt,
+            input_ids=prompt.input_ids[:kept],
+            mm_token_type_ids=prompt.mm_token_type_ids[:kept],
+            position_ids=prompt.position_ids[:, :kept],
+            next_position=prompt.next_position - len(ids),
+            pixel_values=None,
+            image_grid_thw=None,
+            text=prompt.text.removesuffix(start),
+            parts=leaves(prompt),
+        )
+
+    def _without(self, conversation: Conversation, number: int, excess: int) -> Prompt:
+        """An observation without those of its images that are among the first `excess` of the conversation."""
+        part = conversation.parts[number]
+        assert part.observation is not None
         seen = sum(len(p.observation.images) for p in conversation.parts[:number] if p.observation is not None)
         gone = min(max(excess - seen, 0), len(part.observation.images))
         if not gone:

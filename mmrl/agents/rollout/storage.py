@@ -196,9 +196,16 @@ def _read_single(file: Path, policy: VlmPolicy) -> Episode:
         episode = restore_episode(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:  # a damaged file may raise anything in pickle
         raise UserError(f"{file} is no recorded episode: {type(error).__name__}: {error}") from error
-    own = [token for token, sampled in zip(episode.trajectory.ids, episode.trajectory.sampled, strict=True) if sampled]
-    text = policy.processor.tokenizer.decode(own, skip_special_tokens=True)
-    if text != "".join(episode.answers):
+    steps, own = episode.trajectory, [list[int]() for _ in episode.answers]
+    for token, turn, sampled in zip(steps.ids, steps.turn, steps.sampled, strict=True):
+        if sampled:
+            own[turn].append(token)
+    texts = policy.processor.tokenizer.batch_decode(own, skip_special_tokens=True)
+    # the thought that a prompt opens is part of the answer and no token of it
+    if any(
+        not answer.endswith(text) or answer.removesuffix(text).strip() not in ("", "<think>")
+        for answer, text in zip(episode.answers, texts, strict=True)
+    ):
         raise UserError(f"{file} was written with another tokenizer than that of {policy.config.path}")
     return episode
 
@@ -208,7 +215,7 @@ def replay_episode(
 ) -> Episode:
     """Build the episode of given observations and answers as the policy would have read and written it."""
     episode = Episode(task, ending="terminated", finish="eos")
-    steps, tokenizer = episode.trajectory, policy.processor.tokenizer
+    steps = episode.trajectory
     try:
         conversation = writer.begin(task, turns[0][0])
         episode.prompt = conversation.parts[0].prompt
@@ -218,7 +225,7 @@ def replay_episode(
                 part, cut = writer.follow(conversation, observation), writer.cut(conversation)
                 steps.add_given(part) if cut is None else steps.restart(cut)
                 read = read + len(part) if cut is None else len(cut)
-            ids = [*tokenizer.encode(answer, add_special_tokens=False), policy.eos_ids[0]]
+            ids = policy.encode_answer(conversation.parts[-1].prompt, answer)
             writer.answer(conversation, ids)
             steps.add_turn(ids, [0.0] * len(ids))
             episode.answers.append(answer)

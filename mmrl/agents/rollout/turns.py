@@ -214,7 +214,7 @@ class TurnSampler:
             read = draw.mask[:, chunk].sum(0).long() - 1
             for index, keys, values in decoder.left:
                 histories.append(rows[chunk[index]], read[index], keys, values)
-        return draw.collect()
+        return draw.collect([self._parts[row][-1] for row in rows.tolist()])
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from mmrl.files import is_file
 from mmrl.gui.grounding.coords import CoordinateSpace, coordinate_space
 from mmrl.gui.grounding.samples import GroundingSample
 from mmrl.gui.grounding.tasks import TEMPLATE, THINK, GroundingSettings, template_fields
-from mmrl.vlm.data.prompt import Prompt
+from mmrl.vlm.data.prompt import Prompt, given_answer
 from mmrl.vlm.data.task import VlmTask
 
 FROM_RUN = "run"
@@ -113,18 +113,20 @@ def question(sample: GroundingSample, preset: PromptPreset, asks_refusals: bool,
     )
 
 
-def begin_answer(prompt: Prompt, tokens: list[int]) -> Prompt:
-    """Append the first tokens of the answer to a prompt."""
-    if not tokens:
+def begin_answer(prompt: Prompt, text: str, tokenizer: Any) -> Prompt:
+    """Append the first words of the answer to a prompt."""
+    if not text:
         return prompt
-    ids = torch.tensor(tokens, dtype=prompt.input_ids.dtype)
-    positions = prompt.next_position + torch.arange(len(tokens), dtype=prompt.position_ids.dtype)
+    start = given_answer(prompt, text)
+    ids = torch.tensor(tokenizer.encode(start, add_special_tokens=False), dtype=prompt.input_ids.dtype)
+    positions = prompt.next_position + torch.arange(len(ids), dtype=prompt.position_ids.dtype)
     return dataclasses.replace(
         prompt,
         input_ids=torch.cat([prompt.input_ids, ids]),
         mm_token_type_ids=torch.cat([prompt.mm_token_type_ids, torch.zeros_like(ids)]),
         position_ids=torch.cat([prompt.position_ids, positions.expand(3, -1)], dim=1),
-        next_position=prompt.next_position + len(tokens),
+        next_position=prompt.next_position + len(ids),
+        text=prompt.text + start,
     )
 
 

@@ -258,10 +258,10 @@ class GroundingMeasure(Measure[GroundingTask]):
         """Ask about some screens and read the answers."""
         prompts: dict[int, Prompt] = {}
         errors: dict[int, str] = {}
-        prefix = self.policy.processor.tokenizer.encode(self.preset.prefix, add_special_tokens=False)
+        tokenizer = self.policy.processor.tokenizer
         for trial in batch:
             try:
-                prompts[trial.index] = begin_answer(self.policy.encode(trial.task.task), prefix)
+                prompts[trial.index] = begin_answer(self.policy.encode(trial.task.task), self.preset.prefix, tokenizer)
             except TaskError as error:
                 LOGGER.warning("%s cannot be asked and counts as wrong: %s", trial.task.task.id, error)
                 errors[trial.index] = f"{error.kind}: {error.message}"

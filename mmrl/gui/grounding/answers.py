@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.gui.grounding.coords import CoordinateSpace, Point
+from mmrl.rewards.answers import final_part
 
 THINK, END_THINK = "<think>", "</think>"
 LONGEST = 100_000
@@ -133,10 +134,8 @@ def _json(text: str) -> Any:
 def _robust(text: str, no_think: bool) -> ParsedAnswer:
     """Read the first balanced list or object after the think block that holds points."""
     del no_think  # the block is removed where there is one
-    answer = text[:LONGEST]
-    if END_THINK in answer:
-        answer = answer.rpartition(END_THINK)[2]
-    elif answer.lstrip().startswith(THINK):
+    answer = final_part(text[:LONGEST])
+    if answer is None:
         return ParsedAnswer(error="no_think")  # the block is never closed
     error = ""
     for start, end in _spans(answer):

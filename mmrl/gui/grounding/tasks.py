@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
+from mmrl.gui.grounding.answers import THINK as THINK_TAG
 from mmrl.gui.grounding.answers import answer_text, parse_answer
 from mmrl.gui.grounding.coords import FAMILIES, Box, CoordinateSpace, Resize, Size, clean_box, coordinate_space
 from mmrl.gui.grounding.drawing import draw_answer
@@ -235,7 +236,8 @@ class Screens(Questions):
         needs, image = task.columns["grounding"], cast(Any, task.images[0])
         sample = GroundingSample(image, needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"])
         settings = self.settings
-        parsed = parse_answer(text, self.rules.parser, no_think=not settings.think)
+        no_think = not settings.think and not text.startswith(THINK_TAG)
+        parsed = parse_answer(text, self.rules.parser, no_think=no_think)
         pairs = [pair for pair in parsed.points if all(isinstance(number, int | float) for number in pair)]
         points = [sample.to_original((x, y), settings.point_space) for x, y in pairs]
         return draw_answer(sample.load_image(), sample.target, points, right)

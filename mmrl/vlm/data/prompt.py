@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +17,8 @@ from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.errors import UserError
 from mmrl.hub.video_sampling import Frames
 from mmrl.vlm.data.task import TaskError, VlmTask, load_videos
+
+OPEN_THINK = re.compile(r"<think>\s*\Z")
 
 
 @dataclass(eq=False)
@@ -46,6 +49,12 @@ class Prompt:
     def __len__(self) -> int:
         """Number of tokens P."""
         return self.input_ids.shape[0]
+
+    @property
+    def answer_start(self) -> str:
+        """The `<think>` that some chat templates end a prompt with: the answer begins inside its thinking."""
+        found = OPEN_THINK.search(self.text)
+        return "" if found is None else found[0]
 
     @property
     def has_vision(self) -> bool:
@@ -140,6 +149,15 @@ def join_prompts(parts: Sequence[Prompt]) -> Prompt:
         text="".join(part.text for part in parts),
         parts=tuple(leaf for part in parts for leaf in leaves(part)),
     )
+
+
+def given_answer(prompt: Prompt, text: str) -> str:
+    """What a given answer adds to its prompt: where that opens a thought, the rest of the thought, or its end."""
+    if not prompt.answer_start:
+        return text
+    if text.startswith("<think>"):
+        return text.removeprefix("<think>").lstrip("\n")
+    return text if "</think>" in text else f"\n</think>\n\n{text}"
 
 
 def leaves(prompt: Prompt) -> tuple[Prompt, ...]:
@@ -258,7 +276,8 @@ def encode_prompt(
     """
     begun = task.messages[-1]["role"] == "assistant"
     text = _render(task, processor, task.messages, add_generation_prompt=not begun, continue_final_message=begun)
-    return _encode(task, text + task.answer_start, processor, layout, images, videos)
+    start = task.answer_start.removeprefix("<think>") if OPEN_THINK.search(text) else task.answer_start
+    return _encode(task, text + start, processor, layout, images, videos)
 
 
 def encode_turn(

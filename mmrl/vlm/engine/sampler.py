@@ -88,7 +88,8 @@ class Samples:
     finish: list[str]
     """Row of `FINISH_REASONS` for each response."""
     texts: list[str]
-    """The decoded responses without control tokens; a stop string stays at the end."""
+    """The decoded responses without control tokens; a stop string stays at the end. They begin with the `<think>` that
+    the chat template ended the prompt with."""
     nucleus_mass: Tensor
     """(B, T) float32, probability of the tokens that top_p and top_k left to draw from, 1 on padding."""
 
@@ -187,19 +188,19 @@ class GenerationState:
         self.reason[rows] = torch.where(at_stop, STOP, self.reason[rows])
         return at_eos | at_stop
 
-    def collect(self) -> Samples:
-        """The responses, no wider than the longest."""
+    def collect(self, prompts: Sequence[Prompt]) -> Samples:
+        """The responses to the prompts (B,), no wider than the longest."""
         lengths = self.mask.sum(0).long().tolist()
         width = max(*lengths, 1)
         ids, mask, logp, kept = (x[:width].t().contiguous() for x in (self.ids, self.mask, self.logp, self.kept))
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
-        tokenizer = self.policy.processor.tokenizer
+        texts = self.policy.processor.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return Samples(
             response_ids=ids,
             mask=mask,
             logp=logp,
             finish=[FINISH_REASONS[code] for code in self.reason.tolist()],
-            texts=tokenizer.batch_decode(responses, skip_special_tokens=True),
+            texts=[prompt.answer_start + text for prompt, text in zip(prompts, texts, strict=True)],
             nucleus_mass=kept,
         )
 
@@ -371,7 +372,7 @@ def sample(
                 _sample_through_modules(state, prompts, samples_per_prompt)
     finally:
         policy.train(training)
-    return state.collect()
+    return state.collect([prompt for prompt in prompts for _ in range(samples_per_prompt)])
 
 
 def _is_lean(policy: VlmPolicy, config: SamplerConfig) -> bool:

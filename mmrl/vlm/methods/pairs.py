@@ -79,7 +79,7 @@ def tokenise_sides(
     limit = room if longest is None else min(room, longest)
     found = []
     for name, text in zip((columns.chosen, columns.rejected), sides_of(task, columns), strict=True):
-        ids = [*policy.processor.tokenizer.encode(text, add_special_tokens=False), policy.eos_ids[0]]
+        ids = policy.encode_answer(prompt, text)
         if len(ids) > limit:
             message = f"column '{name}' has {len(ids)} tokens, behind its prompt there is room for {limit}; pairs are "
             raise TaskError("long_side", task.id, f"{message}never cut: shorten it, or leave such rows out")

@@ -120,9 +120,8 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
     def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Tokenise the given completions."""
         usable, prompts = self.encode(policy, tasks)
-        tokenizer = policy.processor.tokenizer
         texts = [str(task.columns[self.config.target_key]) for task in usable]
-        ids = [[*tokenizer.encode(text, add_special_tokens=False), policy.eos_ids[0]] for text in texts]
+        ids = [policy.encode_answer(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         return given_answers(policy, usable, prompts, texts, ids)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:

@@ -168,10 +168,13 @@ def test_the_beginning_of_an_answer_is_part_of_the_sequence(models):
 
     policy = load_policy(ModelConfig(path=str(models["qwen2_5_vl"])))
     prompt = policy.encode(make_task("one", "Sum?", [(64, 64)]))
-    begun = begin_answer(prompt, [5, 6, 7])
-    assert begun.input_ids.tolist() == [*prompt.input_ids.tolist(), 5, 6, 7]
-    assert begun.position_ids[:, -3:].tolist() == [[prompt.next_position + i for i in range(3)]] * 3
-    assert begun.next_position == prompt.next_position + 3
+    tokenizer = policy.processor.tokenizer
+    begun, added = begin_answer(prompt, "[[20", tokenizer), tokenizer.encode("[[20", add_special_tokens=False)
+    count = len(added)
+    assert begun.input_ids.tolist() == [*prompt.input_ids.tolist(), *added]
+    assert begun.position_ids[:, -count:].tolist() == [[prompt.next_position + i for i in range(count)]] * 3
+    assert begun.next_position == prompt.next_position + count
+    assert begun.text == f"{prompt.text}[[20"
     assert begun.mm_token_type_ids.shape == begun.input_ids.shape
 
 
