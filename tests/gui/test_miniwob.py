@@ -46,6 +46,63 @@ def test_a_seed_gives_one_screen_independently_of_earlier_ones(env, name):
     assert not np.array_equal(other["image"], first["image"])
 
 
+SCROLLED = "() => [scrollX, scrollY]"
+
+
+def test_a_reset_undoes_what_an_agent_did_to_the_page(browser):
+    env = MiniWobEnv(MiniWobSettings(width_px=400, tasks=("click-test-2",)), browser)  # wide enough for the panel
+    first, _ = env.reset(seed=4)
+    button = next(element for element in env.elements() if element.tag == "button" and element.visible)
+    for action in (
+        {"name": "scroll", "arguments": {"direction": "right", "amount": 300}},
+        {"name": "key", "arguments": {"key": "Control+a"}},
+        {"name": "click", "arguments": {"point": button.center}},
+    ):
+        *_, info = env.step(action)
+    assert info["raw_reward"] != 0, "the page's panel has a reward to show"
+    again, _ = env.reset(seed=4)
+    assert env.page.evaluate(SCROLLED) == [0, 0]
+    assert np.array_equal(again["image"], first["image"])
+    assert len({*map(tuple, again["image"][:, 170:].reshape(-1, 3).tolist())}) == 1, "nothing is beside the page"
+    env.close()
+
+
+def test_an_episode_begins_at_its_dialog_and_scrolling_does_not_lose_the_page(env):
+    for seed in (100, 101):
+        env.reset(seed=seed, options={"task": "click-dialog"})
+        assert env.page.evaluate(SCROLLED) == [0, 0]
+        assert any(element.tag == "button" and element.visible for element in env.elements())
+    env.step({"name": "scroll", "arguments": {"direction": "right", "amount": 300}})
+    assert env.page.evaluate(SCROLLED) == [0, 0], "nothing lies beside the page"
+
+
+CARDS = """() => [...document.querySelectorAll('.card')].map(card => {
+  const box = card.getBoundingClientRect();
+  return [+card.innerText, box.x + box.width / 2, box.y + box.height / 2];
+})"""
+
+
+def test_a_part_of_the_reward_is_no_success(env):
+    for best in (True, False):
+        env.reset(seed=0, options={"task": "find-greatest"})
+        _, x, y = (max if best else min)(env.page.evaluate(CARDS))
+        env.step({"name": "click", "arguments": {"x": x, "y": y}})
+        button = next(element for element in env.elements() if element.tag == "button")
+        _, reward, terminated, _, info = env.step({"name": "click", "arguments": {"point": button.center}})
+        assert (reward, terminated, info["success"]) == ((1.0, True, True) if best else (0.1, True, False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*miniwob_names()} - {*RESTLESS}))
+def test_two_resets_with_one_seed_are_equal_on_every_page(env, name):
+    first, _ = env.reset(seed=7, options={"task": name})
+    env.step({"name": "click", "arguments": {"x": 80, "y": 120}})
+    again, _ = env.reset(seed=7, options={"task": name})
+    assert env.page.evaluate(SCROLLED) == [0, 0]
+    assert again["instruction"] == first["instruction"]
+    assert np.array_equal(again["image"], first["image"])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_requested_button_earns_1_and_another_one_minus_1(env, seed):
     for right in (True, False):

@@ -55,9 +55,12 @@ ONE_CLICK = (
 RESTLESS = ("chase-circle", "click-pie", "drag-items", "drag-items-grid", "drag-sort-numbers", "use-slider")
 """Tasks whose pages are not repeatable bit for bit; moving-items and simon-says depend on the clock as well."""
 TASK_FIELDS = ("name", "seed")
+FULL_REWARD = 1.0
+"""Raw reward of a solved task; some pages pay less for a part, such as 0.1 for the wrong card."""
 BEGIN = """async seed => {
-  try { core.endEpisode(0); } catch (error) { /* there was none */ }
-  if (document.activeElement) document.activeElement.blur();
+  const style = document.createElement('style');
+  style.textContent = '#reward-display, #click-canvas { display: none !important; }';  // the last reward, the clicks
+  document.head.append(style);
   Math.seedrandom(seed);
   core.setDataMode('train');
   core.EPISODE_MAX_TIME = 1e9;  // above 2^31 ms the timer would fire at once
@@ -69,6 +72,7 @@ BEGIN = """async seed => {
   const files = new Set(shown.flatMap(image => [...image.matchAll(/url\\("(.+?)"\\)/g)].map(match => match[1])));
   const loaded = [...files].map(file => Object.assign(new Image(), { src: file }));
   await Promise.all([...document.images, ...loaded].map(image => image.decode().catch(() => null)));
+  scrollTo(0, 0);  // a dialog that takes the focus may have scrolled the page
   await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
   const said = core.getUtterance();
   return { ready: WOB_TASK_READY, instruction: typeof said === 'string' ? said : said.utterance };
@@ -113,7 +117,6 @@ class MiniWobEnv(PageEnv):
 
     def __init__(self, settings: MiniWobSettings | None = None, browser: Browser | None = None) -> None:
         super().__init__(settings or MiniWobSettings(), browser)
-        self._loaded: tuple[GuardedPage | None, str] = (None, "")
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute an action; wait takes `wait_s` seconds."""
@@ -131,14 +134,8 @@ class MiniWobEnv(PageEnv):
         return {"seed": seed, **options, "name": name}
 
     def _begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
-        if self._loaded != (page, task["name"]):
-            self._loaded = (None, "")
-            page.load_url(_page_file(task["name"]).as_uri())
-            self._loaded = (page, task["name"])
-        else:
-            with page.browser.limited("moving the mouse away"):
-                page.page.mouse.move(0, 0)
-            page.browser.pages += 1
+        # A fresh document: what an agent did to the last one (scroll, selection, open dialogs) would stay otherwise.
+        page.load_url(_page_file(task["name"]).as_uri())
         started = page.evaluate(BEGIN, str(task["seed"]))
         page.take_events()
         if not started["ready"]:
@@ -149,7 +146,7 @@ class MiniWobEnv(PageEnv):
         report = page.evaluate(REPORT)
         done, reward = bool(report["done"]), float(report["reward"])
         info = {"raw_reward": reward, "reason": report["reason"]}
-        return Verdict(reward if done else 0.0, done and reward > 0, done, info)
+        return Verdict(reward if done else 0.0, done and reward >= FULL_REWARD, done, info)
 
 
 def miniwob_names() -> list[str]:
