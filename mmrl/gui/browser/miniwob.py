@@ -52,7 +52,15 @@ ONE_CLICK = (
     "unicode-test",
 )
 """Tasks that one click on the right element solves."""
-RESTLESS = ("chase-circle", "click-pie", "drag-items", "drag-items-grid", "drag-sort-numbers", "use-slider")
+RESTLESS = (
+    "chase-circle",
+    "click-pie",
+    "drag-items",
+    "drag-items-grid",
+    "drag-sort-numbers",
+    "stock-market",
+    "use-slider",
+)
 """Tasks whose pages are not repeatable bit for bit; moving-items and simon-says depend on the clock as well."""
 TASK_FIELDS = ("name", "seed")
 FULL_REWARD = 1.0
