@@ -42,7 +42,7 @@ def run_config(kind: type[Any], folder: Path, model: Path, *, family: str = "qwe
         recipe="aepo",
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(model)),
-        grounding=GroundingSettings(family=family, template="some: {instruction}"),
+        grounding=GroundingSettings(family=family, template="some: {instruction}", seen=["heldout"]),
         data=DataConfig(path=str(screens)),
         eval_data={"heldout": DataConfig(path=str(screens))},
         checkpoint=CheckpointConfig(every=1),

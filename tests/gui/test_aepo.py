@@ -182,6 +182,7 @@ def test_a_configuration_builds_and_takes_two_steps(path, tmp_path, model):
     small = run_config(AepoConfig, tmp_path, model[whole.grounding.family])
     overrides = [f"output_dir={tmp_path / 'run'}", f"model.path={small.model.path}", f"data.path={small.data.path}"]
     overrides += [f"eval_data.{name}.path={small.data.path}" for name in whole.eval_data]
+    overrides += [f"grounding.seen=[{','.join(whole.eval_data)}]"]
     overrides += ["trainer.steps=2", "trainer.tasks_per_step=2", "trainer.warmup_steps=0", "trainer.learning_rate=1e-3"]
     overrides += [group_size(whole, 2), "model.dtype=float32"]
     overrides += ["trainer.mixed_precision=none", "sampler.max_new_tokens=20", "evaluation.max_tasks=2"]

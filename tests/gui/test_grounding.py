@@ -1,15 +1,17 @@
 """Questions about screens: prompt, resizing, targets and dropped rows."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from PIL import Image
 
+from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.gui.grounding.coords import CoordinateSpace, Resize
-from mmrl.gui.grounding.tasks import GroundingSettings, grounding_task, prepare_tasks
-from mmrl.vlm.data.dataset import LoadedTasks
+from mmrl.gui.grounding.tasks import GroundingSettings, check_held_out, grounding_task, prepare_tasks
+from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.model.config import ModelConfig
@@ -128,3 +130,84 @@ def test_the_space_is_that_of_the_family_unless_it_is_named():
     assert GroundingSettings(family="qwen3_vl", space="rel1").point_space is CoordinateSpace.REL1
     assert GroundingSettings(family="qwen3_vl").resize(ModelConfig(path="")).factor == 32
     assert GroundingSettings(factor=16).resize(ModelConfig(path="")).factor == 16
+
+
+SIZES = [(1920, 1080), (1280, 800), (390, 844)]
+
+
+def own_rows(folder, change, count=30):
+    """Rows of an own file whose boxes, corners in pixels all over their screens, are changed."""
+    rows = []
+    for number in range(count):
+        width, height = SIZES[number % 3]
+        x, y = (0.05 + 0.028 * number) * width, (0.9 - 0.028 * number) * height
+        box = change([x, y, x + 0.05 * width, y + 0.04 * height], width, height)
+        rows.append({"id": f"r{number}", "image": f"{width}.png", "instruction": "save it", "bbox": box})
+    for width, height in SIZES:
+        Image.new("L", (width, height)).save(folder / f"{width}.png")
+    path = folder / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def scaled(by):
+    return lambda box, width, height: [value / side * by for value, side in zip(box, (width, height) * 2, strict=True)]
+
+
+CONVENTIONS = {
+    "fractions of the image's sides": scaled(1),
+    "thousandths of the image's sides": scaled(1000),
+    "100.0% fit xywh": lambda box, *size: [*box[:2], box[2] - box[0], box[3] - box[1]],
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_own_boxes_in_another_convention_are_refused(tmp_path, name, training):
+    settings, resize = GroundingSettings(), Resize(28)
+    right = load_tasks(DataConfig(path=str(own_rows(tmp_path, lambda box, *size: box))))
+    assert len(prepare_tasks(right, settings, resize, training=training).tasks) == 30
+    wrong = load_tasks(DataConfig(path=str(own_rows(tmp_path, CONVENTIONS[name]))))
+    with pytest.raises(UserError, match=f"{name}.*in pixels of the image"):
+        prepare_tasks(wrong, settings, resize, training=training)
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_the_command_finds_the_convention_of_own_data(tmp_path, capsys, name):
+    assert main(["gui", "validate", str(own_rows(tmp_path, lambda box, *size: box))]) == 0
+    out = capsys.readouterr().out
+    assert "own grounding data: 30 rows" in out
+    assert "usable as it is" in out
+    assert main(["gui", "validate", str(own_rows(tmp_path, CONVENTIONS[name]))]) == 2
+    assert name in capsys.readouterr().out
+
+
+def test_thousandths_on_screens_above_1000_pixels_only(tmp_path):
+    """Every box lies in its screen either way; that none of many goes beyond 1000 pixels is no chance."""
+    path = own_rows(tmp_path, scaled(1000))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"image": "1920.png"}) + "\n" for row in rows))
+    with pytest.raises(UserError, match="thousandths"):
+        prepare_tasks(load_tasks(DataConfig(path=str(path))), GroundingSettings(), Resize(28), training=True)
+
+
+def test_swapped_sides_are_named(tmp_path, capsys):
+    path = own_rows(tmp_path, lambda box, *size: box, count=1)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"original_wh": [1080, 1920]}) + "\n")
+    with pytest.raises(
+        UserError, match=r"is 1080 x 1920, the image 1920 x 1080 pixels \(the sides are swapped"
+    ):
+        prepare_tasks(load_tasks(DataConfig(path=str(path))), GroundingSettings(), Resize(28), training=True)
+    assert main(["gui", "validate", str(path)]) == 2
+    assert "the sides are swapped" in capsys.readouterr().out
+
+
+def test_the_file_of_training_is_not_held_out_unless_that_is_meant(tmp_path):
+    path = str(own_rows(tmp_path, lambda box, *size: box))
+    data, eval_data = DataConfig(path=path), {"heldout": DataConfig(path=f"{tmp_path}/../{tmp_path.name}/own.jsonl")}
+    with pytest.raises(UserError, match=r"eval_data\.heldout\.path .* also trained on.*grounding\.seen: \[heldout\]"):
+        check_held_out(data, eval_data, [])
+    check_held_out(data, eval_data, ["heldout"])
+    with pytest.raises(UserError, match="names 'hold'"):
+        check_held_out(data, eval_data, ["hold"])
+    check_held_out(DataConfig(path="hub/screens"), {"test": DataConfig(path="hub/screens", split="test")}, [])

@@ -6,13 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmrl.files import is_file, read_json_object
+from mmrl.gui.grounding.conventions import BoxForm, corners
 from mmrl.gui.grounding.coords import Box, Size
-from mmrl.gui.grounding.samples import Polygon, Refusal, Target
+from mmrl.gui.grounding.samples import TARGET_COLUMNS, Polygon, Refusal, Target
+from mmrl.vlm.data.dataset import PROMPT_KEYS
 
 Cells: TypeAlias = Mapping[str, Any]
 Groups: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -20,24 +21,6 @@ Groups: TypeAlias = Mapping[str, tuple[str, ...]]
 
 class RowError(Exception):
     """A row that does not have the benchmark's format; the message names the found and the expected value."""
-
-
-class BoxForm(StrEnum):
-    """Meaning of the four numbers of a published box."""
-
-    XYWH = "xywh"
-    """Left, top, width, height in pixels."""
-    XYXY = "xyxy"
-    """Left, top, right, bottom in pixels."""
-    XYWH_RELATIVE = "xywh_relative"
-    """Left, top, width, height as fractions of the image's sides."""
-    XYXY_RELATIVE = "xyxy_relative"
-    """Left, top, right, bottom as fractions of the image's sides."""
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether the numbers are fractions of the image's sides."""
-        return self in (BoxForm.XYWH_RELATIVE, BoxForm.XYXY_RELATIVE)
 
 
 @dataclass(frozen=True)
@@ -90,13 +73,6 @@ def make_target(annotation: Annotation, original_wh: Size) -> Target:
         return Polygon(tuple((x * x_scale, y * y_scale) for x, y in zip(xs, ys, strict=True)))
     x1, y1, x2, y2 = corners(annotation.target, annotation.form)
     return Box(x1 * x_scale, y1 * y_scale, x2 * x_scale, y2 * y_scale)
-
-
-def corners(numbers: Sequence[float], form: BoxForm) -> Box:
-    """Left, top, right and bottom of a published box, in its own unit."""
-    x, y, third, fourth = numbers
-    has_size = form in (BoxForm.XYWH, BoxForm.XYWH_RELATIVE)
-    return Box(x, y, x + third, y + fourth) if has_size else Box(x, y, third, fourth)
 
 
 def read_screenspot(cells: Cells, context: RowContext) -> Annotation:
@@ -237,6 +213,33 @@ def read_i2e(cells: Cells, context: RowContext) -> Annotation:
         raise RowError("annotations.instr_type is missing; expected explicit or implicit")
     groups = {"instruction": kind.lower(), "source": str(cells.get("source", "")).lower()}
     return _annotation(cells, context, groups, image=_text(cells, "image"), target=_box(cells, "bounding_box"))
+
+
+def read_own(cells: Cells, context: RowContext) -> Annotation:
+    """A row of own grounding data, whose columns are those of `mmrl.gui.grounding.samples`; of `boxes` the first."""
+    given = [name for name in TARGET_COLUMNS if cells.get(name) not in (None, False)]
+    if len(given) != 1:
+        raise RowError(f"expected one of the columns {', '.join(TARGET_COLUMNS)}, found {', '.join(given) or 'none'}")
+    target: Sequence[float] | Refusal = Refusal()
+    if given == ["bbox"]:
+        target = _box(cells, "bbox")
+    elif given != ["refusal"]:
+        several = cells[given[0]]
+        if not isinstance(several, list | tuple) or not several:
+            raise RowError(f"{given[0]} is {_short(several)}; expected a list of lists of numbers")
+        parts = [_numbers({given[0]: part}, given[0]) for part in several]
+        target = parts[0] if given == ["boxes"] else tuple(number for part in parts for number in part)
+        if (given == ["boxes"] and len(target) != 4) or (given == ["polygon"] and (len(target) < 6 or len(target) % 2)):
+            raise RowError(f"{given[0]} holds {_short(several)}; expected boxes of 4 numbers, or at least 3 corners")
+    images = cells.get("images") or [_cell(cells, "image")]
+    if not isinstance(images, list | tuple) or len(images) != 1:
+        raise RowError("a grounding question has one image")
+    question = next((cells[key] for key in PROMPT_KEYS if cells.get(key)), None)
+    if question is None:
+        raise RowError(f"no column {', '.join(PROMPT_KEYS)}")
+    form = context.form if given[0] in ("bbox", "boxes") else None
+    name = str(cells.get("id") or f"{context.file.stem}-{context.number}")
+    return Annotation(name, context.place, images[0], str(question), target, form, _size(cells, "original_wh"))
 
 
 def _annotation(

@@ -11,7 +11,7 @@ LISTED = 50
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Check the rows, images and box convention of a grounding benchmark; exit code 2 where it cannot be evaluated."""
+    """Check rows, images and box convention of a grounding benchmark or own data; exit code 2 if it cannot be used."""
     from mmrl.gui.benchmarks.loading import validate
 
     result = validate(str(args.path), args.benchmark, None if args.images is None else str(args.images))
@@ -41,13 +41,13 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
             say(f"  {place}: {reason}")
         if len(places) > LISTED:
             say(f"  ... and {len(places) - LISTED} more; --json lists all")
-    say("usable as published" if result.is_usable else "not usable as it is")
+    say("usable as it is" if result.is_usable else "not usable as it is")
     return 0 if result.is_usable else 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("path", metavar="FILE", type=Path, help="annotation file, or the folder of a copy")
+    parser.add_argument("path", metavar="FILE", type=Path, help="annotation file, the folder of a copy, or own data")
     parser.add_argument("--benchmark", metavar="NAME", help="such as screenspot_pro; default: recognised by the file")
     parser.add_argument("--images", metavar="DIR", type=Path, help="folder of the images; default: the published one")
     parser.add_argument("--json", action="store_true", help="print JSON, with every row that was found")

@@ -13,8 +13,9 @@ from omegaconf import MISSING
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded, is_file
-from mmrl.gui.benchmarks.annotations import Annotation, BoxForm, RowContext, RowError, corners, make_target
-from mmrl.gui.benchmarks.table import BENCHMARKS, Benchmark, Layout, find_benchmark, recognise
+from mmrl.gui.benchmarks.annotations import Annotation, RowContext, RowError, make_target
+from mmrl.gui.benchmarks.table import BENCHMARKS, OWN, Benchmark, Layout, find_benchmark, recognise
+from mmrl.gui.grounding.conventions import Convention, FormedBox, fit_convention, has_area, inside
 from mmrl.gui.grounding.coords import Size
 from mmrl.gui.grounding.samples import GroundingSample, Refusal, image_size
 from mmrl.hub.tables import read_rows
@@ -22,20 +23,6 @@ from mmrl.hub.tables import read_rows
 LOGGER = logging.getLogger("mmrl")
 DEPTH = 3
 """Folders above a single annotation file in which its images are looked for."""
-ENOUGH = 0.995
-"""Share of the boxes that must have an area and lie in their image under the declared convention."""
-OTHER = {
-    BoxForm.XYWH: BoxForm.XYXY,
-    BoxForm.XYXY: BoxForm.XYWH,
-    BoxForm.XYWH_RELATIVE: BoxForm.XYXY_RELATIVE,
-    BoxForm.XYXY_RELATIVE: BoxForm.XYWH_RELATIVE,
-}
-VERDICTS = {
-    "right": "the declared convention is right",
-    "ambiguous": "these boxes fit both conventions",
-    "unsure": "neither fits; look at the boxes",
-    "wrong": "the file is in the other convention",
-}
 Problem = tuple[str, str]
 """Position of a row and its problem."""
 
@@ -55,43 +42,6 @@ class BenchmarkConfig:
     """Language of the instructions, en or cn; only ScreenSpot-Pro has both."""
     max_samples: int = rare(bounded(0, at_least=0))
     """Only this many of the first samples, for a trial; 0 = all."""
-
-
-@dataclass(frozen=True)
-class Convention:
-    """Numbers of boxes that fit the declared meaning of their coordinates, and that fit another one."""
-
-    declared: BoxForm
-    fits: float
-    """Share of the boxes with a positive area inside the image, as declared."""
-    other: BoxForm
-    other_fits: float
-    """The same under the other convention."""
-    in_unit_range: float
-    """Share of the boxes whose numbers are all between 0 and 1."""
-    boxes: int
-
-    @property
-    def verdict(self) -> str:
-        """Key of `VERDICTS`: few or centred boxes may fit both (ambiguous); bad data fit neither (unsure)."""
-        if self._units_are_wrong or (self.fits < ENOUGH <= self.other_fits):
-            return "wrong"
-        if self.fits >= ENOUGH:
-            return "ambiguous" if self.other_fits >= ENOUGH else "right"
-        return "unsure"
-
-    @property
-    def sentence(self) -> str:
-        """The verdict in a line."""
-        if self._units_are_wrong:
-            unit = "pixels" if self.declared.is_relative else "fractions of the image's sides"
-            return f"boxes are declared as {self.declared}, but their numbers are {unit}"
-        shares = f"{self.fits:.1%} of {self.boxes} boxes fit {self.declared}, {self.other_fits:.1%} fit {self.other}"
-        return f"{shares}: {VERDICTS[self.verdict]}"
-
-    @property
-    def _units_are_wrong(self) -> bool:
-        return self.in_unit_range < 1 - ENOUGH if self.declared.is_relative else self.in_unit_range >= ENOUGH
 
 
 @dataclass
@@ -147,7 +97,7 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
     images = ImageFolder(copy.image_roots)
     samples: list[GroundingSample] = []
     problems: list[Problem] = []
-    boxes: list[tuple[Annotation, Size]] = []
+    boxes: list[FormedBox] = []
     ids: set[str] = set()
     for row in copy.annotations(config.language):
         if config.max_samples and len(samples) >= config.max_samples:
@@ -163,7 +113,7 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
             continue
         size = row.size or original_wh
         if row.form is not None:
-            boxes.append((row, size))
+            boxes.append((row.target, row.form, size))
         name = f"{row.id} ({row.place})" if row.id in ids else row.id  # some copies repeat ids
         ids.add(name)
         meta = {"id": name, "place": row.place, "groups": row.groups, "suspicious": box_problem(row, size) or ""}
@@ -178,13 +128,13 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
     if not samples:
         raise UserError(f"{benchmark.title}: {', '.join(map(str, copy.files))} has no rows")
     convention = fit_convention(copy.layout.form, boxes)
-    if convention is not None and convention.verdict == "wrong":
+    if convention is not None and convention.verdict in ("wrong", "thousandths"):
         LOGGER.warning("%s: %s", benchmark.title, convention.sentence)
     return samples
 
 
 def validate(path: str, benchmark: str | None = None, images: str | None = None) -> Validation:
-    """Check a copy of a benchmark, or one of its annotation files.
+    """Check a copy of a benchmark, one of its annotation files, or a file of own grounding data.
 
     Args:
         path: annotation file, or folder of the copy.
@@ -205,7 +155,7 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
         folder = ImageFolder(copy.image_roots)
     else:
         result.notes.append("no image folder was found: images are not checked, boxes only against the annotated sizes")
-    boxes: list[tuple[Annotation, Size]] = []
+    boxes: list[FormedBox] = []
     for row in copy.annotations():
         result.rows += 1
         if not isinstance(row, Annotation):
@@ -218,15 +168,17 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
             continue
         if row.size is not None and stored is not None and row.size != stored:
             (aw, ah), (sw, sh) = row.size, stored
-            result.suspicious.append((row.place, f"annotated as {aw} x {ah}, the image is {sw} x {sh}"))
+            swapped = "; the sides are swapped, width comes first" if (ah, aw) == stored else ""
+            problem = f"annotated as {aw} x {ah}, the image is {sw} x {sh}{swapped}"
+            # published copies are evaluated all the same, training refuses such rows
+            (result.malformed if copy.benchmark is OWN else result.suspicious).append((row.place, problem))
         size = row.size or stored
         if size is None:
             continue
-        problem = box_problem(row, size)
-        if problem is not None:
-            result.suspicious.append((row.place, problem))
+        if wrong := box_problem(row, size):
+            result.suspicious.append((row.place, wrong))
         if row.form is not None:
-            boxes.append((row, size))
+            boxes.append((row.target, row.form, size))
     result.convention = fit_convention(copy.layout.form, boxes)
     published = copy.benchmark.size
     if published is not None and published != result.rows:
@@ -299,45 +251,11 @@ def box_problem(annotation: Annotation, size: Size) -> str | None:
         outside = any(not 0 <= x <= width for x in xs) or any(not 0 <= y <= height for y in ys)
         return f"a corner of the polygon is outside the image of {width} x {height}" if outside else None
     shown = f"[{', '.join(f'{number:g}' for number in annotation.target)}] ({annotation.form})"
-    if not _has_area(annotation.target, annotation.form):
+    if not has_area(annotation.target, annotation.form):
         return f"the box {shown} has no area"
-    if not _inside(annotation.target, annotation.form, size):
+    if not inside(annotation.target, annotation.form, size):
         return f"the box {shown} leaves the image of {size[0]} x {size[1]}"
     return None
-
-
-def fit_convention(declared: BoxForm, boxes: Sequence[tuple[Annotation, Size]]) -> Convention | None:
-    """Count how many boxes fit the declared meaning of their numbers and how many the other one."""
-    if not boxes:
-        return None
-    # A row may be in pixels where the benchmark's boxes are fractions (MMBench-GUI): each is tested in its own form.
-    forms = [annotation.form or declared for annotation, _ in boxes]
-    numbers: list[Any] = [annotation.target for annotation, _ in boxes]
-    sizes = [size for _, size in boxes]
-
-    def share(each: Sequence[BoxForm]) -> float:
-        rows = zip(numbers, each, sizes, strict=True)
-        return sum(_has_area(row, form) and _inside(row, form, size) for row, form, size in rows) / len(boxes)
-
-    return Convention(
-        declared=declared,
-        fits=share(forms),
-        other=OTHER[declared],
-        other_fits=share([OTHER[form] for form in forms]),
-        in_unit_range=sum(all(0 <= number <= 1 for number in row) for row in numbers) / len(boxes),
-        boxes=len(boxes),
-    )
-
-
-def _has_area(numbers: Sequence[float], form: BoxForm) -> bool:
-    box = corners(numbers, form)
-    return box.x2 > box.x1 and box.y2 > box.y1
-
-
-def _inside(numbers: Sequence[float], form: BoxForm, size: Size) -> bool:
-    box = corners(numbers, form)
-    width, height = (1, 1) if form.is_relative else size
-    return box.x1 >= 0 and box.y1 >= 0 and box.x2 <= width and box.y2 <= height
 
 
 def _recognised(path: str) -> Benchmark:

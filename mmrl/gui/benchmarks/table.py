@@ -9,18 +9,20 @@ from pathlib import Path
 from mmrl.errors import UserError, did_you_mean
 from mmrl.gui.benchmarks.annotations import (
     Annotation,
-    BoxForm,
     Cells,
     RowContext,
     osworld_g_categories,
     read_i2e,
     read_mmbench_gui,
     read_osworld_g,
+    read_own,
     read_screenspot,
     read_screenspot_parquet,
     read_screenspot_pro,
     read_ui_vision,
 )
+from mmrl.gui.grounding.conventions import BoxForm
+from mmrl.gui.grounding.samples import TARGET_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def find_benchmark(name: str) -> Benchmark:
 
 
 def recognise(file: Path, columns: Iterable[str]) -> Benchmark:
-    """The benchmark that a file belongs to, by its name, else by the columns of its rows."""
+    """The benchmark that a file belongs to, by its name, else by the columns of its rows; `OWN` for own data."""
     held = set(columns)
     for benchmark in BENCHMARKS.values():
         names = [Path(pattern).name for layout in benchmark.layouts for pattern in layout.files]
@@ -84,9 +86,12 @@ def recognise(file: Path, columns: Iterable[str]) -> Benchmark:
     for benchmark in BENCHMARKS.values():
         if benchmark.known_by and held >= {*benchmark.known_by}:
             return benchmark
+    if held & {*TARGET_COLUMNS} and held & {"image", "images"}:
+        return OWN
     raise UserError(
         f"{file}: neither its name nor its columns ({', '.join(sorted(held)) or 'none'}) are those of a benchmark; "
-        f"say which one with --benchmark: {', '.join(BENCHMARKS)}"
+        f"say which one with --benchmark: {', '.join(BENCHMARKS)}; own grounding data has an image and one of "
+        f"{', '.join(TARGET_COLUMNS)}"
     )
 
 
@@ -219,3 +224,10 @@ _PUBLISHED = (
     ),
 )
 BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in _PUBLISHED}
+OWN = Benchmark(
+    name="own",
+    title="own grounding data",
+    source="",
+    layouts=(Layout(("*.jsonl", "*.json", "*.parquet"), ("",), BoxForm.XYXY, read_own),),
+)
+"""Data to train on, which `mmrl gui validate` checks as well."""

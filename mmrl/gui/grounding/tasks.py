@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import string
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
+from mmrl.files import expanded, is_file
 from mmrl.gui.grounding.answers import THINK as THINK_TAG
 from mmrl.gui.grounding.answers import answer_text, parse_answer
+from mmrl.gui.grounding.conventions import BoxForm, FormedBox, fit_convention
 from mmrl.gui.grounding.coords import FAMILIES, Box, CoordinateSpace, Resize, Size, clean_box, coordinate_space
 from mmrl.gui.grounding.drawing import draw_answer
 from mmrl.gui.grounding.rewards import AnswerRules
-from mmrl.gui.grounding.samples import TARGET_COLUMNS, GroundingSample, image_size, sample_row, target_of
-from mmrl.vlm.data.dataset import LoadedTasks
+from mmrl.gui.grounding.samples import TARGET_COLUMNS, AnyOf, GroundingSample, image_size, sample_row, target_of
+from mmrl.vlm.data.dataset import DataConfig, LoadedTasks
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, open_image
 from mmrl.vlm.domain import Questions
 from mmrl.vlm.model.config import ModelConfig
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("mmrl")
 
+ENOUGH_BOXES = 20
+"""Fewer boxes in another convention may be a coincidence."""
 TEMPLATE = (
     'The screen is {width} x {height} pixels. Which element is meant by "{instruction}"? Answer with a JSON list of '
     'points, the most likely first: [{{"point_2d": [x, y]}}, ...]'
@@ -71,6 +76,8 @@ class GroundingSettings:
     """Training boxes with a shorter side, in pixels of the original image, are dropped and counted."""
     min_visible: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Training boxes of which a smaller share is inside the image are dropped and counted."""
+    seen: list[str] = rare(field(default_factory=list))
+    """Sets of `eval_data` that may be the file of training, to measure learning on it."""
 
     def validate(self) -> None:
         """Check the template; raises UserError."""
@@ -102,17 +109,22 @@ def sample_of(task: VlmTask) -> GroundingSample:
 
 
 def _size(task: VlmTask) -> Size:
-    """The column, or the header of the file, which need not be decoded."""
+    """The size of the image, by its header where it is a file; one that the column gives has to agree with it."""
     given, source = task.columns.get("original_wh"), task.images[0]
-    if given is not None:
-        width, height = given
-        return int(width), int(height)
     if isinstance(source, str) and not source.startswith("data:"):
         try:
-            return image_size(Path(source))
+            size = image_size(Path(source))
         except OSError as error:
             raise TaskError("unreadable_image", task.id, f"cannot read {source}: {error}") from None
-    return open_image(source, task.id, max_pixels=task.max_image_pixels).size
+    elif given is not None:  # not decoded here
+        size = (int(given[0]), int(given[1]))
+    else:
+        size = open_image(source, task.id, max_pixels=task.max_image_pixels).size
+    if given is not None and (int(given[0]), int(given[1])) != size:
+        swapped = " (the sides are swapped: width comes first)" if (int(given[1]), int(given[0])) == size else ""
+        stated, found = (f"{width} x {height}" for width, height in (given, size))
+        raise TaskError("wrong_size", task.id, f"original_wh is {stated}, the image {found} pixels{swapped}")
+    return size
 
 
 def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -> VlmTask:
@@ -161,22 +173,56 @@ def _system(task: VlmTask, settings: GroundingSettings) -> list[dict[str, Any]]:
 
 def prepare_tasks(loaded: LoadedTasks, settings: GroundingSettings, resize: Resize, *, training: bool) -> LoadedTasks:
     """Write the questions of a data set."""
-    tasks, skipped = [], Counter(loaded.skipped)
-    for task in loaded.tasks:
-        try:
-            ready = grounding_task(task, settings, resize)
-        except TaskError as error:
-            raise UserError(str(error)) from None
-        cleaned = _cleaned(ready, settings) if training else ready
-        if cleaned is None:
-            skipped["unusable_box"] += 1
-        else:
-            tasks.append(cleaned)
+    skipped = Counter(loaded.skipped)
+    try:
+        written = [grounding_task(task, settings, resize) for task in loaded.tasks]
+    except TaskError as error:
+        raise UserError(str(error)) from None
+    check_convention(written)
+    cleaned = [_cleaned(task, settings) if training else task for task in written]
+    tasks = [task for task in cleaned if task is not None]
+    skipped["unusable_box"] += len(written) - len(tasks)
     if loaded.tasks and not tasks:
         raise UserError(f"all {len(loaded.tasks)} training boxes are too small or outside their screens; see min_side")
     if skipped["unusable_box"]:
         LOGGER.warning("%d training boxes were dropped: %s", skipped["unusable_box"], GROUNDING_ERRORS["unusable_box"])
     return LoadedTasks(tasks, dict(skipped), loaded.examples)
+
+
+def check_held_out(data: DataConfig, eval_data: Mapping[str, DataConfig], seen: Sequence[str]) -> None:
+    """Refuse held-out screens that are the file of training, unless they are marked as seen; raises UserError."""
+    unknown = [name for name in seen if name not in eval_data]
+    if unknown:
+        raise UserError(f"grounding.seen names {unknown[0]!r}; the sets of eval_data are: {', '.join(eval_data)}")
+    for name, held_out in eval_data.items():
+        if name not in seen and _place(held_out) == _place(data):
+            raise UserError(
+                f"eval_data.{name}.path is {held_out.path}, which is also trained on; give another file or split, or "
+                f"say that it is meant (grounding.seen: [{name}])"
+            )
+
+
+def _place(data: DataConfig) -> tuple[object, ...]:
+    path = expanded(data.path)
+    # a file has one split, whatever the option says
+    return (path.resolve(),) if is_file(path) else (data.path, data.split, data.subset)
+
+
+def check_convention(tasks: Sequence[VlmTask]) -> None:
+    """Refuse boxes that are not corners in pixels of their images, as far as all of them together show it."""
+    boxes: list[FormedBox] = []
+    for task in tasks:
+        needs = task.columns["grounding"]
+        target = target_of(needs)
+        found = target.targets if isinstance(target, AnyOf) else (target,)
+        boxes += [(box, BoxForm.XYXY, tuple(needs["original_wh"])) for box in found if isinstance(box, Box)]
+    convention = fit_convention(BoxForm.XYXY, boxes)
+    if convention is None or convention.verdict not in ("wrong", "thousandths"):
+        return
+    if convention.boxes < ENOUGH_BOXES and convention.in_unit_range < 1:
+        LOGGER.warning("%s", convention.sentence)
+        return
+    raise UserError(f"{convention.sentence}; bbox and boxes are [left, top, right, bottom] in pixels of the image")
 
 
 def _cleaned(task: VlmTask, settings: GroundingSettings) -> VlmTask | None:
@@ -223,6 +269,7 @@ class Screens(Questions):
     broken_down = BROKEN_DOWN
 
     def __init__(self, config: Any) -> None:
+        check_held_out(config.data, config.eval_data, config.grounding.seen)
         self.settings: GroundingSettings = config.grounding
         self.rules: AnswerRules = config.answer
         self.model: ModelConfig = config.model
@@ -246,6 +293,7 @@ class Screens(Questions):
 GROUNDING_ERRORS: dict[str, str] = {
     "bad_screen": "A grounding question has not exactly one image.",
     "bad_target": "A row has no target, several, or one of another shape.",
+    "wrong_size": "The column original_wh is not the size of the image.",
     "unusable_box": "The box is shorter than grounding.min_side, or less than grounding.min_visible is on screen.",
 }
 """Kinds of `TaskError` and of dropped rows that screens add."""

@@ -1,0 +1,159 @@
+"""Meaning of the four numbers of a box, and a test of it on all boxes of a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from mmrl.gui.grounding.coords import Box, Size
+
+ENOUGH = 0.995
+"""Share of the boxes that must have an area and lie in their image under the declared convention."""
+MANY = 0.9
+"""Smaller shares are more than a few bad boxes."""
+CHANCE = 1e-6
+"""Largest probability at which boxes of wide images are still taken to lie below 1000 pixels by chance."""
+VERDICTS = {
+    "right": "the declared convention is right",
+    "ambiguous": "these boxes fit both conventions",
+    "unsure": "neither fits; look at the boxes",
+    "wrong": "the file is in the other convention",
+    "thousandths": "the numbers are thousandths of the image's sides",
+}
+
+
+class BoxForm(StrEnum):
+    """Meaning of the four numbers of a published box."""
+
+    XYWH = "xywh"
+    """Left, top, width, height in pixels."""
+    XYXY = "xyxy"
+    """Left, top, right, bottom in pixels."""
+    XYWH_RELATIVE = "xywh_relative"
+    """Left, top, width, height as fractions of the image's sides."""
+    XYXY_RELATIVE = "xyxy_relative"
+    """Left, top, right, bottom as fractions of the image's sides."""
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the numbers are fractions of the image's sides."""
+        return self in (BoxForm.XYWH_RELATIVE, BoxForm.XYXY_RELATIVE)
+
+
+def corners(numbers: Sequence[float], form: BoxForm) -> Box:
+    """Left, top, right and bottom of a published box, in its own unit."""
+    x, y, third, fourth = numbers
+    has_size = form in (BoxForm.XYWH, BoxForm.XYWH_RELATIVE)
+    return Box(x, y, x + third, y + fourth) if has_size else Box(x, y, third, fourth)
+
+
+FormedBox: TypeAlias = "tuple[Sequence[float], BoxForm, Size]"
+"""Four numbers, their declared meaning, and (width, height) of the image."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """Numbers of boxes that fit the declared meaning of their coordinates, and that fit another one."""
+
+    declared: BoxForm
+    fits: float
+    """Share of the boxes with a positive area inside the image, as declared."""
+    other: BoxForm
+    other_fits: float
+    """The same under the other convention."""
+    in_unit_range: float
+    """Share of the boxes whose numbers are all between 0 and 1."""
+    boxes: int
+    in_thousandths: float = 0.0
+    """Share of the boxes that fit as left, top, right and bottom in thousandths."""
+    chance_below_1000: float = 1.0
+    """Probability that no edge of boxes in pixels, which are anywhere in their images, is beyond 1000 pixels; 1 where
+    one is."""
+
+    @property
+    def verdict(self) -> str:
+        """Key of `VERDICTS`: few or centred boxes may fit both (ambiguous); bad data fit neither (unsure)."""
+        if self._units_are_wrong or (self.fits < ENOUGH <= self.other_fits):
+            return "wrong"
+        too_far, too_near = self.fits < MANY, self.chance_below_1000 < CHANCE
+        if not self.declared.is_relative and self.in_thousandths >= ENOUGH and (too_far or too_near):
+            return "thousandths"
+        if self.fits >= ENOUGH:
+            return "ambiguous" if self.other_fits >= ENOUGH else "right"
+        return "unsure"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in a line."""
+        if self._units_are_wrong:
+            unit = "pixels" if self.declared.is_relative else "fractions of the image's sides"
+            return f"boxes are declared as {self.declared}, but their numbers are {unit}"
+        if self.verdict == "thousandths":
+            found = f"none of {self.boxes} goes beyond 1000"
+            return f"boxes are declared as {self.declared}, but {found}: {VERDICTS['thousandths']}"
+        shares = f"{self.fits:.1%} of {self.boxes} boxes fit {self.declared}, {self.other_fits:.1%} fit {self.other}"
+        return f"{shares}: {VERDICTS[self.verdict]}"
+
+    @property
+    def _units_are_wrong(self) -> bool:
+        return self.in_unit_range < 1 - ENOUGH if self.declared.is_relative else self.in_unit_range >= ENOUGH
+
+
+def fit_convention(declared: BoxForm, boxes: Sequence[FormedBox]) -> Convention | None:
+    """Count how many boxes fit the declared meaning of their numbers and how many another one.
+
+    Args:
+        declared: meaning of the boxes of a file.
+        boxes: each with its own meaning, since a row may be in pixels where the benchmark's boxes are fractions
+            (MMBench-GUI).
+
+    Returns:
+        The counts; None without boxes.
+    """
+    if not boxes:
+        return None
+
+    def share(fit: Callable[[Sequence[float], BoxForm, Size], bool]) -> float:
+        return sum(fit(*box) for box in boxes) / len(boxes)
+
+    farthest = max(number for row, _, _ in boxes for number in row)
+    sides = [side for _, _, size in boxes for side in size if side > 1000]
+    return Convention(
+        declared=declared,
+        fits=share(fits),
+        other=OTHER[declared],
+        other_fits=share(lambda row, form, size: fits(row, OTHER[form], size)),
+        in_unit_range=share(lambda row, form, size: all(0 <= number <= 1 for number in row)),
+        boxes=len(boxes),
+        in_thousandths=share(lambda row, form, size: fits(row, BoxForm.XYXY, (1000, 1000))),
+        chance_below_1000=1.0 if farthest > 1000 else math.prod(1000 / side for side in sides),
+    )
+
+
+def fits(numbers: Sequence[float], form: BoxForm, size: Size) -> bool:
+    """Whether a box has an area and lies in its image."""
+    return has_area(numbers, form) and inside(numbers, form, size)
+
+
+def has_area(numbers: Sequence[float], form: BoxForm) -> bool:
+    """Whether a box has an area."""
+    box = corners(numbers, form)
+    return box.x2 > box.x1 and box.y2 > box.y1
+
+
+def inside(numbers: Sequence[float], form: BoxForm, size: Size) -> bool:
+    """Whether a box lies in its image."""
+    box = corners(numbers, form)
+    width, height = (1, 1) if form.is_relative else size
+    return box.x1 >= 0 and box.y1 >= 0 and box.x2 <= width and box.y2 <= height
+
+
+OTHER = {
+    BoxForm.XYWH: BoxForm.XYXY,
+    BoxForm.XYXY: BoxForm.XYWH,
+    BoxForm.XYWH_RELATIVE: BoxForm.XYXY_RELATIVE,
+    BoxForm.XYXY_RELATIVE: BoxForm.XYWH_RELATIVE,
+}
