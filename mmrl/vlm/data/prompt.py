@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -232,6 +232,11 @@ def _grid_positions(grid: Sequence[int], merge_size: int, step: float | Tensor) 
 
 MARK = "\u2063turn\u2063"
 """Stands for the text of earlier turns where the template is rendered; no question holds it."""
+QUOTE = "\u2063quote\u2063"
+_PLACE = re.compile(f"{QUOTE}(\\d+){QUOTE}")
+MARKUP = re.compile(r"<\|(?:object_ref|box|quad)_(?:start|end)\|>")
+"""Special tokens that mark a part of a text, as in referring questions; they keep their meaning."""
+MARKUP_OR_MEDIA = re.compile(rf"{MARKUP.pattern}|<\|(?:vision_(?:start|end|pad)|(?:image|video)_pad)\|>")
 
 
 class PromptTooLong(TaskError):  # noqa: N818 - named after what it is, like the kinds of TaskError
@@ -274,10 +279,11 @@ def encode_prompt(
 
     A turn of the assistant at the end is the start of its answer, which the model continues, as in TRL.
     """
-    begun = task.messages[-1]["role"] == "assistant"
-    text = _render(task, processor, task.messages, add_generation_prompt=not begun, continue_final_message=begun)
+    quoted, messages = quote(task.messages, processor.tokenizer)
+    begun = messages[-1]["role"] == "assistant"
+    text = _render(task, processor, messages, add_generation_prompt=not begun, continue_final_message=begun)
     start = task.answer_start.removeprefix("<think>") if OPEN_THINK.search(text) else task.answer_start
-    return _encode(task, text + start, processor, layout, images, videos)
+    return _encode(task, text + start, quoted, processor, layout, images, videos)
 
 
 def encode_turn(
@@ -285,18 +291,60 @@ def encode_turn(
 ) -> Prompt:
     """Turn the user's next message into the tokens between two answers; `answered`: the first has its end token."""
     before = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
-    whole = _render(task, processor, before + task.messages, add_generation_prompt=True).rpartition(MARK)[2]
+    quoted, messages = quote(task.messages, processor.tokenizer)
+    whole = _render(task, processor, before + messages, add_generation_prompt=True).rpartition(MARK)[2]
     alone = _render(task, processor, before, add_generation_prompt=False).rpartition(MARK)[2]
     end = processor.tokenizer.eos_token
     if not alone.startswith(end) or not whole.startswith(end):
         message = f"the chat template does not end the assistant's turn with the end token {end}"
         raise TaskError("bad_prompt", task.id, message)
-    return _encode(task, whole.removeprefix(end) if answered else whole, processor, layout, images)
+    return _encode(task, whole.removeprefix(end) if answered else whole, quoted, processor, layout, images)
+
+
+def quote(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """Messages with places in their texts instead of control tokens, which a text cannot mean, and these tokens."""
+    pattern, found = control_pattern(tokenizer, MARKUP), list[str]()
+
+    def place(match: re.Match[str]) -> str:
+        found.append(match[0])
+        return f"{QUOTE}{len(found) - 1}{QUOTE}"
+
+    def quoted(content: Any) -> Any:
+        if isinstance(content, str):
+            return pattern.sub(place, content)
+        return [item | {"text": quoted(item["text"])} if item.get("type") == "text" else item for item in content]
+
+    return found, [{**turn, "content": quoted(turn["content"])} for turn in messages]
+
+
+def control_pattern(tokenizer: Any, kept: re.Pattern[str]) -> re.Pattern[str]:
+    """Finds the texts of a tokenizer's special tokens, such as ends of turns and roles, but for some that are kept."""
+    control = [token for token in special_tokens(tokenizer) if not kept.fullmatch(token)]
+    return re.compile("|".join(map(re.escape, control)) or r"(?!)")
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Texts of the special tokens."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def encode_text(text: str, tokenizer: Any) -> list[int]:
+    """Tokens of an answer's text; control tokens become their characters, but those of media stay, to be refused."""
+    ids: list[int] = []
+    start = 0
+    for match in [*control_pattern(tokenizer, MARKUP_OR_MEDIA).finditer(text), None]:
+        stop = len(text) if match is None else match.start()
+        ids += tokenizer.encode(text[start:stop], add_special_tokens=False)
+        if match is not None:
+            ids += tokenizer.encode(match[0], add_special_tokens=False, split_special_tokens=True)
+            start = match.end()
+    return ids
 
 
 def _encode(
     task: VlmTask,
     text: str,
+    quoted: Sequence[str],
     processor: Any,
     layout: PromptLayout,
     images: Sequence[Image.Image] | None,
@@ -311,7 +359,7 @@ def _encode(
             message = f"the rendered prompt has {found} {token} for {count} {kind}"
             raise TaskError("placeholder_mismatch", task.id, message)
     frames = load_videos(task, layout.patch_size) if videos is None else list(videos)
-    inputs = _process(task, processor, text, loaded, frames)
+    inputs = _process(task, processor, text, quoted, loaded, frames)
     _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
     ids, types = inputs["input_ids"][0], inputs["mm_token_type_ids"][0]
     if len(ids) > layout.max_tokens:
@@ -326,7 +374,7 @@ def _encode(
         image_grid_thw=inputs.get("image_grid_thw"),
         pixel_values_videos=inputs.get("pixel_values_videos"),
         video_grid_thw=inputs.get("video_grid_thw"),
-        text=text,
+        text=_PLACE.sub(lambda place: quoted[int(place[1])], text),
     )
 
 
@@ -338,7 +386,9 @@ def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], **opt
     return str(rendered)
 
 
-def _process(task: VlmTask, processor: Any, text: str, images: Sequence[Any], frames: Sequence[Any]) -> dict[str, Any]:
+def _process(
+    task: VlmTask, processor: Any, text: str, quoted: Sequence[str], images: Sequence[Any], frames: Sequence[Any]
+) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if frames:
         sampling: dict[str, Any] = {
@@ -349,10 +399,31 @@ def _process(task: VlmTask, processor: Any, text: str, images: Sequence[Any], fr
         if hasattr(processor.video_processor, "cap_pixels_per_frame"):
             sampling["cap_pixels_per_frame"] = False  # only resizing reads it, and unset it logs a warning
         options = {"videos": [pixels for pixels, _ in frames], "videos_kwargs": sampling}
+    places = [quoted[int(number)] for number in _PLACE.findall(text)]
+    # The processor turns one text into tokens: a control token that occurs nowhere else stands for those of the texts.
+    stand_in = next((token for token in special_tokens(processor.tokenizer) if token not in text), "")
+    if places and not stand_in:
+        raise TaskError("bad_prompt", task.id, f"its text holds {places[0]}, and the template uses every control token")
+    text = _PLACE.sub(stand_in, text)
     try:
-        return dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **options))
+        inputs = dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **options))
     except ValueError as error:  # for instance an aspect ratio above 200
         raise TaskError("unusable_image", task.id, f"the image processor refuses it: {error}") from error
+    return inputs | _spelled(inputs, stand_in, places, processor.tokenizer) if places else inputs
+
+
+def _spelled(inputs: dict[str, Any], stand_in: str, places: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
+    """Tokens (1, P) and their types, with the characters of control tokens in the place of each stand-in."""
+    number, left = tokenizer.convert_tokens_to_ids(stand_in), iter(places)
+    ids: list[int] = []
+    types: list[int] = []
+    for token, kind in zip(inputs["input_ids"][0].tolist(), inputs["mm_token_type_ids"][0].tolist(), strict=True):
+        found = [token]
+        if token == number:
+            found = tokenizer.encode(next(left), add_special_tokens=False, split_special_tokens=True)
+        ids += found
+        types += [kind] * len(found)
+    return {"input_ids": torch.tensor([ids]), "mm_token_type_ids": torch.tensor([types])}
 
 
 def _check_sizes(task: VlmTask, grids: Tensor | None, patch_size: int) -> None:

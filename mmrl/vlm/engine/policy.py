@@ -26,7 +26,7 @@ from mmrl.hub.video_sampling import Frames
 from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
 from mmrl.training.processes import avoid_refused_instructions
-from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_turn, given_answer
+from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_text, encode_turn, given_answer
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.attention import (
     ATTENTION_NAME,
@@ -194,8 +194,7 @@ class VlmPolicy(nn.Module):
 
     def encode_answer(self, prompt: Prompt, text: str) -> list[int]:
         """Tokens of a given answer behind a prompt, with the end token."""
-        ids = self.processor.tokenizer.encode(given_answer(prompt, text), add_special_tokens=False)
-        return [*ids, self.eos_ids[0]]
+        return [*encode_text(given_answer(prompt, text), self.processor.tokenizer), self.eos_ids[0]]
 
     def forward(
         self,
