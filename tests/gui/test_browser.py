@@ -179,3 +179,57 @@ def test_a_browser_leaves_no_temporary_files(browser):
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
         left = [path.name for path in Path(folder).iterdir() if "hromium" in path.name or "mmrl" in path.name]
     assert left == []
+
+
+CHANNELS = {
+    "WebTransport": """async port => {
+      const made = new WebTransport(`https://127.0.0.1:${port}/`);
+      await Promise.race([made.ready.catch(() => null), new Promise(done => setTimeout(done, 600))]);
+    }""",
+    "WebRTC": """async port => {
+      const made = new RTCPeerConnection({ iceServers: [{ urls: `stun:127.0.0.1:${port}` }] });
+      made.createDataChannel('x');
+      await made.setLocalDescription(await made.createOffer());
+      await new Promise(done => setTimeout(done, 600));
+    }""",
+}
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_a_local_page_sends_no_datagram_to_this_machine(browser, tmp_path, channel):
+    file = tmp_path / "page.html"
+    file.write_text("<p>hello</p>")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.setblocking(False)
+        page = GuardedPage(browser, 200, 100)
+        page.load_file(file)
+        page.evaluate(CHANNELS[channel], listener.getsockname()[1])
+        with pytest.raises(BlockingIOError):
+            listener.recv(4096)
+        page.close()
+
+
+def test_a_local_page_reads_the_files_of_its_folder_alone(browser, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (tmp_path / "secret.js").write_text("window.secret = 'read';")
+    (tmp_path / "secret.txt").write_text("the secret")
+    (own / "own.js").write_text("window.own = 'read';")
+    (own / "linked.js").symlink_to(tmp_path / "secret.js")
+    (own / "page.html").write_text(
+        "<script src='own.js'></script><script src='../secret.js'></script><script src='linked.js'></script>"
+        "<iframe src='../secret.txt'></iframe>"
+    )
+    page = GuardedPage(browser, 200, 100)
+    page.load_file(own / "page.html")
+    assert page.evaluate("() => [window.own, window.secret ?? null]") == ["read", None]
+    assert all("secret" not in frame.content() for frame in page.page.frames[1:])
+    page.evaluate(
+        "url => { document.body.append(Object.assign(new Image(), { src: url })); }", tmp_path.as_uri() + "/b.png"
+    )
+    page.settle()
+    assert page.take_events() == [f"file: {tmp_path.as_uri()}/b.png"]
+    page.load_file(own / "page.html", tmp_path)
+    assert page.evaluate("() => window.secret") == "read", "a wider folder can be allowed"
+    page.close()

@@ -194,9 +194,7 @@ def test_thousandths_on_screens_above_1000_pixels_only(tmp_path):
 def test_swapped_sides_are_named(tmp_path, capsys):
     path = own_rows(tmp_path, lambda box, *size: box, count=1)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"original_wh": [1080, 1920]}) + "\n")
-    with pytest.raises(
-        UserError, match=r"is 1080 x 1920, the image 1920 x 1080 pixels \(the sides are swapped"
-    ):
+    with pytest.raises(UserError, match=r"is 1080 x 1920, the image 1920 x 1080 pixels \(the sides are swapped"):
         prepare_tasks(load_tasks(DataConfig(path=str(path))), GroundingSettings(), Resize(28), training=True)
     assert main(["gui", "validate", str(path)]) == 2
     assert "the sides are swapped" in capsys.readouterr().out

@@ -6,8 +6,8 @@
             turns = pool.step({row: policy(turns[row].observation) for row in pool.live})
 
 A row is a slot of the pool. An environment that dies, hangs, raises or returns something malformed ends the episode of
-its row: the result then has a `failure` and the reward NaN, never 0. A fresh process replaces one that died, hung or raised while the
-other episodes go on. An episode that does not start is tried again a few times.
+its row: the result then has a `failure` and the reward NaN, never 0. A fresh process replaces one that died, hung or
+raised while the other episodes go on. An episode that does not start is tried again a few times.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class MiniWobEnv(PageEnv):
 
     def _begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
         # A fresh document: what an agent did to the last one (scroll, selection, open dialogs) would stay otherwise.
-        page.load_url(_page_file(task["name"]).as_uri())
+        page.load_file(_page_file(task["name"]), _folder().parent)
         started = page.evaluate(BEGIN, str(task["seed"]))
         page.take_events()
         if not started["ready"]:

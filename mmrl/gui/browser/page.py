@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import numpy as np
 
@@ -54,6 +56,7 @@ class GuardedPage:
         self.generation = browser.generation
         self._events: list[str] = []
         self._loading, self._html = False, ""
+        self._files: Path | None = None
         self._context = browser.open_context(width, height, scale, locale)
         with browser.limited("opening a page"):
             self._page: Page = self._context.new_page()
@@ -74,15 +77,16 @@ class GuardedPage:
 
     def load_html(self, html: str, *, new_document: bool = True) -> None:
         """Show a page."""
-        self._html = html
+        self._html, self._files = html, None
         if new_document or self._page.url != ADDRESS:
             self._load(lambda: self._page.goto(ADDRESS, wait_until="load"), "loading the page")
         else:
             self._load(lambda: self._page.set_content(html, wait_until="load"), "loading the page")
 
-    def load_url(self, url: str) -> None:
-        """Show a local file."""
-        self._load(lambda: self._page.goto(url, wait_until="load"), f"loading {url}")
+    def load_file(self, file: Path, folder: Path | None = None) -> None:
+        """Show a local file, which may load others of a folder (its own, where none is given) and no more."""
+        self._files = (file.parent if folder is None else folder).resolve()
+        self._load(lambda: self._page.goto(file.as_uri(), wait_until="load"), f"loading {file}")
 
     def _load(self, load: Callable[[], Any], what: str) -> None:
         self.browser.pages += 1
@@ -145,11 +149,22 @@ class GuardedPage:
         if self._loading and request.url == ADDRESS:
             route.fulfill(body=self._html, content_type="text/html; charset=utf-8")
             return
+        if not self._may_read(request.url):
+            self._events.append(f"file: {request.url[:200]}")
+            route.abort("aborted")
+            return
         if self._loading or not request.is_navigation_request():
             route.continue_()
             return
         self._events.append(f"navigation: {request.url[:200]}")
         route.abort("aborted")  # this reason keeps the page; any other shows an error page instead
+
+    def _may_read(self, url: str) -> bool:
+        """Whether an address is no file, or one of the page's folder."""
+        parts = urlsplit(url)
+        if parts.scheme != "file":
+            return True
+        return self._files is not None and Path(url2pathname(parts.path)).resolve().is_relative_to(self._files)
 
 
 @dataclass(frozen=True)
