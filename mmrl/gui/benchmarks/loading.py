@@ -112,7 +112,7 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
             problems.append((row.place, str(error)))
             continue
         size = row.size or original_wh
-        if row.form is not None:
+        if row.form is not None and not isinstance(row.target, Refusal):
             boxes.append((row.target, row.form, size))
         name = f"{row.id} ({row.place})" if row.id in ids else row.id  # some copies repeat ids
         ids.add(name)
@@ -177,7 +177,7 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
             continue
         if wrong := box_problem(row, size):
             result.suspicious.append((row.place, wrong))
-        if row.form is not None:
+        if row.form is not None and not isinstance(row.target, Refusal):
             boxes.append((row.target, row.form, size))
     result.convention = fit_convention(copy.layout.form, boxes)
     published = copy.benchmark.size
