@@ -4,7 +4,15 @@ import time
 
 import pytest
 
-from mmrl.agents.environments.environment import FORMATS, PARSE_ERRORS, ActionConfig, parse_answer
+from mmrl.agents.environments.environment import (
+    FORMATS,
+    PARSE_ERRORS,
+    Action,
+    ActionConfig,
+    find_format,
+    parse_answer,
+    write_answer,
+)
 from mmrl.fields import check_config
 
 # Answer, then what strict and tolerant reading find: name and arguments of each action, or an error.
@@ -102,7 +110,65 @@ TAG = [
     ("</action>", "no_action", "no_action"),
     ("<think>a</think>b<action>c</action>", [("c", {})], [("c", {})]),
 ]
-ROWS = [(format, *row) for format, rows in (("json", JSON), ("call", CALL), ("tag", TAG)) for row in rows]
+TOOLS = [
+    ('<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>', *[[("a", {"x": 1})]] * 2),
+    ('t\n<tool_call>{"name": "a"}</tool_call>\n<tool_call>{"name": "b"}</tool_call>', *[[("a", {}), ("b", {})]] * 2),
+    ('<tool_call>{"name": "a"}', "malformed", [("a", {})]),
+    ('<tool_call>{"name": "a"}</tool_call> done', "extra_text", [("a", {})]),
+    ('<tool_call>{"name": "a"} {}</tool_call>', "malformed", "malformed"),
+    ("<tool_call>a()</tool_call>", "malformed", "malformed"),
+    ("the answer is 4", *[[("say", {"text": "the answer is 4"})]] * 2),
+]
+UI_TARS = [
+    ("Thought: t\nAction: click(start_box='(10,20)')", *[[("click", {"point": [10, 20]})]] * 2),
+    ("Action: click(start_box='<|box_start|>(10,20)<|box_end|>')", *[[("click", {"point": [10, 20]})]] * 2),
+    ("Action: left_double(point='<point>10 20</point>')", *[[("double_click", {"point": [10, 20]})]] * 2),
+    ("Action: right_single(start_box='[10, 20, 30, 40]')", *[[("right_click", {"point": [20, 30]})]] * 2),
+    ("Action: drag(start_box='(1,2)', end_box='(3,4)')", *[[("drag", {"start": [1, 2], "end": [3, 4]})]] * 2),
+    ("Action: type(content='a b')", *[[("type", {"text": "a b"})]] * 2),
+    ("Action: hotkey(key='ctrl c')", *[[("key", {"key": "ctrl c"})]] * 2),
+    (
+        "Action: scroll(start_box='(1,2)', direction='down')",
+        *[[("scroll", {"point": [1, 2], "direction": "down"})]] * 2,
+    ),
+    ("Action: wait()", *[[("wait", {})]] * 2),
+    ("Action: finished(content='it is 4')", *[[("finish", {})]] * 2),
+    ("Action: call_user()", *[[("fail", {})]] * 2),
+    ("Action: click(start_box='(10)')", "wrong_shape", "wrong_shape"),
+    ("Action: fly()", "wrong_shape", "wrong_shape"),
+]
+PYAUTOGUI = [
+    ("```python\npyautogui.click(x=10, y=20)\n```", *[[("click", {"point": [10, 20]})]] * 2),
+    ("pyautogui.click(10, 20, clicks=2)", *[[("double_click", {"point": [10, 20]})]] * 2),
+    ("pyautogui.click(10, 20, button='right')", *[[("right_click", {"point": [10, 20]})]] * 2),
+    ("pyautogui.moveTo(1, 2)\npyautogui.dragTo(3, 4, duration=1)", *[[("drag", {"start": [1, 2], "end": [3, 4]})]] * 2),
+    ("pyautogui.moveTo(1, 2)\npyautogui.click()", *[[("click", {"point": [1, 2]})]] * 2),
+    ("pyautogui.write('a b', interval=0.1)", *[[("type", {"text": "a b"})]] * 2),
+    ("pyautogui.hotkey('ctrl', 'c')", *[[("key", {"key": "ctrl+c"})]] * 2),
+    ("pyautogui.press(['tab', 'enter'])", *[[("key", {"key": "tab"}), ("key", {"key": "enter"})]] * 2),
+    ("pyautogui.scroll(-5)", *[[("scroll", {"direction": "down"})]] * 2),
+    ("import pyautogui\npyautogui.rightClick(1, 2)", *[[("right_click", {"point": [1, 2]})]] * 2),
+    (
+        "pyautogui.click(1, 2)\nx = 3\npyautogui.press('a')",
+        "extra_text",
+        [("click", {"point": [1, 2]}), ("key", {"key": "a"})],
+    ),
+    ("time.sleep(1)", *[[("wait", {})]] * 2),
+    ("Done.\nDONE", *[[("finish", {})]] * 2),
+    ("pyautogui.click(__import__('os').getpid(), 2)", "malformed", "malformed"),
+    ("pyautogui.click(1)", "wrong_shape", "wrong_shape"),
+    ("pyautogui.screenshot()", "wrong_shape", "wrong_shape"),
+    ("pyautogui.moveTo(1, 2)", "no_action", "no_action"),
+    ("click(1, 2)", "no_action", "no_action"),
+]
+ROWS = [
+    (format, *row)
+    for format, rows in (
+        *(("json", JSON), ("call", CALL), ("tag", TAG), ("tool_call", TOOLS)),
+        *(("ui_tars", UI_TARS), ("pyautogui", PYAUTOGUI)),
+    )
+    for row in rows
+]
 
 
 def found(text, format, strict):
@@ -214,3 +280,32 @@ def test_configuration_reads_as_it_says():
     for bad in (ActionConfig("xml"), ActionConfig(max_actions=0), ActionConfig(on_parse_error="retry")):
         with pytest.raises(ValueError, match=re.escape("is ")):
             check_config(bad)
+
+
+POINT = {"point": [10, 20]}
+
+
+@pytest.mark.parametrize("format", ["tool_call", "ui_tars", "pyautogui"])
+def test_demonstrations_in_the_formats_of_other_models(format):
+    for name, arguments in (("click", POINT), ("double_click", POINT), ("type", {"text": "it's \\n 4"}), ("wait", {})):
+        text = write_answer([Action(name, arguments)], format, "look")
+        assert found(text, format, True) == [(name, arguments)]
+    if format != "tool_call":
+        with pytest.raises(ValueError, match="fly"):
+            write_answer([Action("fly", {})], format)
+
+
+def test_a_users_function_reads_actions(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def read(text, strict):\n    '''Answer with a number.'''\n"
+        "    return 'because', [('move', {'by': int(text)})]\n"
+    )
+    name = f"{file}:read"
+    check_config(ActionConfig(name))
+    parsed = ActionConfig(name).parse("<think>so</think>3")
+    assert (parsed.thought, [(a.name, a.arguments) for a in parsed.actions]) == ("so\nbecause", [("move", {"by": 3})])
+    assert ActionConfig(name).parse("three").error == "no_action"
+    assert find_format(name).manual == "Answer with a number."
+    with pytest.raises(ValueError, match="cannot write"):
+        write_answer([Action("move", {"by": 3})], name)

@@ -72,16 +72,41 @@ def test_the_reference_rule_needs_its_think_block():
         ("[10, 20]", ((10, 20),), "pairs"),
         ("[[10, 20], [30.5, -4]]", ((10, 20), (30.5, -4)), "pairs"),
         ("click at [10, 20].", ((10, 20),), "pairs"),
+        ("Action: click(start_box='(197,525)')", ((197, 525),), "start_box"),
+        ("Action: click(start_box='<|box_start|>(197,525)<|box_end|>')", ((197, 525),), "start_box"),
+        ("Action: click(start_box='[0.25,0.125,0.75,0.375]')", ((0.5, 0.25),), "start_box"),
+        ("Action: click(point='<point>510 150</point>')", ((510, 150),), "point"),
+        ("<|object_ref_start|>save<|object_ref_end|><|box_start|>(576,12),(592,42)<|box_end|>", ((584, 27),), "box"),
+        ("save(576,12),(592,42)", ((584, 27),), "box"),
+        ("```python\npyautogui.click(x=0.25, y=0.5)\n```", ((0.25, 0.5),), "pyautogui"),
+        ("pyautogui.doubleClick(960, 540)", ((960, 540),), "pyautogui"),
+        ("It is at (12, 34.5), I think.", ((12, 34.5),), "pair"),
+        ("<think>at (1, 2)</think>(3, 4)", ((3, 4),), "pair"),
     ],
 )
 def test_the_robust_rule(text, points, kind):
     assert parse_answer(text) == ParsedAnswer(points, kind)
 
 
+def test_a_users_function_reads_points(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def read(text):\n    return [tuple(float(n) for n in text.split('@')[1:])] if '@' in text else []\n"
+    )
+    for text, points, error in (
+        ("<think>@1@2</think>@3@4", ((3, 4),), ""),
+        ("none", (), "empty"),
+        ("@3", (), "wrong_shape"),
+    ):
+        found = parse_answer(text, f"{file}:read")
+        assert (found.points, found.error) == (points, error)
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
         ("", "not_json"),
+        ("(a, b) or (1, 2, 3)", "not_json"),
         ("I cannot find it.", "not_json"),
         ("[]", "empty"),
         ('[{"point_2d": [NaN, 20]}]', "non_finite"),

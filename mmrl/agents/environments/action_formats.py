@@ -39,20 +39,30 @@ class UnreadableError(ValueError):
 
 def read_call(text: str) -> tuple[str, dict[str, Any]]:
     """Read a call such as `click(start_box='(10,20)', times=2)`."""
+    name, values, arguments = parse_call(text)
+    if values:
+        raise UnreadableError("wrong_shape", f"{name} has an argument without a name; write {name}(name=value)")
+    return name, arguments
+
+
+def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name, arguments without a name, and named arguments of a call."""
     call = CALL.match(text)
     if call is None:
         raise UnreadableError("malformed", f"{text[:80]!r} is no call")
     node = _parse(text, call.end() - 1)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise UnreadableError("malformed", f"{text[:80]!r} is no call")
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
+    if any(keyword.arg is None for keyword in node.keywords):
         raise UnreadableError("wrong_shape", f"{call[1]} has an argument without a name; write {call[1]}(name=value)")
     names = [str(keyword.arg) for keyword in node.keywords]
     if len(set(names)) < len(names):
         raise UnreadableError("duplicate", f"{call[1]} has an argument twice: {', '.join(names)}")
+    values = [_value(value) for value in node.args]
     arguments = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+    check_value(values)
     check_value(arguments)
-    return call[1], arguments
+    return call[1], values, arguments
 
 
 def check_value(value: Any, depth: int = 0) -> None:
@@ -135,10 +145,10 @@ def read_object(text: str, strict: bool) -> Found:
         return _first_object(text)
     if not text.startswith("{"):
         raise UnreadableError("no_action", f"the answer begins with {text[:20]!r}, not with a JSON object")
-    value, end = _decode(text)
+    value, end = decode_json(text)
     if end < len(text):
         raise UnreadableError("extra_text", f"after the JSON object stands {text[end : end + 40]!r}")
-    return _actions_in(value, strict)
+    return actions_in(value, strict)
 
 
 def read_calls(text: str, strict: bool) -> Found:
@@ -202,18 +212,19 @@ def _first_object(text: str) -> Found:
             break
         position = candidate.start() + 1
         try:
-            value, position = _decode(text, candidate.start())
+            value, position = decode_json(text, candidate.start())
         except UnreadableError as error:
             if error.code not in ("malformed", "too_deep"):
                 raise  # the object could be read but for a number or a repeated key
             problem = error
             continue
         if isinstance(value, dict) and ("action" in value or "name" in value):
-            return _actions_in(value, strict=False)
+            return actions_in(value, strict=False)
     raise problem
 
 
-def _actions_in(value: Any, strict: bool) -> Found:
+def actions_in(value: Any, strict: bool) -> Found:
+    """Thought and actions of a JSON object."""
     check_value(value)
     if not isinstance(value, dict):
         raise UnreadableError("wrong_shape", f"the answer is a {type(value).__name__}, expected an object")
@@ -311,7 +322,7 @@ def _tagged(text: str, strict: bool) -> NamedAction:
     return _name(text if strict else text.strip("'\"` \t")), {}
 
 
-def _decode(text: str, start: int = 0) -> tuple[Any, int]:
+def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
     """The JSON value at a position and its end."""
     try:
         return _DECODER.raw_decode(text, start)

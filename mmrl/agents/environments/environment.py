@@ -6,6 +6,7 @@ These may return an `Observation`, a dict with `image`, `images` and `text`, an 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +26,19 @@ from mmrl.agents.environments.action_formats import (
     write_tags,
     write_text,
 )
+from mmrl.agents.environments.peer_formats import (
+    read_pyautogui,
+    read_tool_calls,
+    read_ui_tars,
+    write_pyautogui,
+    write_tool_calls,
+    write_ui_tars,
+)
 from mmrl.fields import bounded, choice, rare
 from mmrl.hub.foreign import MalformedError, as_flag, as_image
 from mmrl.rewards.answers import final_part
+from mmrl.rewards.loading import load_function
+from mmrl.workers.engine import one_line
 from mmrl.workers.wire import decode, encode
 
 if TYPE_CHECKING:
@@ -85,9 +96,11 @@ class ActionFormat:
 class ActionConfig:
     """Parsing of actions from answers."""
 
-    format: str = choice("json", lambda: FORMATS)
+    format: str = choice("json", lambda: FORMATS, or_function=True)
     """json: an object with thoughts and action; call: Action: click(x=1); tag: <action>3</action>; text: the whole
-    answer is the argument `text` of the action `say`."""
+    answer is the argument `text` of the action `say`; tool_call: <tool_call> blocks; ui_tars and pyautogui: calls of
+    these, read as the actions of `mmrl.gui`. A `module:function` gets (answer, strict) and returns the thought and a
+    list of (name, arguments); it raises ValueError where there is no action, and its docstring is the manual."""
     strict: bool = rare(False)
     """Whether the answer must follow the format exactly; otherwise the first unambiguous action counts."""
     max_actions: int = rare(bounded(1, at_least=1, at_most=64))
@@ -101,12 +114,33 @@ class ActionConfig:
         return parse_answer(text, self.format, strict=self.strict, max_actions=self.max_actions)
 
 
+def find_format(name: str) -> ActionFormat:
+    """The format of a name, or of a `module:function` that reads answers; raises UserError."""
+    if ":" not in name:
+        return FORMATS[name]
+    function = load_function(name, what="actions.format")
+
+    def read(text: str, strict: bool) -> tuple[str, list[NamedAction]]:
+        try:
+            thought, actions = function(text, strict)
+            return str(thought), [(str(word), dict(arguments)) for word, arguments in actions]
+        except UnreadableError:
+            raise
+        except ValueError as error:
+            raise UnreadableError("no_action", one_line(str(error))) from None
+
+    def write(thought: str, actions: Sequence[NamedAction]) -> str:
+        raise ValueError(f"{name} reads answers and cannot write them")
+
+    return ActionFormat(read, write, "", inspect.getdoc(function) or "")
+
+
 def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: int = 1) -> ParsedAnswer:
     """Read the actions of an answer; a thinking block in front, <think> to </think>, is part of the thought.
 
     Args:
         text: the answer, of any length.
-        format: key of `FORMATS`.
+        format: key of `FORMATS`, or a `module:function`.
         strict: whether the answer must follow the format exactly.
         max_actions: of one answer; more are an error where strict, and ignored otherwise.
 
@@ -121,7 +155,9 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
             raise UnreadableError("unfinished_thought", "the answer ends before </think>")
         if not rest.strip():
             raise UnreadableError("empty", "there is no text after the thinking")
-        thought, named = FORMATS[format].read(rest.strip(), strict)
+        thought, named = find_format(format).read(rest.strip(), strict)
+        if not named:
+            raise UnreadableError("no_action", "nothing in the answer is an action")
         if strict and len(named) > max_actions:
             raise UnreadableError("too_many", f"{len(named)} actions; at most {max_actions} in an answer")
     except UnreadableError as error:
@@ -134,7 +170,7 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
 def write_answer(actions: Sequence[Action], format: str, thought: str = "") -> str:
     """Write actions as a model should, for demonstrations; raises ValueError where the format cannot, as for NaN."""
     named = [(action.name, dict(action.arguments)) for action in actions]
-    text = FORMATS[format].write(thought, named)
+    text = find_format(format).write(thought, named)
     found = parse_answer(text, format, strict=True, max_actions=len(named))
     if [(action.name, action.arguments) for action in found.actions] != named or found.thought != thought.strip():
         raise ValueError(f"the format {format} cannot say {named!r:.200} with the thought {thought!r:.80}")
@@ -175,6 +211,26 @@ FORMATS: dict[str, ActionFormat] = {
         write_tags,
         "The goal is above. <action>up</action>",
         "Think, then give the action between <action> and </action>.",
+    ),
+    "tool_call": ActionFormat(
+        read_tool_calls,
+        write_tool_calls,
+        'The door is ahead.\n<tool_call>\n{"name": "forward", "arguments": {}}\n</tool_call>',
+        'Act with JSON objects that have "name" and "arguments", each between <tool_call> and </tool_call>.',
+    ),
+    "ui_tars": ActionFormat(
+        read_ui_tars,
+        write_ui_tars,
+        "Thought: The button is below.\nAction: click(start_box='(10,20)')",
+        "Answer with a line that begins with Thought: and a line that begins with Action:, one of "
+        "click(start_box='(x,y)'), left_double, right_single, drag(start_box, end_box), type(content=''), "
+        "hotkey(key=''), scroll(start_box, direction), wait() and finished().",
+    ),
+    "pyautogui": ActionFormat(
+        read_pyautogui,
+        write_pyautogui,
+        "The button is below.\n```python\npyautogui.click(x=10, y=20)\n```",
+        "Answer with calls of pyautogui in a ```python block, or with WAIT, DONE or FAIL.",
     ),
     "text": ActionFormat(
         read_text,

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.agents.environments.environment import FORMATS, ActionConfig, Observation
+from mmrl.agents.environments.environment import ActionConfig, Observation, find_format
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.core.payload import per_row
@@ -52,7 +52,7 @@ class ConversationConfig:
     def system_text(self, actions: ActionConfig, known: Mapping[str, str]) -> str:
         """The system turn."""
         listed = "\n".join(f"- {name}: {about}" if about else f"- {name}" for name, about in known.items())
-        return self.system.replace("{manual}", FORMATS[actions.format].manual).replace("{actions}", listed).strip()
+        return self.system.replace("{manual}", find_format(actions.format).manual).replace("{actions}", listed).strip()
 
 
 @dataclass

@@ -59,7 +59,7 @@ class GroundingEvaluationOptions:
 
     batch_tasks: int = rare(bounded(8, at_least=1))
     """Screens answered together."""
-    parser: str = rare(choice("robust", tuple(PARSERS)))
+    parser: str = rare(choice("robust", tuple(PARSERS), or_function=True))
     """Parser of points: robust takes every format of `mmrl.gui.grounding.answers`, reference only InfiGUI-G1's."""
     records: int = rare(bounded(24, at_least=0))
     """Samples shown in the report, the first ones."""

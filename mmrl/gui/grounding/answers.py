@@ -15,6 +15,7 @@ from typing import Any
 
 from mmrl.gui.grounding.coords import CoordinateSpace, Point
 from mmrl.rewards.answers import final_part
+from mmrl.rewards.loading import load_function
 
 THINK, END_THINK = "<think>", "</think>"
 LONGEST = 100_000
@@ -30,7 +31,8 @@ class ParsedAnswer:
     points: tuple[Any, ...] = ()
     """Pairs of numbers in the model's space; after `reference` a pair may hold any JSON value."""
     kind: str = ""
-    """Form of the points: a key of an object (point_2d, bbox_2d, coordinate), or pairs; empty without points."""
+    """Form of the points: a key of an object (point_2d, bbox_2d, coordinate), pairs, or one of `TEXT_FORMS`; empty
+    without points."""
     error: str = ""
     """Key of `ANSWER_ERRORS`; empty for a usable answer."""
 
@@ -45,7 +47,7 @@ def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max
 
     Args:
         text: the decoded answer.
-        mode: "reference" or "robust".
+        mode: "reference", "robust", or a `module:function` that returns the points of a text without its thinking.
         no_think: whether the answer is expected without a think block. `robust` removes a block in any case and does
             not require one; `reference` refuses an answer without the block, unless this is set.
         max_answers: more points are the error too_many; 0 is no limit.
@@ -53,10 +55,18 @@ def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max
     Returns:
         Points or an error; never raises for any text.
     """
-    found = PARSERS[mode](text, no_think)
+    found = _function_answer(text, mode) if ":" in mode else PARSERS[mode](text, no_think)
     if max_answers and len(found.points) > max_answers:
         return ParsedAnswer(error="too_many")
     return found
+
+
+def _function_answer(text: str, name: str) -> ParsedAnswer:
+    """The points that a user's function finds."""
+    answer = final_part(text[:LONGEST])
+    if answer is None:
+        return ParsedAnswer(error="no_think")
+    return _points_of([list(point) for point in load_function(name, what="parser")(answer)])
 
 
 def answer_text(points: Sequence[Point], space: CoordinateSpace, labels: Sequence[str] | None = None) -> str:
@@ -132,7 +142,7 @@ def _json(text: str) -> Any:
 
 
 def _robust(text: str, no_think: bool) -> ParsedAnswer:
-    """Read the first balanced list or object after the think block that holds points."""
+    """Read the first balanced list or object behind the thinking that holds points, else the first of `TEXT_FORMS`."""
     del no_think  # the block is removed where there is one
     answer = final_part(text[:LONGEST])
     if answer is None:
@@ -145,6 +155,12 @@ def _robust(text: str, no_think: bool) -> ParsedAnswer:
             if found.ok:
                 return found
             error = error or found.error
+    for kind, pattern in TEXT_FORMS.items():
+        written = pattern.search(answer)
+        if written is not None:
+            numbers = [float(number) for number in written.groups() if number is not None]
+            x, y = numbers if len(numbers) == 2 else [(numbers[i] + numbers[i + 2]) / 2 for i in (0, 1)]
+            return ParsedAnswer(((x, y),), kind, "refusal" if x < 0 and y < 0 else "")
     return ParsedAnswer(error=error or "not_json")
 
 
@@ -207,6 +223,22 @@ def _numbers(value: Any, count: int) -> tuple[float, ...] | None:
 
 KEYS = {"point_2d": 2, "coordinate": 2, "bbox_2d": 4}
 """Keys of an object that hold a point or a box, and their number of values."""
+
+GAP = r"\s{0,4}"
+NUMBER = r"([-+]?\d{1,9}(?:\.\d{1,9})?)"
+TWO = f"{NUMBER}{GAP},{GAP}{NUMBER}"
+PAIR = rf"\({GAP}{TWO}{GAP}\)"
+TEXT_FORMS: dict[str, re.Pattern[str]] = {
+    "point": re.compile(rf"<point>{GAP}{NUMBER}[\s,]{{1,4}}{NUMBER}{GAP}</point>"),
+    "start_box": re.compile(rf"start_box=['\"]?(?:<\|box_start\|>)?[(\[]{TWO}(?:{GAP},{GAP}{TWO})?[)\]]"),
+    "box": re.compile(rf"{PAIR}{GAP},{GAP}{PAIR}"),
+    "pyautogui": re.compile(
+        rf"pyautogui\.\w{{1,20}}\({GAP}(?:x{GAP}={GAP})?{NUMBER}{GAP},{GAP}(?:y{GAP}={GAP})?{NUMBER}"
+    ),
+    "pair": re.compile(PAIR),
+}
+"""Points outside of JSON, tried in this order, a box as its middle: UI-TARS (point, start_box), the box tokens of
+OS-Atlas and Qwen2-VL, which decoding may leave out, pyautogui, and (x, y)."""
 
 PARSERS: dict[str, Callable[[str, bool], ParsedAnswer]] = {"reference": _reference, "robust": _robust}
 

@@ -34,8 +34,9 @@ class AnswerRules:
     accuracy: str = choice("adaptive", lambda: ACCURACIES)
     """adaptive: 1/sqrt(N k), or -1/N; any: 1 where any answer is inside, else -1; first: 1 where the first is, else
     -1."""
-    parser: str = choice("reference", lambda: PARSERS)
-    """reference (the public code's), or robust, which reads more formats and rewards broken JSON."""
+    parser: str = choice("reference", lambda: PARSERS, or_function=True)
+    """reference (the public code's), or robust, which reads more formats and rewards broken JSON; a `module:function`
+    gets the answer without its thinking and returns its points."""
     collinear_scope: str = rare(choice("total", COLLINEAR_SCOPES))
     """Penalty of three points on a line: total, the whole score is -1; accuracy, the format is still rewarded."""
     collinear_tol_px: float = rare(bounded(0.0, at_least=0, finite=True))
