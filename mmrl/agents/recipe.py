@@ -30,6 +30,7 @@ from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.rewards.loading import source_digest
 from mmrl.runs.records import SampleRecord
@@ -124,6 +125,11 @@ class AgentDomain:
         with ExitStack() as undone:
             self.pool = EnvPool(config.environment)
             undone.callback(self.pool.close)
+            if config.conversation.tools and not self.pool.tools:
+                raise UserError(
+                    f"conversation.tools: {config.environment.factory} has no `tools`, a list of JSON schemas; see "
+                    "mmrl.agents.environments.tools"
+                )
             self.policy = load_policy(config.model, value_head=value_head)
             self.policy.check_response_length(sampler.max_new_tokens)
             undone.pop_all()
@@ -133,8 +139,9 @@ class AgentDomain:
 
     def writer(self, policy: VlmPolicy) -> Writer:
         """Writes the conversations of some episodes."""
-        system = self.config.conversation.system_text(self.config.actions, self.pool.actions)
-        return Writer(policy, self.config.conversation, system)
+        conversation = self.config.conversation
+        system = conversation.system_text(self.config.actions, self.pool.actions)
+        return Writer(policy, conversation, system, self.pool.tools if conversation.tools else ())
 
     def run_episodes(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ class EnvService:
         self._env = env
 
     def hello(self) -> dict[str, Any]:
-        """Names and descriptions of the actions, and whether there is an expert."""
+        """Names and descriptions of the actions, JSON schemas of tools, and whether there is an expert."""
         actions = getattr(self._env, "actions", None) or {}
         if isinstance(actions, (list, tuple)):
             actions = dict.fromkeys(actions, "")
@@ -47,7 +48,9 @@ class EnvService:
                 "names of its actions to a sentence each"
             )
         has_expert = callable(getattr(self._env, "expert", None))
-        return {"actions": {str(name): str(text) for name, text in actions.items()}, "expert": has_expert}
+        tools = getattr(self._env, "tools", None) or []
+        described = {str(name): str(text) for name, text in actions.items()}
+        return {"actions": described, "expert": has_expert, "tools": json.loads(json.dumps(tools))}
 
     def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fields:
         """Start an episode, execute an action, or return the action of the environment's expert."""

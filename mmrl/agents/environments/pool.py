@@ -137,6 +137,8 @@ class EnvPool:
             raise RunError(f"the environment {config.factory} did not start; {reason}")
         self.actions: Mapping[str, str] = dict(hello.fields.get("actions") or {})
         """Names and descriptions of the environment's actions; empty where it names none."""
+        self.tools: list[dict[str, Any]] = list(hello.fields.get("tools") or [])
+        """JSON schemas of the environment's tools; empty where it has none."""
         self.has_expert = bool(hello.fields.get("expert"))
         """Whether the environment has a method `expert`."""
 

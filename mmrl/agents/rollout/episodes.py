@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from PIL import Image
@@ -48,6 +49,10 @@ class ConversationConfig:
     drop_thoughts: bool = False
     """Whether the thoughts of earlier answers are removed, as the chat templates of thinking models do. Every turn is
     then read from the beginning."""
+
+    tools: bool = False
+    """Whether the chat template describes the environment's `tools` to the model, and their results come in the role
+    `tool`, those of one answer together; with `actions.format: tool_call`."""
 
     def system_text(self, actions: ActionConfig, known: Mapping[str, str]) -> str:
         """The system turn."""
@@ -88,8 +93,10 @@ class Conversation:
 class Writer:
     """Writes conversations for a policy; an observation that occurs in several of them is encoded once."""
 
-    def __init__(self, policy: VlmPolicy, config: ConversationConfig, system: str) -> None:
-        self._policy, self._config, self._system = policy, config, system
+    def __init__(
+        self, policy: VlmPolicy, config: ConversationConfig, system: str, tools: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self._policy, self._config, self._system, self.tools = policy, config, system, list(tools)
         self._turns: dict[tuple[object, ...], Prompt] = {}
 
     def begin(self, task: AgentTask, observation: Observation, prompt: Prompt | None = None) -> Conversation:
@@ -174,13 +181,15 @@ class Writer:
     def _first(self, task: AgentTask, observation: Observation, images: tuple) -> Prompt:
         messages = [{"role": "system", "content": self._system}] if self._system else []
         turn = _user_turn(observation, len(images), task.instruction)
-        return self._policy.encode(VlmTask(task.id, [*messages, turn], _as_sources(images)))
+        return self._policy.encode(VlmTask(task.id, [*messages, turn], _as_sources(images), tools=self.tools))
 
     def _turn(self, task: AgentTask, observation: Observation, images: tuple, note: str, answered: bool) -> Prompt:
         seen = tuple((image.shape, blake2b(image.tobytes()).digest()) for image in images)
         key = (note, observation.text, len(observation.images), answered, seen)
         if key not in self._turns:  # one object, so that its images pass the vision tower once, too
-            turn = VlmTask(task.id, [_user_turn(observation, len(images), note)], _as_sources(images))
+            role = "tool" if self.tools and not note else "user"
+            message = _user_turn(observation, len(images), note) | {"role": role}
+            turn = VlmTask(task.id, [message], _as_sources(images), tools=self.tools)
             self._turns[key] = self._policy.encode_turn(turn, answered=answered)
         return self._turns[key]
 

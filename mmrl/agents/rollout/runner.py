@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -184,7 +184,7 @@ class EpisodeRunner:
             actions = {row: queue.popleft() for row, queue in queues.items() if queue}
             for row, result in self._pool.step(actions).items():
                 self._record(running[row], actions[row], result)
-                results[row] = result
+                results[row] = _with_earlier(results.get(row), result) if self._writer.tools else result
                 if result.over:
                     queues[row].clear()
         return results
@@ -275,6 +275,14 @@ class EpisodeRunner:
 
     def _rows(self, slots: dict[int, _Slot] | dict[int, Prompt]) -> Tensor:
         return torch.tensor(sorted(slots), dtype=torch.int64, device=self._policy.device)
+
+
+def _with_earlier(earlier: TurnResult | None, result: TurnResult) -> TurnResult:
+    """A result that also shows what the calls before it in the same answer returned."""
+    if earlier is None:
+        return result
+    text = "\n".join(filter(None, (earlier.observation.text, result.observation.text)))
+    return replace(result, observation=Observation(text, earlier.observation.images + result.observation.images))
 
 
 def _equal_observations(one: Observation, other: Observation) -> bool:

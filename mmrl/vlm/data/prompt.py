@@ -379,10 +379,13 @@ def _encode(
 
 
 def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], **options: bool) -> str:
+    tools = {"tools": task.tools} if task.tools else {}
     try:
-        rendered = processor.apply_chat_template(messages, tokenize=False, **options)
+        rendered = processor.apply_chat_template(messages, tokenize=False, **options, **tools)
     except Exception as error:  # templates raise their own errors, for instance on an unknown role
         raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
+    if task.tools and task.tools[0]["function"]["name"] not in rendered:
+        raise UserError("the model's chat template describes no tools; leave conversation.tools out, or add them to it")
     return str(rendered)
 
 

@@ -97,6 +97,8 @@ class VlmTask:
     image_wh: list[tuple[int, int]] = field(default_factory=list)
     """(width, height) that each image is resized to before the processor sees it, which must then leave it as it is;
     empty: the processor resizes."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """JSON schemas of functions that the chat template describes to the model."""
 
     def load_images(self) -> list[Image.Image]:
         """Open the images as RGB, resized to `image_wh` where it is set; raises TaskError."""

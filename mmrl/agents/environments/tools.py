@@ -1,0 +1,87 @@
+"""Questions that an agent answers with plain Python functions as tools.
+
+    environment:
+      factory: mmrl.agents.environments.tools:ToolEnvironment
+      kwargs: {functions: ["my_tools.py:search"], reward: "my_tools.py:reward"}
+    actions: {format: tool_call, max_actions: 8}
+    conversation: {tools: true}
+
+A task is {"question": ...} with any other entries, which the reward gets. An answer without a call ends the episode.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmrl.agents.environments.action_formats import SAY
+from mmrl.agents.environments.environment import ACTION_ERROR, Action
+from mmrl.errors import UserError
+from mmrl.rewards.loading import load_function
+
+MAX_RESULT_CHARS = 20_000
+
+
+class ToolEnvironment:
+    """One question an episode.
+
+    Args:
+        functions: tools as `module:function`, with type hints and a docstring that describes each argument under Args.
+        reward: `module:function` of (task, answer) that returns the reward of the final answer.
+
+    Raises:
+        UserError: a function cannot be loaded or described, or two have one name.
+    """
+
+    def __init__(self, functions: Sequence[str], reward: str) -> None:
+        from transformers.utils import get_json_schema
+
+        self._reward = load_function(reward, what="reward")
+        self._functions: dict[str, Any] = {}
+        self.tools: list[dict[str, Any]] = []
+        """JSON schemas, as chat templates take them."""
+        for spec in functions:
+            function = load_function(spec, what="functions")
+            if function.__name__ in (SAY, *self._functions):
+                raise UserError(f"functions: the name {function.__name__} is taken")
+            try:
+                self.tools.append(get_json_schema(function))
+            except Exception as error:  # transformers has an exception for each part that is missing
+                raise UserError(f"functions: {spec} cannot be described as a tool: {error}") from None
+            self._functions[function.__name__] = function
+        self.actions: Mapping[str, str] = {
+            tool["function"]["name"]: tool["function"]["description"] for tool in self.tools
+        }
+        self._task: Mapping[str, Any] = {}
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> str:
+        """Ask the question."""
+        if not isinstance(task.get("question"), str):
+            raise UserError(f"a task of tools needs a text as its question; found {', '.join(task) or 'nothing'}")
+        self._task = task
+        return str(task["question"])
+
+    def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
+        """Call a tool; an exception is text for the agent. What is said ends the episode."""
+        if action.name == SAY:
+            return "", float(self._reward(self._task, action.arguments["text"])), True, {}
+        function = self._functions.get(action.name)
+        if function is None:
+            message = f"There is no tool {action.name[:60]!r}; the tools are: {', '.join(self._functions)}."
+            return message, 0.0, False, {ACTION_ERROR: message}
+        try:
+            inspect.signature(function).bind(**action.arguments)
+            found = function(**action.arguments)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"[:MAX_RESULT_CHARS]
+            return message, 0.0, False, {ACTION_ERROR: message}
+        if hasattr(found, "convert") or type(found).__name__ == "ndarray":
+            return {"image": found}, 0.0, False, {}
+        text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+        cut = f" ... ({len(text)} characters)" if len(text) > MAX_RESULT_CHARS else ""
+        return text[:MAX_RESULT_CHARS] + cut, 0.0, False, {}
+
+    def close(self) -> None:
+        """Nothing to free."""

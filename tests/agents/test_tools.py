@@ -1,0 +1,105 @@
+"""Python functions as tools of an agent: described by the chat template, called, their exceptions as text."""
+
+from pathlib import Path
+
+import pytest
+
+from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
+from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
+from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
+from mmrl.agents.environments.tools import ToolEnvironment
+from mmrl.agents.recipe import AgentConfig, AgentRecipe
+from mmrl.agents.rollout.episodes import ConversationConfig, Writer
+from mmrl.errors import UserError
+from mmrl.training.recipe import Step
+from mmrl.training.settings import TrainerConfig
+from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import ModelConfig
+
+TOOLS = f"{Path(__file__).with_name('my_tools.py')}"
+OPTIONS = {"functions": [f"{TOOLS}:add", f"{TOOLS}:fail"], "reward": f"{TOOLS}:reward"}
+TASK = {"question": "What is 2 + 3?", "answer": 5}
+
+
+def with_tools(policy: VlmPolicy) -> VlmPolicy:
+    """Let the template describe tools and answer in their role, as Qwen's does."""
+    described = (
+        "{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}{%- for tool in tools %}{{ tool.function.name + '(' }}"
+        "{{ tool.function.parameters.required | join(',') }}{{ ')\\n' }}{%- endfor %}{{ '<|im_end|>\\n' }}{%- endif %}"
+    )
+    for owner in (policy.processor, policy.processor.tokenizer):
+        if owner.chat_template is not None:
+            owner.chat_template = described + owner.chat_template
+    return policy
+
+
+def test_functions_are_called_and_their_exceptions_are_text():
+    env = ToolEnvironment(**OPTIONS)
+    assert env.actions == {"add": "Add two numbers.", "fail": "Fail with a text."}
+    assert env.tools[0]["function"]["parameters"]["properties"]["a"]["type"] == "integer"
+    assert env.reset(TASK, 0) == TASK["question"]
+    assert env.step(Action("add", {"a": 2, "b": 3})) == ("5", 0.0, False, {})
+    for action, text in (
+        (Action("fail", {"text": "luck"}), "ValueError: no luck"),
+        (Action("add", {"a": 2}), "TypeError: missing a required argument: 'b'"),
+        (Action("multiply"), "There is no tool 'multiply'; the tools are: add, fail."),
+    ):
+        assert env.step(action) == (text, 0.0, False, {"action_error": text})
+    assert env.step(Action("say", {"text": "It is 5."}))[1:3] == (1.0, True)
+    assert env.step(Action("say", {"text": "It is 4."}))[1:3] == (0.0, True)
+    with pytest.raises(UserError, match="undescribed cannot be described as a tool"):
+        ToolEnvironment([f"{TOOLS}:undescribed"], OPTIONS["reward"])
+    with pytest.raises(UserError, match="a text as its question; found prompt"):
+        env.reset({"prompt": "x"}, 0)
+
+
+def test_the_pool_passes_the_schemas_on():
+    with EnvPool(EnvironmentConfig("mmrl.agents.environments.tools:ToolEnvironment", OPTIONS, workers=1)) as pool:
+        assert pool.tools == ToolEnvironment(**OPTIONS).tools
+        pool.reset({0: AgentTask("t", TASK)})
+        assert pool.step({0: Action("add", {"a": 2, "b": 3})})[0].observation.text == "5"
+
+
+def test_the_template_describes_tools_and_results_have_their_role(tiny_folders):
+    plain = load_policy(ModelConfig(path=str(tiny_folders["qwen3_vl"])))
+    tools = ToolEnvironment(**OPTIONS).tools
+    with pytest.raises(UserError, match="chat template describes no tools"):
+        Writer(plain, ConversationConfig(tools=True), "", tools).begin(AgentTask("t"), Observation("2 + 3?"))
+    policy = with_tools(plain)
+    writer = Writer(policy, ConversationConfig(tools=True), "", tools)
+    conversation = writer.begin(AgentTask("t"), Observation("2 + 3?"))
+    assert "# Tools\nadd(a,b)\nfail(text)\n" in conversation.parts[0].prompt.text
+    writer.answer(conversation, [7, policy.eos_ids[0]])
+    assert "<|im_start|>tool\n5<|im_end|>" in writer.follow(conversation, Observation("5")).text
+    writer.answer(conversation, [7, policy.eos_ids[0]])
+    assert "<|im_start|>user\nunreadable" in writer.follow(conversation, Observation(), "unreadable").text
+
+
+def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkeypatch):
+    def two_calls_then_words(self, text):
+        turns.append(text)
+        calls = (Action("add", {"a": 1, "b": 1}), Action("add", {"a": 20, "b": 2}))
+        return ParsedAnswer(calls if len(turns) <= 2 else (Action("say", {"text": "5"}),))
+
+    turns = []
+    monkeypatch.setattr(ActionConfig, "parse", two_calls_then_words)
+    config = AgentConfig(
+        output_dir=str(tmp_path / "run"),
+        model=ModelConfig(path=str(tiny_folders["qwen3_vl"])),
+        environment=EnvironmentConfig("mmrl.agents.environments.tools:ToolEnvironment", OPTIONS, workers=2),
+        data=TaskSetConfig(seeds=1, options=TASK),
+        conversation=ConversationConfig(system="", tools=True),
+        actions=ActionConfig(format="tool_call", max_actions=8),
+        sampler=SamplerConfig(max_new_tokens=3),
+        trainer=TrainerConfig(tasks_per_step=1, samples_per_task=2),
+    )
+    recipe = AgentRecipe(config)
+    try:
+        with_tools(recipe.policy)
+        episodes = recipe.run_groups(recipe.policy, recipe.train_tasks, Step())[0]
+    finally:
+        recipe.close()
+    for episode in episodes:
+        assert (episode.ending, episode.total, episode.trajectory.turns) == ("terminated", 1.0, 2)
+        assert "<|im_start|>tool\n2\n22<|im_end|>" in episode.trajectory.inserts[0].prompt.text
