@@ -157,7 +157,7 @@ def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None) -> A
             # peft has frozen the model's own weights
             return peft.PeftModel.from_pretrained(network, adapter).merge_and_unload().requires_grad_(True)
         if adapter is not None:
-            saved = peft.PeftConfig.from_pretrained(adapter)
+            saved = peft.PeftConfig.from_pretrained(str(adapter))
             saved.lora_dropout = settings.dropout
             loaded = peft.PeftModel.from_pretrained(network, adapter, is_trainable=True, config=saved)
             _check_adapter(loaded, settings, adapter)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
+from mmrl.training.recipe import make_reference
+from mmrl.training.settings import ReferenceConfig
 from robotics.policies.base.policy import PolicyInputs, open_policy
 from robotics.policies.vlm import VlmActionConfig, VlmActionPolicy
 from tests.robotics.policies.builders import TEXTS, D, K, S, draw, make_inputs
@@ -61,8 +63,11 @@ def test_lora_trains_adapters_and_added_layers(builders, tmp_path):
     opened = open_policy(tmp_path)
     assert torch.equal(draw(opened).logp, draw(policy).logp)
     assert {name for name, weight in opened.named_parameters() if weight.requires_grad} == names
+    reference = make_reference(ReferenceConfig(), opened, needed=True)
+    assert torch.equal(reference.score(lambda start: draw(start).logp), draw(policy).logp)
     merged = VlmActionPolicy.from_pretrained(tmp_path, ModelConfig())
     assert not any("lora_" in name for name, _ in merged.named_parameters())
+    assert all(weight.requires_grad for weight in merged.vlm.parameters())
     torch.testing.assert_close(draw(merged).logp, draw(policy).logp, atol=1e-4, rtol=1e-4)
 
 
