@@ -74,11 +74,18 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
     if args.from_last_good and not args.resume:
         raise UserError("--from-last-good needs --resume; give both")
+    if args.processes is not None and args.processes < 1:
+        raise UserError(f"--processes is {args.processes}; must be at least 1")
     entry, config = load_run(args.config, args.overrides)
     if not entry.trains:
         raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
+    if (args.processes or 1) > 1 and "RANK" not in os.environ:
+        from mmrl.training.launch import launch
+
+        words = ["--resume"] * args.resume + ["--from-last-good"] * args.from_last_good
+        return launch(["train", str(args.config), *args.overrides, *words], args.processes)
     from mmrl.training.processes import leave
     from mmrl.training.run import train
 
@@ -299,6 +306,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --resume: from the last undamaged checkpoint",
     )
+    parser.add_argument("--processes", metavar="N", type=int, help="ranks of the run on this machine; default: 1")
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:

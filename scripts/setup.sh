@@ -194,6 +194,13 @@ install_suite() {
   pip_install --constraint "$pins" --editable '.[dev]'
 }
 
+# A build of torchvision for CUDA does not import beside a CPU build of torch, and takes with it whatever imports it.
+repair_torchvision() {
+  if "$VENV/bin/python" -c 'import torchvision' 2>/dev/null; then return; fi
+  cp scripts/torchvision.pth "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/
+  "$VENV/bin/python" -c 'import torchvision' || say "torchvision does not work beside this torch; see mmrl doctor"
+}
+
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(stamp_text)" ]; then exit 0; fi
 say "first call on this machine or something changed; this takes some minutes"
 install_libraries
@@ -203,5 +210,6 @@ make_environment
 rm -f "$STAMP"
 install_torch
 install_suite
+repair_torchvision
 stamp_text >"$STAMP"
 say "done: $VENV"

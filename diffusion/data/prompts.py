@@ -14,7 +14,7 @@ from omegaconf import MISSING
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
-from mmrl.hub.tables import MAX_LINE_MB, read_rows
+from mmrl.hub.tables import MAX_LINE_MB, check_split, read_rows
 
 TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
@@ -123,6 +123,7 @@ def load_prompts(
 
 def _rows(config: PromptConfig) -> Iterator[tuple[str, dict[str, Any], str | None]]:
     path = expanded(config.path)
+    check_split(config.path, config.split, config.subset)
     if path.suffix.lower() == ".txt":
         yield from _text_rows(path)
         return

@@ -89,6 +89,8 @@ def read_curve(experiment: ExperimentConfig, plan: RunPlan) -> Curve | str:
     metric, _ = work_metric(experiment)
     over = experiment.work.steps
     records, source = (_steps(plan), "steps") if over else (evaluations(experiment, plan), "evaluations")
+    if over > len(records):
+        return f"work.steps is {over}, but the run has logged {len(records)} steps; a point of its curve needs {over}"
     known = ", ".join(sorted({name for record in records for name in record}))
     values = [_number(record, metric) for record in records]
     if not any(map(math.isfinite, values)):

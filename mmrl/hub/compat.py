@@ -12,7 +12,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mmrl.errors import UserError
 
@@ -20,6 +20,7 @@ _MISSING_OPERATOR = re.compile(r"operator (torchvision::\w+) does not exist")
 _OPERATOR_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _CPU_WHEEL = "pip install --index-url https://download.pytorch.org/whl/cpu torchvision"
 _MOST_OPERATORS = 16
+_DECLARED: list[str] = []
 
 
 @functools.cache
@@ -28,17 +29,26 @@ def ensure_torchvision() -> str:
 
     Call it before anything that imports torchvision: image processors, peft, qwen_vl_utils.
     """
-    for attempt in range(_MOST_OPERATORS):
+    try:
+        retry_with_operators(lambda: importlib.import_module("torchvision"))
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise UserError(f"torchvision is installed but needs the module {error.name}") from error
+        return "absent"
+    return "patched" if _DECLARED else "native"
+
+
+def retry_with_operators(execute: Callable[[], object]) -> None:
+    """Import torchvision by a function, again after each operator that it misses has been declared."""
+    for _ in range(_MOST_OPERATORS):
         try:
-            importlib.import_module("torchvision")
-        except ModuleNotFoundError as error:
-            if error.name != "torchvision":
-                raise UserError(f"torchvision is installed but needs the module {error.name}") from error
-            return "absent"
+            execute()
+        except ModuleNotFoundError:
+            raise
         except (ImportError, OSError, RuntimeError) as error:
             _declare_operator(error)
         else:
-            return "native" if attempt == 0 else "patched"
+            return
     raise UserError(f"torchvision misses more than {_MOST_OPERATORS} operators; reinstall it: {_CPU_WHEEL}")
 
 
@@ -56,6 +66,7 @@ def _declare_operator(error: Exception) -> None:
     for name in [key for key in sys.modules if key == "torchvision" or key.startswith("torchvision.")]:
         del sys.modules[name]
     library.define(missing.group(1), _OPERATOR_SCHEMA)
+    _DECLARED.append(missing.group(1))
 
 
 @contextlib.contextmanager

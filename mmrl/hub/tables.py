@@ -66,6 +66,16 @@ def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MA
         raise UserError(_missing(file))
 
 
+def check_split(path: str, split: str, subset: str | None, where: str = "data") -> None:
+    """Refuse a split or subset of data that has none: a file is one split, and only hub data sets have subsets."""
+    file = expanded(path)
+    is_one = is_file(file) and file.suffix.lower() in (".txt", LINES, *READERS)
+    if is_one and split != "train":
+        raise UserError(f"{where}.split is {split!r}, but {file} is one split; leave it out")
+    if subset is not None and (is_one or file.is_dir()):
+        raise UserError(f"{where}.subset is {subset!r}, but {file} is not on the hub and has none; set it to null")
+
+
 def _missing(file: Path) -> str:
     if not file.parent.is_dir():
         return f"no such file: {file} (the folder {file.parent} does not exist either)"

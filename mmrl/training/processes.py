@@ -17,6 +17,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -33,6 +34,7 @@ from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
 from mmrl.workers.engine import FailureLog
 
 LOGGER = logging.getLogger("mmrl")
@@ -55,9 +57,22 @@ def make_accelerator(mixed_precision: str = "none") -> Accelerator:
     if mixed_precision == "bf16":
         avoid_refused_instructions()
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
-    return Accelerator(
-        mixed_precision="no" if mixed_precision == "none" else mixed_precision, kwargs_handlers=[patience]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    accelerator = Accelerator(
+        mixed_precision="no" if mixed_precision == "none" else mixed_precision,
+        cpu=world > 1 and not torch.accelerator.is_available(),  # else each process would run alone, in one folder
+        kwargs_handlers=[patience],
     )
+    if accelerator.num_processes != world:
+        raise UserError(f"WORLD_SIZE is {world}, but accelerate counts {accelerator.num_processes} processes")
+    return accelerator
+
+
+def machine(accelerator: Accelerator) -> dict[str, Any]:
+    """Number of processes of the run, device of this one, and the machine's name, for the log and result.json."""
+    device = accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"processes": accelerator.num_processes, "device": name, "host": socket.gethostname()}
 
 
 def leave(code: int = 0) -> None:

@@ -61,6 +61,9 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
         changed = _changed_settings(run_dir, config) if resume else {}
         accelerator, recipe = _build(entry, config, trains=True)
         stack.callback(recipe.close)
+        from mmrl.training.processes import machine
+
+        LOGGER.info("%s", ", ".join(f"{name} {value}" for name, value in machine(accelerator).items()))
         if accelerator.is_main_process and changed:
             listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
             LOGGER.warning("resuming with other settings than before: %s", listed)

@@ -26,6 +26,7 @@ from mmrl.training.processes import (
     HeapTrimmer,
     Streams,
     all_ranks,
+    machine,
     make_generator,
     merge_lists,
     shard,
@@ -339,6 +340,7 @@ class Trainer:
             "optimiser_steps_skipped": self.updater.skipped,
             "optimiser_steps_without_gradient": self.updater.waited,
             "best_checkpoint": self.saver.checkpoints.best(),
+            **machine(self.accelerator),
         }
         return self.log.result(found, write=self.accelerator.is_main_process)
 

@@ -214,6 +214,10 @@ def test_the_metric_can_be_the_mean_over_the_steps_and_work_a_running_mean_of_th
     needed = {cost: found["arms"]["flow"]["needed"] for cost, found in summary["work"]["costs"].items()}
     assert needed["episodes"][1] == pytest.approx(25)
     assert needed["seconds"][1] == pytest.approx(5)
+    work = {"target": 0.25, "steps": 9, "costs": costs}
+    long = lab.experiment(metric="episode/success", metric_over="steps", work=work)
+    reasons = [failure["reason"] for failure in summarise(long, lab.output).as_dict()["failures"]]
+    assert any("work.steps is 9, but the run has logged 4 steps" in reason for reason in reasons)
     assert summary["work"]["costs"]["episodes"]["arms"]["flow"]["never"] == [2]
     (failure,) = summary["failures"]
     assert "'episode/success' is no number in any of its steps" in failure["reason"]

@@ -36,6 +36,7 @@ def missing(name: str) -> RuntimeError:
 
 
 def ensure() -> str:
+    compat._DECLARED.clear()
     return compat.ensure_torchvision.__wrapped__()
 
 

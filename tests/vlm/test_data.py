@@ -369,6 +369,9 @@ def test_text_only_can_be_allowed_or_forbidden(folder):
         ({"path": "unanswered.jsonl"}, "no answer column"),
         ({"path": "two.jsonl"}, "both an image and an images column"),
         ({"path": "."}, "save_to_disk"),
+        ({"path": "data.jsonl", "split": "test"}, r"data\.split is 'test', but data.jsonl is one split"),
+        ({"path": "data.jsonl", "subset": "b"}, r"data\.subset is 'b', but data.jsonl is not on the hub"),
+        ({"path": ".", "subset": "b"}, r"data\.subset is 'b'"),
     ],
 )
 def test_mistakes_of_the_user(folder, cache, options, message):

@@ -23,7 +23,7 @@ from mmrl.fields import bounded, check_fields, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.images import image_pixels_option
-from mmrl.hub.tables import MAX_LINE_MB, Row, read_rows
+from mmrl.hub.tables import MAX_LINE_MB, Row, check_split, read_rows
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask
@@ -47,7 +47,7 @@ class DataConfig:
     path: str = MISSING
     """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, or a hub id."""
     split: str = "train"
-    """Split of a data set that has several; a file is one split, for any value."""
+    """Split of a data set that has several; a file is one split."""
     subset: str | None = rare(None)
     """Configuration name of a hub data set that has several."""
     prompt_key: str | None = None
@@ -146,6 +146,7 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
     if not config.path or config.path == MISSING:
         raise UserError("data.path is not set: give a .jsonl, .json or .parquet file, a folder or a hub id")
     build_if_missing(config)
+    check_split(config.path, config.split, config.subset)
     rows = list(read_rows(config.path, config.split, config.subset, config.max_line_mb))
     if not rows:
         raise UserError(f"{config.path} is empty: it has no rows")

@@ -1,0 +1,72 @@
+"""`mmrl train --processes N`, and programs that know nothing of the suite in the environment that the set-up leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+recipe: tests.training.toy:ToyRecipe:ToyConfig
+trainer: {steps: 2, tasks_per_step: 4, samples_per_task: 4}
+tracking: {quiet: true, tensorboard: false}
+"""
+
+
+def mmrl(folder, *words, launcher=("-m", "mmrl.cli"), **variables):
+    (folder / "toy.yaml").write_text(CONFIG)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *launcher, "train", "toy.yaml", "output_dir=run", *words]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_processes_are_started_and_named_in_the_result(tmp_path):
+    done = mmrl(tmp_path, "--processes", "2")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["status"], result["processes"], result["device"]) == ("done", 2, "cpu")
+    assert f"processes 2, device cpu, host {result['host']}" in done.stdout
+
+
+def test_a_mistake_is_the_exit_code_of_all(tmp_path):
+    done = mmrl(tmp_path, "trainer.tasks_per_step=3", "--processes", "2")
+    assert done.returncode == 2
+    assert "with 2 processes it must be a multiple of that" in done.stderr
+    assert mmrl(tmp_path, "--processes", "0").returncode == 2
+
+
+@pytest.fixture
+def as_set_up(tmp_path):
+    """Variables of an environment with the file that the set-up leaves where torchvision does not import."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(f"import site; site.addsitedir({str(ROOT / 'scripts')!r})\n")
+    return {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{ROOT}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [
+        (("-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1", "-m", "mmrl.cli"), 1),
+        (("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "mmrl.cli"), 2),
+    ],
+    ids=["accelerate", "torchrun"],
+)
+def test_other_launchers_start_a_run(launcher, processes, tmp_path, as_set_up):
+    done = mmrl(tmp_path, launcher=launcher, **as_set_up)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["status"], result["processes"]) == ("done", processes)
+
+
+@pytest.mark.slow
+def test_a_plain_import_of_diffusers_works(as_set_up):
+    pytest.importorskip("diffusers")
+    command = [sys.executable, "-c", "from diffusers import StableDiffusion3Pipeline"]
+    done = subprocess.run(command, env={**os.environ, **as_set_up}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
