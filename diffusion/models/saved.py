@@ -12,7 +12,7 @@ from torch import Tensor
 from diffusion.models.pipelines import quiet_diffusers
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
-from mmrl.hub.building import base_path, first_line, merged_weights, sort_header
+from mmrl.hub.building import base_path, check_finite, first_line, merged_weights, sort_header
 
 BASE_FILE = "base.json"
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -95,6 +95,7 @@ def copy_into(transformer: Any, state: dict[str, Tensor], folder: Path, *, adapt
     if inexact:
         key = inexact[0]
         raise UserError(f"{key} in {folder} is {state[key].dtype}, here it is {own[key].dtype}; set model.dtype to fit")
+    check_finite(state, folder)
     with torch.no_grad():
         for key, value in state.items():
             own[key].copy_(value)

@@ -75,6 +75,13 @@ def merged_weights(module: Any, adapter: str) -> dict[str, Any]:
     return state
 
 
+def check_finite(weights: Mapping[str, Any], place: Path | str) -> None:
+    """Refuse weights with NaN or infinite entries; raises UserError with the name of the first."""
+    for name, weight in weights.items():
+        if weight.is_floating_point() and not weight.is_meta and not bool(weight.isfinite().all()):
+            raise UserError(f"{name} in {place} has entries that are NaN or infinite; the file is damaged")
+
+
 def may_be_hub_id(path: str) -> bool:
     """Whether a path that is no model folder may be a hub id (owner/name)."""
     folder = expanded(path).absolute()

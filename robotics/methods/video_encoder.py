@@ -40,7 +40,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.files import read_json_object, write_atomically
 from robotics.data import LeRobotReader
-from robotics.policies.base.saved import make_config, read_weights, write_weights
+from robotics.policies.base.saved import build_fitting, make_config, read_weights, write_weights
 
 CONFIG_FILE = "config.json"
 KIND = "mmrl_video_encoder"
@@ -164,7 +164,8 @@ class VideoEncoder(nn.Module):
         kind = saved.pop("model_type", None)
         if kind != KIND:
             raise UserError(f"{file} describes a {kind or 'model without model_type'}; expected {KIND}")
-        encoder = cls(make_config(VideoEncoderConfig, saved, str(file)))
+        config = make_config(VideoEncoderConfig, saved, str(file))
+        encoder = build_fitting(lambda: cls(config), saved, Path(folder))
         read_weights(encoder, Path(folder))
         return encoder.eval()
 

@@ -34,6 +34,7 @@ from robotics.policies.base.action_tokens import TOKEN_MODES, ActionTokenizer
 from robotics.policies.base.encoder import StateScale
 from robotics.policies.base.policy import PolicyInputs, TokenPolicy
 from robotics.policies.base.saved import (
+    check_sizes,
     make_config,
     read_config,
     read_units,
@@ -172,6 +173,7 @@ class VlmActionPolicy(TokenPolicy):
         entries.pop("kind", None)
         settings = model or _model_config(entries.pop("model", {}), f"model in {folder}")
         entries.pop("model", None)
+        check_sizes(entries, folder)
         config = make_config(VlmActionConfig, entries, str(folder))
         settings = dataclasses.replace(settings, path=str(folder / VLM_FOLDER), build=None)
         policy = cls.from_model(settings, config)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
-from mmrl.hub.building import base_entries, base_path, first_line, may_be_hub_id, sort_header
+from mmrl.hub.building import base_entries, base_path, check_finite, first_line, may_be_hub_id, sort_header
 from mmrl.hub.compat import quiet_transformers
 from mmrl.rewards.loading import load_function
 from mmrl.vlm.model.config import CriticSettings, FrozenModelConfig, LoraSettings, ModelConfig
@@ -79,6 +79,7 @@ def load_network(config: ModelConfig, base: str) -> Any:
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the weight files in {base} lack {len(missing)} tensors, for example {missing[0]}")
+    check_finite(dict(network.named_parameters()), base)
     network.generation_config = _neutral(network.generation_config)
     return network
 
@@ -250,6 +251,7 @@ def load_model_weights(model: Any, path: Path) -> None:
         raise
     except Exception as error:  # safetensors, json and transformers each raise their own kinds
         raise UserError(f"the weights in {path} cannot be read: {type(error).__name__}: {error}") from error
+    check_finite(state, path)
     _copy_into(model, state, path)
 
 

@@ -15,7 +15,7 @@ from diffusion.sampling.sampler import row_noise
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import read_json_object, replaced, write_atomically
-from mmrl.hub.building import base_entries, base_path, sort_header
+from mmrl.hub.building import base_entries, base_path, check_finite, sort_header
 from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
 from robotics.flow3d.clip import FlowEncoding, Observation
@@ -88,6 +88,7 @@ def read_weights(weights: dict[str, Tensor], folder: Path) -> None:
     different += [name for name, own in weights.items() if name in saved and own.shape != saved[name].shape]
     if different:
         raise UserError(f"the weights in {folder} are those of another model; {', '.join(different[:4])} do not fit")
+    check_finite(saved, folder)
     with torch.no_grad():
         for name, value in saved.items():
             weights[name].copy_(value)

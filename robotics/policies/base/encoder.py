@@ -31,6 +31,7 @@ from mmrl.fields import bounded, check_config, rare
 from mmrl.files import write_atomically
 from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.base.saved import (
+    build_fitting,
     make_config,
     read_config,
     read_units,
@@ -149,11 +150,13 @@ class EncoderConfig:
     """Largest number of words of an instruction."""
 
     def __post_init__(self) -> None:
-        if self.image_size is not None:
-            self.image_size = (self.image_size[0], self.image_size[1])  # JSON has lists only
+        if isinstance(self.image_size, list):
+            self.image_size = tuple(self.image_size)  # type: ignore[unreachable]  # JSON has lists only
 
     def validate(self) -> None:
         """Check that the sizes fit together; raises UserError."""
+        if self.image_size is not None and not (isinstance(self.image_size, tuple) and len(self.image_size) == 2):
+            raise UserError(f"image_size={self.image_size!r:.80} must be a height and a width in pixels")
         if self.image_size is None and self.state_size is None:
             raise UserError("the policy has neither images nor a state as input; set image_size or state_size")
         if self.width % (8 * self.heads):
@@ -375,12 +378,15 @@ class EncodedPolicy(nn.Module):
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
         """Load what `save_pretrained` wrote."""
-        entries = read_config(Path(path))
+        folder = Path(path)
+        entries = read_config(folder)
         kind = entries.pop("kind", None)
         if kind != cls.kind:
             raise UserError(f"{path} holds a policy of kind {kind!r}, not {cls.kind!r}")
+        sizes = dict(entries)
         encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")
         config = make_config(cls.config_class, entries | {"encoder": encoder}, str(path))
-        policy = cls(config, Vocabulary.load(Path(path) / VOCABULARY_FILE))  # type: ignore[call-arg]
+        words = Vocabulary.load(folder / VOCABULARY_FILE)
+        policy = build_fitting(lambda: cls(config, words), sizes, folder)  # type: ignore[call-arg]
         policy.load_weights(path)
         return policy

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import read_json_object, replaced, write_atomically
-from mmrl.hub.building import sort_header
+from mmrl.hub.building import check_finite, sort_header
 from robotics.policies.base.statistics import ActionRange, ActionStatistics
 
 Config = TypeVar("Config")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "policy.json"
 STATISTICS_FILE = "action_statistics.json"
+SMALL = 4096
+"""A whole number up to this one is never too large."""
+COUNTS = ("layers", "blocks")
+"""Entries that count modules, each with a tensor at least."""
+NO_SIZES = ("seed", "first_id")
+"""Entries that size nothing."""
 BOUNDS_FILE = "action_bounds.json"
 
 
@@ -88,6 +98,63 @@ def read_units(path: Path, policy: Scaled) -> None:
         policy.action_bounds = ActionRange.load(bounds, policy.action_size)
 
 
+def build_fitting(make: Callable[[], ModuleT], entries: Mapping[str, Any], path: Path) -> ModuleT:
+    """Make a module from a folder's entries, after making sure that its weights have the sizes that these name.
+
+    It is first made without memory and compared with the shapes in the file.
+
+    Raises:
+        UserError: an entry is larger than the weights have room for, or the shapes are others.
+    """
+    shapes = check_sizes(entries, path)
+    if not shapes:
+        return make()  # reading the weights says what is wrong with them
+    with torch.device("meta"):
+        own = {name: tuple(value.shape) for name, value in make().state_dict().items()}
+    wrong = [name for name, shape in own.items() if shapes.get(name, shape) != shape]
+    if wrong:
+        shown = f"{wrong[0]} has the shape {shapes[wrong[0]]} there and {own[wrong[0]]} by its entries"
+        raise UserError(f"the weights in {path} do not fit its configuration: {shown}")
+    expected, found = (sum(map(math.prod, sizes.values())) for sizes in (own, shapes))
+    if expected > 2 * found + SMALL:
+        raise UserError(f"the weights in {path} have {found} numbers, its configuration asks for {expected}")
+    return make()
+
+
+def check_sizes(entries: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
+    """Refuse whole numbers that the weights of a folder have no room for; returns the shapes of the weights."""
+    shapes = _shapes(path / WEIGHTS_FILE)
+    numbers = sum(map(math.prod, shapes.values()))
+    for place, number in _integers(entries):
+        name = place.rpartition(".")[2]
+        most = len(shapes) if shapes and name in COUNTS else max(numbers, SMALL)
+        if number > most and name not in NO_SIZES:
+            raise UserError(f"{place} in {path} is {number}; its weights have room for {most} at most")
+    return shapes
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), "pt") as weights:
+            return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return {}
+
+
+def _integers(value: Any, place: str = "") -> Iterator[tuple[str, int]]:
+    """Whole numbers of nested entries with their places."""
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from _integers(entry, f"{place}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _integers(entry, place)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield place, value
+
+
 def write_weights(module: nn.Module, path: Path) -> None:
     """Write a module's weights and buffers to a folder, created with its parents."""
     from safetensors.torch import save_model
@@ -110,3 +177,4 @@ def read_weights(module: nn.Module, path: Path) -> None:
     except (SafetensorError, RuntimeError) as error:  # a damaged file; other names or shapes
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the weights in {file} do not fit or are damaged: {reason}") from error
+    check_finite(module.state_dict(), file)

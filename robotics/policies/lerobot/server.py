@@ -18,6 +18,7 @@ from mmrl.workers.pool import WorkerPool
 from mmrl.workers.slots import Request
 from robotics.policies.base.policy import ActionPolicy, PolicyInputs
 from robotics.policies.base.saved import (
+    check_sizes,
     make_config,
     read_config,
     read_units,
@@ -224,6 +225,7 @@ class ServedActionPolicy(ActionPolicy):
         inside = entries.pop("inside", None)
         if inside is not None:
             entries["folder"] = str(Path(path) / inside)
+        check_sizes(entries, Path(path))
         policy = cls(make_config(cls.config_class, entries, f"{path}/policy.json"))  # type: ignore[call-arg]
         policy.load_weights(path)
         return policy

@@ -25,7 +25,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
 from mmrl.files import expanded, read_json_object, replaced
 from robotics.policies.base.policy import PolicyInputs
-from robotics.policies.base.saved import make_config, read_config
+from robotics.policies.base.saved import check_sizes, make_config, read_config
 from robotics.policies.base.statistics import ActionStatistics, libero_gripper
 from robotics.policies.openvla.prismatic import Prismatic, load_prismatic
 
@@ -227,6 +227,7 @@ class OpenVlaConfig:
 def read_saved_config(path: Path | str) -> OpenVlaConfig:
     """Configuration of a policy that `save_pretrained` wrote, with the folder it is in now."""
     entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
+    check_sizes(entries, Path(path))
     return make_config(OpenVlaConfig, {**entries, "folder": str(path)}, f"{path}/policy.json")
 
 
