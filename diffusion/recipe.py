@@ -18,7 +18,7 @@ import numpy as np
 from accelerate import Accelerator
 from torch import nn
 
-from diffusion.config import DiffusionConfig, GivenEvaluationConfig
+from diffusion.config import DiffusionConfig, GivenEvaluationConfig, TrajectoryParts
 from diffusion.data.prompts import DiffusionTask, LoadedRows, PromptConfig, load_prompts
 from diffusion.evaluation import ImageMeasure, training_cost
 from diffusion.models.ema import EvalAverage, KeepsEvalAverage
@@ -26,6 +26,7 @@ from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.table import load_rewards
 from diffusion.sampling.sampler import check_guidance
+from diffusion.sampling.schedule import RANDOM_SOLVERS
 from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.core.objectives.decoupled import decoupled_advantages
 from mmrl.core.objectives.objective import PolicyOutputs
@@ -164,8 +165,11 @@ class DiffusionDomain:
     def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
         """Write an ordinary pipeline folder; with an evaluation average, that of the weights that were evaluated."""
         weights = EvalAverage.folder_of(checkpoint)
-        load_policy(dataclasses.replace(config.model, path=str(weights), build=None)).save_pipeline(output)
-        return "diffusers.DiffusionPipeline.from_pretrained"
+        policy = load_policy(dataclasses.replace(config.model, path=str(weights), build=None))
+        policy.save_pipeline(output)
+        # diffusers does not know that Stable Diffusion 3 may lack its T5 encoder
+        absent = ", ".join(f"{name}=None" for name in policy.absent_parts())
+        return "diffusers.DiffusionPipeline.from_pretrained" + (f"({absent})" if absent else "")
 
     def close(self) -> None:
         """End the reward workers and delete files of embeddings."""
@@ -234,6 +238,9 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config)
         self.objective = make_objective(config.objective)
+        noisy = isinstance(config, TrajectoryParts) or (config.sampler.solver in RANDOM_SOLVERS)
+        self.variety = "more noise (sampler.noise_level)" if noisy else ""
+        """How the images of a prompt would differ more, for a warning."""
         self.open(config, config)
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
@@ -307,9 +314,12 @@ def _with_missing(found: RewardResult, rows: Sequence[int], total: int) -> Rewar
 
     missing = total - len(rows)
     errors = found.errors | ({"latents/overflow": missing} if missing else {})
-    examples = found.examples | ({"latents/overflow": "the latents are not finite"} if missing else {})
+    examples = found.examples | ({"latents/overflow": NOT_FINITE} if missing else {})
     terms = {name: fill(values) for name, values in found.terms.items()}
     return RewardResult(fill(found.total), terms, errors, examples, found.traces)
+
+
+NOT_FINITE = "the latents, or the image that the autoencoder made of them, are not finite"
 
 
 def columns_of(tasks: Sequence[DiffusionTask]) -> dict[str, list[Any]]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
-from mmrl.hub.building import first_line, may_be_hub_id
+from mmrl.hub.building import check_finite, first_line, may_be_hub_id
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 VelocityModel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -33,6 +33,7 @@ VelocityModel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 FLUX_PATCH = 2
 """Latent pixels on a side of one image token of FLUX."""
 INDEX_FILE = "model_index.json"
+ADDING = "a further family is a row of FAMILIES in diffusion/models/pipelines.py"
 LIBRARIES = ("diffusers", "transformers")
 """Libraries whose classes a pipeline may name."""
 OWN_CLASSES = "diffusion."
@@ -87,7 +88,7 @@ def family_of(pipeline: Any) -> Family:
     for base in type(pipeline).__mro__:
         if base.__name__ in FAMILIES:
             return FAMILIES[base.__name__]
-    raise UserError(f"{type(pipeline).__name__} is not supported; there are: {', '.join(FAMILIES)}")
+    raise UserError(f"{type(pipeline).__name__} is not supported; there are: {', '.join(FAMILIES)}; {ADDING}")
 
 
 def load_pipeline(
@@ -112,7 +113,7 @@ def load_pipeline(
     index = _read_index(where, folder)
     family = str(index.get("_class_name"))
     if family not in FAMILIES:
-        raise UserError(f"{where} is a {family}; supported are: {', '.join(FAMILIES)}")
+        raise UserError(f"{where} is a {family}; supported are: {', '.join(FAMILIES)}; {ADDING}")
     absent = _absent_parts(index, family, where, folder)
     if index["scheduler"][1] != SCHEDULER:
         raise UserError(f"{where} has the scheduler {index['scheduler'][1]}; flow models here need {SCHEDULER}")
@@ -421,6 +422,7 @@ def _check_complete(name: str, part: torch.nn.Module, where: str) -> None:
     lacking = [key for key, weight in part.state_dict().items() if weight.is_meta]
     if lacking:
         raise UserError(f"the files of {name} in {where} lack {len(lacking)} tensors, such as {lacking[0]}")
+    check_finite(dict(part.named_parameters()), f"{name} in {where}")
 
 
 REQUIRED_PARTS = ("transformer", "vae", "scheduler")

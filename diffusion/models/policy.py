@@ -325,6 +325,11 @@ class DiffusionPolicy(nn.Module):
         with replaced(Path(path)) as draft, quiet_transformers(), quiet_diffusers():
             pipeline.save_pretrained(draft)
 
+    def absent_parts(self) -> list[str]:
+        """Parts of the pipeline that it has not, and that a saved one has to be told of as None."""
+        optional = type(self.pipeline)._optional_components
+        return [name for name, part in self.pipeline.components.items() if part is None and name not in optional]
+
     def load_weights(self, path: Path | str) -> None:
         """Read the exact weights of `save_pretrained` into the present parameters.
 

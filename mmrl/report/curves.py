@@ -260,7 +260,7 @@ CHARTS: dict[str, tuple[str, ...]] = {
     "PAPO": ("papo/*",),
     "APO": ("apo/*",),
     "Questions made easier or harder": ("augment/hinted", "augment/noised"),
-    "Tokens per second": ("tokens/per_second",),
+    "Decisions per second": ("tokens/per_second",),
     "Peak memory in megabytes": ("memory/peak_mb",),
 }
 LOGARITHMIC = {"Gradient norm"}

@@ -30,6 +30,7 @@ from mmrl.runs.statistics import (
 )
 
 Row = tuple[str, str, str]
+DECISIONS = "tokens, denoising steps or actions"
 
 
 def derived_numbers(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> list[Row]:
@@ -81,11 +82,11 @@ def _amounts(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) ->
         if waited := result.get("optimiser_steps_without_gradient"):
             remark += f", {waited:,} more left out, where no group had a gradient"
         rows.append(("steps", f"{steps:,}", remark))
-    for key, name in (("samples", "samples/total"), ("tokens", "tokens/total")):
-        values = _finite(metrics, name)[1]
+    for key, shown, remark in (("samples", "samples", ""), ("tokens", "decisions", DECISIONS)):
+        values = _finite(metrics, f"{key}/total")[1]
         amount = result.get(key) or (values[-1] if values else None)
         if amount is not None:
-            rows.append((key, f"{amount:,.0f}", ""))
+            rows.append((shown, f"{amount:,.0f}", remark))
     epochs = _finite(metrics, "data/epoch")[1]
     if epochs:
         rows.append(("passes over the tasks", _show(epochs[-1]), ""))
@@ -99,7 +100,7 @@ def _speed(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> l
     rows = [("time of all steps", _duration(seconds), f"{seconds / len(metrics):.3g} s a step")]
     tokens = _finite(metrics, "tokens/total")[1]
     if tokens:
-        rows.append(("tokens per second", f"{tokens[-1] / seconds:,.0f}", "without evaluation and checkpoints"))
+        rows.append(("decisions per second", f"{tokens[-1] / seconds:,.0f}", "without evaluation and checkpoints"))
     shares = [f"{stage} {100 * share:.1f} %" for stage, share in stage_shares(metrics).items()]
     if shares:
         rows.append(("time by stage", shares[0], ", ".join(shares[1:])))

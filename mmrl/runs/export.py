@@ -35,7 +35,8 @@ def export_run(entry: Any, config: Any, run_dir: Path, output: Path, step: int |
         raise UserError(f"{output} cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return f"{call}({str(output)!r})"
+    function, _, options = call.partition("(")
+    return f"{function}({str(output)!r}" + (f", {options}" if options else ")")
 
 
 def is_run(folder: Path) -> bool:

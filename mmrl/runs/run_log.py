@@ -183,6 +183,8 @@ class RunWarnings:
     folder: Path | None
     only_logged: Collection[str] = ()
     """Reward terms of weight 0, which may well be constant."""
+    variety: str = "a higher temperature"
+    """How the samples of a task would differ more; empty where no option does that."""
     said: dict[str, str] = field(default_factory=dict)
     """Warnings so far by subject."""
     _streaks: dict[str, _Streak] = field(default_factory=dict)
@@ -259,10 +261,10 @@ class RunWarnings:
                 "nothing; look at the samples in the report, and at what the reward expects"
             )
         if self._streaks.get("groups", _Streak()).steps >= PATIENCE and "constant_reward" not in due:
+            more = ", ".join(filter(None, ("more samples_per_task", self.variety, "easier or harder tasks")))
             due["equal_groups"] = (
                 f"for {self._streaks['groups'].steps} steps the samples of every task have had equal rewards, so "
-                "advantages within a task are 0 and nothing is learned; more samples_per_task, a higher temperature, "
-                "easier or harder tasks or a finer reward would tell them apart"
+                f"advantages within a task are 0 and nothing is learned; {more} or a finer reward would tell them apart"
             )
         if self._streaks.get("all_cut", _Streak()).steps >= PATIENCE:
             due["all_cut"] = f"for {PATIENCE} steps every answer was cut at the length limit; {LONGER}"

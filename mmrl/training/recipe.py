@@ -212,7 +212,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
-        """Write a checkpoint's model into a folder that its own library loads; returns the function that does."""
+        """Write a checkpoint's model for its own library; returns the function that loads it, `(options)` after it."""
         raise UserError(f"{cls.__name__} has no export of its own; the model as it is saved lies in {checkpoint}/model")
 
     def close(self) -> None:

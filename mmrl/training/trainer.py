@@ -149,6 +149,7 @@ class Trainer:
         self.heap = HeapTrimmer(enabled=config.trainer.release_memory and accelerator.device.type == "cpu")
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures", self.heap)
         self.log = RunLog(run_dir, accelerator.device, tracker)
+        self.log.warnings.variety = getattr(recipe, "variety", self.log.warnings.variety)
         terms = getattr(recipe.config, "rewards", ())
         self.log.warnings.only_logged = [term.name for term in terms if term.weight == 0]
         self.saver = RunSaver(

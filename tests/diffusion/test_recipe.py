@@ -411,3 +411,15 @@ def test_the_same_samplers_with_noise_are_accepted(tmp_path):
     load_run(written(tmp_path), ["sampler.fraction=1.0"])
     load_run(written(tmp_path), ["sampler.kernel=cps", "sampler.window=2", "sampler.window_high=3"])
     load_run(written(tmp_path, "awm"), ["sampler.same_noise=true"])
+
+
+@pytest.mark.parametrize(
+    ("name", "solver", "variety"),
+    [("flow_grpo", "euler", "more noise"), ("awm", "euler", ""), ("awm", "sa_solver", "more noise")],
+)
+def test_warnings_of_equal_images_name_what_the_sampler_has(name, solver, variety, tmp_path):
+    config = run_config(name, tmp_path)
+    config.sampler.solver = solver
+    trainer = make_trainer(config, tmp_path)
+    assert trainer.log.warnings.variety[: len("more noise")] == variety
+    trainer.recipe.close()

@@ -255,7 +255,7 @@ def test_values_of_another_type_in_a_result_are_left_out(tmp_path):
     result["optimiser_steps_without_gradient"] = "some"
     (tmp_path / "result.json").write_text(json.dumps(result))
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
-    assert "tokens 7" in text
+    assert "decisions 7" in text
     assert "optimiser steps" not in text
 
 

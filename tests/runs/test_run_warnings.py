@@ -40,6 +40,15 @@ def test_equal_groups_are_said_once_with_a_count(tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records] == [f"step {PATIENCE}: {message}"]
 
 
+@pytest.mark.parametrize("variety", ["", "more noise (sampler.noise_level)"])
+def test_equal_groups_of_a_sampler_without_temperature(tmp_path, variety):
+    warnings = RunWarnings(tmp_path, variety=variety)
+    run(tmp_path, [batch([0.0, 0.0, 1.0, 1.0])] * PATIENCE, warnings=warnings)
+    (message,) = read_warnings(tmp_path)
+    assert "temperature" not in message
+    assert f"more samples_per_task, {variety}{', ' if variety else ''}easier or harder tasks or a finer" in message
+
+
 def test_answers_that_are_all_cut_are_said_once(tmp_path):
     steps = [batch([0.0, 1.0, 1.0, 0.0])] * (2 * PATIENCE)
     _, rows = run(

@@ -17,6 +17,8 @@ from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 from mmrl.cli import main
 from mmrl.hub.compat import quiet_transformers
 from mmrl.recipes import RECIPES
+from mmrl.runs.checkpoint import write_manifest
+from mmrl.runs.export import export_run
 from mmrl.training.run import train
 from tests.diffusion.runs import PROMPTS, run_config
 from tests.rounding import assert_equal_up_to_rounding
@@ -93,3 +95,20 @@ def test_equal_adapters_are_equal_bytes_whatever_process_writes_them(tmp_path, p
     files = [{path.name: path.read_bytes() for path in (tmp_path / seed).iterdir()} for seed in ("1", "2")]
     assert files[0].keys() == files[1].keys()
     assert [name for name in files[0] if files[0][name] != files[1][name]] == []
+
+
+def test_the_printed_call_loads_a_pipeline_without_t5(tmp_path):
+    folder = build_tiny_sd3(tmp_path / "short", corpus=list(PROMPTS), sizes=TinySd3Sizes(layers=1, t5_layers=0))
+    config = run_config("flow_grpo", tmp_path)
+    config.model = dataclasses.replace(config.model, path=str(folder))
+    step = tmp_path / "run/checkpoints/step-000001"
+    load_policy(config.model).save_pretrained(step / "model")
+    write_manifest(step)
+    call = export_run(RECIPES["flow_grpo"], config, tmp_path / "run", tmp_path / "out")
+    assert call.endswith("out', text_encoder_3=None, tokenizer_3=None)")
+    import diffusers
+
+    with quiet_transformers():
+        exported = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out", text_encoder_3=None, tokenizer_3=None)
+    assert exported.text_encoder_3 is None
+    assert json.loads((tmp_path / "out/export.json").read_text())["load"].endswith("tokenizer_3=None)")

@@ -82,6 +82,7 @@ def test_other_pipelines_are_named_with_the_supported_ones(copied):
     said = message(copied)
     assert "StableDiffusionPipeline" in said
     assert "StableDiffusion3Pipeline, FluxPipeline" in said
+    assert "a further family is a row of FAMILIES in diffusion/models/pipelines.py" in said
 
 
 @pytest.mark.parametrize("part", ["transformer", "text_encoder_2", "scheduler", "tokenizer_3"])
@@ -115,6 +116,14 @@ def test_damaged_and_incomplete_files_are_refused_in_one_line(copied):
     assert "not valid JSON" in message(copied)
     (copied / "model_index.json").write_text("[]")
     assert "holds a list" in message(copied)
+
+
+def test_an_autoencoder_that_is_no_number_is_named(copied):
+    file = copied / "vae/diffusion_pytorch_model.safetensors"
+    state = load_file(file)
+    state["decoder.conv_in.bias"][0] = float("nan")
+    save_file(state, file, metadata={"format": "pt"})
+    assert f"decoder.conv_in.bias in vae in {copied} has entries that are NaN or infinite" in message(copied)
 
 
 def test_missing_folder_and_folder_of_something_else(tmp_path):
