@@ -103,6 +103,7 @@ def test_the_printed_call_loads_a_pipeline_without_t5(tmp_path):
     config.model = dataclasses.replace(config.model, path=str(folder))
     step = tmp_path / "run/checkpoints/step-000001"
     load_policy(config.model).save_pretrained(step / "model")
+    (step / "state.pt").touch()
     write_manifest(step)
     call = export_run(RECIPES["flow_grpo"], config, tmp_path / "run", tmp_path / "out")
     assert call.endswith("out', text_encoder_3=None, tokenizer_3=None)")
