@@ -203,8 +203,8 @@ class Trainer:
         step = self.position
         with self.log.watch.running(), stopwatch("step"):
             rollouts, metrics = self.collect()
-            rewards = rollouts.reward
-            if not bool(self.group_filter.kept(rollouts).any()):
+            rewards, teaches = rollouts.reward, bool(self.group_filter.kept(rollouts).any())
+            if not teaches:
                 rollouts = unscored(rollouts)  # the filter left nothing here: these are logged and teach nothing
             self.heap.trim()
             with self.accelerator.autocast():
@@ -213,7 +213,8 @@ class Trainer:
                 rollouts = self.recipe.advantages(rollouts, self.accelerator, step)
             with stopwatch("update"), self.accelerator.autocast():
                 metrics |= self.updater.update(rollouts, step)
-        rollouts = rollouts.replace(reward=rewards)
+        if not teaches:
+            rollouts = rollouts.replace(reward=rewards)
         self.step += 1
         self.recipe.on_step_end(step, metrics)
         for term in self.recipe.terms:

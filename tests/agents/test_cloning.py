@@ -68,7 +68,7 @@ def recipes():
 
 
 def played(recipe, number=0):
-    rollouts = recipe.batch(recipe.policy, recipe.train_tasks[:4], Streams(0), Step(number))
+    rollouts = recipe.batch(recipe.policy, recipe.train_tasks[:4], Streams(number), Step(number))
     return rollouts, AgentPayload.of(rollouts)
 
 
