@@ -107,7 +107,7 @@ def test_a_clip_of_an_unknown_codec_is_skipped_and_counted(tmp_path, tiny_folder
     config.data.on_bad_row, config.eval_data = "skip", {}
     recipe = RECIPES["vlm"].load_recipe_class()(config)
     try:
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator().manual_seed(0), Step())
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step())
         assert rollouts.num_groups == 3
         assert recipe.skipped == {"unreadable_video": 1}
     finally:
