@@ -130,7 +130,9 @@ class OldMeans(LossTerm):
             with torch.no_grad():
                 found = self.recipe.process.evaluate(passes.policy, chunk)
             decisions = found.steps.decisions
-            mean = DiffusionPayload.of(chunk).mean_old.flatten(0, 1).index_copy(0, decisions.index, found.mean)
+            sampled = DiffusionPayload.of(chunk).mean_old
+            assert sampled is not None
+            mean = sampled.flatten(0, 1).index_copy(0, decisions.index, found.mean)
             means.append(mean.view(*decisions.shape, *mean.shape[1:]))
             logps.append(decisions.scatter(found.logp))
         return rollouts.replace(

@@ -123,9 +123,9 @@ def read_pyautogui(text: str, strict: bool) -> Found:
     if not lines:
         raise UnreadableError("no_action", "no line of the answer is a call of pyautogui, or WAIT, DONE or FAIL")
     thought, code = text[: lines[0].start()], text[lines[0].start() :]
-    for line in code.splitlines() if strict else ():
-        if line.strip() and not CODE_LINE.fullmatch(line) and line.strip() != "```":
-            raise UnreadableError("extra_text", f"among the calls stands {line.strip()[:40]!r}")
+    for other in code.splitlines() if strict else ():
+        if other.strip() and not CODE_LINE.fullmatch(other) and other.strip() != "```":
+            raise UnreadableError("extra_text", f"among the calls is {other.strip()[:40]!r}")
     actions: list[NamedAction] = []
     moved: list[float] | None = None
     for line in lines:
@@ -184,7 +184,7 @@ def _from_pyautogui(name: str, given: Mapping[str, Any], moved: list[float] | No
             return [("key", {"key": "+".join(given["keys"])})]
         case "scroll" | "hscroll":
             amount = given.get("clicks")
-            if type(amount) not in (int, float):
+            if not isinstance(amount, (int, float)) or isinstance(amount, bool):
                 raise UnreadableError("wrong_shape", f"{name} takes a number of clicks")
             direction = ("up" if amount > 0 else "down") if name == "scroll" else ("right" if amount > 0 else "left")
             where = {"point": _xy(name, given)} if {"x", "y"} <= set(given) else {}

@@ -55,7 +55,8 @@ class GymnasiumVecEnv(VecEnv):
         seeds = None if self._seeds[0] is None else [int(seed) for seed in self._seeds]
         if any(options != self._options[0] for options in self._options):
             raise UserError("the environments have different options; a vector environment takes the same for all")
-        observations, infos = self.envs.reset(seed=seeds, options=self._options[0] or None)
+        # Gymnasium's vector environments take a list of seeds, its base class declares one
+        observations, infos = self.envs.reset(seed=seeds, options=self._options[0] or None)  # type: ignore[arg-type]
         self.reset_infos = [info_of(infos, row) for row in range(self.num_envs)]
         self._reset_seeds()
         self._reset_options()

@@ -39,7 +39,7 @@ from robotics.policies.base.saved import (
     write_config,
     write_weights,
 )
-from robotics.policies.base.statistics import STATE_LIMIT, ActionStatistics, StateStatistics
+from robotics.policies.base.statistics import STATE_LIMIT, ActionRange, ActionStatistics, StateStatistics
 
 WORD = re.compile(r"[a-z0-9]+")
 PADDING, UNKNOWN = 0, 1
@@ -355,6 +355,8 @@ class EncodedPolicy(nn.Module):
     vocabulary: Vocabulary
     encoder: ObservationEncoder
     statistics: ActionStatistics | None
+    action_size: int
+    action_bounds: ActionRange | None
 
     @classmethod
     def build(cls, config: Any, instructions: Iterable[str], seed: int = 0) -> Self:

@@ -59,9 +59,9 @@ class ActionRange:
     def load(cls, path: Path, size: int) -> ActionRange:
         """Read both bounds of a policy with D = size entries from a file; raises UserError where it holds others."""
         entries = read_json_object(path)
-        low, high = entries.get("low"), entries.get("high")
-        sides = [side for side in (low, high) if isinstance(side, list) and len(side) == size]
-        if len(sides) < 2 or not all(type(value) in (int, float) and math.isfinite(value) for value in low + high):
+        low, high = (side if isinstance(side, list) else [] for side in (entries.get("low"), entries.get("high")))
+        numbers = all(type(value) in (int, float) and math.isfinite(value) for value in low + high)
+        if len(low) != size or len(high) != size or not numbers:
             raise UserError(
                 f"{path} needs low and high with {size} finite numbers each, one for each entry of an action"
             )

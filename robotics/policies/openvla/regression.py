@@ -93,7 +93,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         self.head = load_head(head, self.action_size, self.model.hidden_size).to(self.folder.dtype)
         self.state_projector: StateProjector | None = None
         if projector is not None:
-            self._states = self.folder.read_units("proprio")
+            self._states = self.folder.read_statistics("proprio")
             found = load_projector(projector, self._states.size, self.model.hidden_size)
             self.state_projector = found.to(self.folder.dtype)
         self.config = ReadSizes(None if projector is None else self._states.size)
