@@ -160,6 +160,7 @@ def _diffusion(name: str, folder: Path) -> Any:
     config = run_config(name, folder, tasks_per_step=2, samples_per_task=2)
     config.eval_data = {}
     config.sampler.steps = 3
+    config.sampler.window = min(config.sampler.window, 2)  # the last step of `cps` has no gradient
     if hasattr(config, "timesteps"):
         config.timesteps.count = 2
     if hasattr(config, "critic"):

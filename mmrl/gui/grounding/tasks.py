@@ -173,7 +173,6 @@ def _system(task: VlmTask, settings: GroundingSettings) -> list[dict[str, Any]]:
 
 def prepare_tasks(loaded: LoadedTasks, settings: GroundingSettings, resize: Resize, *, training: bool) -> LoadedTasks:
     """Write the questions of a data set."""
-    skipped = Counter(loaded.skipped)
     try:
         written = [grounding_task(task, settings, resize) for task in loaded.tasks]
     except TaskError as error:
@@ -181,12 +180,15 @@ def prepare_tasks(loaded: LoadedTasks, settings: GroundingSettings, resize: Resi
     check_convention(written)
     cleaned = [_cleaned(task, settings) if training else task for task in written]
     tasks = [task for task in cleaned if task is not None]
-    skipped["unusable_box"] += len(written) - len(tasks)
+    dropped = len(written) - len(tasks)
     if loaded.tasks and not tasks:
         raise UserError(f"all {len(loaded.tasks)} training boxes are too small or outside their screens; see min_side")
-    if skipped["unusable_box"]:
-        LOGGER.warning("%d training boxes were dropped: %s", skipped["unusable_box"], GROUNDING_ERRORS["unusable_box"])
-    return LoadedTasks(tasks, dict(skipped), loaded.examples)
+    if not dropped:
+        return LoadedTasks(tasks, loaded.skipped, loaded.examples)
+    reason = GROUNDING_ERRORS["unusable_box"]
+    LOGGER.warning("%d training boxes were dropped: %s", dropped, reason)
+    skipped = Counter(loaded.skipped) + Counter(unusable_box=dropped)
+    return LoadedTasks(tasks, dict(skipped), {"unusable_box": reason} | loaded.examples)
 
 
 def check_held_out(data: DataConfig, eval_data: Mapping[str, DataConfig], seen: Sequence[str]) -> None:
