@@ -101,7 +101,7 @@ BAD_ACTIONS = {
     "die": ("crashed", "ended with code 3"),
     "hang": ("hung", "no answer in 3 s"),
     "nan": ("malformed", "the reward is nan; expected a finite number"),
-    "float_image": ("malformed", "is float64; expected uint8"),
+    "float_image": ("malformed", "an image of the shape (2, 2, 3) is float64; expected uint8"),
     "two_values": ("malformed", "step returned a tuple of str, float; expected"),
     "none": ("malformed", "an image is a NoneType"),
 }
