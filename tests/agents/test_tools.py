@@ -11,7 +11,7 @@ from mmrl.agents.environments.tools import ToolEnvironment
 from mmrl.agents.recipe import AgentConfig, AgentRecipe
 from mmrl.agents.rollout.episodes import ConversationConfig, Writer
 from mmrl.errors import UserError
-from mmrl.training.recipe import Step
+from mmrl.training.processes import Streams
 from mmrl.training.settings import TrainerConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
@@ -97,7 +97,7 @@ def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkey
     recipe = AgentRecipe(config)
     try:
         with_tools(recipe.policy)
-        episodes = recipe.run_groups(recipe.policy, recipe.train_tasks, Step())[0]
+        episodes = recipe.run_groups(recipe.policy, recipe.train_tasks, Streams(0))[0]
     finally:
         recipe.close()
     for episode in episodes:
