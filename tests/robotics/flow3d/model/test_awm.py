@@ -177,7 +177,9 @@ def test_a_step_without_a_signal_moves_nothing(tmp_path):
     trainer = Trainer(recipe, config, tmp_path / "run", make_accelerator(), None)
     trainer.train_step()
     weights = [parameter.detach().clone() for parameter in recipe.policy.parameters()]
-    rollouts = recipe.advantages(collected(recipe), make_accelerator(), Step())
+    sampled = collected(recipe)
+    differing = (torch.arange(sampled.num_rows) % 2).to(sampled.reward)
+    rollouts = recipe.advantages(sampled.replace(reward=differing), make_accelerator(), Step())
     rollouts = update_constants(recipe, recipe.policy, trainer.reference, rollouts, Step())
     assert bool((rollouts.advantage != 0).any())
     flat = rollouts.replace(advantage=torch.zeros_like(rollouts.advantage))
