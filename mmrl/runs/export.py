@@ -35,8 +35,10 @@ def export_run(entry: Any, config: Any, run_dir: Path, output: Path, step: int |
         raise UserError(f"{output} cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    if not call.endswith(")"):
+        return f"{call}({str(output)!r})"
     function, _, options = call.partition("(")
-    return f"{function}({str(output)!r}" + (f", {options}" if options else ")")
+    return f"{function}({str(output)!r}, {options}"
 
 
 def is_run(folder: Path) -> bool:

@@ -61,6 +61,7 @@ def _vlm(config: Any, folder: Path) -> None:
 
 def _gui(config: Any, folder: Path) -> None:
     config.eval_data = {"held_out": dataclasses.replace(config.data)}
+    config.grounding.seen = ["held_out"]
     config.evaluation.max_tasks = 3
 
 

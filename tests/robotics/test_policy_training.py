@@ -129,11 +129,11 @@ def test_a_wave_that_cannot_start_does_not_cost_the_others(tmp_path, model, kind
     assert payload.reasons[0] == payload.reasons[5] == "would not start"
     alone = LineSim(capacity=2)
     again = run_episodes(
-        recipe.policy, alone, episodes[2:4], ActingSettings(), torch.Generator().manual_seed(0), record=record
+        recipe.policy, alone, episodes, ActingSettings(), torch.Generator().manual_seed(0), record=record
     )
-    assert torch.equal(payload.decisions[2:4], again.payload.decisions)
+    assert torch.equal(payload.decisions[2:4], again.payload.decisions[2:4])
     for row in (2, 3):
-        np.testing.assert_array_equal(payload.frames_of(row), again.payload.frames_of(row - 2))
+        np.testing.assert_array_equal(payload.frames_of(row), again.payload.frames_of(row))
     assert len(payload.frames_of(2)) == int(payload.lengths[2]) + 1 or not record
 
 

@@ -32,7 +32,7 @@ def test_sparse_and_dense_grpo_take_two_steps(tmp_path, backend):
         run_dir = train(entry, config)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
         assert [row["step"] for row in rows] == [1, 2]
-        assert all(0 <= row["reward/dense"] < 1 for row in rows)
+        assert all(0 <= row["reward/potential"] < 1 for row in rows)
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ FITTED = LatentConfig(kind="state", frames="chunk")
 def test_a_latent_is_fitted_to_the_first_step_and_then_frozen(tmp_path):
     recipe = SrpoRecipe(srpo(tmp_path, latent=FITTED, progress=BY_STATE))
     assert recipe.latent.size == 0
-    rollouts = collected(recipe, seed=1)
+    rollouts = collected(recipe, seed=2)
     assert (rollouts.reward[~rollouts.payload.success] > 0).any()
     paths = np.concatenate([rollouts.payload.path(row) for row in range(rollouts.num_rows)])
     found = recipe.latent.state_dict()
