@@ -27,6 +27,7 @@ from tests.pages import PAGES, ROOT, read_page
 PLACEHOLDERS = {
     "CONFIG": "configs/vlm/digits_papo.yaml",
     "RUN": "runs/x",
+    "N": "2",
     "RECIPE": "papo",
     "CONFIG_OR_RUN": "runs/x",
     "EXPERIMENT": "configs/experiments/papo_vs_grpo.yaml",
@@ -110,6 +111,8 @@ def commands(page):
 @pytest.mark.parametrize(("page", "text"), every(commands))
 def test_commands_in_the_text_parse(page, text):
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text) if word not in ("...", "[PREFIX]")]
+    if words == ["accelerate", "launch"]:
+        return
     arguments = words[words.index("mmrl.cli") + 1 :] if words[0] == "accelerate" else words[1:]
     if len(arguments) == 1:  # the command as such
         assert arguments[0] in COMMANDS
