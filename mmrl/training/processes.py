@@ -254,7 +254,7 @@ class Streams:
     """
 
     seed: int
-    """Of the run, step and attempt, see `stream_seed`."""
+    """Seed of the run, the step and the attempt, from `stream_seed`."""
     places: Sequence[int] = range(2**31)
     """Place in the step of each task; the tasks are the first ones by default."""
 

@@ -251,7 +251,7 @@ def outcome(config: Any, folder: Path) -> Any:
 
 
 def effect(config: Any, expected: Any, leaf: Leaf, folder: Path) -> str:
-    """What other values of an option do to a run: "changed", "stopped", "refused" (all of them) or "unchanged"."""
+    """Effect of an option on a run: "changed", "stopped", "refused" (all values) or "unchanged"."""
     found = set()
     for value in other_values(leaf)[:MOST]:
         result = outcome(changed(config, leaf.path, value), folder)

@@ -166,7 +166,7 @@ def test_colours_that_change_need_a_refresh(model):
 
 
 def test_only_shading_changes(model):
-    """By default the objects are in the same pixels, and surfaces are lit where a shadow would fall."""
+    """By default the objects cover the same pixels, and surfaces in shadow are lit."""
     size, scenes = (96, 80), poses(model, 2)
     settings = RenderSettings(*size, "front")
     with FrameRenderer(model, settings) as renderer:

@@ -142,7 +142,7 @@ def test_ends_of_intervals_and_parts_of_the_data_follow_any_metric():
 
 @pytest.mark.parametrize("recipe", ["", *RECIPES, *EVALUATIONS])
 def test_no_name_fits_two_patterns_equally(recipe):
-    """Of two patterns that one name can fit, one fits less in every part; only packages may say the same of two."""
+    """If two patterns match one name, one of them is more specific; only two packages may define the same pattern."""
     owners = {name: number for number, table in enumerate([METRICS, *metric_tables(recipe)]) for name in table}
     for first, second in itertools.combinations(owners, 2):
         parts = [[values(part) for part in pattern.split("/")] for pattern in (first, second)]

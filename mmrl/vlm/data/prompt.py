@@ -152,7 +152,7 @@ def join_prompts(parts: Sequence[Prompt]) -> Prompt:
 
 
 def given_answer(prompt: Prompt, text: str) -> str:
-    """What a given answer adds to its prompt: where that opens a thought, the rest of the thought, or its end."""
+    """Prefix of a given answer where the template opens a thought: the rest of the thought, or its closing tag."""
     if not prompt.answer_start:
         return text
     if text.startswith("<think>"):
