@@ -152,7 +152,7 @@ def join_prompts(parts: Sequence[Prompt]) -> Prompt:
 
 
 def given_answer(prompt: Prompt, text: str) -> str:
-    """Prefix of a given answer where the template opens a thought: the rest of the thought, or its closing tag."""
+    """A given answer as it continues its prompt: where that opened a thought, without the tag, or closing it first."""
     if not prompt.answer_start:
         return text
     if text.startswith("<think>"):
