@@ -46,8 +46,9 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.runs.records import SampleRecord
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import NoUsableTasksError, Reference, Step, SupervisedRecipe
+from mmrl.training.recipe import NoUsableTasksError, Reference, Step
 from mmrl.training.settings import BaseTrainerConfig, ReferenceConfig
+from mmrl.training.supervised import SupervisedRecipe
 
 ERRORS = ("velocity", "noise")
 

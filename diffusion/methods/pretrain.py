@@ -33,8 +33,9 @@ from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import NoUsableTasksError, Reference, Step, SupervisedRecipe
+from mmrl.training.recipe import NoUsableTasksError, Reference, Step
 from mmrl.training.settings import BaseTrainerConfig
+from mmrl.training.supervised import SupervisedRecipe
 
 
 @dataclass

@@ -144,6 +144,9 @@ def pair_marks(pairs: int, device: torch.device | str = "cpu") -> dict[str, Tens
     return {CHOSEN: torch.tensor([1.0, 0.0], device=device).repeat(pairs)}
 
 
+LIKELIHOOD = "- mean log p(decision | prompt, earlier decisions)"
+
+
 def likelihood_loss(scores: PolicyOutputs, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
     """Mean negative log-likelihood of the decisions; with advantage 1 the plain policy gradient is its gradient."""
     given = minibatch.replace(logp_old=scores.logp.detach(), advantage=minibatch.mask)

@@ -219,45 +219,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Free worker processes."""
 
 
-class SupervisedRecipe(Recipe[PolicyT, TaskT]):
-    """A batch and a loss: learning from given answers, demonstrations, images or pairs.
-
-    A subclass supplies `batch` and `loss`; there are no rewards, groups or advantages. `own_loss` names the loss.
-    """
-
-    objective: Any = None
-    supervised: ClassVar[bool] = True
-
-    @abstractmethod
-    def batch(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:
-        """Make the rows of a step out of given data; see `Recipe.rollout`."""
-
-    @abstractmethod
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
-        """Loss of one micro-batch, divided by counts of the whole optimiser step."""
-
-    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:
-        """The batch."""
-        return self.batch(policy, tasks, streams, step)
-
-    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Given data has no reward."""
-        return rollouts
-
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Every row counts the same."""
-        return rollouts
-
-    @property
-    def loss_outputs(self) -> frozenset[str]:
-        """Log-probabilities alone."""
-        return frozenset({"logp"})
-
-    def describe(self) -> str:
-        """Formula of the loss."""
-        return self.own_loss if self.objective is None else str(self.objective.describe())
-
-
 def collect_metrics(recipe: Recipe[Any, Any], rollouts: Rollouts, step: Step) -> dict[str, float]:
     """Metrics of a completed step from domain, stages and terms; every process calls it."""
     found = recipe.step_metrics(rollouts) | recipe.noted

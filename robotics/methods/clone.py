@@ -25,8 +25,9 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.runs.records import SampleRecord
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step, SupervisedRecipe
+from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
+from mmrl.training.supervised import SupervisedRecipe
 from robotics.episodes.collect import action_scale
 from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
 from robotics.episodes.evaluation import RobotEvaluationConfig

@@ -19,6 +19,7 @@ def test_a_recipe_trains_repeats_and_resumes(name, tmp_path):
     config = domain.make_config(name, tmp_path)
     config.validate()
     whole, losses = run(config, tmp_path / "whole", steps=2)
+    assert whole.recipe.describe() not in ("", name, whole.recipe.own_loss)
     assert losses
     assert all(math.isfinite(loss) for loss in losses)
     first, losses_again = run(config, tmp_path / "parts", steps=1)

@@ -29,15 +29,14 @@ from mmrl.agents.evaluation import AgentEvaluationConfig
 from mmrl.agents.recipe import AgentDomain, AgentParts
 from mmrl.agents.rollout.episodes import Episode, Writer, pack_episodes
 from mmrl.agents.rollout.storage import replay_episode
-from mmrl.core.loss import Denominators
-from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded
-from mmrl.training.objectives import likelihood_loss
 from mmrl.training.processes import Streams, stream_seed
-from mmrl.training.recipe import NoUsableTasksError, Step, SupervisedRecipe
+from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.settings import BaseRunConfig
+from mmrl.training.supervised import SupervisedRecipe
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import AnswerSampling
 from mmrl.vlm.model.config import check_critic, check_update_precision
@@ -104,10 +103,6 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores, all turns of an episode in one pass."""
         return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
-        """Mean negative log-likelihood of the answers' tokens."""
-        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
 
     def _play(self, policy: VlmPolicy, task: AgentTask, seed: int) -> Episode:
         config = self.config

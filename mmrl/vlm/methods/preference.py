@@ -35,8 +35,9 @@ from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, SupervisedRecipe, start_kind
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, start_kind
 from mmrl.training.settings import ReferenceConfig
+from mmrl.training.supervised import SupervisedRecipe
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import TaskError, VlmTask, task_images

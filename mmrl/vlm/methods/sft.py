@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from mmrl.core.loss import Denominators
-from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
+from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import rare
-from mmrl.training.objectives import likelihood_loss
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step, SupervisedRecipe
+from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseRunConfig
+from mmrl.training.supervised import SupervisedRecipe
 from mmrl.vlm.config import AnswerScoring, VlmEvaluationConfig, VlmParts, check_scoring, scoring_evaluation
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
@@ -127,7 +126,3 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores."""
         return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
-        """Mean negative log-likelihood of the answers' tokens."""
-        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)

@@ -39,8 +39,9 @@ from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step, SupervisedRecipe
+from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
+from mmrl.training.supervised import SupervisedRecipe
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, list_episodes
 from robotics.flow3d.closed_loop.measure import measure_in_loop
