@@ -185,11 +185,13 @@ class CriticTrainer:
         """Regress on returns (M,) from latents (M, C, H, W), times (M,) and pooled text (M, P); returns the mean loss.
 
         The updates are those of one process with the states of all: `sizes` are the states of each of this process's
-        tasks, one each by default.
+        tasks, one each by default. Without a state on any process there is no update, and the loss is NaN.
         """
         losses = []
         own = [1] * len(returns) if sizes is None else sizes
         total = sum(merge_lists([sum(own)], accelerator))
+        if not total:
+            return float("nan")
         for _ in range(self.config.updates_per_step):
             parts = deal(own, -(-total // self.config.batch_rows), generator, accelerator)
             counts = [len(part) for part in torch.arange(total).tensor_split(len(parts))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -166,6 +167,16 @@ def test_critic_starts_at_zero_and_learns_from_the_prompt():
     assert float((trainer.values(latents, sigma, pooled) - returns).square().mean()) < 0.05
     shorter = CriticTrainer(critic, CriticConfig(width=16, batch_rows=7))
     torch.testing.assert_close(shorter.values(latents, sigma, pooled), trainer.values(latents, sigma, pooled))
+
+
+def test_without_a_scored_image_the_critic_is_not_updated():
+    trainer = CriticTrainer(Critic(4, 6, 8), CriticConfig(width=8))
+    before = copy.deepcopy(trainer.state_dict())
+    empty = (torch.zeros(0, 4, 4, 4), torch.zeros(0), torch.zeros(0, 6))
+    loss = trainer.train(empty, torch.zeros(0), torch.Generator(), make_accelerator())
+    assert math.isnan(loss)
+    assert trainer.updates == 0
+    assert all(torch.equal(value, before["critic"][name]) for name, value in trainer.critic.state_dict().items())
 
 
 def test_critic_continues_bit_for_bit_from_its_state():
