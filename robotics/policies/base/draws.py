@@ -40,8 +40,15 @@ def draw_rows(
         shape: of all rows.
         generator: of the rows or of all together; its device decides where the numbers are drawn.
         dtype: of the numbers, float32 by default.
+
+    Raises:
+        ValueError: there are `RowGenerators` of another number of rows than B.
     """
     options: dict[str, Any] = {"dtype": dtype or torch.float32, "device": generator.device}
     if not isinstance(generator, RowGenerators):
         return draw(tuple(shape), generator=generator, **options)
+    if len(generator.rows) != shape[0]:
+        raise ValueError(
+            f"the shape {tuple(shape)} has {shape[0]} rows, but there are {len(generator.rows)} generators"
+        )
     return torch.stack([draw(tuple(shape[1:]), generator=own, **options) for own in generator.rows])
