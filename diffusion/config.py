@@ -42,7 +42,6 @@ def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps
     """Refuse options that a run on noisy versions does not have, before a model is loaded; raises ValueError."""
     if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
         raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
-    sampler.refuse_set(TRAINED_STEPS, "this method learns from x_0 alone, whose steps are those of sampler.solver")
     grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times
     try:
         sample_times(timesteps, grid, torch.Generator())
@@ -79,6 +78,8 @@ class MatchingParts:
         """Check that the parts fit together; raises ValueError."""
         super().validate()  # type: ignore[misc]
         check_matching(self.trainer, self.sampler, self.timesteps)
+        reason = "this method learns from x_0 alone, whose steps are those of sampler.solver"
+        self.sampler.refuse_set(TRAINED_STEPS, reason)
 
 
 @dataclass
