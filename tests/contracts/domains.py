@@ -76,7 +76,7 @@ def weights(trainer: Trainer) -> torch.Tensor:
 
 
 @functools.cache
-def _tiny_vlm() -> Path:
+def tiny_vlm() -> Path:
     from mmrl.vlm.toy.tiny import build_tiny_vlm
     from tests.vlm.builders import CORPUS
 
@@ -91,7 +91,7 @@ def _vlm(name: str, folder: Path) -> Any:
     from tests.vlm.runs import run_config
 
     entry = RECIPES[name]
-    config = run_config(entry.load_config_class(), folder, _tiny_vlm(), tasks_per_step=2, samples_per_task=3)
+    config = run_config(entry.load_config_class(), folder, tiny_vlm(), tasks_per_step=2, samples_per_task=3)
     config.recipe, config.eval_data = name, {}
     scored = getattr(config, "scoring", config)
     scored.sampler.max_new_tokens = 4
@@ -134,7 +134,7 @@ def _agents(name: str, folder: Path) -> Any:
     config = RECIPES[name].load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(_tiny_vlm())),
+        model=ModelConfig(path=str(tiny_vlm())),
         environment=EnvironmentConfig(factory=f"{Path(__file__).parents[1]}/agents/talk.py:Talk", workers=2),
         data=TaskSetConfig(seeds=6),
         actions=ActionConfig(format="text"),

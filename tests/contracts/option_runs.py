@@ -104,9 +104,9 @@ def _revision(config: Any, folder: Path) -> Any:
 
 
 def _answerer(config: Any, folder: Path) -> Any:
-    from tests.contracts.domains import _tiny_vlm
+    from tests.contracts.domains import tiny_vlm
 
-    config.answerer.kind, config.answerer.model.path = "vlm", str(_tiny_vlm())
+    config.answerer.kind, config.answerer.model.path = "vlm", str(tiny_vlm())
     config.answerer.sampler.max_new_tokens = 4
     config.answerer.reward.name = "tests/vlm/user_reward.py:letters"
     config.answerer.reward.isolate = False
@@ -177,10 +177,10 @@ def _policy(kind: str, **options: Any) -> Callable[[Any, Path], Any]:
 
 def _vlm_policy(config: Any, folder: Path) -> Any:
     from robotics.policies.loading import ActionPolicyConfig
-    from tests.contracts.domains import _tiny_vlm
+    from tests.contracts.domains import tiny_vlm
 
     config = _tabletop(config, folder) if hasattr(config, "data") else config
-    config.model = ActionPolicyConfig(kind="vlm", chunk=2, options={"vlm": {"path": str(_tiny_vlm())}})
+    config.model = ActionPolicyConfig(kind="vlm", chunk=2, options={"vlm": {"path": str(tiny_vlm())}})
     return config
 
 

@@ -23,11 +23,11 @@ class _Model:
 
 
 def _prepare(folder: Path) -> list[_Model]:
-    from tests.contracts.domains import _tiny_vlm
+    from tests.contracts.domains import tiny_vlm
     from tests.diffusion.runs import tiny_model
 
     found = []
-    for recipe, model in (("vlm", _tiny_vlm()), ("awm", tiny_model()), ("robot_clone", _tiny_robot(folder / "robot"))):
+    for recipe, model in (("vlm", tiny_vlm()), ("awm", tiny_model()), ("robot_clone", _tiny_robot(folder / "robot"))):
         (folder / recipe).mkdir()
         found.append(_Model(write_run(recipe, folder / recipe), model))
     return found
