@@ -42,6 +42,7 @@ from mmrl.training.recipe import Recipe, Reference, Stateful, Step, Tally, start
 from mmrl.training.scoring import RewardErrors, with_rewards
 
 LOGGER = logging.getLogger("mmrl")
+NOT_FINITE = "the latents, or the image that the autoencoder made of them, are not finite"
 
 
 class Process(Protocol):
@@ -317,9 +318,6 @@ def _with_missing(found: RewardResult, rows: Sequence[int], total: int) -> Rewar
     examples = found.examples | ({"latents/overflow": NOT_FINITE} if missing else {})
     terms = {name: fill(values) for name, values in found.terms.items()}
     return RewardResult(fill(found.total), terms, errors, examples, found.traces)
-
-
-NOT_FINITE = "the latents, or the image that the autoencoder made of them, are not finite"
 
 
 def columns_of(tasks: Sequence[DiffusionTask]) -> dict[str, list[Any]]:

@@ -132,7 +132,7 @@ class SrpoRecipe(RobotRecipe):
         return progress, {"progress": torch.where(payload.success, torch.nan, progress)}
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Those of the objective; their correlation with those of the environment's own reward is noted."""
+        """Compute the objective's advantages, and log their correlation with those of the environment's own reward."""
         found = super().advantages(rollouts, accelerator, step)
         payload = EpisodePayload.of(rollouts)
         own_reward = self.own_reward(payload)

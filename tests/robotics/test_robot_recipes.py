@@ -332,7 +332,7 @@ def test_another_protocol_has_its_own_file(tmp_path, change):
     assert measured(change) == (1 if "acting.n_action_steps" in change else 2)  # the chunk is 1 anyway
 
 
-def test_a_changed_environment_is_measured_again(tmp_path, monkeypatch):
+def test_a_changed_environment_is_measured_again(tmp_path):
     source = (
         "from tests.robotics.line_sim import LineSim\n\n\n"
         "def make(config):\n    sim = LineSim()\n    sim.horizon = 12\n    return sim\n"

@@ -229,8 +229,8 @@ def read_part(answer: str, marks: int) -> int:
     try:
         fields = read_json(answer)
     except ValueError:
-        raise NoAnswer(f"unusable answer (no JSON): {answer[:160]!r}") from None
+        raise NoAnswer(f"unusable answer (no JSON): {answer[:SHOWN]!r}") from None
     mark = fields.get("mark") if isinstance(fields, dict) else None
     if isinstance(mark, bool) or not isinstance(mark, int) or not 1 <= mark <= marks:
-        raise NoAnswer(f"unusable answer (mark is {mark!r}; there are 1 to {marks}): {answer[:160]!r}")
+        raise NoAnswer(f"unusable answer (mark is {mark!r}; there are 1 to {marks}): {answer[:SHOWN]!r}")
     return mark
