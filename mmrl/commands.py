@@ -76,12 +76,14 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
         raise UserError("--from-last-good needs --resume; give both")
     if args.processes is not None and args.processes < 1:
         raise UserError(f"--processes is {args.processes}; must be at least 1")
+    if args.processes is not None and "RANK" in os.environ:
+        raise UserError("--processes starts processes, but this is one of another launcher (RANK is set); give one")
     entry, config = load_run(args.config, args.overrides)
     if not entry.trains:
         raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
-    if (args.processes or 1) > 1 and "RANK" not in os.environ:
+    if (args.processes or 1) > 1:
         from mmrl.training.launch import launch
 
         words = ["--resume"] * args.resume + ["--from-last-good"] * args.from_last_good
@@ -107,6 +109,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
     run_dir = _existing_run(args.target) if args.target.is_dir() else None
     entry, config = load_run(run_dir / "config.yaml" if run_dir else args.target, args.overrides)
+    from mmrl.training.processes import leave
     from mmrl.training.run import evaluate
 
     args.run_dir = run_dir or Path(config.output_dir)
@@ -116,6 +119,7 @@ def evaluate(args: argparse.Namespace) -> int:
     width = max(map(len, metrics), default=0)
     for name, value in metrics.items() if is_first_process() else ():
         say(f"{name:<{width}}  {value:.6g}")
+    leave()
     return 0
 
 

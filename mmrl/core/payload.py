@@ -77,7 +77,7 @@ def nested(**options: Any) -> Any:
 
 
 class Carrier(Protocol):
-    """Whatever has a payload, such as `Rollouts`."""
+    """An object with a payload, such as `Rollouts`."""
 
     @property
     def payload(self) -> Payload | None:

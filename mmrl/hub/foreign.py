@@ -36,7 +36,7 @@ CLEAR = ("RGBA", "LA", "PA", "La", "RGBa")
 
 
 class ImageForm(NamedTuple):
-    """How a space of Gymnasium holds an image."""
+    """Layout and range of an image in a Gymnasium space."""
 
     channels_first: bool = False
     """Whether the shape is (C, H, W)."""

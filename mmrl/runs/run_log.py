@@ -184,7 +184,7 @@ class RunWarnings:
     only_logged: Collection[str] = ()
     """Reward terms of weight 0, which may well be constant."""
     variety: str = "a higher temperature"
-    """How the samples of a task would differ more; empty where no option does that."""
+    """Advice for samples of a task that differ more; empty where no option does that."""
     said: dict[str, str] = field(default_factory=dict)
     """Warnings so far by subject."""
     _streaks: dict[str, _Streak] = field(default_factory=dict)

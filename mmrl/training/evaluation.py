@@ -26,8 +26,8 @@ from mmrl.training.processes import merge_lists, shard
 MOST_VALUES = 8
 """A column with more values than this is not broken down by unless it is asked for."""
 LONGEST_VALUE = 40
-NOT_PARTS = ("answer", "completion_lengths")
-"""Columns that hold the right answer, not the kind of question."""
+NOT_PARTS = ("answer", "solution", "ground_truth", "completion", "chosen", "rejected", "completion_lengths")
+"""Columns that hold an answer, not the kind of question."""
 
 
 def parts_of_tasks(columns: Sequence[Mapping[str, Any]], by: Sequence[str] | None) -> list[dict[str, str]]:

@@ -21,7 +21,7 @@ def launch(arguments: Sequence[str], count: int) -> int:
     """Run `mmrl` with the arguments in several processes that are the ranks of one run.
 
     Returns:
-        The exit code of the first process, or that of the first one that failed.
+        0, or the exit code of the process that failed first.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -30,18 +30,18 @@ def launch(arguments: Sequence[str], count: int) -> int:
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     command = [sys.executable, "-m", "mmrl.cli", *arguments]
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(count)
-    ]
+    ranks: list[subprocess.Popen[bytes]] = []
     with _forwarded(ranks):
+        for rank in range(count):
+            variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=variables))
         return _wait(ranks)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     failed: int | None = None
     since = 0.0
-    while any(rank.poll() is None for rank in ranks):
+    while [rank for rank in ranks if rank.poll() is None]:  # a list: every process is polled
         if failed is None:
             failed = next((_code(rank) for rank in ranks if rank.returncode), None)
             since = time.monotonic()
@@ -49,7 +49,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
             for rank in ranks:
                 rank.kill()
         time.sleep(POLL_S)
-    return _code(ranks[0]) or next((_code(rank) for rank in ranks if rank.returncode), 0)
+    return failed or next((_code(rank) for rank in ranks if rank.returncode), 0)
 
 
 def _code(rank: subprocess.Popen[bytes]) -> int:

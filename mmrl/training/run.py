@@ -84,15 +84,15 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     from mmrl.training.recipe import Step
 
     _check_writable(Path(config.output_dir))
-    if run_dir is not None:
-        _start_from_checkpoint(config, chosen_checkpoint(run_dir) / "model")
+    folder = None if run_dir is None else chosen_checkpoint(run_dir)
+    if folder is not None:
+        _start_from_checkpoint(config, folder / "model")
     accelerator, recipe = _build(entry, config, trains=False)
     step = 0
     try:
         if not recipe.eval_tasks:
             raise UserError("this configuration has no evaluation data; set eval_data")
-        if run_dir is not None:
-            folder = chosen_checkpoint(run_dir)
+        if folder is not None:
             recipe.policy.load_weights(folder / "model")  # type: ignore[operator]
             recipe.load_state_dict(Checkpoints.load_state(folder)["recipe"])  # averages that evaluations use
             LOGGER.info("evaluating %s", folder)
@@ -109,6 +109,7 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
                 _append_evaluation(Path(config.output_dir), step, split, found.metrics)
         if run_dir is None and accelerator.is_main_process:
             _report_evaluation(Path(config.output_dir), results)
+        accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
     finally:
         recipe.close()

@@ -319,6 +319,7 @@ class Trainer:
         self.saver.evaluation_pending = not evaluated
         if save:
             self.saver.save_before_stop(self.step)
+        self.accelerator.wait_for_everyone()  # a process that leaves early ends the one that still writes
         kept = self.saver.checkpoints.steps()
         saved = f"the newest checkpoint is that of step {kept[-1]}" if kept else "there is no checkpoint"
         message = f"stopped after step {self.step} of {self.config.trainer.steps}; {saved}"

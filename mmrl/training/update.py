@@ -131,10 +131,11 @@ def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Modu
     return None
 
 
-def save_failure(folder: Path, step: int, minibatch: Rollouts, cause: str, extra: dict[str, Any]) -> Path:
-    """Write the rows of a failed optimiser step so that it can be looked at."""
+def save_failure(folder: Path, step: int, rank: int, minibatch: Rollouts, cause: str, extra: dict[str, Any]) -> Path:
+    """Write the rows of a process's failed optimiser step for inspection."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step:06d}-{len(list(folder.glob('*.pt')))}.pt"
+    ending = f"-rank-{rank}.pt" if rank else ".pt"
+    path = folder / f"step-{step:06d}-{len(list(folder.glob('*.pt')))}{ending}"
     with replaced(path) as draft:
         torch.save({"cause": cause, "step": step, "rollouts": minibatch.to("cpu"), **extra}, draft)
     return path
@@ -389,7 +390,9 @@ class Updater:
         try:
             kept = "this process had no rows of it"
             if minibatch is not None:
-                file = save_failure(self.failures, step, minibatch, cause, {"loss": float(loss)})
+                file = save_failure(
+                    self.failures, step, self.accelerator.process_index, minibatch, cause, {"loss": float(loss)}
+                )
                 kept = f"batch saved to {file}"
         except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
             kept = f"the batch could not be saved: {error}"

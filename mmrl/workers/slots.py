@@ -23,7 +23,7 @@ LOADING_SECONDS = 0.5
 MEMORY_SECONDS = 0.2
 """Seconds between two measurements of a worker's memory."""
 TEXT_CHARS = 20_000
-"""Kept of a worker's own account of an exception."""
+"""Most characters kept of a worker's account of an exception."""
 
 Answer: TypeAlias = "Message | WorkerFailure"
 

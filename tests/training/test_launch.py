@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from mmrl.cli import COMMANDS, _parse
+from mmrl.errors import UserError
+from mmrl.training import launch
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -31,6 +36,20 @@ def test_processes_are_started_and_named_in_the_result(tmp_path):
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["status"], result["processes"], result["device"]) == ("done", 2, "cpu")
     assert f"processes 2, device cpu, host {result['host']}" in done.stdout
+
+
+def test_a_process_that_fails_ends_the_others(monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    programs = ("import time; time.sleep(60)", "raise SystemExit(2)")
+    ranks = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    assert launch._wait(ranks) == 2
+    assert ranks[0].returncode == -signal.SIGKILL
+
+
+def test_several_launchers_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="RANK is set"):
+        COMMANDS["train"].run(_parse(["train", "x.yaml", "--processes", "2"]))
 
 
 def test_a_mistake_is_the_exit_code_of_all(tmp_path):

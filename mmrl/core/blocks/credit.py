@@ -63,9 +63,9 @@ class CriticAdvantage(Advantage):
     lam: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Weight of longer returns, lambda."""
     truncation: str = rare(choice("bootstrap", TRUNCATIONS))
-    """What a time limit is to the steps before it: "bootstrap" goes on with the critic's value of the state after the
-    last step, "mask" gives the last step the advantage 0 and the ones before it what the critic says of that step,
-    "terminate" takes it for the end of the task."""
+    """Treatment of rows that a time limit cut off: "bootstrap" adds the critic's value of the state after the last
+    step, "mask" gives the last step the advantage 0 and the earlier ones the critic's value of that step, "terminate"
+    treats the limit as the end of the task."""
 
     def numbers(self) -> str:
         """Its constants, for the formula."""
@@ -162,7 +162,7 @@ def value_loss(
 
 @dataclass(frozen=True)
 class CriticLoss(Block):
-    """How the critic of an estimator learns."""
+    """Loss of an estimator's critic."""
 
 
 @dataclass(frozen=True)
