@@ -96,6 +96,8 @@ def _held_out(name: str, config: Any) -> Any:
         data.layouts, data.first = 2, 0
     if hasattr(data, "first_seed"):
         data.seeds, data.first_seed = 2, 1000
+    if hasattr(config, "grounding"):
+        data.path = str(shutil.copy(data.path, Path(data.path).with_stem("held")))
     assert type(data) is kind
     return data
 

@@ -60,7 +60,7 @@ def overrides_of(whole, folder, models):
         found += ["rewards=[{name: caption_colour}]"]
     if prompts:
         found += [f"data.path={folder / 'data.jsonl'}"]
-        found += [group_size(whole, 2)]
+        found += [group_size(whole, 2), "trainer.skip_steps_without_gradient=false"]  # two images may score alike
     found += [f"eval_data.{name}.path={folder / f'{name}.jsonl'}" for name in whole.eval_data]
     if hasattr(whole, "critic"):
         found += ["critic.warmup_updates=0"]

@@ -317,7 +317,7 @@ def test_folders_that_are_not_models(tmp_path, tiny_folders, monkeypatch):
 def test_hub_ids_are_distinguished_from_folders(monkeypatch):
     from transformers import AutoConfig
 
-    def offline(path):
+    def offline(path, trust_remote_code):
         raise OSError(f"We couldn't connect to the hub for {path}")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)

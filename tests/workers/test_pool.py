@@ -336,7 +336,7 @@ class TestTrust:
 class TestProcesses:
     def test_the_same_interpreter_finds_the_same_modules(self, make, monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-        names = ["numpy", "mmrl", "torch"]
+        names = ["numpy", "mmrl.errors", "torch"]
         (answer,) = make().map(lambda row: do("modules", names=names), 1, 20.0)
         assert answer.fields["loaded"] == []  # messages without arrays need no numpy
         assert str(tmp_path) in answer.fields["path"]

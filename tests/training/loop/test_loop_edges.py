@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from mmrl.errors import RunError
 from mmrl.training import update
 from mmrl.training.evaluation import Evaluation
-from mmrl.training.recipe import Step
 from mmrl.training.settings import CheckpointConfig, EvaluationConfig, ReferenceConfig
 from tests.training.conftest import weights
 
@@ -98,20 +97,11 @@ def test_graph_of_a_micro_batch_is_let_go_after_its_backward_pass(make_trainer, 
     assert len(alive) == 6  # three groups of four rows, each in two parts
 
 
-def test_processes_take_as_many_steps_as_the_one_with_the_fewest_groups(make_trainer, monkeypatch):
-    trainer = make_trainer(minibatches_per_step=3)
-    rollouts, _ = trainer.collect()
-    assert len(trainer.updater._minibatches(rollouts, Step(), 0)) == 3
-    monkeypatch.setattr(update, "merge_lists", lambda items, _: [*items, 2])
-    parts = trainer.updater._minibatches(rollouts, Step(), 0)
-    assert [part.num_groups for part in parts] == [2, 1]
-
-
 def test_metrics_travel_between_processes_without_tensors(make_trainer, monkeypatch):
     sent = []
     monkeypatch.setattr(update, "merge_lists", lambda items, _: sent.extend(items) or items)
     make_trainer().train_step()
-    (metrics,) = sent
+    metrics = sent[-1]
     assert {type(number) for metric in metrics.values() for number in (metric.total, metric.weight)} == {float}
 
 

@@ -25,6 +25,7 @@ def main(preset: str, micro_batch: int, output: Path) -> None:
             tasks_per_step=6,
             samples_per_task=4,
             learning_rate=0.1,
+            adam_eps=1.0,  # so that the rounding of a gradient near 0 is no whole step
             micro_batch=micro_batch,
             skip_zero_advantage_groups=accelerator.num_processes > 1,
         ),
@@ -33,6 +34,7 @@ def main(preset: str, micro_batch: int, output: Path) -> None:
     with torch.no_grad():
         rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step()), Step())
     rollouts.mask[::3, 2:] = 0.0  # ragged rows, so that ranks hold different numbers of tokens
+    rollouts.reward[:] = torch.arange(24.0) % 4  # each group has a gradient
     rollouts.reward[5] = float("nan")
     if recipe.objective.kl is None:
         rollouts.reward[rollouts.group % 2 == 1] = 1.0  # the second process has nothing to learn from
