@@ -1,4 +1,5 @@
 import os
+import signal
 
 import pytest
 
@@ -14,3 +15,15 @@ def chat_server():
     """A chat endpoint with `url`, `requests` and `answers`."""
     with running_chat_server() as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """What a test leaves behind as a handler would answer the signals of later tests."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    after = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, before[number])
+    assert after == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -17,7 +16,6 @@ class RewardService:
     """Calls reward functions; requests are of the kinds load, together and row."""
 
     def __init__(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def hello(self) -> dict[str, Any]:

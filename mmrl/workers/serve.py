@@ -178,6 +178,7 @@ def _leave() -> None:
 
 def main(service: str, options: Mapping[str, Any]) -> None:
     """Serve requests until the input closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the pool ends this one
     family.adopt_orphans()
     pipes = Pipes(float(options.get("watchdog_s", 0.0)))
     sys.meta_path.insert(0, ImportNotes(pipes))  # type: ignore[arg-type]

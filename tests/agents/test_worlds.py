@@ -1,4 +1,5 @@
 import json
+import signal
 import sys
 from itertools import product
 
@@ -202,6 +203,7 @@ def test_minigrid_is_seen_as_images_and_acted_on_by_name():
     pytest.importorskip("minigrid")
     kwargs = {"id": "MiniGrid-Empty-5x5-v0", "max_steps": 9}
     env = open_environment("mmrl.agents.environments.minigrid:make", kwargs, {})
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # opened in one's own process, Ctrl-C works
     assert list(env.actions) == ["left", "right", "forward", "pickup", "drop", "toggle", "done"]
     observation, _ = env.reset({}, 1)
     assert observation.text == "get to the green goal square"

@@ -349,6 +349,13 @@ class TestProcesses:
         assert str(tmp_path) not in answer.fields["path"]
         assert answer.fields["path"][0] == os.getcwd()
 
+    def test_ctrl_c_in_the_terminal_leaves_the_services_to_their_pool(self, make):
+        pool = make()
+        pool.start()
+        os.kill(*pool.processes(), signal.SIGINT)
+        assert run(pool, ["echo"]) == [0]
+        assert pool.counts == COUNTS
+
     def test_close_lets_services_close_and_leaves_no_process(self, make, tmp_path):
         pool = make(2, options={"marks": str(tmp_path)}, closing_s=5.0)
         pool.start()

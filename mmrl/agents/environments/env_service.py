@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,6 @@ class EnvService:
     """
 
     def __init__(self, env: Environment) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._env = env
 
     def hello(self) -> dict[str, Any]:
