@@ -13,10 +13,10 @@ end.
 r_t are the environment's own rewards of the chunk's control steps, and R_{-1} = 0. `reward.success` pays the chunk that
 solves the task, `reward.environment` the environment's own rewards, and `reward.potential` what a chunk added to its
 reward, for simulators whose reward says how far the task has come (in the tabletop tasks from 0 to 1).
-`shuffle_success` is the control: the successes of a batch are
-shuffled among the episodes of a task, so that learning with it does not come from success. A success ends its episode,
-and early pay is discounted less, so short episodes would still look better; the control therefore pays as if at the
-horizon, r gamma^(C - 1 - k) in chunk k of at most C.
+`shuffle_success` is the control: the successes of a batch, of all processes, are shuffled among the episodes of a task,
+so that learning with it does not come from success. A success ends its episode, and early pay is discounted less, so
+short episodes would still look better; the control therefore pays as if at the horizon, r gamma^(C - 1 - k) in chunk k
+of at most C.
 
 Shapes: B episodes, C chunks, S entries of the full state, K task names.
 
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
@@ -43,7 +43,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams
+from mmrl.training.processes import Streams, make_generator
 from mmrl.training.recipe import LossTerm, Passes, Step
 from mmrl.training.settings import TrainerConfig
 from robotics.episodes.payload import EpisodePayload
@@ -316,13 +316,14 @@ class RobotPpoRecipe(RobotRecipe):
         payload = EpisodePayload.of(rollouts)
         chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
         turn = chunks.repeat_interleave(self._decisions_of_chunk)
-        rewards = self._rewards(payload)
+        return _paid(rollouts.replace(turn=turn.expand_as(rollouts.mask).contiguous()), self._rewards(payload))
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """See `RobotRecipe.score`; the control pays shuffled successes."""
         if self.config.shuffle_success:
-            rewards = self._shuffled_rewards(rollouts, streams.shared("shuffle"))
-        return rollouts.replace(
-            turn=turn.expand_as(rollouts.mask).contiguous(),
-            extras={"decision_reward": _at_last_decisions(rewards, rollouts.mask)},
-        )
+            generator = make_generator(self.config.seed, "shuffle", step.number)
+            rollouts = _paid(rollouts, self._shuffled_rewards(rollouts, generator))
+        return super().score(rollouts, step)
 
     def _rewards(self, payload: EpisodePayload) -> Tensor:
         return chunk_rewards(payload, self._weights)
@@ -330,8 +331,10 @@ class RobotPpoRecipe(RobotRecipe):
     def _shuffled_rewards(self, rollouts: Rollouts, generator: torch.Generator) -> Tensor:
         """(B, C) rewards of the control; equal returns from any chunk, whenever the episode ended."""
         payload = EpisodePayload.of(rollouts)
-        tasks = [payload.episodes[index].task for index in rollouts.group.tolist()]
-        shuffled = shuffled_successes(payload.success, payload.failed, tasks, generator)
+        groups = rollouts.group.tolist()
+        tasks = [payload.episodes[index].task for index in groups]
+        rows = _Rows(payload.success.tolist(), payload.failed.tolist(), tasks, groups)
+        shuffled = torch.tensor(_shuffled_everywhere(rows, generator), device=payload.success.device)
         rewards = self._rewards(dataclasses.replace(payload, success=shuffled))
         gamma = getattr(self.objective.advantage, "gamma", 1.0)
         last = math.ceil(self.sim.horizon / (self.config.acting.n_action_steps or self.policy.chunk)) - 1
@@ -390,6 +393,38 @@ def shuffled_successes(success: Tensor, failed: Tensor, tasks: Sequence[str], ge
         order = torch.randperm(len(places), generator=generator, device=generator.device).to(places.device)
         shuffled[places] = success[places[order]]
     return shuffled
+
+
+class _Rows(NamedTuple):
+    """Episodes of one process or of all processes, B entries each."""
+
+    success: list[bool]
+    failed: list[bool]
+    """Whether the environment failed."""
+    tasks: list[str]
+    groups: list[int]
+
+
+def _shuffled_everywhere(mine: _Rows, generator: torch.Generator) -> list[bool]:
+    """Successes of these rows, shuffled among the rows of all processes in the order in which one process has them."""
+    state = PartialState()
+    parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))
+    places = [(group * len(parts) + rank, rank) for rank, part in enumerate(parts) for group in part.groups]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    success, failed, tasks = ([value for part in parts for value in part[column]] for column in range(3))
+    found = shuffled_successes(
+        torch.tensor([success[row] for row in order]),
+        torch.tensor([failed[row] for row in order]),
+        [tasks[row] for row in order],
+        generator,
+    )
+    own = state.process_index if len(parts) > 1 else 0
+    return [value for row, value in zip(order, found.tolist(), strict=True) if places[row][1] == own]
+
+
+def _paid(rollouts: Rollouts, rewards: Tensor) -> Rollouts:
+    """The rollouts with the rewards (B, C) of their chunks."""
+    return rollouts.replace(extras={"decision_reward": _at_last_decisions(rewards, rollouts.mask)})
 
 
 def _at_last_decisions(rewards: Tensor, mask: Tensor) -> Tensor:

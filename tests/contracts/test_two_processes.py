@@ -18,10 +18,13 @@ from mmrl.recipes import RECIPES
 from mmrl.training.processes import make_accelerator, merge_in_turn
 from mmrl.training.trainer import Trainer
 from tests.contracts.domains import domain_of, weights
+from tests.contracts.options import with_changes
 
 STEPS, PROCESSES, LIMIT_S = 3, 2, 240
 QUICK = ("sft", "agent_clone", "flow_pretrain", "robot_ppo", "flow3d")
 """One for each package; the others take as long and are run with the slow tests."""
+CONTROLS = {"robot_ppo-shuffled": ("robot_ppo", {"reward.potential": 0.0, "shuffle_success": True})}
+"""Further runs: a recipe and its options."""
 
 
 def train(config: Any, folder: Path) -> dict[str, Any]:
@@ -83,13 +86,14 @@ def train_in_two(config: Any, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*RECIPES, *CONTROLS)]
 )
 def test_two_processes_sample_and_learn_what_one_does(name, tmp_path):
+    name, changes = CONTROLS.get(name, (name, {}))
     domain = domain_of(name)
     for module in domain.needs:
         pytest.importorskip(module)
-    config = domain.make_config(name, tmp_path)
+    config = with_changes(domain.make_config(name, tmp_path), changes)
     config.trainer.steps, config.trainer.tasks_per_step, config.trainer.threads = STEPS, 4, 1
     config.trainer.adam_eps, config.trainer.learning_rate = 1.0, 0.1  # so that no rounding of a gradient turns a sign
     config.validate()

@@ -116,7 +116,7 @@ def test_the_control_pays_as_many_successes_and_counts_the_real_ones(tmp_path):
     paid, counted = {}, {}
     for shuffle in (False, True):
         recipe = RobotPpoRecipe(ppo(tmp_path / str(shuffle), shuffle_success=shuffle))
-        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], Streams(0), Step())
+        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:12], Streams(0), Step()), Step())
         paid[shuffle] = rollouts.extras["decision_reward"].sum(1) > 0
         counted[shuffle] = EpisodePayload.of(rollouts).success
     assert torch.equal(counted[False], counted[True])
@@ -130,6 +130,7 @@ def test_the_control_does_not_favour_episodes_that_end_early(tmp_path):
     lengths = set()
     for seed in range(8):
         rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], Streams(seed), Step())
+        rollouts = recipe.score(rollouts, Step(seed))
         steps = EpisodePayload.of(rollouts).steps
         rewards = rollouts.extras["decision_reward"].reshape(*steps.shape, -1).sum(-1)
         returns = (rewards * gamma ** torch.arange(steps.shape[1])).sum(1)
