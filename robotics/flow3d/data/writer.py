@@ -170,12 +170,14 @@ class FlowWriter:
         self.folder = expanded(Path(folder))
         self.settings = settings or ShardSettings()
         check_fields(self.settings, "shards")
-        self.info = self._open(num_frames, grid, title)
-        self._release = hold_folder(self, self.folder)
         self._schema = clip_schema(num_frames, grid)
         self._numbers: dict[str, int] = {}
         self._journals: dict[str, _Journal] = {}
+        self._closed = False
+        self._open(num_frames, grid, title)  # before the lock, which makes the folder
+        self._release = hold_folder(self, self.folder)
         try:
+            self.info = self._open(num_frames, grid, title)  # another writer may have finished in between
             remove_drafts(self.folder)
             for split, number, path in numbered(self.folder, SHARD):
                 self._count(split, number, path, read_tally(path))
@@ -194,7 +196,10 @@ class FlowWriter:
 
         Raises:
             UserError: T or N differ, the split has an invalid name, or the clip cannot be stored.
+            ValueError: the writer is closed.
         """
+        if self._closed:
+            raise ValueError(f"the writer of {self.folder} is closed; a new one on the folder appends")
         shape = (self.info.num_frames, self.info.grid, self.info.grid, 4)
         if clip.flow.shape != shape:
             raise UserError(f"the clip's flow has the shape {clip.flow.shape}; {self.folder} has flows of {shape}")
@@ -210,7 +215,10 @@ class FlowWriter:
             self._write_summary()
 
     def close(self) -> None:
-        """Finish the shards that are not full."""
+        """Finish the shards that are not full; called again it does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         for journal in list(self._journals.values()):
             self._finish(journal)
         self._write_summary()

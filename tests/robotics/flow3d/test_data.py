@@ -14,6 +14,7 @@ import pytest
 from mmrl.errors import UserError
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.data import DatasetInfo, FlowReader, FlowWriter, ShardSettings
+from robotics.flow3d.data import writer as writer_module
 from robotics.flow3d.data.format import depth_unit, quantile_of
 from robotics.toy.drifted_clips import drifted_clips
 from tests.robotics.flow3d.some_clips import a_clip
@@ -146,6 +147,41 @@ def test_a_journal_is_read_up_to_where_it_breaks_off(tmp_path):
     del writer  # killed
     FlowWriter(tmp_path / "clips", num_frames=3, grid=2)
     assert seeds(FlowReader(tmp_path / "clips")) == [0, 1]
+
+
+def test_a_closed_writer_takes_no_clips_and_leaves_the_folder_to_the_next(tmp_path):
+    folder = tmp_path / "clips"
+    first = FlowWriter(folder, num_frames=3, grid=2)
+    first.add(a_clip(0))
+    first.close()
+    with FlowWriter(folder, num_frames=3, grid=2) as second:
+        second.add(a_clip(1))
+        second.close()
+        first.close()
+        with pytest.raises(ValueError, match=r"the writer of .*clips is closed; a new one on the folder appends"):
+            first.add(a_clip(2))
+    assert seeds(FlowReader(folder)) == [0, 1]
+    assert sum(DatasetInfo.read(folder).shards.values()) == 2
+
+
+@pytest.mark.parametrize(("grid", "refused"), [(2, False), (3, True)])
+def test_a_writer_reads_what_another_wrote_before_it_had_the_folder(grid, refused, tmp_path, monkeypatch):
+    folder, held = tmp_path / "clips", writer_module.hold_folder
+
+    def after_another(writer, path):
+        monkeypatch.setattr(writer_module, "hold_folder", held)
+        with FlowWriter(path, num_frames=3, grid=2, title="Theirs") as other:
+            other.add(a_clip(0))
+        return held(writer, path)
+
+    monkeypatch.setattr(writer_module, "hold_folder", after_another)
+    if refused:
+        with pytest.raises(UserError, match="has clips of T=3 and N=2, not T=3 and N=3"):
+            FlowWriter(folder, num_frames=3, grid=grid)
+    else:
+        FlowWriter(folder, num_frames=3, grid=grid).close()
+    assert DatasetInfo.read(folder).title == "Theirs"
+    FlowWriter(folder, num_frames=3, grid=2).close()  # the lock was given back
 
 
 def test_a_journal_whose_shard_is_there_is_not_counted_twice(folder):
