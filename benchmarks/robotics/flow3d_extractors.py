@@ -16,11 +16,11 @@ import numpy as np
 from mmrl.errors import RunError, UserError
 from mmrl.files import replaced, write_atomically
 from robotics.data.layout import write_json
-from robotics.flow3d.clip import grid_in_mask
+from robotics.flow3d.clip import grid_in_box, grid_in_mask
 from robotics.flow3d.extract.backends import Tracks
 from robotics.flow3d.extract.camera import grey_frames, klt_tracks
 from robotics.flow3d.extract.depth import DenoisedDepth
-from robotics.flow3d.extract.detectors import EarlyMotion, RevealedDepth
+from robotics.flow3d.extract.detectors import RevealedDepth
 from robotics.flow3d.extract.extractor import lifted
 from robotics.flow3d.extract.rigid_chain import RigidChain
 from robotics.flow3d.extract.simulated import SimSegmentation, SimState
@@ -297,6 +297,56 @@ class ClassicalFlow:
         return Tracks(tracks, alive.astype(np.float64))
 
 
+@dataclass(frozen=True)
+class EarlyMotion:
+    """The public code's rule: the box of points that move far, but not early.
+
+    Source: Hoyyyaard/3DFlowAction preprocess/BridgeV2/moving_obj_det_pipeline.py, for images of 256 x 256; here lengths
+        in pixels scale with the image. The paper masks the gripper by segmentation instead of by early motion.
+    """
+
+    tracker: Tracker
+    """Follows the grid; CoTracker in the public code."""
+    grid: int = 32
+    """Points a side over the whole image."""
+    early_frame: int = 5
+    """Frame by which a point of the gripper has moved."""
+    early_px: float = 1.0
+    """Displacement of a gripper point by then, in an image of 256 pixels."""
+    least_px: float = 10.0
+    """Displacement of the object, in an image of 256 pixels."""
+    largest_share: float = 0.25
+    """Largest share of the image that the box may cover."""
+
+    def detect(self, video: RgbdVideo) -> BoolArray:
+        """Mask the box; see `Detector`."""
+        width, height = video.size_px
+        scale = width / PUBLIC_SIDE_PX
+        points = grid_in_box((0, 0, width - 1e-3, height - 1e-3), self.grid).reshape(-1, 2)
+        tracks = self.tracker.track(video, np.ones((height, width), dtype=bool), points).uv_px
+        early = min(self.early_frame, len(video) - 1)
+        moving = moving_points(tracks, early, self.early_px * scale, self.least_px * scale)
+        box = np.concatenate([points[moving].min(0), points[moving].max(0)])
+        area = (box[2] - box[0]) * (box[3] - box[1])
+        if area > self.largest_share * width * height:
+            raise RejectedVideo("no_moving_object", f"the box covers {area / (width * height):.2f} of the image")
+        left, top = (int(np.clip(np.floor(box[axis]), 0, side - 1)) for axis, side in ((0, width), (1, height)))
+        mask = np.zeros((height, width), dtype=bool)
+        mask[top : max(top + 1, int(np.ceil(box[3]))), left : max(left + 1, int(np.ceil(box[2])))] = True
+        return mask
+
+
+def moving_points(uv_px: FloatArray, early_frame: int, early_px: float, least_px: float) -> BoolArray:
+    """Which of the tracks (L, n, 2) move far, but less than `early_px` until `early_frame`: (n,)."""
+    rested = np.linalg.norm(uv_px[early_frame] - uv_px[0], axis=-1) < early_px
+    moved = np.linalg.norm(uv_px[-1] - uv_px[0], axis=-1)
+    farthest = moved[rested].max() if rested.any() else 0.0
+    if farthest < least_px:
+        raise RejectedVideo("no_moving_object", f"points move by {farthest:.1f} px at most, must be {least_px:.1f}")
+    moving: BoolArray = rested & (moved > (farthest - moved[rested].min()) / 4)
+    return moving
+
+
 BACKENDS: dict[str, tuple[Detector, Tracker]] = {
     "revealed_depth + rigid_chain": (RevealedDepth(), RigidChain()),
     "paper's rule + KLT": (EarlyMotion(ClassicalFlow()), ClassicalFlow()),
@@ -305,6 +355,8 @@ BACKENDS: dict[str, tuple[Detector, Tracker]] = {
 FOUND = 0.5
 """Overlap of the masks above which an object counts as found."""
 TRIES = 10
+PUBLIC_SIDE_PX = 256
+"""Side of the images that the public code's distances are for."""
 COLUMNS = (
     ("found", 2),
     ("refused", 2),

@@ -64,8 +64,6 @@ class IkSolution:
     """Whether both errors are within the tolerances."""
     position_error_m: float
     angle_error_rad: float
-    iterations: int
-    """Steps taken, over all starts."""
 
 
 @dataclass(frozen=True)
@@ -138,15 +136,13 @@ class ArmIk:
         """Search for angles that bring the grip to a pose (4, 4), from `start_rad` (J,), moved inside the limits."""
         rng = np.random.default_rng(0)
         best = self._descend(T_world_grip, start_rad)
-        taken = best.iterations
         for _ in range(restarts):
             if best.reached:
                 break
             found = self._descend(T_world_grip, rng.uniform(self.low_rad, self.high_rad))
-            taken += found.iterations
             if found.reached or _error(found, self.settings) < _error(best, self.settings):
                 best = found
-        return IkSolution(best.joint_rad, best.reached, best.position_error_m, best.angle_error_rad, taken)
+        return best
 
     def follow(self, T_world_grip: FloatArray, start_rad: FloatArray, *, stop_early: bool = True) -> JointPath:
         """Angles along poses (M, 4, 4), each starting from the previous solution; the first one may be far away."""
@@ -190,7 +186,7 @@ class ArmIk:
             if total < (1 - PROGRESS) * best:
                 best, improved = total, steps
         reached = errors[0] <= settings.position_tolerance_m and errors[1] <= settings.angle_tolerance_rad
-        return IkSolution(configuration.q[self._columns], reached, *errors, steps)
+        return IkSolution(configuration.q[self._columns], reached, *errors)
 
     def _errors(self, T_world_grip: FloatArray) -> tuple[float, float]:
         data = self._configuration.data

@@ -16,7 +16,7 @@ _NAMES = {
     "robotics.flow3d.extract.backends": ("DepthSource", "Detector", "Tracker", "Tracks"),
     "robotics.flow3d.extract.building": ("build_from_folder", "build_from_lerobot"),
     "robotics.flow3d.extract.depth": ("DenoisedDepth", "ModelDepth", "SensorDepth"),
-    "robotics.flow3d.extract.detectors": ("EarlyMotion", "RevealedDepth"),
+    "robotics.flow3d.extract.detectors": ("RevealedDepth",),
     "robotics.flow3d.extract.extractor": ("FlowExtractor", "QualityLimits"),
     "robotics.flow3d.extract.models": (
         "FunctionDepth",

@@ -1,10 +1,10 @@
 """Backends that are models: Grounding DINO and SAM 2 of transformers, or a user's own functions.
 
 Grounding DINO finds a box by words, SAM 2 masks the object in a box. As in the paper, the gripper is masked before
-points are chosen by their motion:
+the object is looked for:
 
     words = GroundedMask("IDEA-Research/grounding-dino-tiny", "facebook/sam2.1-hiera-tiny", "robot gripper. hand.")
-    detector = WithoutGripper(EarlyMotion(tracker, gripper=True), words)
+    detector = WithoutGripper(RevealedDepth(), words)
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class GroundedMask:
 
 @dataclass(frozen=True)
 class SegmentedBox:
-    """Segments the object in the box of another detector, such as `EarlyMotion`."""
+    """Segments the object in the box of another detector."""
 
     inner: Detector
     """Finds the box."""
@@ -126,7 +126,7 @@ class WithoutGripper:
     """Masks gripper or hand first and excludes it from the inner detector."""
 
     inner: Detector
-    """Finds the object, outside of `RgbdVideo.gripper_mask`: `RevealedDepth`, or `EarlyMotion` with gripper=True."""
+    """Finds the object, outside of `RgbdVideo.gripper_mask`, such as `RevealedDepth`."""
     gripper: Detector
     """Finds gripper or hand; where it finds none, nothing is excluded."""
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.kinematics import IkSettings
-from robotics.flow3d.plan.chunk_solver import ChunkSettings
 from robotics.flow3d.plan.execution import ExecutionSettings
 from robotics.flow3d.plan.reach import ReachSettings
 from robotics.flow3d.plan.rendering import RENDERERS, REPLAY
@@ -42,12 +41,6 @@ class PlannerConfig:
     """Execute the plan with the highest score when none is accepted, or stop."""
     when_unverified: str = rare(choice("stop", ("best", "stop")))
     """The same where the verifier could not judge, such as when its server is down."""
-    solver: str = rare(choice("closed_form", ("closed_form", "chunk")))
-    """closed_form follows the fitted motion; chunk refines it by the paper's optimisation, seconds a grasp."""
-    chunk: ChunkSettings = rare(field(default_factory=ChunkSettings))
-    """Weights and bounds of the solver chunk."""
-    refined_grasps: int = rare(bounded(1, at_least=1))
-    """Grasps, those with the least joint path, that the solver chunk refines."""
     check_collisions: bool = rare(True)
     """Keep arm and hand clear of support, object and scene."""
     ik: IkSettings = rare(field(default_factory=IkSettings))

@@ -9,15 +9,14 @@ from functools import partial
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.flow3d.clip import FlowClip, Observation
-from robotics.flow3d.geometry import BoolArray, FloatArray, apply_pose
+from robotics.flow3d.clip import Observation
+from robotics.flow3d.geometry import BoolArray, FloatArray
 from robotics.flow3d.kinematics import ArmIk, FlowArm
-from robotics.flow3d.plan.chunk_solver import refined_plans
 from robotics.flow3d.plan.clouds import hidden_points, normals_towards, scene_cloud
 from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.grasps import PROPOSERS, Grasp, GraspProposer, ObjectSurface
 from robotics.flow3d.plan.prediction import one_line
-from robotics.flow3d.plan.reach import ArmClearance, GraspPlan, Obstacles, ReachChecks, choose_grasps, held_path
+from robotics.flow3d.plan.reach import ArmClearance, Obstacles, ReachChecks, choose_grasps, held_path
 from robotics.flow3d.plan.result import Failure, PlanFailed, PlanRound, PlanTry
 from robotics.flow3d.plan.vlm import PartFinder
 
@@ -60,8 +59,6 @@ class GraspSearch:
         for proposers in self.proposers:
             grasps = self._propose(proposers, round_.observation, each.motion.points_world_m, part_m)
             plans, why = choose_grasps(grasps, each.motion.T_t_0_world, checks)
-            if self.config.solver == "chunk":
-                plans = self._refined(plans, grasps, round_, each, checks)
             if plans:
                 each.plans = plans
                 return
@@ -72,25 +69,6 @@ class GraspSearch:
         else:
             where = "" if part_m is None else f", and no grasp is within {PART_REACH_M:g} m of the chosen part"
             each.failure, each.detail = Failure.NO_GRASP, f"the gripper opens {self.arm.max_opening_m:g} m{where}"
-
-    def _refined(
-        self, plans: list[GraspPlan], grasps: list[Grasp], round_: PlanRound, each: PlanTry, checks: ReachChecks
-    ) -> list[GraspPlan]:
-        """Plans with refined motions first; without any plans, start from grasps that can be reached at least."""
-        assert each.motion is not None
-        count, config = self.config.refined_grasps, self.config
-        starts = plans or choose_grasps(grasps, np.zeros((0, 4, 4)), checks)[0]
-        clip = FlowClip(round_.observation, round_.points, each.flow)
-        refined = refined_plans(
-            starts[:count],
-            each.motion,
-            apply_pose(round_.observation.T_world_cam, clip.flow_cam_m),
-            clip.points_world_m,
-            checks,
-            settings=config.chunk,
-            chunk=config.execution.chunk,
-        )
-        return refined + plans[count:]
 
     def _part(self, round_: PlanRound) -> FloatArray | None:
         """(3,) point on the part to grasp, found once a round; None for any part."""

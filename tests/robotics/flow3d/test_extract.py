@@ -7,12 +7,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.robotics.flow3d_extractors import ClassicalFlow, score_detector, score_tracker
+from benchmarks.robotics.flow3d_extractors import (
+    ClassicalFlow,
+    EarlyMotion,
+    moving_points,
+    score_detector,
+    score_tracker,
+)
 from mmrl.errors import UserError
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.drawing import draw_flow, flow_strip
 from robotics.flow3d.extract import (
-    EarlyMotion,
     FlowExtractor,
     FunctionDepth,
     FunctionTracker,
@@ -24,7 +29,7 @@ from robotics.flow3d.extract import (
     read_rgbd_folder,
 )
 from robotics.flow3d.extract.camera import klt_tracks
-from robotics.flow3d.extract.detectors import depth_noise_m, moving_points
+from robotics.flow3d.extract.depth import depth_noise_m
 from robotics.flow3d.extract.rigid_chain import align_to_surface, surface_normals
 from robotics.flow3d.geometry import angle_rad, apply_pose, intrinsics, make_pose, project
 from tests.robotics.flow3d.rgbd_scene import rgbd_video

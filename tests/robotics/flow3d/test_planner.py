@@ -13,7 +13,6 @@ from PIL import Image
 from mmrl.errors import ConfigError, RunError, UserError
 from robotics.flow3d.flow_model import FixedFlow, clip_of_points
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
-from robotics.flow3d.plan.chunk_solver import ChunkSettings
 from robotics.flow3d.plan.config import PlannerConfig
 from robotics.flow3d.plan.execution import ExecutionSettings, drift_of
 from robotics.flow3d.plan.grasps import Grasp
@@ -265,19 +264,6 @@ def test_only_grasps_at_the_chosen_part_are_taken_and_without_a_part_it_ends():
             unknown = planner(StraightModel(GOAL), part=part, verifier=verifier).run(FakeRobot(BenchArm("panda")))
             assert unknown.failure is Failure.NO_PART
             assert len(unknown.tries) == 1
-
-
-def test_the_solver_chunk_gets_the_object_there_too():
-    chunk = ChunkSettings(iterations=8, keypoints=6, reach_weight=0.0, rest_weight=1.5)
-    config = PlannerConfig(solver="chunk", chunk=chunk, execution=ExecutionSettings(chunk=8))
-    results = {}
-    for name, each in (("closed", PlannerConfig()), ("chunk", config)):
-        robot = FakeRobot(BenchArm("panda"))
-        results[name] = planner(clip_to(GOAL, frames=3), config=each).run(robot)
-        assert results[name].executed, (results[name].failure, results[name].detail)
-        assert np.linalg.norm(robot.centre - GOAL) < 0.02
-    motions = [result.rounds[0].plan.T_t_0_world for result in results.values()]
-    assert 1e-5 < np.abs(motions[0] - motions[1]).max() < chunk.shift_m
 
 
 def test_a_simulator_draws_the_outcome_and_its_errors_end_nothing():
