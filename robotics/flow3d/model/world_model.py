@@ -25,8 +25,9 @@ from robotics.flow3d.model.dit import FactoredDit, TrajectoryDit
 from robotics.flow3d.model.processes import guided, make_process
 from robotics.flow3d.model.settings import BodyConfig, ConditionConfig, FlowModelConfig, ProcessConfig, UnetConfig
 from robotics.policies.base.encoder import Vocabulary
+from robotics.policies.base.saved import WEIGHTS_FILE, check_fitting
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+CONFIG_FILE = "config.json"
 FOLDERS = ("text", "vision")
 """Options of the context that name folders of frozen models."""
 VOCABULARY_FILE = "vocabulary.json"
@@ -53,12 +54,14 @@ def read_config(folder: Path) -> FlowModelConfig:
             if isinstance(parts["condition"].get(name), dict):
                 parts["condition"][name] = base_path(parts["condition"][name], folder)
         parts["body"]["unet"] = UnetConfig(**parts["body"]["unet"])
-        return FlowModelConfig(
+        config = FlowModelConfig(
             FlowEncoding(**parts["encoding"]),
             BodyConfig(**parts["body"]),
             ConditionConfig(**parts["condition"]),
             ProcessConfig(**parts["process"]),
         )
+        check_config(config, "model")
+        return config
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is not that of a world model: {error!r}") from error
 
@@ -272,10 +275,11 @@ class FlowWorldModel(nn.Module):
         Raises:
             UserError: no such folder, or a damaged one.
         """
-        path = model_folder(str(path))
-        vocabulary = Path(path) / VOCABULARY_FILE
-        model = cls(read_config(Path(path)), Vocabulary.load(vocabulary), load_pretrained=False)
-        model.load_weights(path)
+        folder = Path(model_folder(str(path)))
+        config, words = read_config(folder), Vocabulary.load(folder / VOCABULARY_FILE)
+        check_fitting(lambda: _parts(config, words), dataclasses.asdict(config), folder)
+        model = cls(config, words, load_pretrained=False)
+        model.load_weights(folder)
         return model
 
     def load_weights(self, path: Path | str) -> None:
@@ -308,6 +312,14 @@ class FlowWorldModel(nn.Module):
 def sample_seeds(seed: int, count: int) -> Tensor:
     """(count,) int64 seeds of samples; the first ones do not depend on the count."""
     return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def _parts(config: FlowModelConfig, vocabulary: Vocabulary) -> nn.ModuleDict:
+    """The parts whose sizes the options alone determine; the width of CLIP's context is that of its towers too."""
+    parts: dict[str, nn.Module] = {"body": _make_body(config, load_pretrained=False)}
+    if config.condition.kind != "clip":
+        parts["context"] = make_context(config.condition, vocabulary)
+    return nn.ModuleDict(parts)
 
 
 def _make_body(config: FlowModelConfig, load_pretrained: bool) -> nn.Module:

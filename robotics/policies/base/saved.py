@@ -99,16 +99,22 @@ def read_units(path: Path, policy: Scaled) -> None:
 
 
 def build_fitting(make: Callable[[], ModuleT], entries: Mapping[str, Any], path: Path) -> ModuleT:
-    """Make a module from a folder's entries, after making sure that its weights have the sizes that these name.
+    """Make a module from a folder's entries, after `check_fitting`."""
+    check_fitting(make, entries, path)
+    return make()
 
-    It is first made without memory and compared with the shapes in the file.
+
+def check_fitting(make: Callable[[], nn.Module], entries: Mapping[str, Any], path: Path) -> None:
+    """Make sure that a folder's weights have the sizes that its entries name.
+
+    The module, or a part of it, is made without memory and compared with the shapes in the file.
 
     Raises:
         UserError: an entry is larger than the weights have room for, or the shapes are others.
     """
     shapes = check_sizes(entries, path)
     if not shapes:
-        return make()  # reading the weights says what is wrong with them
+        return  # reading the weights says what is wrong with them
     with torch.device("meta"):
         own = {name: tuple(value.shape) for name, value in make().state_dict().items()}
     wrong = [name for name, shape in own.items() if shapes.get(name, shape) != shape]
@@ -118,7 +124,6 @@ def build_fitting(make: Callable[[], ModuleT], entries: Mapping[str, Any], path:
     expected, found = (sum(map(math.prod, sizes.values())) for sizes in (own, shapes))
     if expected > 2 * found + SMALL:
         raise UserError(f"the weights in {path} have {found} numbers, its configuration asks for {expected}")
-    return make()
 
 
 def check_sizes(entries: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:

@@ -8,8 +8,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mmrl.errors import UserError
+from robotics.flow3d.model.settings import BODIES
+from robotics.flow3d.model.world_model import FlowWorldModel, read_config
 from robotics.methods.video_encoder import VideoEncoder, VideoEncoderConfig
 from robotics.policies.base.policy import open_policy
+from tests.robotics.flow3d.model.builders import tiny_model
 from tests.robotics.policies.builders import make_flow, make_gaussian, make_small
 
 MAKE = {"small": make_small, "gaussian": make_gaussian, "flow": make_flow}
@@ -84,3 +87,22 @@ def test_sizes_of_a_video_encoder(tmp_path):
         refused(lambda: VideoEncoder.from_pretrained(tmp_path))
         file.write_text(good)
     VideoEncoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_sizes_of_a_world_model(body, tmp_path):
+    tiny_model(body).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    good = file.read_text()
+    places = [*integers(json.loads(good))]
+    assert len(places) >= 15
+    size = ("body", "unet", "channels") if body == "unet_motion" else ("body", "width")
+    cases = [(place, value) for place in places for value in (10**12, 32 * 10**8)]
+    for place, value in [*cases, (size, 4096)]:  # the last is no larger than the weights, but their shapes are others
+        changed(file, place, value)
+        refused(lambda: FlowWorldModel.from_pretrained(tmp_path))
+        file.write_text(good)
+    changed(file, ("condition", "heads"), 7)
+    assert "model.condition.width is 16; must be a multiple of 56" in refused(lambda: read_config(tmp_path))
+    file.write_text(good)
+    FlowWorldModel.from_pretrained(tmp_path)
