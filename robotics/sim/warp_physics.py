@@ -33,6 +33,8 @@ VARIED = (
 """Physics fields in which a variant's model may differ; see `robotics.scenes.variations`."""
 UNLIMITED = 1e10
 """Positions and velocities beyond it have diverged; MuJoCo's mjMAXVAL."""
+CONTACTS, CONSTRAINTS = 96, 384
+"""Most contacts and rows of constraints of a scene, several times those of the table scenes."""
 HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
 """Not overflows: the solver stopped at its last iteration, as MuJoCo does silently."""
 
@@ -63,9 +65,6 @@ class WarpPhysics:
         scenes: int,
         substeps: int,
         device: str | None = None,
-        *,
-        contacts: int = 96,
-        constraints: int = 384,
     ) -> None:
         self._warp, self._library = find_warp()
         self.device: str = _find_device(self._warp, device)
@@ -77,7 +76,7 @@ class WarpPhysics:
         bits = self._library.OverflowType
         self._harmful = int(bits.ALL) & ~sum(int(getattr(bits, name)) for name in HARMLESS)
         with self._warp.ScopedDevice(self.device):
-            self._worlds = self._put(contacts, constraints)
+            self._worlds = self._put()
             # Compiles what is missing, which a graph must not do while it is captured.
             self._library.step(self._constants, self._worlds)
             if self._warp.get_device(self.device).is_cuda:
@@ -119,7 +118,7 @@ class WarpPhysics:
                 data.qacc_warmstart[:] = accelerations[row]
         return states, sensors, sound
 
-    def _put(self, contacts: int, constraints: int) -> Any:
+    def _put(self) -> Any:
         import mujoco
 
         try:
@@ -132,7 +131,7 @@ class WarpPhysics:
             values = np.repeat(field.numpy()[:1], self._scenes, axis=0)
             setattr(self._constants, name, self._warp.array(values, dtype=field.dtype))
         data = mujoco.MjData(self._model)
-        return self._library.put_data(self._model, data, nworld=self._scenes, nconmax=contacts, njmax=constraints)
+        return self._library.put_data(self._model, data, nworld=self._scenes, nconmax=CONTACTS, njmax=CONSTRAINTS)
 
     def _step(self) -> None:
         for _ in range(self._substeps):

@@ -111,15 +111,17 @@ def test_a_scene_that_diverges_fails_alone():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
-def test_a_full_buffer_is_a_failure_and_not_a_trajectory():
+def test_a_full_buffer_is_a_failure_and_not_a_trajectory(monkeypatch):
     from robotics.scenes.arms import find_arm
     from robotics.scenes.tabletop import PHYSICS_STEPS
     from robotics.scenes.tasks import TabletopScene, find_task
+    from robotics.sim import warp_physics
     from robotics.sim.rollout import ImageRollout
-    from robotics.sim.warp_physics import WarpPhysics
 
+    monkeypatch.setattr(warp_physics, "CONTACTS", 16)
+    monkeypatch.setattr(warp_physics, "CONSTRAINTS", 34)
     scene = TabletopScene(find_task("stack"), find_arm("panda"))
-    physics = WarpPhysics(scene.model, 1, PHYSICS_STEPS, "cpu", contacts=16, constraints=34)
+    physics = warp_physics.WarpPhysics(scene.model, 1, PHYSICS_STEPS, "cpu")
     with ImageRollout(scene.model, scene, 1, None, substeps=PHYSICS_STEPS, physics=physics) as sim:
         sim.reset([0])
         held = np.repeat(sim.data(0).ctrl[None, None], 1, axis=1)
