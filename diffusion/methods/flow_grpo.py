@@ -32,7 +32,7 @@ from diffusion.sampling.trajectories import DiffusionPayload, Trajectories
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import LossTerm, Passes, Step
+from mmrl.training.recipe import LossTerm, Passes, Step, single_update
 
 
 def flow_grpo_objective() -> ObjectiveConfig:
@@ -107,7 +107,10 @@ class GrpoGuardConfig(TrajectoryParts, DiffusionConfig):
 
 
 class OldMeans(LossTerm):
-    """Means and log-densities of the policy that the update starts from, where rounding makes the sampler's differ."""
+    """Means and log-densities of the policy that the update starts from, where rounding makes the sampler's differ.
+
+    A single update has them itself.
+    """
 
     name = "old_means"
     gradient = "never"
@@ -117,11 +120,11 @@ class OldMeans(LossTerm):
 
     def provides(self, step: Step) -> frozenset[str]:
         """The log-densities, which belong to the means."""
-        return frozenset({"logp_old"})
+        return frozenset() if self.recipe.is_old_in_update else frozenset({"logp_old"})
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Evaluate the sampled steps again, in the micro-batches of the update."""
-        if self.recipe.keeps_sampled_logp:
+        if self.recipe.keeps_sampled_logp or self.recipe.is_old_in_update:
             return rollouts
         payload = DiffusionPayload.of(rollouts)
         assert payload.mean_old is not None
@@ -163,13 +166,20 @@ class GrpoGuardRecipe(DiffusionRecipe):
         self.process = Trajectories(self.policy, config.sampler, config.step, precision, keep_mean=True)
         self.terms = [OldMeans(self)]
 
+    @property
+    def is_old_in_update(self) -> bool:
+        """Whether the policy of the loss is the one that the update starts from."""
+        return single_update(self.config.trainer) and not self.keeps_sampled_logp
+
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Old log-density plus the normalised log-ratio, so that the objective's ratio is GRPO-Guard's."""
         payload = DiffusionPayload.of(rollouts)
         assert payload.mean_old is not None
         found = self.process.evaluate(policy, rollouts)
         decisions = found.steps.decisions
-        logp_old = decisions.gather(rollouts.logp_old)
-        ratio = guard_log_ratio(found.logp, logp_old, found.mean, decisions.gather(payload.mean_old), found.std)
+        logp_old, mean_old = (decisions.gather(old) for old in (rollouts.logp_old, payload.mean_old))
+        if self.is_old_in_update:
+            logp_old, mean_old = found.logp.detach(), found.mean.detach()
+        ratio = guard_log_ratio(found.logp, logp_old, found.mean, mean_old, found.std)
         kl_ref = self.process.kl(found, self.loss_reference) if "kl_ref" in outputs else None
         return PolicyOutputs(logp=decisions.scatter(logp_old + ratio), kl_ref=kl_ref)

@@ -92,8 +92,8 @@ class StateCritic(nn.Module):
         self.register_buffer("fitted", torch.zeros((), dtype=torch.bool))
 
     def fit_scale(self, inputs: Tensor) -> None:
-        """Standardise by the mean and deviation of (M, S + 1 + K) inputs; later calls change nothing."""
-        if bool(self.fitted):
+        """Standardise by the mean and deviation of (M, S + 1 + K) inputs; none, and later calls, change nothing."""
+        if bool(self.fitted) or not len(inputs):
             return
         std = inputs.std(0, correction=0)
         self.mean.copy_(inputs.mean(0))

@@ -125,9 +125,9 @@ class ProgressOutcome:
     """(C, E) by label, for labels with both failures and references."""
     clusters: float
     """Mean number of clusters of these labels; one without a cluster counts 0, and its only centre is the mean of all
-    its references. 0 without such labels."""
+    its references. NaN without such labels."""
     noise_fraction: float
-    """Share of these labels' references in no cluster; 0 without such labels."""
+    """Share of these labels' references in no cluster; NaN without such labels."""
     tasks_without_reference: int
     """Labels of the batch whose failures have reward 0 because there is no success to compare with."""
     tasks_with_fallback: int
@@ -197,28 +197,21 @@ def progress_rewards(
     known, fallback = _find_references(points, success & valid, tasks, references or {}, settings.task_fallback)
     reward = np.where(valid, success.astype(np.float64), np.nan if form.invalid == "nan" else 0.0)
     distance = np.full(len(points), np.nan)
-    centres: dict[Hashable, NDArray[np.float32]] = {}
-    clusters: list[NDArray[np.int64]] = []
+    compared: dict[Hashable, _Compared] = {}
     for label, rows in _rows_by_label(tasks).items():
         reference, failures = known[label], rows[~success[rows] & valid[rows]]
         if not len(reference) or not len(failures):
             continue
-        clusters.append(cluster_labels(reference, settings))
-        found = _find_centres(reference, clusters[-1])
-        centres[label] = found.astype(np.float32)
-        distance[failures] = _nearest(points[failures], found, settings.squared)
-        distances = _Distances(
-            end=distance[failures],
-            first=_nearest(starts[failures], found, settings.squared),
-            spread=float(_nearest(reference, found, settings.squared).mean()),
-        )
-        reward[failures] = settings.alpha * NORMS[form.norm](distances, settings)
+        found = compared[label] = _compare(reference, points[failures], starts[failures], settings)
+        distance[failures] = found.distances.end
+        reward[failures] = settings.alpha * NORMS[form.norm](found.distances, settings)
+    clusters = [found.clusters for found in compared.values()]
     return ProgressOutcome(
         reward=reward.astype(np.float32),
         distance=distance.astype(np.float32),
-        centres=centres,
-        clusters=float(np.mean([found.max() + 1 for found in clusters])) if clusters else 0.0,
-        noise_fraction=float(np.mean(np.concatenate(clusters) < 0)) if clusters else 0.0,
+        centres={label: found.centres.astype(np.float32) for label, found in compared.items()},
+        clusters=float(np.mean([found.max() + 1 for found in clusters])) if clusters else float("nan"),
+        noise_fraction=float(np.mean(np.concatenate(clusters) < 0)) if clusters else float("nan"),
         tasks_without_reference=sum(not len(reference) for reference in known.values()),
         tasks_with_fallback=len(fallback),
         tasks=len(known),
@@ -431,6 +424,24 @@ class _Distances(NamedTuple):
     """(F,) of their first frames."""
     spread: float
     """Mean of the references."""
+
+
+class _Compared(NamedTuple):
+    """A label's failures and the successes that they are compared with."""
+
+    clusters: NDArray[np.int64]
+    """(M,) cluster of each success, -1 for none."""
+    centres: _Floats
+    """(C, E)."""
+    distances: _Distances
+
+
+def _compare(reference: _Floats, points: _Floats, starts: _Floats, settings: ProgressSettings) -> _Compared:
+    """Compare failures (F, E), and their first frames, with successes (M, E)."""
+    clusters = cluster_labels(reference, settings)
+    centres = _find_centres(reference, clusters)
+    end, first, own = (_nearest(latents, centres, settings.squared) for latents in (points, starts, reference))
+    return _Compared(clusters, centres, _Distances(end, first, float(own.mean())))
 
 
 def _by_range(distances: _Distances, settings: ProgressSettings) -> _Floats:

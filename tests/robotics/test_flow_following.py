@@ -118,6 +118,8 @@ def test_rewards_by_hand(near_views):
         np.testing.assert_allclose(found.reward, [1.0, 0.0, -5 * 0.04 * share, 2.0], atol=1e-6)
         np.testing.assert_allclose(found.reached, [1.0, 0.0, 0.0, 1.0])
         np.testing.assert_allclose(found.off_m, [0.0, 0.0, 0.04, 0.0], atol=1e-6)
+    nothing = following(OneWay()).score(paths([]), [0])
+    assert (nothing.reward[0], nothing.reached[0], math.isnan(nothing.off_m[0])) == (0.0, 0.0, True)
 
 
 def test_a_flow_is_predicted_once_for_each_initial_state_and_failures_are_counted(near_views):

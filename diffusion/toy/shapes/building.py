@@ -132,27 +132,36 @@ def build_pairs(
     from diffusion.toy.shapes.geneval import shapes_geneval
 
     rng = np.random.default_rng([seed, 11])
-    captions = [scene.caption for scene in all_scenes(kinds)]
-    wanted = [captions[index] for _ in range(-(-count // len(captions))) for index in rng.permutation(len(captions))]
-    wanted = wanted[:count]
+    wanted = _draw_captions([scene.caption for scene in all_scenes(kinds)], count, rng)
     policy = load_policy(ModelConfig(path=model, max_sequence_length=max_sequence_length))
     images = _draw(policy, [caption for caption in wanted for _ in (0, 1)], rng, steps, guidance)
     scores = np.array(shapes_geneval([c for c in wanted for _ in (0, 1)], list(images))).reshape(count, 2)
-    first_wins = scores[:, 0] + 1e-9 * rng.standard_normal(count) > scores[:, 1]  # ties either way
-    first_wins ^= rng.random(count) < flipped
-    order = np.where(first_wins[:, None], [[0, 1]], [[1, 0]])
+    order = _preferred_first(scores, flipped, rng)
+    chosen, rejected = (2 * np.arange(count)[:, None] + order).T
     sides = np.take_along_axis(scores, order, 1)
-    indices = 2 * np.arange(count)[:, None] + order
     shown = [_garble(text, rng) if rng.random() < garbled else text for text in wanted]
     return write_pairs(
         path,
         shown,
-        images[indices[:, 0]],
-        images[indices[:, 1]],
+        images[chosen],
+        images[rejected],
         score_chosen=sides[:, 0].tolist(),
         score_rejected=sides[:, 1].tolist(),
         text_quality=caption_quality(shown),
     )
+
+
+def _draw_captions(captions: Sequence[str], count: int, rng: np.random.Generator) -> list[str]:
+    """So many captions in random order, each as often as the others or once more."""
+    rounds = -(-count // len(captions))
+    return [captions[index] for _ in range(rounds) for index in rng.permutation(len(captions))][:count]
+
+
+def _preferred_first(scores: np.ndarray, flipped: float, rng: np.random.Generator) -> np.ndarray:
+    """(n, 2) the columns of scores (n, 2) in the order of preference, turned round for a share of the rows."""
+    first_wins = scores[:, 0] + 1e-9 * rng.standard_normal(len(scores)) > scores[:, 1]  # ties either way
+    first_wins ^= rng.random(len(scores)) < flipped
+    return np.where(first_wins[:, None], [[0, 1]], [[1, 0]])
 
 
 def caption_quality(captions: Sequence[str]) -> list[float]:

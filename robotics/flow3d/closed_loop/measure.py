@@ -208,8 +208,11 @@ def _ending(row: Row) -> str:
 
 
 def swap_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Share of other instructions whose goal the object then reaches, with its interval."""
-    swaps = [[float(hit)] for row in rows for hit in row["swaps"]]
+    """Share of other instructions whose goal the object then reaches, with its interval.
+
+    The answers of a row are not independent, so each row counts once.
+    """
+    swaps = [[float(np.mean(row["swaps"]))] for row in rows if row["swaps"]]
     return with_interval(SWAP, swaps, None) if swaps else {}
 
 

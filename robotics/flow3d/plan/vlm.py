@@ -35,7 +35,7 @@ QUESTION = (
     '{{"object_moved": "which object moved, and where to", "matches_task": true or false, '
     '"confidence": a number from 0 to 1, "what_is_wrong": "empty if nothing"}}'
 )
-SHOWN = 160
+QUOTED = 160
 """Characters quoted of an unusable answer."""
 PART_SYSTEM = (
     "You choose where a robot grasps an object. The image shows the scene; numbered marks lie on the object that the "
@@ -147,7 +147,7 @@ def read_verdict(answer: str) -> Verdict:
     except ValueError:
         fields, problem = {}, "no JSON"
     if problem:
-        return Verdict(False, 0.0, f"unusable answer ({problem}): {answer.strip()[:SHOWN]!r}")
+        return Verdict(False, 0.0, f"unusable answer ({problem}): {answer.strip()[:QUOTED]!r}")
     ok, confidence = fields["matches_task"], float(fields["confidence"])
     reason = fields["object_moved"] if ok else fields["what_is_wrong"] or fields["object_moved"]
     return Verdict(ok, confidence if ok else 1.0 - confidence, reason or "no reason given")
@@ -229,8 +229,8 @@ def read_part(answer: str, marks: int) -> int:
     try:
         fields = read_json(answer)
     except ValueError:
-        raise NoAnswer(f"unusable answer (no JSON): {answer[:SHOWN]!r}") from None
+        raise NoAnswer(f"unusable answer (no JSON): {answer[:QUOTED]!r}") from None
     mark = fields.get("mark") if isinstance(fields, dict) else None
     if isinstance(mark, bool) or not isinstance(mark, int) or not 1 <= mark <= marks:
-        raise NoAnswer(f"unusable answer (mark is {mark!r}; there are 1 to {marks}): {answer[:SHOWN]!r}")
+        raise NoAnswer(f"unusable answer (mark is {mark!r}; there are 1 to {marks}): {answer[:QUOTED]!r}")
     return mark

@@ -76,7 +76,7 @@ class FlowScores:
     reached: NDArray[np.float32]
     """(B,) tau / T at the end, 0 to 1."""
     off_m: NDArray[np.float32]
-    """(B,) mean distance from the nearest frame of the flow."""
+    """(B,) mean distance from the nearest frame of the flow; NaN also for an episode without a chunk."""
 
 
 class FlowFollowing:
@@ -167,7 +167,7 @@ class FlowFollowing:
             now = np.where(seen[:, None], now, 0.0)
             total += progress.step(now, seen.astype(np.float64))
             off.append(flow_distances(now, frames, seen.astype(np.float64))[progress.reached])
-        return total, progress.reached / (len(frames) - 1), float(np.mean(off)) if off else 0.0
+        return total, progress.reached / (len(frames) - 1), float(np.mean(off)) if off else float("nan")
 
     def _failed(self, kind: str, what: str, error: Exception) -> None:
         if not self.failures[kind]:

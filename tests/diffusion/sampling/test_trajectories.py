@@ -193,6 +193,23 @@ def test_guard_ratio_is_that_of_the_means(tmp_path):
     np.testing.assert_allclose(ratio.flatten().double().numpy(), expected, atol=5e-6)
 
 
+def test_a_guard_with_one_update_has_its_old_means_without_a_pass_before_it(tmp_path, monkeypatch):
+    config = run_config("grpo_guard", tmp_path, minibatches_per_step=1, old_logp="recompute")
+    recipe = build(config)
+    calls, evaluate = [], recipe.process.evaluate
+    monkeypatch.setattr(recipe.process, "evaluate", lambda *given: calls.append(0) or evaluate(*given))
+    rollouts = collected(recipe)
+    assert not calls
+    assert float(rollouts.advantage.abs().max()) > 0
+    _, once = gradients(recipe, rollouts)
+    config.trainer.epochs = 2
+    rollouts = collected(recipe)
+    assert len(calls) == 2  # the update above, and the pass before this one
+    _, twice = gradients(recipe, rollouts)
+    assert float(once.norm()) > 0
+    torch.testing.assert_close(once, twice, rtol=1e-3, atol=1e-4 * float(once.abs().max()))
+
+
 def test_fast_records_the_window_only_and_follows_the_ode_elsewhere(tmp_path):
     config = run_config("flow_grpo_fast", tmp_path)
     config.sampler.steps, config.sampler.window = 6, 2

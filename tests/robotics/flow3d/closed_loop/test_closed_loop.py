@@ -7,6 +7,7 @@ import pytest
 
 from mmrl.config import load_run
 from mmrl.errors import ConfigError, UserError
+from mmrl.runs.statistics import wilson_interval
 from mmrl.training.run import evaluate
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
 
@@ -139,6 +140,7 @@ def test_metrics_by_hand():
     assert found["verifier/precision"] == pytest.approx(2 / 3)
     assert found["verifier/recall"] == pytest.approx(2 / 3)
     assert found["accuracy/language_swap"] == 0.75
+    assert found["accuracy/language_swap/low"] == wilson_interval(1.5, 2)[0]  # of two episodes, not of four answers
     assert found["flow/ade_cm"] == 2
     assert found["plan/tries"] == 1.5
     assert found["plan/ended/unreachable"] == 1
