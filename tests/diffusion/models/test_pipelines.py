@@ -10,17 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffusion.models.pipelines import decode_latents, encode_images, image_tokens, latent_shape, load_pipeline
-from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_flux, build_tiny_sd3
+from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 from mmrl.errors import UserError
-from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, SIZES, T5_TOKENS
+from tests.diffusion.builders import CAPTIONS, SIZES, T5_TOKENS
 from tests.rounding import assert_equal_up_to_rounding
 
 FACTOR = 4
-
-
-@pytest.fixture(scope="module")
-def flux_folder(tmp_path_factory):
-    return build_tiny_flux(tmp_path_factory.mktemp("pipelines") / "flux", corpus=CAPTIONS, sizes=FLUX_SIZES)
 
 
 @pytest.fixture(params=["sd3", "flux"])
