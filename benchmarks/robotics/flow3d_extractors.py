@@ -21,7 +21,7 @@ from robotics.flow3d.extract.backends import Tracks
 from robotics.flow3d.extract.camera import grey_frames, klt_tracks
 from robotics.flow3d.extract.depth import DenoisedDepth
 from robotics.flow3d.extract.detectors import RevealedDepth
-from robotics.flow3d.extract.extractor import lifted
+from robotics.flow3d.extract.extractor import PUBLIC_SIDE_PX, lifted
 from robotics.flow3d.extract.rigid_chain import RigidChain
 from robotics.flow3d.extract.simulated import SimSegmentation, SimState
 from robotics.flow3d.geometry import BoolArray, FloatArray, angle_rad, apply_pose, lift
@@ -355,8 +355,6 @@ BACKENDS: dict[str, tuple[Detector, Tracker]] = {
 FOUND = 0.5
 """Overlap of the masks above which an object counts as found."""
 TRIES = 10
-PUBLIC_SIDE_PX = 256
-"""Side of the images that the public code's distances are for."""
 COLUMNS = (
     ("found", 2),
     ("refused", 2),

@@ -246,6 +246,8 @@ def make_env(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]
     env = function(**kwargs)
     if hasattr(env, "action_space") and hasattr(env, "observation_space"):
         loading.check_arguments("options of adapter", gym_adapter.GymRow, {"env": env, **adapter})
+        if isinstance(adapter.get("expert"), str):
+            adapter = {**adapter, "expert": loading.find_function(adapter["expert"], what="the expert")}
         return gym_adapter.GymRow(env, **adapter)
     return env
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,6 +52,8 @@ class GymRow:
         horizon: control steps of an episode; None = that of the registered id.
         layout_options: whether to pass `reset` the options layout, split, and draw (of the domain randomisation, where
             it is not 0) in addition to the seed.
+        expert: function of the environment's observation to an action in its units, which is clipped to its bounds; in
+            options its name, module:function or file.py:function. None = the row has no method `expert`.
     """
 
     def __init__(
@@ -67,9 +70,12 @@ class GymRow:
         success_reward: float | None = None,
         horizon: int | None = None,
         layout_options: bool = False,
+        expert: Callable[[Any], Any] | None = None,
     ) -> None:
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
+        if expert is not None:
+            self.expert = partial(self._expert_action, expert)  # a worker tells by it whether there is one
         # robosuite's wrappers unwrap to objects that are not Gymnasium environments
         draws = [getattr(owner, "policy_image", None) for owner in (env, getattr(env, "unwrapped", None))]
         self._draw: Any = draws[0] or draws[1]
@@ -133,6 +139,13 @@ class GymRow:
                 f"control step that means it (success_reward); success_key='' if only the reward is to count"
             )
         return float(reward), success, terminated, truncated
+
+    def _expert_action(self, expert: Callable[[Any], Any]) -> np.ndarray:
+        """(A,) in -1..1."""
+        action = np.ravel(np.asarray(expert(self._observation), np.float64))
+        if action.shape != self._low.shape or not np.isfinite(action).all():
+            raise EnvError(f"the expert's action is {action}; expected {len(self._low)} finite numbers")
+        return np.clip((action - self._low) / (self._high - self._low) * 2.0 - 1.0, -1.0, 1.0)
 
     def state(self) -> np.ndarray:
         """(S,) float32, the entries of the state one after the other."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.files import replaced
+from robotics.episodes.recording import BATCH, FPS, Demonstration, check_missing, record_episodes
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.randomization import read_randomization
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from robotics.scenes.batch import TabletopBatch
 
 LOGGER = logging.getLogger("mmrl")
-FPS = 10
 DRAWS_PATH = "meta/randomization.jsonl"
 
 
@@ -75,8 +75,8 @@ def build_demonstrations(
     settings = BatchSettings(image_size=size, camera=camera, state=state, randomization=drawn, views=tuple(views))
     cameras = {name: size for name in (camera, *views) if size}
     ends: Counter[str] = Counter()
-    partial = _empty_folder(Path(path))
-    with TabletopBatch(list(tasks), arm, settings) as sim:
+    check_missing(Path(path))
+    with replaced(Path(path)) as partial, TabletopBatch(list(tasks), arm, settings) as sim:
         features = robot_features(sim.state_size, sim.action_size, cameras)
         with EpisodeWriter(partial, FPS, features, arm) as writer:
             for start in range(0, episodes, BATCH):
@@ -85,55 +85,21 @@ def build_demonstrations(
                 for spec, seen in zip(specs, run_experts(sim, specs, noise, seed + start, noise_share), strict=True):
                     ends[seen.ending] += 1
                     if seen.success or (keep_failures and not seen.failed):
-                        images = dict(zip(cameras, _by_camera(seen), strict=True))
                         states, actions = np.stack(seen.states), np.stack(seen.actions)
+                        images = seen.images_of(list(cameras))
                         number = writer.add_episode(states, actions, images, spec.instruction, seen.success)
                         if seen.drawn:
                             _note_draws(partial, {"episode_index": number, "layout": spec.layout, "drawn": seen.drawn})
-    failures = ", ".join(f"{count} {ending}" for ending, count in ends.items() if ending != "success")
-    LOGGER.info("%d of %d demonstrations succeeded%s", ends["success"], ends.total(), failures and f"; {failures}")
-    if not ends["success"]:
-        raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")
-    partial.rename(path)
+        failures = ", ".join(f"{count} {ending}" for ending, count in ends.items() if ending != "success")
+        LOGGER.info("%d of %d demonstrations succeeded%s", ends["success"], ends.total(), failures and f"; {failures}")
+        if not ends["success"]:
+            raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")
     return Path(path)
-
-
-def _by_camera(seen: Demonstration) -> list[NDArray[np.uint8]]:
-    """(T, H, W, 3) of the camera and of each further one; none without images."""
-    if not seen.images:
-        return []
-    return [np.stack(seen.images), *(np.stack(images) for images in zip(*seen.views, strict=True))]
 
 
 def _note_draws(folder: Path, line: Mapping[str, Any]) -> None:
     with (folder / DRAWS_PATH).open("a") as file:
         file.write(json.dumps(line) + "\n")
-
-
-def _empty_folder(path: Path) -> Path:
-    """Folder for demonstrations until all are written, so that the next run does not take a part for the whole."""
-    if path.exists():
-        raise UserError(f"{path} exists already; name another folder or remove it")
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    return partial
-
-
-class Demonstration:
-    """Observations and actions of one episode of an expert."""
-
-    def __init__(self) -> None:
-        self.states: list[NDArray[np.float32]] = []
-        self.images: list[NDArray[np.uint8]] = []
-        self.views: list[NDArray[np.uint8]] = []
-        self.actions: list[NDArray[np.float32]] = []
-        self.success = self.failed = False
-        self.drawn: Mapping[str, Any] = {}
-
-    @property
-    def ending(self) -> str:
-        """success, horizon, or failed where the simulation failed."""
-        return "failed" if self.failed else "success" if self.success else "horizon"
 
 
 def run_experts(
@@ -148,34 +114,14 @@ def run_experts(
 
     experts = {task: Expert(task) for task in {episode.task for episode in episodes}}
     rng = np.random.default_rng(seed)
-    found = [Demonstration() for _ in episodes]
-    started = sim.reset(episodes)
-    observation = started.observation
-    for row, drawn in started.drawn.items():
-        found[row].drawn = drawn
-    while len(sim.live):
-        rows, states = sim.live.copy(), sim.full_state()
+
+    def act(rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         actions = np.stack(
-            [experts[episodes[row].task].act(state) for row, state in zip(rows.tolist(), states, strict=True)]
+            [experts[episodes[row].task].act(state) for row, state in zip(rows.tolist(), sim.full_state(), strict=True)]
         )
-        seen = observation.of(rows)
-        for place, row in enumerate(rows.tolist()):
-            found[row].states.append(seen.state[place])
-            found[row].actions.append(actions[place])
-            if seen.images is not None:
-                found[row].images.append(seen.images[place])
-            if seen.views is not None:
-                found[row].views.append(seen.views[place])
         moved = actions.copy()
         shift = noise * rng.standard_normal((len(rows), actions.shape[1] - 1)).astype(np.float32)
         moved[:, :-1] += shift if noise_share == 1 else shift * (rng.random((len(rows), 1)) < noise_share)
-        result = sim.step_chunk(np.clip(moved, -1, 1)[:, None])
-        observation = result.observation
-        for place, row in enumerate(result.rows.tolist()):
-            found[row].success |= bool(result.success[place])
-            found[row].failed |= bool(result.failed[place])
-    return found
+        return actions, moved
 
-
-BATCH = 32
-"""Layouts that run at the same time."""
+    return record_episodes(sim, episodes, act)

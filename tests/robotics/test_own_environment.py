@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from mmrl.recipes import find_recipe
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
+from robotics.data import LeRobotReader
+from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
+from robotics.episodes.recording import build_demonstrations
 from robotics.episodes.tasks import EpisodeSetConfig
 from robotics.policies.base.statistics import ActionRange
 from robotics.policies.loading import ActionPolicyConfig
@@ -31,9 +35,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "robotics.md"
 @pytest.fixture
 def example(tmp_path):
     """A folder with the files that the docs show."""
-    names = r"my_robot\.py|my_training\.py|my_robot\.yaml"
+    names = r"my_robot\.py|my_training\.py|my_robot\.yaml|my_clone\.yaml"
     blocks = re.findall(rf"```(?:python|yaml)\n# ({names})\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.S)
-    assert [name for name, _ in blocks] == ["my_robot.py", "my_training.py", "my_robot.yaml"]
+    assert [name for name, _ in blocks] == ["my_robot.py", "my_training.py", "my_robot.yaml", "my_clone.yaml"]
     for name, text in blocks:
         (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path
@@ -63,6 +67,86 @@ def test_the_example_of_the_docs_runs_from_the_command_line_and_its_folder_can_b
     said = run(example, "-m", "mmrl.cli", "evaluate", "elsewhere")
     assert "20 of 20 episodes are taken from" in said  # those of the last evaluation of the run
     assert not (example / "runs" / "my-robot").exists()
+
+
+@pytest.mark.slow
+def test_the_clone_of_the_docs_learns_from_the_expert(example):
+    run(example, "-m", "mmrl.cli", "train", "my_clone.yaml", "sim.workers=2")
+    last = json.loads((example / "runs" / "my-clone" / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert last["success/greedy"] == 1.0
+
+
+class Slider(gymnasium.Env):
+    """Solved beyond the goal, which every second layout puts out of reach; actions are centimetres."""
+
+    metadata: ClassVar = {"render_fps": 7, "render_modes": ["rgb_array"], "instruction": "slide"}
+    render_mode = "rgb_array"
+    observation_space = gymnasium.spaces.Dict({"place": gymnasium.spaces.Box(-99, 99, (2,), np.float64)})
+    action_space = gymnasium.spaces.Box(np.float32(-10), np.float32(30), (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.goal = 0.0, 50.0 if seed % 2 else 5000.0
+        return {"place": np.array([self.place, self.goal])}, {}
+
+    def step(self, action):
+        self.place += float(action[0])
+        done = self.place >= self.goal
+        return {"place": np.array([self.place, self.goal])}, 0.0, done, False, {"success": done}
+
+    def render(self):
+        return np.full((16, 16, 3), int(np.clip(self.place, 0, 255)), np.uint8)
+
+
+def slide(observation):
+    """25 cm, and at the end more than the bounds allow."""
+    return [25.0 if observation["place"][0] < 20 else 99.0]
+
+
+SLIDER = {"kind": "gymnasium", "env": f"{__file__}:Slider", "horizon": 4, "image_size": 8, "workers": 2}
+
+
+def test_successful_episodes_of_an_expert_become_demonstrations(tmp_path):
+    about = {"sim": SLIDER, "expert": f"{__file__}:slide", "episodes": 3}
+    folder = build_demonstrations(str(tmp_path / "demos"), **about)
+    reader = LeRobotReader(folder)
+    assert (len(reader), reader.info["fps"], reader.info["robot_type"]) == (3, 7, "Slider")
+    found = load_demonstrations(DemonstrationConfig(path=str(folder)))
+    assert found.instructions == ["slide"] * 3
+    for states, actions, images in zip(found.states, found.actions, found.images, strict=True):
+        np.testing.assert_array_equal(states, [[0, 50], [25, 50]])
+        np.testing.assert_allclose(actions, [[0.75], [1.0]], atol=1e-6)  # of -10..30, clipped to its bounds
+        assert images.shape == (2, 8, 8, 3)
+        assert np.abs(images.mean((1, 2, 3)) - [0, 25]).max() < 3  # a video rounds
+    with pytest.raises(UserError, match="demos exists already"):
+        build_demonstrations(str(folder), **about)
+
+
+def fails(observation):
+    return 1 / 0
+
+
+def wide(observation):
+    return [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert": f"{__file__}:fails"}, r"in 0 of 4 episodes of 'Slider', 8 are wanted; 4 .* failed.*ZeroDivision"),
+        ({"expert": f"{__file__}:wide"}, r"the expert's action is \[0\. 0\.\]; expected 1 finite number"),
+        ({"expert": f"{__file__}:nothing"}, "has no 'nothing'"),
+        ({"expert": ""}, "has no expert of its own"),
+        ({"expert": f"{__file__}:slide", "first_layout": 1, "episodes": 0}, "episodes is 0; must be at least 1"),
+        ({"sim": {**SLIDER, "envs": 1}}, "envs"),
+        ({"sim": {"kind": "tabletop", "tasks": ["reach"]}, "expert": f"{__file__}:slide"}, "only gymnasium takes one"),
+    ],
+)
+def test_an_expert_that_cannot_work_is_named(tmp_path, changes, message):
+    about = {"sim": SLIDER, "expert": f"{__file__}:slide", "episodes": 8} | changes
+    with pytest.raises(UserError, match=message):
+        build_demonstrations(str(tmp_path / "demos"), **about)
+    assert not list(tmp_path.iterdir())
 
 
 class PaysEarly(gymnasium.Env):

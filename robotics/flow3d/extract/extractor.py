@@ -12,13 +12,15 @@ from robotics.flow3d.clip import VISIBLE, FlowClip, FlowEncoding, Observation, f
 from robotics.flow3d.extract.backends import DepthSource, Detector, Tracker, Tracks
 from robotics.flow3d.extract.camera import camera_motion_px, seen_from_first
 from robotics.flow3d.extract.depth import DenoisedDepth
-from robotics.flow3d.extract.detectors import PUBLIC_SIDE_PX, RevealedDepth
+from robotics.flow3d.extract.detectors import RevealedDepth
 from robotics.flow3d.extract.rigid_chain import RigidChain
 from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, IndexArray, depth_at, lift
 from robotics.flow3d.rigid_motion import fit_motions
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 BEGINNINGS = ("video", "motion")
+PUBLIC_SIDE_PX = 256
+"""Side of the images of the public code, whose distances in pixels scale with the image."""
 STARTED_M, STARTED = 0.005, 0.03
 """The object has started once its median point has moved this far, and this share of its greatest distance."""
 

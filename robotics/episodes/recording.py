@@ -1,0 +1,192 @@
+"""Demonstrations of an expert as a LeRobotDataset, from your own Gymnasium environment or any other simulator.
+
+Shapes: L rows that still run, A entries of an action, S entries of the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.config import from_values
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+from mmrl.files import replaced
+from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.sim.opening import SimConfig, open_sim
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LOGGER = logging.getLogger("mmrl")
+CAMERA = "front"
+"""Name of the images of a simulator without a choice of cameras, the default of `demonstrations.camera`."""
+FPS = 10
+"""Frames a second of an environment whose metadata has no render_fps."""
+BATCH = 32
+"""Episodes that run at once where the simulator has room for any number."""
+TRIES = 10
+"""Episodes that are run for each one wanted, at most."""
+BROKEN = 3
+"""Nothing more is run where the simulation of the first episodes, so many or more, failed in all."""
+
+
+@dataclass
+class Demonstration:
+    """Observations and actions of one episode."""
+
+    states: list[NDArray[np.float32]] = field(default_factory=list)
+    """(S,) before each action."""
+    images: list[NDArray[np.uint8]] = field(default_factory=list)
+    """(H, W, 3) before each action; none without a camera."""
+    views: list[NDArray[np.uint8]] = field(default_factory=list)
+    """(V, H, W, 3) of the further cameras."""
+    actions: list[NDArray[np.float32]] = field(default_factory=list)
+    """(A,) in -1..1."""
+    success: bool = False
+    failed: bool = False
+    """Whether the simulation failed."""
+    reason: str = ""
+    """Why it failed."""
+    drawn: Mapping[str, Any] = field(default_factory=dict)
+    """Its domain randomisation."""
+
+    @property
+    def ending(self) -> str:
+        """success, horizon, or failed where the simulation failed."""
+        return "failed" if self.failed else "success" if self.success else "horizon"
+
+    def images_of(self, cameras: Sequence[str]) -> dict[str, NDArray[np.uint8]]:
+        """(T, H, W, 3) of the camera and of each further one, by these names; none without images."""
+        if not self.images:
+            return {}
+        further = (np.stack(images) for images in zip(*self.views, strict=True))
+        return dict(zip(cameras, [np.stack(self.images), *further], strict=True))
+
+
+Act = Callable[["NDArray[np.int64]"], "tuple[NDArray[np.float32], NDArray[np.float32]]"]
+"""Live rows (L,) to the actions (L, A) that are recorded and those that are executed."""
+
+
+def record_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], act: Act) -> list[Demonstration]:
+    """Run episodes to their ends, an action at a time."""
+    found = [Demonstration() for _ in episodes]
+    result = sim.reset(episodes)
+    observation = result.observation
+    for row, drawn in result.drawn.items():
+        found[row].drawn = drawn
+    for row in np.flatnonzero(result.failed).tolist():
+        found[row].failed, found[row].reason = True, result.reasons.get(row, "")
+    while len(sim.live):
+        rows = sim.live.copy()
+        actions, executed = act(rows)
+        seen = observation.of(rows)
+        for place, row in enumerate(rows.tolist()):
+            found[row].states.append(seen.state[place])
+            found[row].actions.append(actions[place])
+            found[row].images += [] if seen.images is None else [seen.images[place]]
+            found[row].views += [] if seen.views is None else [seen.views[place]]
+        result = sim.step_chunk(np.clip(executed, -1, 1)[:, None])
+        observation = result.observation
+        for place, row in enumerate(result.rows.tolist()):
+            found[row].success |= bool(result.success[place])
+            found[row].failed |= bool(result.failed[place])
+            found[row].reason = result.reasons.get(row, found[row].reason)
+    return found
+
+
+def build_demonstrations(
+    path: str, *, sim: Mapping[str, Any], expert: str = "", episodes: int = 50, first_layout: int = 0
+) -> Path:
+    """Run an expert until enough of its episodes succeed, and write those as a LeRobotDataset.
+
+    States, images and actions are those of a policy in the same simulator, so that it can be cloned from them.
+
+    Args:
+        path: folder to write.
+        sim: options of the simulator, those of the run.
+        expert: module:function or file.py:function, called as function(observation) with what your Gymnasium
+            environment observes, for an action in its units, which is clipped to its bounds; for sim.kind gymnasium.
+            Empty: the simulator's own expert, such as Meta-World's.
+        episodes: successful episodes of each task; the others are left out.
+        first_layout: number of the first layout; they are those of the split train.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: an option is wrong, there is no expert, or too few of its episodes succeed.
+    """
+    from robotics.data import EpisodeWriter, robot_features
+
+    if episodes < 1:
+        raise UserError(f"episodes is {episodes}; must be at least 1")
+    check_missing(Path(path))
+    config = _with_expert(from_values(SimConfig, sim, "sim"), expert)
+    cameras = [config.camera or CAMERA, *config.views]
+    with replaced(Path(path)) as draft, contextlib.closing(open_sim(config)) as opened:
+        size, about = opened.image_size if config.image_size else None, opened.describe()
+        features = robot_features(
+            opened.state_size or None, opened.action_size, {} if size is None else dict.fromkeys(cameras, size)
+        )
+        robot, fps = str(about.get("environment", config.kind)), round(about.get("render_fps") or FPS)
+        with EpisodeWriter(draft, fps, features, robot) as writer:
+            for task, instruction in opened.tasks().items():
+                for seen in _successes(opened, task, instruction, episodes, first_layout):
+                    states = np.stack(seen.states) if opened.state_size else None
+                    writer.add_episode(states, np.stack(seen.actions), seen.images_of(cameras), instruction, True)
+    return Path(path)
+
+
+def check_missing(path: Path) -> None:
+    """Refuse a folder that exists; raises UserError."""
+    if path.exists():
+        raise UserError(f"{path} exists already; name another folder or remove it")
+
+
+def _with_expert(config: SimConfig, expert: str) -> SimConfig:
+    check_config(config, "sim")
+    if not expert:
+        return config
+    if config.kind != "gymnasium":
+        raise UserError(f"expert is {expert!r} with sim.kind {config.kind}; only gymnasium takes one, leave it out")
+    adapter = {**config.options.get("adapter", {}), "expert": expert}
+    return replace(config, options={**config.options, "adapter": adapter})
+
+
+def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_layout: int) -> Iterator[Demonstration]:
+    """So many successful episodes of the expert in a task, in the order of their layouts."""
+    if not hasattr(sim, "expert_actions"):
+        raise UserError(
+            "this simulator has no expert of its own; sim.kind gymnasium takes one, and those of the tabletop build "
+            "demonstrations by robotics.toy.tabletop_demos:build_demonstrations"
+        )
+    ask: Callable[[], NDArray[np.float64]] = sim.expert_actions
+    limit, last = sim.layouts()["train"], first_layout + TRIES * wanted
+    last = last if limit is None else min(last, limit)
+    ends, reason, layout = Counter[str](), "", first_layout
+    while ends["success"] < wanted and layout < last:
+        count = min(sim.capacity or BATCH, wanted - ends["success"], last - layout)
+        specs = [EpisodeSpec(task, instruction, number) for number in range(layout, layout + count)]
+        layout += count
+        for seen in record_episodes(sim, specs, lambda rows: (ask().astype(np.float32),) * 2):
+            ends[seen.ending] += 1
+            reason = reason or seen.reason
+            if seen.success and not seen.failed:
+                yield seen
+        if ends["failed"] == ends.total() >= BROKEN:
+            break
+    others = ", ".join(f"{count} ended by {ending}" for ending, count in ends.items() if ending != "success")
+    LOGGER.info("%s: %d of %d episodes of the expert succeeded", task, ends["success"], ends.total())
+    if ends["success"] < wanted:
+        raise UserError(
+            f"the expert succeeded in {ends['success']} of {ends.total()} episodes of {task!r}, {wanted} are wanted; "
+            f"{others}{reason and f', the first of them because {reason}'}"
+        )
