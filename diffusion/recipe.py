@@ -241,7 +241,6 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
         self.objective = make_objective(config.objective)
         noisy = isinstance(config, TrajectoryParts) or (config.sampler.solver in RANDOM_SOLVERS)
         self.variety = "more noise (sampler.noise_level)" if noisy else ""
-        """How the images of a prompt would differ more, for a warning."""
         self.open(config, config)
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:

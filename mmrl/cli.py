@@ -39,12 +39,19 @@ QUIET_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",  # reward workers are forked; the tokenizer's threads warn about it
     "PYTHONWARNINGS": "ignore::FutureWarning",  # for worker processes; this process gets a filter below
 }
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a folder or a disk that this user may not write to, or not read."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command."""
     with lasting_streams():
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from mmrl.training.processes import leave
+
+        leave(code)
+    return code
 
 
 def _run(arguments: list[str]) -> int:
@@ -100,10 +107,6 @@ def _failed(error: Exception, arguments: list[str], run_dir: Path | None) -> int
     if isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename is not None:
         return _complain(f"error: {os.fsdecode(error.filename)}: {error.strerror}; choose another folder", code=2)
     return _complain(f"run failed: {describe_crash(error, arguments, run_dir)}", code=1)
-
-
-NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""Errors of a folder or a disk that this user may not write to, or not read."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -88,7 +88,6 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
         words = ["--resume"] * args.resume + ["--from-last-good"] * args.from_last_good
         return launch(["train", str(args.config), *args.overrides, *words], args.processes)
-    from mmrl.training.processes import leave
     from mmrl.training.run import train
 
     args.run_dir = Path(config.output_dir)  # where a crash leaves its traceback
@@ -99,7 +98,6 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if is_first_process():
         say(f"run folder: {run_dir}")
         say(f"report: {run_dir / 'report.html'}")
-    leave()
     return 0
 
 
@@ -109,7 +107,6 @@ def evaluate(args: argparse.Namespace) -> int:
 
     run_dir = _existing_run(args.target) if args.target.is_dir() else None
     entry, config = load_run(run_dir / "config.yaml" if run_dir else args.target, args.overrides)
-    from mmrl.training.processes import leave
     from mmrl.training.run import evaluate
 
     args.run_dir = run_dir or Path(config.output_dir)
@@ -119,7 +116,6 @@ def evaluate(args: argparse.Namespace) -> int:
     width = max(map(len, metrics), default=0)
     for name, value in metrics.items() if is_first_process() else ():
         say(f"{name:<{width}}  {value:.6g}")
-    leave()
     return 0
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import functools
 import re
 import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import check_fields
 from mmrl.files import expanded, is_file, write_atomically
 
@@ -211,8 +210,7 @@ def _unknown_key(error: Any, structured: Any) -> str:
     parent, _, key = full_key.rpartition(".")
     kind = error.object_type
     known = [item.name for item in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean '{f'{parent}.' if parent else ''}{close[0]}'? " if close else ""
+    hint = did_you_mean(key, known, f"{parent}." if parent else "")
     elsewhere = NAMES_ELSEWHERE.get(key)
     if elsewhere is not None and OmegaConf.select(structured, elsewhere[0]) is not None:
         hint = f"that is {elsewhere[0]} here{elsewhere[1]}; "

@@ -26,10 +26,10 @@ class RunStopped(Exception):  # noqa: N818 - not an error: the run did what the 
         self.resumable = resumable
 
 
-def did_you_mean(name: str, known: Iterable[object]) -> str:
-    """Suggest the closest known name, as the start of a sentence; empty if none is close."""
-    close = difflib.get_close_matches(name, map(str, known), n=1)
-    return f"did you mean '{close[0]}'? " if close else ""
+def did_you_mean(name: object, known: Iterable[object], parent: str = "") -> str:
+    """Suggest the closest known name, written after its parent's, as a sentence; empty if none is close."""
+    close = difflib.get_close_matches(str(name), map(str, known), n=1)
+    return f"did you mean '{parent}{close[0]}'? " if close else ""
 
 
 def require_packages(what: str, names: Sequence[str], extra: str) -> None:

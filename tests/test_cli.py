@@ -88,6 +88,17 @@ def test_process_leaves_with_the_exit_code():
     assert done.stderr == "mmrl: error: configuration file not found: no/such.yaml\n"
 
 
+def test_a_failed_one_of_several_processes_leaves_without_tearing_down():
+    """The teardown of the interpreter aborts now and then with gloo, and the exit code would be that of the abort."""
+    program = "import atexit, mmrl.cli; atexit.register(print, 'torn down'); mmrl.cli.main(['train', 'no/such.yaml'])"
+    for processes, code, said in (("2", 2, ""), ("1", 0, "torn down\n")):
+        variables = os.environ | {"WORLD_SIZE": processes}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (code, said)
+        assert "no/such.yaml" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -15,7 +15,7 @@ from typing import Any
 
 from mmrl.compare.experiment import ExperimentConfig, dotted_overrides
 from mmrl.errors import UserError
-from mmrl.files import write_atomically
+from mmrl.files import read_json_object, write_atomically
 from mmrl.runs.folder import owner_of
 
 
@@ -212,7 +212,6 @@ def _contains(saved: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> bool:
 
 def _read_json(plan: RunPlan, name: str) -> dict[str, Any] | None:
     try:
-        content = json.loads((plan.run_dir / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_object(plan.run_dir / name)
+    except UserError:
         return None
-    return content if isinstance(content, dict) else None

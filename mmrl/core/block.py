@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, ClassVar, Self, TypeVar, get_type_hints
 
+from mmrl.errors import did_you_mean
 from mmrl.fields import bounds_of, field_problems
 
 BlockT = TypeVar("BlockT", bound="Block")
@@ -126,6 +126,4 @@ def look_up(table: Mapping[str, _Value], name: str, what: str) -> _Value:
 
 def unknown_name(name: object, known: Mapping[str, Any] | Sequence[str], what: str) -> str:
     """Return the message for a name that does not exist, with the closest one that does."""
-    close = get_close_matches(str(name), list(known), n=1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
-    return f"There is no {what} '{name}'.{hint} Available: {', '.join(sorted(known))}."
+    return f"There is no {what} '{name}'; {did_you_mean(name, known)}available: {', '.join(sorted(known))}."

@@ -18,6 +18,7 @@ from mmrl.files import expanded
 
 LENGTH_BYTES = 8
 ALIGNMENT = 8
+log = logging.getLogger("mmrl")
 
 
 def sort_header(file: Path) -> None:
@@ -93,9 +94,6 @@ def first_line(error: Exception) -> str:
     """Kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-log = logging.getLogger("mmrl")
 
 
 def build_if_missing(config: Any, what: str = "data") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import re
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, did_you_mean
 from mmrl.files import expanded, is_file
 
 MAX_LINE_MB = 32
@@ -80,9 +79,8 @@ def _missing(file: Path) -> str:
     if not file.parent.is_dir():
         return f"no such file: {file} (the folder {file.parent} does not exist either)"
     names = sorted(entry.name for entry in file.parent.iterdir() if not entry.name.startswith("."))
-    close = difflib.get_close_matches(file.name, names, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"the folder holds: {', '.join(names[:12]) or 'nothing'}"
-    return f"no such file: {file}; {hint}"
+    listed = f"the folder holds: {', '.join(names[:12]) or 'nothing'}"
+    return f"no such file: {file}; {did_you_mean(file.name, names)}{listed}"
 
 
 def _read_jsonl(file: Path, longest: int) -> Iterator[Row]:

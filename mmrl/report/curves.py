@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmrl.report.charts import interval_chart, line_chart, panel_chart, stacked_chart
-from mmrl.report.folder import RunFolder, estimate, label, measured
+from mmrl.report.folder import RunFolder, estimate
 from mmrl.report.tables import JUDGED, UNJUDGED
-from mmrl.runs.metrics import STAGES, STAGES_BETWEEN
+from mmrl.runs.metrics import STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.statistics import SHARES
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mmrl.errors import UserError
+from mmrl.files import read_json_object
 from mmrl.runs.records import Outcome, read_outcomes
 from mmrl.runs.tracking import describe_metric, metric_definitions, read_evaluations, read_metrics
 
@@ -100,10 +101,9 @@ def read_run(folder: Path) -> RunFolder:
         evaluations = list({record.get("split", ""): record for record in rows}.values())
     run = RunFolder(folder, {}, read_metrics(folder), evaluations)
     try:
-        found = json.loads(run.text("result.json") or "{}")
-    except ValueError:
+        result = read_json_object(folder / "result.json")
+    except UserError:  # the run has not ended, or the file is damaged
         return run
-    result = found if isinstance(found, dict) else {}
     sound = {name: result[name] for name, kind in RESULT_TYPES.items() if isinstance(result.get(name), kind)}
     return replace(run, result=sound)
 
@@ -118,22 +118,10 @@ def evaluation_points(runs: Sequence[RunFolder], split: str) -> list[EvaluationP
     return points
 
 
-def measured(records: Sequence[Mapping[str, Any]], prefixes: tuple[str, ...]) -> list[str]:
-    """Names of the metrics with one of the prefixes, without interval ends and without those of parts of the tasks."""
-    names = dict.fromkeys(name for record in records for name in record if name.startswith(prefixes))
-    shares = [name for name in names if not name.endswith(("/low", "/high"))]
-    return [name for name in shares if name.rpartition("/")[0] not in shares]
-
-
 def estimate(record: Mapping[str, Any], name: str) -> tuple[float, float, float]:
     """Value, low and high end of a metric; NaN if missing."""
     value, low, high = (float(record.get(key, math.nan)) for key in (name, f"{name}/low", f"{name}/high"))
     return value, low, high
-
-
-def label(name: str) -> str:
-    """A metric's name without its family."""
-    return name.partition("/")[2]
 
 
 def plain(value: float, sign: str = "") -> str:

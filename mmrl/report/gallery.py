@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.report.charts import save_png
 from mmrl.report.folder import read_run
-from mmrl.runs.records import SampleRecord, read_samples, sample_steps
+from mmrl.runs.records import STEP_NAME, SampleRecord, read_samples, sample_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,29 +23,6 @@ if TYPE_CHECKING:
 LARGEST_BYTES = 3_000_000
 """Bytes of one embedded video; larger ones are named only."""
 MOST_VIDEOS = 12
-_STEP = re.compile(r"step-(\d+)")
-
-
-def videos_of(folder: Path) -> list[dict[str, Any]]:
-    """The videos of a run's first and last evaluation that kept some."""
-    files = sorted(path for path in folder.glob("videos/*.mp4") if _STEP.match(path.name))
-    steps = sorted({_step(path) for path in files})
-    kept = [path for path in files if _step(path) in (steps[0], steps[-1])]
-    return [{"title": path.stem.replace("-", " "), "source": _embedded(path)} for path in kept[:MOST_VIDEOS]]
-
-
-def _step(path: Path) -> int:
-    found = _STEP.match(path.name)
-    assert found is not None
-    return int(found[1])
-
-
-def _embedded(path: Path) -> str | None:
-    if path.stat().st_size > LARGEST_BYTES:
-        return None
-    return f"data:video/mp4;base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
 ROLLOUT_TASKS = 6
 SAMPLES_PER_TASK = 8
 COMPARED_TASKS = 12
@@ -54,13 +31,37 @@ IMAGE_SIDE = 448
 DRAWN_SIDE = 256
 PIXELATED_BELOW = 128
 PIXELATED_SIDE = 96
-
 _REPEATED_MARK = re.compile(r"(<\|[^<>|]+\|>)\1+")
 _MARK = re.compile(r"<\|[^<>|]+\|>")
 _USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 _EMPTINESS = re.compile(r"\n[^\S\n]*\n\s*|[^\S\n]{3,}|[^\S\n ]")
 """Blank lines, three spaces or more, and whitespace that is neither space nor line break."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+GRID_PROMPTS = 12
+GRID_IMAGES = 4
+GRID_DURING = 2
+FILE_PROMPTS = 8
+FILE_IMAGE_INCHES = 0.75
+
+
+def videos_of(folder: Path) -> list[dict[str, Any]]:
+    """The videos of a run's first and last evaluation that kept some."""
+    files = sorted(path for path in folder.glob("videos/*.mp4") if STEP_NAME.match(path.name))
+    steps = sorted({_step(path) for path in files})
+    kept = [path for path in files if _step(path) in (steps[0], steps[-1])]
+    return [{"title": path.stem.replace("-", " "), "source": _embedded(path)} for path in kept[:MOST_VIDEOS]]
+
+
+def _step(path: Path) -> int:
+    found = STEP_NAME.match(path.name)
+    assert found is not None
+    return int(found[1])
+
+
+def _embedded(path: Path) -> str | None:
+    if path.stat().st_size > LARGEST_BYTES:
+        return None
+    return f"data:video/mp4;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def sample_gallery(run_dir: Path) -> dict[str, Any] | None:
@@ -235,13 +236,6 @@ def _data_uri(image: Image, side: int = IMAGE_SIDE, form: str = "PNG") -> str:
     buffer = io.BytesIO()
     small.save(buffer, format=form, optimize=True, **({"quality": 90} if form == "JPEG" else {}))
     return f"data:image/{form.lower()};base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-GRID_PROMPTS = 12
-GRID_IMAGES = 4
-GRID_DURING = 2
-FILE_PROMPTS = 8
-FILE_IMAGE_INCHES = 0.75
 
 
 def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:

@@ -9,10 +9,9 @@ from typing import Any
 
 from mmrl.files import write_atomically
 from mmrl.report.curves import constants, curves
-from mmrl.report.folder import RunFolder, estimate, label, measured, plain, read_run
+from mmrl.report.folder import RunFolder, estimate, plain, read_run
 from mmrl.report.gallery import before_after, image_grid, sample_gallery, videos_of
 from mmrl.report.tables import (
-    DIVERSITY,
     DIVERSITY_LOSS,
     JUDGED,
     derived_numbers,
@@ -21,6 +20,7 @@ from mmrl.report.tables import (
     part_tables,
     score_tables,
 )
+from mmrl.runs.metrics import DIVERSITY, label, measured
 from mmrl.runs.run_log import read_warnings
 
 

@@ -14,12 +14,10 @@ from mmrl.report.folder import (
     RunFolder,
     estimate,
     evaluation_points,
-    label,
-    measured,
     plain,
     read_run,
 )
-from mmrl.runs.metrics import STAGES, STAGES_BETWEEN
+from mmrl.runs.metrics import DIVERSITY, STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.records import Outcome
 from mmrl.runs.statistics import (
     SHARES,
@@ -31,6 +29,20 @@ from mmrl.runs.statistics import (
 
 Row = tuple[str, str, str]
 DECISIONS = "tokens, denoising steps or actions"
+ENDS = ("first", "last")
+LOSSES = (
+    ("samples no reward could score", "reward/errors", False, "left out of the update"),
+    ("rows skipped", "data/skipped", True, "bad rows, unreadable images, prompts too long"),
+    (
+        "optimiser steps skipped",
+        "optim/skipped",
+        True,
+        "not finite; batches are in failures/",
+    ),
+    ("checkpoints that failed", "checkpoint/failed", True, "e.g. the disk was full"),
+)
+Estimate = tuple[float, float, float]
+Cell = dict[str, str]
 
 
 def derived_numbers(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> list[Row]:
@@ -136,22 +148,6 @@ def _duration(seconds: float) -> str:
 
 def _show(value: float) -> str:
     return f"{value:.4g}"
-
-
-ENDS = ("first", "last")
-LOSSES = (
-    ("samples no reward could score", "reward/errors", False, "left out of the update"),
-    ("rows skipped", "data/skipped", True, "bad rows, unreadable images, prompts too long"),
-    (
-        "optimiser steps skipped",
-        "optim/skipped",
-        True,
-        "not finite; batches are in failures/",
-    ),
-    ("checkpoints that failed", "checkpoint/failed", True, "e.g. the disk was full"),
-)
-Estimate = tuple[float, float, float]
-Cell = dict[str, str]
 
 
 def headline(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
@@ -371,6 +367,5 @@ SCORE_GROUPS = (
     ("not optimised, held out", ("heldout/",)),
     ("what else moved", UNJUDGED),
 )
-DIVERSITY = "diversity/latent"
 DIVERSITY_LOSS = 0.3
 """Share of the diversity that may go before the report points at it."""

@@ -71,6 +71,8 @@ class Signature:
     """Whether it has **kwargs, so that it gets every column."""
     refused: tuple[str, ...] = ()
     """Arguments of every call, prompts or completions, that it does not take."""
+    unfilled: tuple[str, ...] = ()
+    """Arguments without a default that only the term's options can fill."""
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
@@ -83,8 +85,10 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in named]
     if EASYR1.keys() & set(names):
-        options = tuple(name for name in names if name not in EASYR1)
-        return Signature(("answer",), ("completion_lengths", *options), takes_all=False)
+        own = [p for p in named if p.name not in EASYR1]
+        unfilled = tuple(p.name for p in own if p.default is p.empty)
+        optional = ("completion_lengths", *(p.name for p in own))
+        return Signature(("answer",), optional, takes_all, unfilled=unfilled)
     named = [p for p in named if p.name not in ROWS]
     return Signature(
         required=tuple(p.name for p in named if p.default is p.empty),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import field_problems
 from mmrl.rewards.answers import completion_text
 from mmrl.rewards.builtin import REWARDS
@@ -27,6 +26,7 @@ IMAGES = "images"
 """Column of each row's images, which are many: only functions that name it get it, not those that take **columns."""
 SPARE_LIMITS = 10.0
 """Spare time for all rows together, in multiples of timeout_s, besides one timeout_s for each row of a worker."""
+NAN = float("nan")
 
 
 class Term(ABC):
@@ -215,22 +215,22 @@ def _check_options(config: RewardConfig, signature: Signature) -> None:
             f"reward {config.name!r} takes no {' and no '.join(signature.refused)}; it is called with prompts, "
             "completions and the data columns by name, write it as f(prompts, completions, **columns)"
         )
+    unfilled = [name for name in signature.unfilled if name not in (*config.options, STATE)]
+    if unfilled:
+        raise UserError(f"reward {config.name!r} has no default for {' and '.join(unfilled)}; give it in options")
     known = [*signature.required, *signature.optional]
     strict = not signature.takes_all or (config.function or config.name) in REWARDS
     for key in config.options:
         if key in ("prompts", "completions") or (strict and key not in known):
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes: {', '.join(known) or 'none'}"
+            hint = f"{did_you_mean(key, known)}it takes: {', '.join(known) or 'none'}"
             raise UserError(f"reward {config.name!r} has no option {key!r}; {hint}")
 
 
 def _unknown(config: RewardConfig, wanted: str, functions: Mapping[str, Any]) -> str:
     known = [*REWARDS, *functions]
-    close = difflib.get_close_matches(wanted, known, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else "."
     return (
-        f"there is no reward {wanted!r}{hint} Known are: {', '.join(known)}; your own are named "
-        "module:function or path/to/file.py:function"
+        f"there is no reward {wanted!r}; {did_you_mean(wanted, known)}known are: {', '.join(known)}; "
+        "your own are named module:function or path/to/file.py:function"
     )
 
 
@@ -240,9 +240,6 @@ def _as_chat(role: str, text: Any) -> Any:
 
 def _as_text(role: str, turns: Any) -> Any:
     return completion_text(turns) if isinstance(turns, list) else turns
-
-
-NAN = float("nan")
 
 
 class RewardSum:

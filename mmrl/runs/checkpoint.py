@@ -17,10 +17,15 @@ import torch
 from safetensors import SafetensorError
 
 from mmrl.errors import UserError
-from mmrl.files import write_atomically
+from mmrl.files import read_json_object, write_atomically
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**20
+LOGGER = logging.getLogger("mmrl")
+STATE = "state.pt"
+TEMPORARY_PREFIX = ".partial-"
+REPLACED_PREFIX = ".replaced-"
+DAMAGED_PREFIX = "damaged-"
 
 
 class DamagedError(Exception):
@@ -68,15 +73,15 @@ def fsync(path: Path) -> None:
 
 
 def _entries(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
+    if not (folder / MANIFEST).is_file():
+        raise DamagedError(f"{MANIFEST} is missing")
     try:
-        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DamagedError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
+        entries = read_json_object(folder / MANIFEST)
+    except UserError as error:
         raise DamagedError(f"{MANIFEST} cannot be read") from error
-    missing = [name for name in needed if not isinstance(entries, dict) or name not in entries]
-    if not isinstance(entries, dict) or missing:
-        raise DamagedError(f"{MANIFEST} cannot be read: it does not list {', '.join(missing) or 'files'}")
+    missing = [name for name in needed if name not in entries]
+    if missing:
+        raise DamagedError(f"{MANIFEST} cannot be read: it does not list {', '.join(missing)}")
     return entries
 
 
@@ -103,13 +108,6 @@ def _crc32(path: Path) -> str:
         while block := handle.read(BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
     return f"{checksum:08x}"
-
-
-LOGGER = logging.getLogger("mmrl")
-STATE = "state.pt"
-TEMPORARY_PREFIX = ".partial-"
-REPLACED_PREFIX = ".replaced-"
-DAMAGED_PREFIX = "damaged-"
 
 
 class Checkpoints:
@@ -175,8 +173,8 @@ class Checkpoints:
         """Last record of `mark_best`; None without one, or where that checkpoint has been deleted."""
         path = self.folder / "best.json"
         try:
-            best = _checked_best(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-        except (OSError, ValueError, RecursionError) as error:
+            best = _checked_best(read_json_object(path)) if path.is_file() else None
+        except (UserError, ValueError) as error:
             raise UserError(f"{path} is damaged: {error}; delete it, the newest checkpoint then counts") from error
         return best if best is not None and self.path(best["step"]).is_dir() else None
 
@@ -297,10 +295,8 @@ def _unreadable(path: Path) -> str | None:
     return None
 
 
-def _checked_best(found: Any) -> dict[str, Any]:
+def _checked_best(found: dict[str, Any]) -> dict[str, Any]:
     """Read best.json; raises ValueError where it is not as `mark_best` writes it."""
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, expected step, metric and value")
     kinds = {"step": int, "metric": str, "value": (int, float)}
     for name, kind in kinds.items():
         value = found.get(name)

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
 import socket
 import time
@@ -17,7 +16,7 @@ from typing import Self
 
 from mmrl.errors import UserError
 from mmrl.files import remove_drafts
-from mmrl.runs.records import read_jsonl
+from mmrl.runs.records import STEP_NAME, read_jsonl
 
 EARLIER = "earlier"
 MOVED = (
@@ -33,7 +32,8 @@ MOVED = (
 )
 """Files that a new run adds to or replaces; the two that mark a started run come last. `episodes` stays: its
 rows count for the weights that they were made with."""
-_STEP = re.compile(r"step-(\d+)")
+LOGGER = logging.getLogger("mmrl")
+LOCK_FILE = "run.lock"
 
 
 def has_begun(run_dir: Path) -> bool:
@@ -69,14 +69,10 @@ def set_aside(run_dir: Path) -> Path | None:
 def forget_after(run_dir: Path, step: int) -> None:
     """Remove samples, outcomes and videos of later steps, which a run that resumes at a step makes again."""
     for path in (path for kind in ("samples", "outcomes", "videos") for path in run_dir.glob(f"{kind}/step-*")):
-        found = _STEP.match(path.name)
+        found = STEP_NAME.match(path.name)
         if found is None or int(found[1]) <= step:
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-LOGGER = logging.getLogger("mmrl")
-LOCK_FILE = "run.lock"
 
 
 class RunLock:

@@ -1,11 +1,28 @@
-"""Metrics that several packages share, each with its sentence, and the stages of a step whose seconds are measured."""
+"""Names of metrics: those that several packages share with their sentences, and the stages of a step."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 STAGES = ("rollout", "score", "old_logp", "ref_logp", "masked_logp", "advantages", "update")
 """Stages that follow one another within a step; every other stage is a part of one of them."""
 STAGES_BETWEEN = ("evaluate", "checkpoint")
 """Stages that take place since the step before, not inside the step's seconds."""
+DIVERSITY = "diversity/latent"
+
+
+def measured(records: Sequence[Mapping[str, Any]], prefixes: tuple[str, ...]) -> list[str]:
+    """Names of the metrics with one of the prefixes, without interval ends and without those of parts of the tasks."""
+    names = dict.fromkeys(name for record in records for name in record if name.startswith(prefixes))
+    shares = [name for name in names if not name.endswith(("/low", "/high"))]
+    return [name for name in shares if name.rpartition("/")[0] not in shares]
+
+
+def label(name: str) -> str:
+    """A metric's name without its family."""
+    return name.partition("/")[2]
+
 
 METRICS: dict[str, str] = {
     "time/rollout": "Seconds spent sampling: encode, prefill, decode and what lies between them.",

@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
 
 LOGGER = logging.getLogger("mmrl")
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+IMAGE_FIELDS = ("images", "outputs")
+_STORED_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("answer", "finish"), (str,)),
+    **dict.fromkeys(("reward", "advantage"), (int, float)),
+    "correct": (bool,),
+    "terms": (dict,),
+    **dict.fromkeys(IMAGE_FIELDS, (list,)),
+}
+STEP_NAME = re.compile(r"step-(\d+)")
 
 
 class JsonLines:
@@ -226,18 +236,6 @@ def _path(run_dir: Path, step: int, split: str) -> Path:
     return Path(run_dir) / "outcomes" / f"step-{step:06d}" / f"{split.replace('/', '.')}.jsonl"
 
 
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-IMAGE_FIELDS = ("images", "outputs")
-_STORED_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("answer", "finish"), (str,)),
-    **dict.fromkeys(("reward", "advantage"), (int, float)),
-    "correct": (bool,),
-    "terms": (dict,),
-    **dict.fromkeys(IMAGE_FIELDS, (list,)),
-}
-_STEP_FOLDER = re.compile(r"step-(\d+)")
-
-
 @dataclass
 class SampleRecord:
     """One response to one task, with everything needed to inspect it."""
@@ -311,7 +309,7 @@ def load_record(folder: Path, row: dict[str, Any], images: dict[str, Image | Non
 def sample_steps(run_dir: Path, split: str) -> list[int]:
     """Steps, in rising order, that have samples of a split, "train" or "eval"."""
     folders = (Path(run_dir) / "samples").glob("step-*")
-    matches = [(_STEP_FOLDER.fullmatch(folder.name), folder) for folder in folders]
+    matches = [(STEP_NAME.fullmatch(folder.name), folder) for folder in folders]
     return sorted(int(match[1]) for match, folder in matches if match and (folder / f"{split}.jsonl").exists())
 
 

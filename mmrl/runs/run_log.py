@@ -34,6 +34,18 @@ from mmrl.runs.records import (
 )
 from mmrl.runs.tracking import Tracker
 
+LOGGER = logging.getLogger("mmrl")
+PATIENCE = 5
+"""Consecutive steps after which a warning is given."""
+LITTLE_AGREEMENT = 0.1
+"""Size of a mean rank correlation below which it is as good as none."""
+WARNINGS_FILE = "warnings.jsonl"
+NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise", "all_cut": "all_cut", "clipped": "clipped_at_start"}
+"""Streaks that are not of one reward, and the warnings that they lead to."""
+LONGER = "raise sampler.max_new_tokens, or look whether the prompt and the chat template ask for answers that end"
+LOOP_STAGES = ("rollout", "score", "old_logp", "ref_logp", "advantages", "forward", "backward", "optimizer", "update")
+"""Stages of every run; one that a run does not need takes 0 seconds."""
+
 
 class Stopwatch:
     """Adds up seconds by stage.
@@ -153,18 +165,6 @@ def peak_memory_mb(device: torch.device) -> float:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return float("nan")
-
-
-LOGGER = logging.getLogger("mmrl")
-
-PATIENCE = 5
-"""Consecutive steps after which a warning is given."""
-LITTLE_AGREEMENT = 0.1
-"""Size of a mean rank correlation below which it is as good as none."""
-WARNINGS_FILE = "warnings.jsonl"
-NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise", "all_cut": "all_cut", "clipped": "clipped_at_start"}
-"""Streaks that are not of one reward, and the warnings that they lead to."""
-LONGER = "raise sampler.max_new_tokens, or look whether the prompt and the chat template ask for answers that end"
 
 
 @dataclass
@@ -301,10 +301,6 @@ def _constant(name: str) -> str:
 def read_warnings(run_dir: Path) -> list[str]:
     """Warnings of a run in their order."""
     return [str(row["message"]) for row in read_jsonl(Path(run_dir) / WARNINGS_FILE) if "message" in row]
-
-
-LOOP_STAGES = ("rollout", "score", "old_logp", "ref_logp", "advantages", "forward", "backward", "optimizer", "update")
-"""Stages of every run; one that a run does not need takes 0 seconds."""
 
 
 class RunLog:

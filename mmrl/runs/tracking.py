@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.recipes import metric_tables
-from mmrl.runs.metrics import METRICS, STAGES, STAGES_BETWEEN
+from mmrl.runs.metrics import DIVERSITY, METRICS, STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.records import JsonLines, read_steps
 from mmrl.runs.statistics import HEADLINES, SHARES
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 
 _HEADER_EVERY = 25
+ENDS = {"low": "Lower", "high": "Upper"}
+_PLACE = re.compile("<(.+?)>")
 
 
 class Sink(Protocol):
@@ -100,18 +102,16 @@ class ConsoleSink:
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
         """Show each accuracy and score with its interval, then held-out rewards and diversity without."""
         count = f" of {int(metrics['n'])} tasks" if metrics.get("n") else ""
-        measured = [name for name in metrics if not name.endswith(("/low", "/high"))]
-        names = [name for name in measured if name.rpartition("/")[0] not in metrics]
-        shown = [f"{_part(name)} {_estimate(name, metrics)}" for name in names if name.startswith(HEADLINES)]
-        heldout = [f"{_part(name)} {metrics[name]:.3f}" for name in names if name.startswith("heldout/")]
+        shown = [f"{label(name)} {_estimate(name, metrics)}" for name in measured([metrics], HEADLINES)]
+        heldout = [f"{label(name)} {metrics[name]:.3f}" for name in measured([metrics], ("heldout/",))]
         parts = [", ".join(shown) or "nothing measured"]
         parts += [f"held out: {', '.join(heldout)}"] if heldout else []
         parts += [f"diversity {metrics[DIVERSITY]:.2f}"] if DIVERSITY in metrics else []
         line = f"evaluation at step {step} ({tag}, {split}{count}): " + "; ".join(parts)
         self._console.print(line, style="green", markup=False)
-        for metric, column, values in _parts(measured):
+        for metric, column, values in _parts(metrics):
             cells = [f"{value} {_estimate(name, metrics)}" for value, name in values.items()]
-            self._console.print(f"  {_part(metric)} by {column}: {', '.join(cells)}", style="green", markup=False)
+            self._console.print(f"  {label(metric)} by {column}: {', '.join(cells)}", style="green", markup=False)
 
     def truncate_after(self, step: int) -> None:
         """Start the bar at the step that the run resumes from."""
@@ -200,13 +200,13 @@ def tensorboard_installed() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-def _parts(names: Sequence[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
+def _parts(names: Collection[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
     """Metric, data column and the metric's name by value of the column."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
         metric, _, part = name.rpartition("/")
         column, equals, value = part.partition("=")
-        if metric in names and name.startswith(HEADLINES):
+        if metric in names and name.startswith(HEADLINES) and part not in ENDS:
             found.setdefault((metric, column) if equals else (metric, "task"), {})[value if equals else part] = name
     for (metric, column), parts in found.items():
         yield metric, column, parts
@@ -266,10 +266,6 @@ def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
     return shown + "".join(f" + {stage}" for stage in between)
 
 
-def _part(name: str) -> str:
-    return name.partition("/")[2]
-
-
 def _estimate(name: str, metrics: Mapping[str, float]) -> str:
     """A share in per cent, another measurement as it is."""
     low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
@@ -279,9 +275,6 @@ def _estimate(name: str, metrics: Mapping[str, float]) -> str:
     if low is None or high is None or math.isnan(low) or math.isnan(high):
         return value
     return f"{value} [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
-
-
-DIVERSITY = "diversity/latent"
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
@@ -411,15 +404,9 @@ def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> 
     return None if sentence is None else f"{sentence.rstrip('.')}, where {last}."
 
 
-ENDS = {"low": "Lower", "high": "Upper"}
-
-
 def openness(pattern: str) -> list[int]:
     """0 for each part of a metric's name that is given, 1 where it is one of some values, 2 where it is any."""
     return [max((1 if "|" in place else 2 for place in _PLACE.findall(part)), default=0) for part in pattern.split("/")]
-
-
-_PLACE = re.compile("<(.+?)>")
 
 
 @functools.cache

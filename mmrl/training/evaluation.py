@@ -28,6 +28,12 @@ MOST_VALUES = 8
 LONGEST_VALUE = 40
 NOT_PARTS = ("answer", "solution", "ground_truth", "completion", "chosen", "rejected", "completion_lengths")
 """Columns that hold an answer, not the kind of question."""
+LOGGER = logging.getLogger("mmrl")
+TaskT = TypeVar("TaskT")
+Key = tuple[int, int]
+"""Index and repeat of a trial."""
+Row = dict[str, Any]
+"""Outcome of one trial, with the keys "index" and "repeat" of the trial and whatever else its measure reads."""
 
 
 def parts_of_tasks(columns: Sequence[Mapping[str, Any]], by: Sequence[str] | None) -> list[dict[str, str]]:
@@ -53,15 +59,6 @@ def _is_part(name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
         return False
     different = len(set(values))
     return 2 <= different <= MOST_VALUES and len(values) >= 2 * different
-
-
-LOGGER = logging.getLogger("mmrl")
-
-TaskT = TypeVar("TaskT")
-Key = tuple[int, int]
-"""Index and repeat of a trial."""
-Row = dict[str, Any]
-"""Outcome of one trial, with the keys "index" and "repeat" of the trial and whatever else its measure reads."""
 
 
 @dataclass

@@ -95,6 +95,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """The reference policy of the step, for losses that compare with it exactly; set before the update."""
     extra_samples: int = 0
     """Samples drawn besides the rollouts in this step; they count in the run's cost. The trainer resets it."""
+    variety: str = "a higher temperature"
+    """Advice for samples of a task that differ more; empty where no option does that."""
     samples_as_it_scores: ClassVar[bool] = False
     """Whether sampling and update compute log-probabilities by the same arithmetic, so that rounding alone differs."""
 

@@ -17,6 +17,7 @@ import torch
 from mmrl.config import load_run
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
+from mmrl.files import read_json_object
 from mmrl.runs.export import chosen_checkpoint
 from mmrl.runs.folder import RunLock, has_begun
 from mmrl.runs.records import finite_or_none
@@ -127,12 +128,9 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     """Content of a run's result.json; empty where there is none."""
     path = run_dir / "result.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}; delete it and resume the run to have it again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds a {type(found).__name__}; delete it and resume the run to have it again")
-    return found
+        return read_json_object(path) if path.is_file() else {}
+    except UserError as error:
+        raise UserError(f"{error}; delete it and resume the run to have it again") from error
 
 
 def last_model(run_dir: Path) -> Path:

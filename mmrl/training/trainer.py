@@ -42,6 +42,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 ECHO_S = 1.0
 """Launchers pass a Ctrl-C on that the terminal has sent to the whole group; one so soon is the same one."""
 SHOW_CURSOR = b"\x1b[?25h"
+MAX_DRAWS = 10
+"""Stop after this many consecutive draws without a usable task."""
+TaskT = TypeVar("TaskT")
 
 
 class StopSignals:
@@ -116,11 +119,6 @@ class StopSignals:
         os._exit(128 + signal.SIGINT)
 
 
-MAX_DRAWS = 10
-"""Stop after this many consecutive draws without a usable task."""
-TaskT = TypeVar("TaskT")
-
-
 class Trainer:
     """Runs a recipe for `trainer.steps` steps, with evaluation, checkpoints and exact resume."""
 
@@ -149,7 +147,7 @@ class Trainer:
         self.heap = HeapTrimmer(enabled=config.trainer.release_memory and accelerator.device.type == "cpu")
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures", self.heap)
         self.log = RunLog(run_dir, accelerator.device, tracker)
-        self.log.warnings.variety = getattr(recipe, "variety", self.log.warnings.variety)
+        self.log.warnings.variety = recipe.variety
         terms = getattr(recipe.config, "rewards", ())
         self.log.warnings.only_logged = [term.name for term in terms if term.weight == 0]
         self.saver = RunSaver(

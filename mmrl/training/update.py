@@ -36,6 +36,8 @@ from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfi
 LOGGER = logging.getLogger("mmrl")
 BOOTSTRAP = "bootstrap_mask"
 """Extra (B, T), 1 at the decision whose value bootstraps an episode that a time limit ended."""
+FACTOR = "learning_rate_factor"
+"""Key of an optimiser group whose rate is another than the run's."""
 
 
 def update_constants(
@@ -145,10 +147,6 @@ def _visible(value: Tensor, mask: Tensor) -> Tensor:
     if value.ndim == 1:
         return value
     return torch.where(mask.bool(), value, torch.zeros_like(value))
-
-
-FACTOR = "learning_rate_factor"
-"""Key of an optimiser group whose rate is another than the run's."""
 
 
 def learning_rate_factor(config: BaseTrainerConfig, optimiser_step: int, waited: int = 0) -> float:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from mmrl.workers.sandbox import Limits
     from mmrl.workers.wire import Message
 
+log = logging.getLogger(__name__)
+MAX_FILES = 100
+"""Tracebacks kept of a run; reasons beyond that are still counted and logged."""
+
 
 @dataclass(frozen=True)
 class WorkerFailure:
@@ -49,9 +53,6 @@ WORKER_FAILURES: dict[str, str] = {
     "memory": "The process, with what it started, held more memory than allowed.",
     "raised": "The service raised an exception.",
 }
-log = logging.getLogger(__name__)
-MAX_FILES = 100
-"""Tracebacks kept of a run; reasons beyond that are still counted and logged."""
 
 
 class FailureLog:

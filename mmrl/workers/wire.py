@@ -39,6 +39,27 @@ MAX_BODY_BYTES = 4 << 30
 MAX_AXES = 16
 PREFIX = struct.Struct("<4sHIQ")
 DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
+OTHER_DTYPES = "biufcUSmM"
+"""Kinds of NumPy's dtypes that are sent as their bytes; objects and records are not."""
+INTEGERS = 1 << 63
+"""Integers beyond this are sent in base 16: Python refuses to write very long ones in base 10."""
+TEXT_FORMS: dict[type, Callable[[Any], str]] = {
+    datetime.datetime: datetime.datetime.isoformat,
+    datetime.date: datetime.date.isoformat,
+    datetime.time: datetime.time.isoformat,
+    Decimal: str,
+    Fraction: str,
+}
+FROM_TEXT: dict[str, Callable[[str], Any]] = {
+    "float": float,
+    "int": lambda text: int(text, 16),
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "Decimal": Decimal,
+    "Fraction": Fraction,
+}
+COLLECTIONS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 
 
 class WireError(ValueError):
@@ -206,42 +227,18 @@ def _garbage(data: bytes) -> str:
     return f"expected a message, which begins with {MARK!r}, but {data[:40]!r} came; something else writes to this pipe"
 
 
-PLAIN_DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
-OTHER_DTYPES = "biufcUSmM"
-"""Kinds of NumPy's dtypes that are sent as their bytes; objects and records are not."""
-INTEGERS = 1 << 63
-"""Integers beyond this are sent in base 16: Python refuses to write very long ones in base 10."""
-TEXT_FORMS: dict[type, Callable[[Any], str]] = {
-    datetime.datetime: datetime.datetime.isoformat,
-    datetime.date: datetime.date.isoformat,
-    datetime.time: datetime.time.isoformat,
-    Decimal: str,
-    Fraction: str,
-}
-FROM_TEXT: dict[str, Callable[[str], Any]] = {
-    "float": float,
-    "int": lambda text: int(text, 16),
-    "datetime": datetime.datetime.fromisoformat,
-    "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat,
-    "Decimal": Decimal,
-    "Fraction": Fraction,
-}
-COLLECTIONS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
-
-
 def encode(value: Any) -> tuple[Any, dict[str, np.ndarray]]:
     """Turn a value into JSON and arrays."""
-    encoder = _Encoder()
+    encoder = _TreeWriter()
     return encoder.tree(value), encoder.arrays
 
 
 def decode(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """Build the value that was given to `encode`."""
-    return _Decoder(arrays).value(tree)
+    return _TreeReader(arrays).value(tree)
 
 
-class _Encoder:
+class _TreeWriter:
     """JSON scalars and lists as they are; everything else as an object with one key."""
 
     def __init__(self) -> None:
@@ -275,7 +272,7 @@ class _Encoder:
         import numpy as np
 
         kind = type(value)
-        if kind is np.ndarray and value.dtype.str in PLAIN_DTYPES:
+        if kind is np.ndarray and value.dtype.str in DTYPES:
             return {"array": self._add(value)}
         if kind is bytes:
             return {"bytes": self._add(np.frombuffer(value, np.uint8))}
@@ -299,7 +296,7 @@ class _Encoder:
         return name
 
 
-class _Decoder:
+class _TreeReader:
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._arrays = arrays
         self._objects: dict[str, Any] = {}
@@ -322,11 +319,11 @@ class _Decoder:
             return complex(*(self.value(part) for part in content))
         name = content if isinstance(content, str) else content[0]
         if name not in self._objects:
-            self._objects[name] = _bulk(tag, self._arrays[name], content)
+            self._objects[name] = _from_bytes(tag, self._arrays[name], content)
         return self._objects[name]
 
 
-def _bulk(tag: str, data: np.ndarray, content: Any) -> Any:
+def _from_bytes(tag: str, data: np.ndarray, content: Any) -> Any:
     if tag == "array":
         return data
     if tag == "bytes":

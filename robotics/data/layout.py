@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.files import is_file, write_atomically
+from mmrl.files import write_atomically
 from mmrl.hub.images import MAX_IMAGE_PIXELS, check_pixels
 from mmrl.hub.video import VideoSettings
 from mmrl.runs.folder import take_lock
@@ -70,16 +70,6 @@ def dataset_file(folder: Path, pattern: str, **values: int | str) -> Path:
     return folder / relative
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file."""
-    if not is_file(path):
-        raise UserError(f"the dataset lacks {path}")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, nested too deep
-        raise UserError(f"{path} is not JSON: {error}") from error
-
-
 def write_json(content: Any, path: Path) -> None:
     """Write a JSON file atomically."""
     write_atomically(path, json.dumps(content, indent=4, ensure_ascii=False))
@@ -113,10 +103,8 @@ def named_errors(what: str) -> Iterator[None]:
         raise UserError(f"{what} cannot be read: {type(error).__name__}: {reason[:300]}") from error
 
 
-def check_info(info: Any, path: Path) -> dict[str, Any]:
+def check_info(info: dict[str, Any], path: Path) -> dict[str, Any]:
     """Check the types and sizes in `meta/info.json`."""
-    if not isinstance(info, dict):
-        raise UserError(f"{path} holds a {type(info).__name__}; expected an object with features and total_episodes")
     fps, total, features = info.get("fps"), info.get("total_episodes"), info.get("features")
     if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps < 1e4:
         raise UserError(f"{path}: fps is {fps!r}; expected a number of frames a second")

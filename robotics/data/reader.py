@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError, require_packages
+from mmrl.files import read_json_object
 from robotics.data.features import (
     ACTION,
     BOOKKEPT,
@@ -38,7 +39,6 @@ from robotics.data.layout import (
     dataset_file,
     named_errors,
     numbered_files,
-    read_json,
 )
 from robotics.data.statistics import Statistics
 from robotics.data.tables import column_array, read_schema, read_table, task_texts
@@ -129,8 +129,8 @@ class LeRobotReader:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         require_packages("a LeRobotDataset", ["pyarrow"], "vla")
         self.folder = Path(folder)
-        content = read_json(self.folder / INFO_PATH)
-        version = content.get("codebase_version") if isinstance(content, dict) else None
+        content = read_json_object(self.folder / INFO_PATH)
+        version = content.get("codebase_version")
         if version != VERSION:
             raise UserError(
                 f"{self.folder} has codebase_version {version}; this reads {VERSION}. lerobot converts v2.1 with "
@@ -296,7 +296,7 @@ class LeRobotReader:
 
     def _statistics(self) -> dict[str, Statistics]:
         path = self.folder / STATS_PATH
-        content = read_json(path) if path.exists() else {}
+        content = read_json_object(path) if path.exists() else {}
         return {key: {name: np.asarray(one) for name, one in part.items()} for key, part in content.items()}
 
     def _task(self, number: int) -> str:

@@ -30,7 +30,7 @@ from tests.bad_input.conftest import without
         ("model.freeze_vision=perhaps", ["'model.freeze_vision'", "perhaps", "bool"]),
         ("trainer.schedule=cos", ["trainer.schedule is 'cos'", "allowed: constant, linear, cosine"]),
         ("sampler.top_p=2", ["sampler.top_p is 2", "(0, 1]"]),
-        ("objective.preset=grpoo", ["'grpoo'", "Did you mean 'grpo'", "dapo"]),
+        ("objective.preset=grpoo", ["'grpoo'", "did you mean 'grpo'", "dapo"]),
         ("objective.advantage.kind=mean", ["'mean'", "group_mean_std"]),
         ("trainer.samples_per_task=1", ["samples_per_task is 1", "group_mean_std", "whitened_returns"]),
         ("rewards=[{name: exakt}]", ["'exakt'", "did you mean 'exact'", "format"]),

@@ -40,7 +40,7 @@ def test_dapo_samples_groups_without_a_gradient_again_and_has_no_reference():
 
 
 def test_unknown_method_suggests_the_nearest():
-    with pytest.raises(ValueError, match=r"no objective 'grop'\. Did you mean 'grpo'"):
+    with pytest.raises(ValueError, match=r"no objective 'grop'; did you mean 'grpo'"):
         get("grop")
 
 
@@ -59,12 +59,12 @@ def test_what_an_objective_needs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"advantage": {"kind": "group_mean_stdd"}}, "no advantage.*Did you mean 'group_mean_std'"),
+        ({"advantage": {"kind": "group_mean_stdd"}}, "no advantage.*did you mean 'group_mean_std'"),
         ({"clip": {"kind": "ppo"}}, "no clip 'ppo'.*ppo_clip"),
         ({"ratio": {"kind": "row"}}, "no ratio 'row'"),
         ({"kl": {"kind": "k4"}}, "no kl 'k4'.*k1, k1p, k2, k3, k3p"),
         ({"entropy": {"kind": "exact"}}, "no entropy 'exact'.*full, sampled"),
-        ({"filter": {"kind": "resampel"}}, "Did you mean 'resample'"),
+        ({"filter": {"kind": "resampel"}}, "did you mean 'resample'"),
         ({"aggregation": {"kind": "mean"}}, "no aggregation 'mean'"),
         ({"kl": {"kind": "k3", "aggregation": "mean"}}, r"kl\.aggregation.*'mean'"),
         ({"surrogate": {"kind": "cispo"}}, "no part 'surrogate'; its parts: advantage, scaling, ratio, clip"),

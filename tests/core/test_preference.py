@@ -229,6 +229,6 @@ def test_what_is_missing_is_named():
 def test_a_preference_objective_is_not_one_for_rewards():
     with pytest.raises(ValueError, match=r"'dpo' learns from pairs of answers.*recipe: preference"):
         get("dpo")
-    with pytest.raises(ValueError, match=r"no preference objective 'dpoo'\. Did you mean 'dpo'"):
+    with pytest.raises(ValueError, match=r"no preference objective 'dpoo'; did you mean 'dpo'"):
         get_preference("dpoo")
     assert DecisionScore().formula()

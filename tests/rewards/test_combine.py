@@ -120,7 +120,7 @@ def test_no_rows_and_lists_of_different_length():
     ("config", "message"),
     [
         (RewardConfig("nuber"), "did you mean 'number'"),
-        (RewardConfig("zzz"), "Known are: format, choice, number, exact, math, overlong"),
+        (RewardConfig("zzz"), "known are: format, choice, number, exact, math, overlong"),
         (RewardConfig(""), "no name"),
         (RewardConfig("number", weight=float("nan")), "weight is nan"),
         (RewardConfig("number", timeout_s=0.0), "timeout_s"),
@@ -228,6 +228,20 @@ def test_functions_of_easyr1_get_and_return_dictionaries(place):
         rewards.close()
     with pytest.raises(UserError, match="has no option 'weight'"):
         RewardSum([RewardConfig("batch", f"{__file__}:compute_score", isolate=False, options={"weight": 1})])
+
+
+def compute_weighted(reward_inputs, weight, *, offset=0.0, **options):
+    return [{"overall": weight * len(each["response"]) + offset + options.get("extra", 0)} for each in reward_inputs]
+
+
+def test_arguments_of_easyr1_functions_are_filled_by_options():
+    def term(options):
+        return RewardSum([RewardConfig("mine", f"{__file__}:compute_weighted", isolate=False, options=options)])
+
+    with pytest.raises(UserError, match="'mine' has no default for weight; give it in options"):
+        term({"offset": 1.0})
+    result = term({"weight": 2.0, "extra": 0.5}).score(["q"], ["abc"], {"answer": ["a"], "level": [1]})
+    assert result.terms == {"mine": [6.5]}
 
 
 def test_a_score_without_its_sum_is_an_error_of_the_row():

@@ -52,7 +52,7 @@ DAMAGE = {
     "state": "state.pt is not what was written",
     "manifest": "manifest.json cannot be read",
     "entry": "its entry of state.pt is 'x'",
-    "list": "does not list state.pt",
+    "list": "manifest.json cannot be read",
 }
 
 

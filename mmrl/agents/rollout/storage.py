@@ -41,6 +41,10 @@ TABLES = ("input_ids", "mm_token_type_ids", "position_ids", *GRIDS)
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8)}
 FASTEST = 1
 """Level of zlib; higher ones take several times as long to save a few per cent."""
+PLAIN = ("unreadable", "refused", "ending", "reason", "success", "finish")
+"""Fields of an episode that are numbers and texts."""
+LOGGER = logging.getLogger("mmrl")
+ROWS, SINGLE = "episodes.jsonl", "episode-*.pt"
 
 
 def store_episode(episode: Episode) -> Record:
@@ -93,10 +97,6 @@ def restore_episode(record: Record, task: AgentTask | None = None) -> Episode:
         last=Observation(record["last_text"], images),
         **{name: record[name] for name in PLAIN},
     )
-
-
-PLAIN = ("unreadable", "refused", "ending", "reason", "success", "finish")
-"""Fields of an episode that are numbers and texts."""
 
 
 def size_of(record: Any) -> int:
@@ -158,10 +158,6 @@ def _expanded(record: Record) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     raw = bytearray(zlib.decompress(record["data"].numpy().tobytes()))
     return torch.from_numpy(np.frombuffer(raw, np.uint8)).view(dtype).reshape(shape)
-
-
-LOGGER = logging.getLogger("mmrl")
-ROWS, SINGLE = "episodes.jsonl", "episode-*.pt"
 
 
 def write_recorded(episodes: Sequence[Episode], folder: Path) -> int:

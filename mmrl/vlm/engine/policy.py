@@ -64,6 +64,7 @@ from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor
 from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, multiply_patches, weights_state
 
 OUTPUTS = frozenset({"logp", "entropy", "values"})
+LOGGER = logging.getLogger("mmrl")
 
 
 class VlmPolicy(nn.Module):
@@ -407,9 +408,6 @@ class VlmPolicy(nn.Module):
 def _no_autocast(x: Tensor) -> torch.autocast:
     """Heads work in the precision of the states, as `linear_logprobs` does, so that all scores agree."""
     return torch.autocast(device_type=x.device.type, enabled=False)
-
-
-LOGGER = logging.getLogger("mmrl")
 
 
 def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPolicy:

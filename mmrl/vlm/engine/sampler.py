@@ -26,6 +26,7 @@ from mmrl.vlm.model.vision import gather_features
 
 LENGTH, EOS, STOP = range(3)
 FINISH_REASONS = ("length", "eos", "stop")
+LOGGER = logging.getLogger("mmrl")
 
 
 @dataclass
@@ -295,9 +296,6 @@ class ModuleDecoder:
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) of the next token."""
         return self.policy.next_logp(states, temperature)
-
-
-LOGGER = logging.getLogger("mmrl")
 
 
 class PolicySampler:

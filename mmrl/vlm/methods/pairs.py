@@ -138,17 +138,6 @@ def _last_turn(task: VlmTask, name: str, cell: Any) -> str:
     return "".join(str(text) for text in texts)
 
 
-PAIR_ERRORS: dict[str, str] = {
-    "missing_side": "The row lacks the preferred or the rejected answer.",
-    "bad_side": "A side is neither a text nor chat turns that end with one assistant turn.",
-    "empty_side": "A side has no text.",
-    "equal_sides": "Both sides are the same text, or the same tokens.",
-    "missing_score": "The loss reads a score of each side, and one of them is no finite number.",
-    "long_side": "A side has more tokens than the model's positions leave behind its prompt, or than max_side_tokens.",
-    "media_in_side": "A side holds a placeholder token of images or videos.",
-}
-
-
 ORDERS = {"logps/accuracies": "accuracy/likelier", "rewards/accuracies": "accuracy/rewards"}
 """Shares of pairs in the right order, and their names in evaluations."""
 

@@ -115,15 +115,6 @@ def _file_digest(path: str, size: int, modified: int) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-NEEDLE_ERRORS = {
-    "bad_needle": "A needle is not [start, stop] in frames or a list of such pairs.",
-    "needle_outside": "A needle reaches beyond the end of its video.",
-    "needle_missed": "None of a needle's frames is a candidate.",
-    "one_video": "A row has no video or several.",
-}
-"""Errors of a row further to `TASK_ERRORS` and `VIDEO_ERRORS`."""
-
-
 TYPES = ("specific", "general")
 OPTIONS = re.compile(r"\n\s*\(?A[).:]")
 """Start of the options of a multiple-choice question."""

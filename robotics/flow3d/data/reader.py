@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import os
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, did_you_mean
 from mmrl.files import expanded
 from robotics.data.layout import named_errors
 from robotics.flow3d.clip import FlowClip, FlowEncoding
@@ -132,8 +131,7 @@ class FlowReader(Sequence[FlowClip]):
         for group, names in self._wanted.items():
             known = self.info.tally.count_by(group)
             for name in names - set(known):
-                close = difflib.get_close_matches(name, list(known), n=1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
+                hint = did_you_mean(name, known)
                 raise UserError(f"{self.folder} has no {group} {name!r}; {hint}it has {', '.join(known) or 'no clips'}")
 
     def _select(self) -> Iterator[tuple[int, int, int]]:
