@@ -201,13 +201,19 @@ def test_the_critic_has_its_own_rate(tmp_path, critic, rate):
 
 
 def test_a_run_learns_and_its_policy_opens_without_the_critic(tmp_path):
-    config = ppo(tmp_path, reward=ChunkRewardConfig(success=1.0, potential=1.0))
+    # ten times the policy's rate of 0.02 throws the critic about, and success with it
+    config = ppo(
+        tmp_path,
+        reward=ChunkRewardConfig(success=1.0, potential=1.0),
+        critic=CriticConfig(learning_rate=5e-3),
+    )
     config.trainer.steps = 12
     run_dir = train(find_recipe("robot_ppo"), config)
     successes = [row["episode/success"] for row in metrics_of(run_dir)]
-    assert sum(successes[1:]) / 11 > 2 * successes[0]
+    assert successes[0] < 0.6
+    assert min(successes[-4:]) > 0.9  # 1 from the seventh step on with each of eight seeds
     values = [row["loss/value"] for row in metrics_of(run_dir)]
-    assert values[-1] < values[0]
+    assert values[-1] < values[0] / 2
     assert all(row["critic/explained"] <= 1 for row in metrics_of(run_dir))
     assert (run_dir / "checkpoints" / "step-000012" / "model" / "critic" / "model.safetensors").is_file()
 
