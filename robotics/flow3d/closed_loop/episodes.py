@@ -35,7 +35,7 @@ class FlowEpisode:
         """Name of the episode, such as `pour/ur5e/mug/held_out/train/7`."""
         scene = self.scene
         looks = scene.background if scene.background == scene.colours else f"{scene.colours}-{scene.background}"
-        return f"{scene.task}/{scene.actor}/{scene.shape}/{scene.layouts}/{looks}/{self.number}"
+        return f"{scene.task}/{scene.actor_name}/{scene.shape}/{scene.layouts}/{looks}/{self.number}"
 
     @property
     def family(self) -> str:
@@ -49,8 +49,8 @@ class FlowEpisodesConfig:
 
     tasks: list[str] = choice([], lambda: FLOW_TASKS)
     """Tasks; empty = all."""
-    arms: list[str] = choice(["panda"], lambda: FLOW_ARMS)
-    """Arms that do each task."""
+    arms: list[str] = choice(["panda"], lambda: FLOW_ARMS, or_function=True)
+    """Arms that do each task; module:function or file.py:function returns an `ArmModel` of your own."""
     episodes: int = bounded(10, at_least=1)
     """Layouts of each task, the same for all arms."""
     first: int = rare(bounded(0, at_least=0))
@@ -71,9 +71,12 @@ class FlowEpisodesConfig:
     """See `SceneConfig.lose_after_m`."""
 
     def validate(self) -> None:
-        """Raise ValueError without an arm."""
+        """Raise ValueError without an arm, or for two of one name."""
         if not self.arms:
             raise ValueError(f"arms are none; there are {', '.join(FLOW_ARMS)}")
+        names = [SceneConfig(actor=arm).actor_name for arm in self.arms]
+        if len(set(names)) < len(names):
+            raise ValueError(f"arms are [{', '.join(self.arms)}], whose names are {', '.join(names)}; name each once")
 
 
 def list_episodes(config: FlowEpisodesConfig) -> list[FlowEpisode]:

@@ -126,7 +126,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         LOGGER.info("%s:\n%s", self.split, loop_table(rows))
 
     def _video(self, episode: FlowEpisode) -> Path | None:
-        kind = episode.scene.task, episode.scene.actor
+        kind = episode.scene.task, episode.scene.actor_name
         self._recorded[kind] += 1
         if self._recorded[kind] > self.evaluation.videos:
             return None

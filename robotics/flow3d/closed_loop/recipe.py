@@ -23,11 +23,13 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, parts_of
 from mmrl.files import expanded
 from mmrl.runs.export import chosen_checkpoint, is_run
+from mmrl.runs.records import short_digest
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.recipe import Step
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, LoopConfig, StillPoints, TrueFlow, list_episodes
 from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
 from robotics.flow3d.closed_loop.runner import EpisodeRunner, Source
+from robotics.scenes.objects.scene import find_flow_arm
 
 LOGGER = logging.getLogger("mmrl")
 TRUTH = "truth"
@@ -131,7 +133,11 @@ class Flow3dEvaluation:
         settings = dataclasses.asdict(self._runner.settings)
         weights = TRUTH if self._folder is None else weights_digest(self._folder)
         weights = f"{weights}, still {self.config.model.still_share:g}"
-        return {"weights": weights, "settings": json.loads(json.dumps(settings)), "mujoco": mujoco.__version__}
+        about = {"weights": weights, "settings": json.loads(json.dumps(settings)), "mujoco": mujoco.__version__}
+        names = {name for data in self.config.eval_data.values() for name in data.arms if ":" in name}
+        arms = {name: find_flow_arm(name) for name in sorted(names)}
+        digests = {name: short_digest(repr(arm).encode() + arm.path.read_bytes()) for name, arm in arms.items() if arm}
+        return about | ({"arms": digests} if digests else {})
 
 
 def _disturbed(source: Source, still_share: float) -> Source:

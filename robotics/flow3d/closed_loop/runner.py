@@ -240,7 +240,7 @@ def _describe(episode: FlowEpisode) -> Row:
     scene = episode.scene
     known = {name: getattr(scene, name) for name in ("shape", "layouts", "colours", "background")}
     return (
-        {"id": episode.id, "task": scene.task, "family": episode.family, "arm": scene.actor}
+        {"id": episode.id, "task": scene.task, "family": episode.family, "arm": scene.actor_name}
         | known
         | {"number": episode.number, "instruction": FLOW_TASKS[scene.task].instruction}
     )

@@ -6,6 +6,7 @@ The arms start out of the camera's way. The free gripper is an arm with slides, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -74,14 +75,42 @@ OUT_OF_VIEW_M = (-0.6, 0.0, 0.6)
 """Position of a hand until it is posed."""
 
 
+@functools.cache
+def find_flow_arm(actor: str) -> ArmModel | None:
+    """A row of `FLOW_ARMS`, or what a user's module:function returns; None for a hand and nobody.
+
+    Raises:
+        UserError: the function returns no arm, or the arm's model lacks a part that it names.
+    """
+    if ":" not in actor:
+        return FLOW_ARMS.get(actor)
+    from mmrl.rewards.loading import load_function
+
+    arm = load_function(actor, what="the arm")()
+    if not isinstance(arm, ArmModel):
+        raise UserError(f"{actor} returned a {type(arm).__name__}; expected an ArmModel of robotics.scenes.arms")
+    try:
+        model = arm.load()
+    except ValueError as error:
+        raise UserError(f"the arm {arm.name} cannot be read from {arm.path}: {error}") from error
+    parts = {"joint": (*arm.joints, *arm.fingers), "actuator": (*arm.joints, arm.gripper), "site": (arm.grip_site,)}
+    for kind, names in parts.items():
+        for name in names:
+            try:
+                getattr(model, kind)(name)
+            except KeyError as error:
+                raise UserError(f"the arm {arm.name} ({arm.path}): {error.args[0]}") from error
+    return arm
+
+
 @dataclass(frozen=True)
 class SceneConfig:
     """A task, an actor and a shape; the distribution of episodes; and the camera."""
 
     task: str = choice("place_red", lambda: FLOW_TASKS)
     """Task."""
-    actor: str = choice("panda", ACTORS)
-    """Actor in view: an arm, hand, or nobody."""
+    actor: str = choice("panda", ACTORS, or_function=True)
+    """Actor in view: an arm, hand, nobody, or module:function that returns an `ArmModel` of your own."""
     shape: str = ""
     """Shape of the object; the first one of training data where empty."""
     layouts: str = choice("train", SPLITS)
@@ -103,8 +132,15 @@ class SceneConfig:
     lose_after_m: float = bounded(0.0, at_least=0)
     """Distance after which the gripper of an arm drops the object, once in an episode; 0 = never."""
 
+    @property
+    def actor_name(self) -> str:
+        """The actor, by its name where it is an arm of your own."""
+        arm = find_flow_arm(self.actor)
+        return self.actor if arm is None else arm.name
+
     def validate(self) -> None:
         """Refuse a shape that the task does not have; raises UserError."""
+        find_flow_arm(self.actor)
         shapes = FLOW_TASKS[self.task].shapes
         if self.shape and self.shape not in shapes:
             raise UserError(f"{self.task} has no shape {self.shape!r}; it has {', '.join(shapes)}")
@@ -128,7 +164,7 @@ class FlowScene:
         check_config(self.config, "scene")
         self.task: FlowTask = find_flow_task(self.config.task)
         self.shape = self.task.shapes[self.config.shape or next(iter(self.task.shapes))]
-        self.arm: ArmModel | None = FLOW_ARMS.get(self.config.actor)
+        self.arm = find_flow_arm(self.config.actor)
         self.model = build_model(self.task, self.shape.name, self.config.actor)
         self.data = mujoco.MjData(self.model)
         self._lib = mujoco
@@ -362,10 +398,10 @@ def build_model(task: FlowTask, shape: str, actor: str) -> mujoco.MjModel:
     """
     import mujoco
 
-    arm = FLOW_ARMS.get(actor)
+    arm = find_flow_arm(actor)
     own = [arm.path] if arm else [SCENE_ASSETS / "hand.xml"] if actor == HAND else []
     files = [ASSETS / "tabletop.xml", SCENE_ASSETS / "studio.xml", *own]
-    spec = include_files(f"{task.furniture.name}_{actor}", files)
+    spec = include_files(f"{task.furniture.name}_{arm.name if arm else actor}", files)
     task.furniture.build(spec, task.shapes[shape])
     if arm:
         hand = spec.site(arm.grip_site).parent.name

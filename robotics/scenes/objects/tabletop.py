@@ -23,7 +23,7 @@ from mmrl.errors import RunError, UserError
 from robotics.flow3d.geometry import inverse_pose
 from robotics.scenes.arms import start_arm
 from robotics.scenes.objects.criteria import Outcome
-from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig
+from robotics.scenes.objects.scene import FLOW_ARMS, FlowScene, SceneConfig, find_flow_arm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ class FlowTabletop(FlowScene):
         self.on_frame: Callable[[FlowTabletop], None] | None = None
         """Called every 20 ms of simulated time, for instance to record a video."""
         chosen = dataclasses.replace(config or SceneConfig(), **changes)  # type: ignore[arg-type]
-        if chosen.actor not in FLOW_ARMS:
+        if find_flow_arm(chosen.actor) is None:
             raise UserError(f"actor is {chosen.actor!r}; physics needs an arm: {', '.join(FLOW_ARMS)}")
         super().__init__(chosen)
 

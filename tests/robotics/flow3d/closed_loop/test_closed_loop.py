@@ -82,6 +82,55 @@ def test_true_flow_does_the_task_and_has_no_error():
     assert metrics["verifier/precision"] == metrics["verifier/recall"] == 1
 
 
+OWN_ARM = """
+import dataclasses
+from robotics.scenes.objects.scene import FLOW_ARMS
+
+def mine():
+    return dataclasses.replace(FLOW_ARMS["gen3"], name="mine")
+
+def clawless():
+    return dataclasses.replace(FLOW_ARMS["gen3"], gripper="claw")
+
+def nowhere():
+    return dataclasses.replace(FLOW_ARMS["gen3"], file="/no/arm.xml")
+
+def none():
+    return "gen3"
+"""
+
+
+def test_an_arm_of_ones_own_does_the_task(tmp_path):
+    (tmp_path / "arms.py").write_text(OWN_ARM)
+    arm = f"{tmp_path}/arms.py:mine"
+    episodes = list_episodes(FlowEpisodesConfig(tasks=["open_red"], arms=[arm, "gen3"], episodes=1))
+    assert [episode.id.split("/")[1] for episode in episodes] == ["mine", "gen3"]
+    metrics, rows = evaluate_flow(TrueFlow, episodes)
+    assert [(row["arm"], row["success"]) for row in rows] == [("mine", True), ("gen3", True)]
+    assert metrics["success/closed_loop/arm=mine"] == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("clawless", r"the arm gen3 .*'claw'"),
+        ("nowhere", "the arm gen3 cannot be read from /no/arm.xml"),
+        ("none", "arms.py:none returned a str; expected an ArmModel"),
+        ("nothing", "has no 'nothing'"),
+    ],
+)
+def test_an_own_arm_that_cannot_work_is_named(tmp_path, function, message):
+    (tmp_path / "arms.py").write_text(OWN_ARM)
+    with pytest.raises(UserError, match=message):
+        list_episodes(FlowEpisodesConfig(tasks=["open_red"], arms=[f"{tmp_path}/arms.py:{function}"]))
+
+
+def test_arms_of_one_name_are_refused(tmp_path):
+    (tmp_path / "arms.py").write_text(OWN_ARM)
+    with pytest.raises(ValueError, match="whose names are mine, mine; name each once"):
+        list_episodes(FlowEpisodesConfig(arms=[f"{tmp_path}/arms.py:mine"] * 2))
+
+
 @pytest.mark.parametrize(("deaf", "followed"), [(False, [True, True]), (True, [False, False])])
 def test_the_language_swap_shows_whether_a_model_follows_instructions(deaf, followed):
     (episode,) = list_episodes(PLACE)
