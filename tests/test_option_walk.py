@@ -20,6 +20,7 @@ simulators other than the tabletop, language-model verifiers, and evaluations wi
 from __future__ import annotations
 
 import ast
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from mmrl.options import options_of
 from mmrl.recipes import RECIPES
 from tests.contracts.domains import domain_of
 from tests.contracts.option_lists import CANNOT, IDLE, OWN
-from tests.contracts.option_runs import variants_of
+from tests.contracts.option_runs import try_variants, variants_of
 from tests.contracts.options import effect, is_refused, leaves, outcome, reads_of, walk_config
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -106,6 +107,18 @@ def test_a_run_reads_every_option(name, tmp_path, monkeypatch):
             read = reads_of(config, tmp_path, monkeypatch)
             unread = [leaf for leaf in unread if leaf.owner not in read]
     assert [leaf.key for leaf in unread] == []
+
+
+def test_every_further_run_is_one_of_some_recipe(tmp_path):
+    refusals, taken = {}, set()
+    for name in RECIPES:
+        if all(importlib.util.find_spec(module) for module in domain_of(name).needs):
+            for variant, config in try_variants(name, tmp_path / name):
+                if isinstance(config, str):
+                    refusals.setdefault(id(variant), []).append(f"{variant.changes} in {name}: {config}")
+                else:
+                    taken.add(id(variant))
+    assert [reasons for variant, reasons in refusals.items() if variant not in taken] == []
 
 
 def earlier(name):

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,16 +221,34 @@ def _latent(kind: str, **options: Any) -> Callable[[Any, Path], Any]:
     return change
 
 
-def _blocks(recipe: str) -> list[Variant]:
-    """A run for each kind of block."""
+def _blocks(recipe: str, without: Sequence[str] = ()) -> list[Variant]:
+    """A run for each kind of block, without some kinds."""
     return [
-        Variant((f"objective.{part}.",), {f"objective.{part}": {"kind": kind, **EXTRA.get(kind, {})}}, (recipe,))
+        Variant(
+            (f"objective.{part}.",),
+            {**NEEDED.get(kind, {}), f"objective.{part}": {"kind": kind, **EXTRA.get(kind, {})}},
+            (recipe,),
+        )
         for part, table in BLOCKS.items()
         for kind in table
+        if kind not in without
     ]
 
 
-EXTRA: dict[str, dict[str, Any]] = {kind: {"coef": 0.1} for kind in (*BLOCKS["kl"], *BLOCKS["entropy"])}
+EXTRA: dict[str, dict[str, Any]] = {
+    **{kind: {"coef": 0.1} for kind in (*BLOCKS["kl"], *BLOCKS["entropy"])},
+    "fixed_length": {"length": 4},
+}
+"""Options of a block that it cannot do without."""
+CRITIC = {"objective.preset": "ppo"}
+NEEDED: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("gae", "squared_error"), CRITIC),
+    "gspo": {"objective.ratio": {"kind": "sequence"}},
+    "group_regression": {"objective.ratio": {"kind": "sequence_product"}},
+}
+"""Further changes without which a block is refused."""
+ELSEWHERE = ("gae_turn", "turn_mean", "full", "separate")
+"""Blocks for turns, exact divergences and a critic of its own, which answers to one question do not have."""
 
 VARIANTS = [
     Variant(("trainer.", "objective.", "reference."), {"trainer.epochs": 2, "trainer.schedule": "linear"}),
@@ -273,7 +291,7 @@ VARIANTS = [
     # images
     Variant(("data.", "eval_data.<name>."), _prompt_table, IMAGES),
     Variant(("sampler.",), {"sampler.solver": "sa_solver"}),
-    Variant(("sampler.",), {"sampler.window": 1, "sampler.random_share": 0.0}),
+    Variant(("sampler.",), {"sampler.window": 1, "sampler.random_share": 1.0}),
     Variant(("sampler.",), {"sampler.window": 1, "sampler.window_high": 3}),
     Variant(("sampler.",), {"sampler.window": 0}, ("flow_grpo_fast",)),
     Variant(("sampler.",), {"sampler.guidance": 3.0}),
@@ -299,12 +317,15 @@ VARIANTS = [
     Variant(("model.body.unet.",), _motion_unet, ("flow3d",)),
     Variant(("model.process.",), {"model.process.kind": "ddim"}, ("flow3d",)),
     Variant(("episodes.", "loop."), _closed_loop, ("flow3d",)),
-    *_blocks("vlm"),
+    *_blocks("vlm", ELSEWHERE),
 ]
 
 
-def variants_of(name: str, folder: Path) -> list[tuple[Variant, Any]]:
-    """The further runs of a recipe that its configuration takes."""
+def try_variants(name: str, folder: Path) -> list[tuple[Variant, Any]]:
+    """The further runs of a recipe, each with its configuration, or the text of the error where that is refused.
+
+    A run that names the recipe must not be refused.
+    """
     found, base = [], walk_config(name, folder)
     for variant in VARIANTS:
         if variant.recipes and name not in variant.recipes:
@@ -312,14 +333,14 @@ def variants_of(name: str, folder: Path) -> list[tuple[Variant, Any]]:
         try:
             config = variant.make(copy.deepcopy(base), folder)
             config.validate()
-        except (
-            UserError,
-            ValueError,
-            AttributeError,
-            KeyError,
-            IndexError,
-            TypeError,
-        ):  # not for it
-            continue
+        except (UserError, ValueError, AttributeError) as error:  # refused, or no such option
+            if variant.recipes:
+                raise AssertionError(f"{name} refuses its run with {variant.changes}: {error}") from error
+            config = f"{type(error).__name__}: {error}"
         found.append((variant, config))
     return found
+
+
+def variants_of(name: str, folder: Path) -> list[tuple[Variant, Any]]:
+    """The further runs of a recipe that its configuration takes."""
+    return [(variant, config) for variant, config in try_variants(name, folder) if not isinstance(config, str)]
