@@ -411,11 +411,11 @@ def _shuffled_everywhere(mine: _Rows, generator: torch.Generator) -> list[bool]:
     parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))
     places = [(group * len(parts) + rank, rank) for rank, part in enumerate(parts) for group in part.groups]
     order = sorted(range(len(places)), key=places.__getitem__)
-    success, failed, tasks = ([value for part in parts for value in part[column]] for column in range(3))
+    episodes = [each for part in parts for each in zip(part.success, part.failed, part.tasks, strict=True)]
     found = shuffled_successes(
-        torch.tensor([success[row] for row in order]),
-        torch.tensor([failed[row] for row in order]),
-        [tasks[row] for row in order],
+        torch.tensor([episodes[row][0] for row in order]),
+        torch.tensor([episodes[row][1] for row in order]),
+        [episodes[row][2] for row in order],
         generator,
     )
     own = state.process_index if len(parts) > 1 else 0
