@@ -11,7 +11,9 @@ from mmrl.gui.benchmarks.prompts import begin_answer
 from mmrl.gui.grounding import answers
 from mmrl.gui.grounding.rewards import point_reward
 from mmrl.rewards.answers import exact_reward, final_part, format_reward
+from mmrl.rewards import RewardConfig, RewardSum, TrainerState
 from mmrl.vlm.data.prompt import join_prompts
+from mmrl.vlm.data.task import VlmTask, score_texts, with_start
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
 from mmrl.vlm.methods.augmentation import augment_task
@@ -19,6 +21,11 @@ from mmrl.vlm.model.config import ModelConfig
 from tests.vlm.builders import make_task
 
 OPENED = "<think>\n"
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_folders):
+    return load_policy(ModelConfig(path=str(tiny_folders["qwen3_vl"])))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +93,48 @@ def test_given_answers_continue_the_thought_or_close_it(thinker):
     assert hinted.text.count("<think>") == 1
 
 
+def test_a_given_start_and_the_prompts_thought_open_one_block(thinker, plain):
+    for start, answer, whole in (
+        ("<think>", "<think>so", "<think>so"),
+        ("<think>", f"{OPENED}so", f"{OPENED}so"),
+        ("Step 1. <think>", "<think>so", "Step 1. <think>so"),
+        ("<think>two and", "so", "<think>two andso"),
+        ("[", "1]", "[1]"),
+        ("", "<think>so", "<think>so"),
+    ):
+        assert with_start(start, answer) == whole
+    seen = []
+
+    def length(prompts, completions, **columns):
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    rewards = RewardSum([RewardConfig("length")], functions={"length": length})
+    for policy in (thinker, plain):
+        task = augment_task(make_task("one", "Sum?"), given_start="<think>")
+        prompt = policy.encode(task)
+        texts = sample(policy, [prompt], 1, SamplerConfig(max_new_tokens=2), torch.Generator()).texts
+        score_texts(rewards, TrainerState(), [task], [prompt.text], texts, [[1, 2]])
+    assert [text.count("<think>") for text in seen] == [1, 1]
+
+
+def test_images_for_rewards_are_opened_once_a_question():
+    class Counted(VlmTask):
+        def load_images(self):
+            opened.append(self.id)
+            return super().load_images()
+
+    def looks(prompts, completions, images, **columns):
+        return [float(len(own)) for own in images]
+
+    opened = []
+    one, two = (Counted(**vars(make_task(name, "Sum?", [(64, 64)]))) for name in ("one", "two"))
+    rewards = RewardSum([RewardConfig("looks")], functions={"looks": looks})
+    result = score_texts(rewards, TrainerState(), [one, one, two, two], ["q"] * 4, ["a"] * 4, [[1]] * 4)
+    assert result.total == [1.0] * 4
+    assert opened == ["one", "two"]
+
+
 def test_thoughts_of_earlier_answers_leave_the_history(thinker):
     tokenizer, eos = thinker.processor.tokenizer, thinker.processor.tokenizer.eos_token
     look = Observation("look", (torch.zeros(56, 56, 3, dtype=torch.uint8).numpy(),))
@@ -95,7 +144,8 @@ def test_thoughts_of_earlier_answers_leave_the_history(thinker):
         conversation = writer.begin(AgentTask("one"), look)
         whole = conversation.parts[0].prompt
         for text in said:
-            ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+            ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            ids.append(tokenizer.eos_token_id)
             writer.answer(conversation, ids)
             part, cut = writer.follow(conversation, look), writer.cut(conversation)
             given = join_prompts([whole, *[conversation.parts[-2].prompt, part]])
@@ -111,5 +161,10 @@ def test_thoughts_of_earlier_answers_leave_the_history(thinker):
     assert f"assistant\nleft{eos}" in text
     assert f"assistant\nup{eos}" in text
     assert dropped.position_ids.shape == (3, len(dropped))
+    said = f"say {eos} or <|image_pad|> now"
+    spelled, bare = (play(True, [f"so</think>{words}"]).input_ids.tolist() for words in (said, "say it"))
+    assert f"assistant\n{said}{eos}" in tokenizer.decode(spelled)
+    for token in map(tokenizer.convert_tokens_to_ids, (eos, "<|image_pad|>")):
+        assert spelled.count(token) == bare.count(token), "an answer's characters are no control token"
     with torch.no_grad():  # the images' features are those of the whole parts
         assert bool(torch.isfinite(thinker.encode_prefix([dropped]).last_state).all())

@@ -35,7 +35,7 @@ from mmrl.runs.records import Outcome, ResumableRows, SampleRecord, short_digest
 from mmrl.training.evaluation import Evaluation, Measure, Row, Trial, evaluate_tasks
 from mmrl.training.recipe import Step
 from mmrl.training.settings import PRECISIONS
-from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.data.task import TaskError, VlmTask, with_start
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
 from mmrl.vlm.model.config import ModelConfig
@@ -331,7 +331,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         if not prompts:
             return []
         drawn = sample(self.policy, prompts, 1, self.sampler, None)
-        texts = [self.preset.prefix + text for text in drawn.texts]
+        texts = [with_start(self.preset.prefix, text) for text in drawn.texts]
         return list(zip(texts, drawn.finish, drawn.mask.sum(1).int().tolist(), strict=True))
 
     def _row(self, trial: Trial[GroundingTask], answer: tuple[str, str, int] | None, unusable: str) -> Row:

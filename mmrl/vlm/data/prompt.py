@@ -16,9 +16,7 @@ from torch import Tensor
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.errors import UserError
 from mmrl.hub.video_sampling import Frames
-from mmrl.vlm.data.task import TaskError, VlmTask, load_videos
-
-OPEN_THINK = re.compile(r"<think>\s*\Z")
+from mmrl.vlm.data.task import OPEN_THINK, TaskError, VlmTask, load_videos
 
 
 @dataclass(eq=False)

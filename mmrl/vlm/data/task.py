@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
@@ -32,6 +33,8 @@ SOURCE_KEYS = ("video", "path", "url", "frames")
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
+OPEN_THINK = re.compile(r"<think>\s*\Z")
+"""A thought that a text opens at its end."""
 MAY_BE_ZERO = ("video_start", "video_end")
 MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 """Tokens of images and videos, which no answer may hold: a model would look for their features."""
@@ -177,9 +180,17 @@ def score_texts(
     turns = [_conversation(*row) for row in zip(tasks, prompts, texts, strict=True)]
     columns = columns_of(tasks, tokens)
     if rewards.reads_images:
-        opened = {id(task): task.load_images() for task in tasks}
+        opened = {number: task.load_images() for number, task in {id(task): task for task in tasks}.items()}
         columns[IMAGES] = [opened[id(task)] for task in tasks]
     return rewards.score([prompt for prompt, _ in turns], [reply for _, reply in turns], columns, state)
+
+
+def with_start(start: str, answer: str) -> str:
+    """An answer with the text that it was given as its start; of a `<think>` in both, at the seam, one is kept."""
+    opened = OPEN_THINK.search(start)
+    if opened is not None and answer.startswith("<think>"):
+        return start[: opened.start()] + answer
+    return start + answer
 
 
 def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[str, list[Any]]:
@@ -191,7 +202,7 @@ def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[st
 
 def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
     """A question and a response as reward functions get them, as in TRL."""
-    response = task.answer_start + response
+    response = with_start(task.answer_start, response)
     if not task.conversational:
         return prompt, response
     turns = task.messages
