@@ -27,7 +27,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.rewards.answers import final_part
 from mmrl.runs.records import SampleRecord
-from mmrl.vlm.data.prompt import Context, Insert, Prompt, VlmPayload, join_prompts, leaves
+from mmrl.vlm.data.prompt import MARKUP, Context, Insert, Prompt, VlmPayload, encode_text, join_prompts, leaves
 from mmrl.vlm.data.task import ImageSource, VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.rows import text_prompt
@@ -49,7 +49,6 @@ class ConversationConfig:
     drop_thoughts: bool = False
     """Whether the thoughts of earlier answers are removed, as the chat templates of thinking models do. Every turn is
     then read from the beginning."""
-
     tools: bool = False
     """Whether the chat template describes the environment's `tools` to the model, and their results come in the role
     `tool`, those of one answer together; with `actions.format: tool_call`."""
@@ -142,7 +141,7 @@ class Writer:
         spoken = final_part(text)
         if spoken == text:
             return None
-        kept = tokenizer.encode((spoken or "").lstrip("\n"), add_special_tokens=False)
+        kept = encode_text((spoken or "").lstrip("\n"), tokenizer, MARKUP)
         end = ids[-1:] if ids[-1:] == [tokenizer.eos_token_id] else []
         return text_prompt(torch.tensor([*kept, *end], dtype=torch.int64))
 

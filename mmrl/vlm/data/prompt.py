@@ -326,11 +326,14 @@ def special_tokens(tokenizer: Any) -> list[str]:
     return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
-def encode_text(text: str, tokenizer: Any) -> list[int]:
-    """Tokens of an answer's text; control tokens become their characters, but those of media stay, to be refused."""
+def encode_text(text: str, tokenizer: Any, kept: re.Pattern[str] = MARKUP_OR_MEDIA) -> list[int]:
+    """Tokens of an answer's text; control tokens but the `kept` ones become their characters.
+
+    By default those of media stay, to be refused.
+    """
     ids: list[int] = []
     start = 0
-    for match in [*control_pattern(tokenizer, MARKUP_OR_MEDIA).finditer(text), None]:
+    for match in [*control_pattern(tokenizer, kept).finditer(text), None]:
         stop = len(text) if match is None else match.start()
         ids += tokenizer.encode(text[start:stop], add_special_tokens=False)
         if match is not None:
