@@ -143,6 +143,23 @@ PYAUTOGUI = [
     ("pyautogui.click(10, 20, button='right')", *[[("right_click", {"point": [10, 20]})]] * 2),
     ("pyautogui.moveTo(1, 2)\npyautogui.dragTo(3, 4, duration=1)", *[[("drag", {"start": [1, 2], "end": [3, 4]})]] * 2),
     ("pyautogui.moveTo(1, 2)\npyautogui.click()", *[[("click", {"point": [1, 2]})]] * 2),
+    (
+        "pyautogui.moveTo(1, 2)\npyautogui.scroll(-5)",
+        *[[("scroll", {"direction": "down", "point": [1, 2]})]] * 2,
+    ),
+    (
+        "pyautogui.moveTo(9, 9)\npyautogui.click(1, 2)\npyautogui.dragTo(3, 4)",
+        *[[("click", {"point": [1, 2]}), ("drag", {"start": [1, 2], "end": [3, 4]})]] * 2,
+    ),
+    (
+        "pyautogui.moveTo(1, 2)\npyautogui.dragTo(3, 4)\npyautogui.hscroll(2)",
+        *[[("drag", {"start": [1, 2], "end": [3, 4]}), ("scroll", {"direction": "right", "point": [3, 4]})]] * 2,
+    ),
+    ("pyautogui.press('tab', presses=2)", *[[("key", {"key": "tab"})] * 2] * 2),
+    ("pyautogui.press('tab', presses=10**9)", "malformed", "malformed"),
+    ("pyautogui.press('tab', presses=1000000)", "wrong_shape", "wrong_shape"),
+    ("pyautogui.click(1, 2, clicks=3)", "wrong_shape", "wrong_shape"),
+    ("pyautogui.click(1, 2, clicks=2, button='right')", "wrong_shape", "wrong_shape"),
     ("pyautogui.write('a b', interval=0.1)", *[[("type", {"text": "a b"})]] * 2),
     ("pyautogui.hotkey('ctrl', 'c')", *[[("key", {"key": "ctrl+c"})]] * 2),
     ("pyautogui.press(['tab', 'enter'])", *[[("key", {"key": "tab"}), ("key", {"key": "enter"})]] * 2),

@@ -23,6 +23,8 @@ from mmrl.agents.environments.action_formats import (
     write_calls,
 )
 
+MOST_PRESSES = 64
+"""Presses of a key in one call of pyautogui."""
 TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
 NUMBER = r"[-+]?\d{1,9}(?:\.\d{1,9})?"
 NUMBERS = re.compile(NUMBER)
@@ -137,8 +139,10 @@ def read_pyautogui(text: str, strict: bool) -> Found:
         arguments = _named_arguments(name, values, given)
         if name == "moveTo":
             moved = _xy(name, arguments)
-        else:
-            actions += _from_pyautogui(name, arguments, moved)
+            continue
+        for own, details in _from_pyautogui(name, arguments, moved):
+            moved = details.get("end", details.get("point", moved))
+            actions.append((own, details))
     if not actions:
         raise UnreadableError("no_action", "the answer only moves the mouse")
     return re.sub(r"```\w*\s*$", "", thought).strip(), actions
@@ -165,12 +169,17 @@ def _named_arguments(name: str, values: Sequence[Any], given: Mapping[str, Any])
 
 
 def _from_pyautogui(name: str, given: Mapping[str, Any], moved: list[float] | None) -> list[NamedAction]:
+    """The actions of a call; `moved` is where the mouse is, as far as the answer says."""
+    stays = not {"x", "y"} & set(given)
     match name:
         case "click" | "doubleClick" | "rightClick":
             own = "right_click" if given.get("button") == "right" else CLICKS[name]
-            own = "double_click" if own == "click" and given.get("clicks") == 2 else own
-            point = moved if moved is not None and not {"x", "y"} & set(given) else _xy(name, given)
-            return [(own, {"point": point})]
+            clicks = given.get("clicks", 1)
+            if own == "click" and clicks == 2:
+                own = "double_click"
+            elif clicks != 1:
+                raise UnreadableError("wrong_shape", f"{name} with {str(clicks)[:20]} clicks is no action here")
+            return [(own, {"point": moved if moved is not None and stays else _xy(name, given)})]
         case "dragTo":
             if moved is None:
                 raise UnreadableError("wrong_shape", "dragTo needs a moveTo before it, where the drag begins")
@@ -178,8 +187,10 @@ def _from_pyautogui(name: str, given: Mapping[str, Any], moved: list[float] | No
         case "write" | "typewrite":
             return [("type", {"text": given.get("message")})]
         case "press":
-            keys = given.get("keys")
-            return [("key", {"key": key}) for key in (keys if isinstance(keys, list) else [keys])]
+            keys, presses = given.get("keys"), given.get("presses", 1)
+            if type(presses) is not int or not 1 <= presses <= MOST_PRESSES:
+                raise UnreadableError("wrong_shape", f"press takes 1 to {MOST_PRESSES} presses")
+            return [("key", {"key": key}) for key in (keys if isinstance(keys, list) else [keys]) * presses]
         case "hotkey":
             return [("key", {"key": "+".join(given["keys"])})]
         case "scroll" | "hscroll":
@@ -187,8 +198,8 @@ def _from_pyautogui(name: str, given: Mapping[str, Any], moved: list[float] | No
             if not isinstance(amount, (int, float)) or isinstance(amount, bool):
                 raise UnreadableError("wrong_shape", f"{name} takes a number of clicks")
             direction = ("up" if amount > 0 else "down") if name == "scroll" else ("right" if amount > 0 else "left")
-            where = {"point": _xy(name, given)} if {"x", "y"} <= set(given) else {}
-            return [("scroll", {"direction": direction, **where})]
+            where = moved if stays else _xy(name, given)
+            return [("scroll", {"direction": direction} | ({} if where is None else {"point": where}))]
     return [("wait", {})]  # sleep
 
 
