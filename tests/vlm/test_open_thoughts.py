@@ -10,8 +10,8 @@ from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.gui.benchmarks.prompts import begin_answer
 from mmrl.gui.grounding import answers
 from mmrl.gui.grounding.rewards import point_reward
-from mmrl.rewards.answers import exact_reward, final_part, format_reward
 from mmrl.rewards import RewardConfig, RewardSum, TrainerState
+from mmrl.rewards.answers import exact_reward, final_part, format_reward
 from mmrl.vlm.data.prompt import join_prompts
 from mmrl.vlm.data.task import VlmTask, score_texts, with_start
 from mmrl.vlm.engine.policy import load_policy
