@@ -13,6 +13,7 @@ from mmrl.agents.environments.environment import (
     parse_answer,
     write_answer,
 )
+from mmrl.errors import UserError
 from mmrl.fields import check_config
 
 # Answer, then what strict and tolerant reading find: name and arguments of each action, or an error.
@@ -326,3 +327,8 @@ def test_a_users_function_reads_actions(tmp_path):
     assert find_format(name).manual == "Answer with a number."
     with pytest.raises(ValueError, match="cannot write"):
         write_answer([Action("move", {"by": 3})], name)
+
+
+def test_an_unknown_format_is_an_error_with_a_suggestion():
+    with pytest.raises(UserError, match="unknown format of actions 'jsn'; did you mean 'json'"):
+        find_format("jsn")

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from mmrl.errors import UserError
 from mmrl.gui.grounding.answers import ANSWER_ERRORS, PARSERS, ParsedAnswer, answer_text, parse_answer, split_think
 from mmrl.gui.grounding.coords import CoordinateSpace
 
@@ -100,6 +101,23 @@ def test_a_users_function_reads_points(tmp_path):
     ):
         found = parse_answer(text, f"{file}:read")
         assert (found.points, found.error) == (points, error)
+
+
+def test_a_users_function_that_raises_finds_nothing(tmp_path, caplog):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def read(text):\n    x, y = text.split('@')[0].split()\n    return [(float(x), float(y))]\n"
+        "def broken(text):\n    return text['x']\n"
+    )
+    assert parse_answer("1 2", f"{file}:read").points == ((1, 2),)
+    assert parse_answer("one two", f"{file}:read") == parse_answer("", f"{file}:read") == ParsedAnswer(error="function")
+    assert not caplog.records
+    for _ in range(2):
+        assert parse_answer("1 2", f"{file}:broken").error == "function"
+    assert len(caplog.records) == 1
+    assert "broken raised TypeError" in caplog.text
+    with pytest.raises(UserError, match="unknown parser 'robst'; did you mean 'robust'"):
+        parse_answer("1 2", "robst")
 
 
 @pytest.mark.parametrize(

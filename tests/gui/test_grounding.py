@@ -187,7 +187,7 @@ def test_thousandths_on_screens_above_1000_pixels_only(tmp_path):
     path = own_rows(tmp_path, scaled(1000))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(row | {"image": "1920.png"}) + "\n" for row in rows))
-    with pytest.raises(UserError, match="thousandths"):
+    with pytest.raises(UserError, match=r"100\.0% of \d+ fit in 0 to 1000: the numbers are thousandths"):
         prepare_tasks(load_tasks(DataConfig(path=str(path))), GroundingSettings(), Resize(28), training=True)
 
 

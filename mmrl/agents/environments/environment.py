@@ -34,6 +34,7 @@ from mmrl.agents.environments.peer_formats import (
     write_tool_calls,
     write_ui_tars,
 )
+from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import bounded, choice, rare
 from mmrl.hub.foreign import MalformedError, as_flag, as_image
 from mmrl.rewards.answers import final_part
@@ -117,6 +118,9 @@ class ActionConfig:
 def find_format(name: str) -> ActionFormat:
     """The format of a name, or of a `module:function` that reads answers; raises UserError."""
     if ":" not in name:
+        if name not in FORMATS:
+            hint = did_you_mean(name, FORMATS)
+            raise UserError(f"unknown format of actions '{name}'; {hint}there are: {', '.join(FORMATS)}")
         return FORMATS[name]
     function = load_function(name, what="actions.format")
 

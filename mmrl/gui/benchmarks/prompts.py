@@ -15,7 +15,7 @@ from mmrl.fields import choice, rare
 from mmrl.files import is_file
 from mmrl.gui.grounding.coords import CoordinateSpace, coordinate_space
 from mmrl.gui.grounding.samples import GroundingSample
-from mmrl.gui.grounding.tasks import TEMPLATE, THINK, GroundingSettings, template_fields
+from mmrl.gui.grounding.tasks import TEMPLATE, THINK_PROMPT, GroundingSettings, template_fields
 from mmrl.vlm.data.prompt import Prompt, given_answer
 from mmrl.vlm.data.task import VlmTask
 
@@ -170,7 +170,7 @@ def _doubled(text: str) -> str:
 POINTS = PromptPreset(CoordinateSpace.ABS_RESIZED, TEMPLATE, refusal=ABSENT)
 PRESETS: dict[str, PromptPreset] = {
     "points": POINTS,
-    "points_think": dataclasses.replace(POINTS, system=THINK),
+    "points_think": dataclasses.replace(POINTS, system=THINK_PROMPT),
     "tool_call": PromptPreset(
         CoordinateSpace.ABS_RESIZED, "{instruction}", system=_doubled(TOOLS), prefix=CALL, refusal=ABSENT_CALL
     ),

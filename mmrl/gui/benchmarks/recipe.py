@@ -25,7 +25,7 @@ from mmrl.gui.benchmarks.loading import BenchmarkConfig, load_benchmark
 from mmrl.gui.benchmarks.metrics import Scored, metrics_of, results_markdown, score_answer, tabulate, write_results
 from mmrl.gui.benchmarks.prompts import PromptConfig, PromptPreset, begin_answer, question
 from mmrl.gui.benchmarks.table import Benchmark, find_benchmark
-from mmrl.gui.grounding.answers import PARSERS, parse_answer
+from mmrl.gui.grounding.answers import PARSERS, parse_answer, without_think
 from mmrl.gui.grounding.coords import FAMILIES, MAX_TOKENS, MIN_TOKENS, Resize
 from mmrl.gui.grounding.drawing import draw_answer
 from mmrl.gui.grounding.samples import GroundingSample, Refusal
@@ -336,7 +336,7 @@ class GroundingMeasure(Measure[GroundingTask]):
 
     def _row(self, trial: Trial[GroundingTask], answer: tuple[str, str, int] | None, unusable: str) -> Row:
         text, finish, length = answer or ("", "", 0)
-        parsed = parse_answer(text, self.options.parser, no_think="<think>" not in text)
+        parsed = parse_answer(text, self.options.parser, no_think=without_think(text))
         scored = score_answer(parsed, trial.task.sample, self.preset.space)
         return {
             "index": trial.index,

@@ -6,17 +6,21 @@ guesses the meaning of a number from its size: the coordinate space is the calle
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmrl.errors import UserError, did_you_mean
 from mmrl.gui.grounding.coords import CoordinateSpace, Point
 from mmrl.rewards.answers import final_part
 from mmrl.rewards.loading import load_function
 
+LOGGER = logging.getLogger("mmrl")
 THINK, END_THINK = "<think>", "</think>"
 LONGEST = 100_000
 """Characters of an answer that `robust` reads; no sampler gives more."""
@@ -54,19 +58,50 @@ def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max
 
     Returns:
         Points or an error; never raises for any text.
+
+    Raises:
+        UserError: there is no such parser.
     """
-    found = _function_answer(text, mode) if ":" in mode else PARSERS[mode](text, no_think)
+    if ":" in mode:
+        found = _function_answer(text, mode)
+    elif mode in PARSERS:
+        found = PARSERS[mode](text, no_think)
+    else:
+        hint = did_you_mean(mode, PARSERS)
+        raise UserError(f"unknown parser '{mode}'; {hint}there are: {', '.join(PARSERS)}, or a module:function")
     if max_answers and len(found.points) > max_answers:
         return ParsedAnswer(error="too_many")
     return found
 
 
 def _function_answer(text: str, name: str) -> ParsedAnswer:
-    """The points that a user's function finds."""
+    """The points that a user's function finds; one that raises found none."""
     answer = final_part(text[:LONGEST])
     if answer is None:
         return ParsedAnswer(error="no_think")
-    return _points_of([list(point) for point in load_function(name, what="parser")(answer)])
+    function = load_function(name, what="parser")
+    try:
+        return _points_of([list(point) for point in function(answer)])
+    except UserError:
+        raise
+    except Exception as error:
+        if not isinstance(error, ValueError):
+            _warn_of_function(name, type(error).__name__, str(error)[:200])
+        return ParsedAnswer(error="function")
+
+
+@functools.cache
+def _warn_of_function(name: str, kind: str, message: str) -> None:
+    """Say once that a function raised something that means a mistake in it."""
+    LOGGER.warning("%s raised %s: %s; such answers count as unreadable", name, kind, message)
+
+
+def without_think(text: str, asked: bool = False) -> bool:
+    """Whether an answer is read as one without a think block: none was `asked` for, and it does not begin with one.
+
+    A model that thinks unasked, as where its chat template opens the block, is read behind its thought.
+    """
+    return not asked and not text.startswith(THINK)
 
 
 def answer_text(points: Sequence[Point], space: CoordinateSpace, labels: Sequence[str] | None = None) -> str:
@@ -248,6 +283,7 @@ ANSWER_ERRORS: dict[str, str] = {
     "not_json": "There is no bracketed list that is JSON.",
     "wrong_shape": "A list was found, but an item is not a point or box of numbers.",
     "non_finite": "A coordinate is NaN or infinite.",
+    "function": "The function that reads points raised an exception.",
     "too_many": "There are more points than max_answers.",
     "refusal": "All coordinates are negative: the model says that the element is not on the screen.",
 }

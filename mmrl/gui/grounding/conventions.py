@@ -92,7 +92,7 @@ class Convention:
             unit = "pixels" if self.declared.is_relative else "fractions of the image's sides"
             return f"boxes are declared as {self.declared}, but their numbers are {unit}"
         if self.verdict == "thousandths":
-            found = f"none of {self.boxes} goes beyond 1000"
+            found = f"{self.in_thousandths:.1%} of {self.boxes} fit in 0 to 1000"
             return f"boxes are declared as {self.declared}, but {found}: {VERDICTS['thousandths']}"
         shares = f"{self.fits:.1%} of {self.boxes} boxes fit {self.declared}, {self.other_fits:.1%} fit {self.other}"
         return f"{shares}: {VERDICTS[self.verdict]}"

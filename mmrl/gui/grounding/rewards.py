@@ -18,7 +18,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, rare
-from mmrl.gui.grounding.answers import PARSERS, THINK, parse_answer, split_think
+from mmrl.gui.grounding.answers import PARSERS, parse_answer, split_think, without_think
 from mmrl.gui.grounding.coords import Point, coordinate_space, to_original
 from mmrl.gui.grounding.samples import Target, target_of
 from mmrl.rewards import RewardConfig
@@ -119,8 +119,7 @@ def point_reward(
         space, sizes = coordinate_space(row["space"]), (row["original_wh"], row["model_wh"])
         locate = functools.partial(to_original, space=space, original_wh=sizes[0], model_wh=sizes[1])
         text = completion_text(completion)
-        # A model that thinks unasked, as where its chat template opens the block, is read behind its thought.
-        no_think = row["no_think"] and not text.startswith(THINK)
+        no_think = without_think(text, asked=not row["no_think"])
         score = score_answer(text, target_of(row), rules, locate, no_think=no_think)
         found.append(float(getattr(score, part)))
     return found

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded, is_file
-from mmrl.gui.grounding.answers import THINK as THINK_TAG
-from mmrl.gui.grounding.answers import answer_text, parse_answer
+from mmrl.gui.grounding.answers import answer_text, parse_answer, without_think
 from mmrl.gui.grounding.conventions import BoxForm, FormedBox, fit_convention
 from mmrl.gui.grounding.coords import FAMILIES, Box, CoordinateSpace, Resize, Size, clean_box, coordinate_space
 from mmrl.gui.grounding.drawing import draw_answer
@@ -36,7 +35,7 @@ TEMPLATE = (
     'The screen is {width} x {height} pixels. Which element is meant by "{instruction}"? Answer with a JSON list of '
     'points, the most likely first: [{{"point_2d": [x, y]}}, ...]'
 )
-THINK = (
+THINK_PROMPT = (
     "Think about the screen first, inside <think> </think>, and give the answer after it. Every answer starts with "
     "this block."
 )
@@ -70,7 +69,7 @@ class GroundingSettings:
     """The question: {width} and {height} of the resized image, {instruction}, and any column of the data."""
     think: bool = False
     """Whether answers start with a think block; a wrong block is a wrong format."""
-    think_prompt: str = rare(THINK)
+    think_prompt: str = rare(THINK_PROMPT)
     """System turn of questions that ask for a think block; `data.system_prompt` goes first."""
     min_side: float = rare(bounded(2, at_least=0, finite=True))
     """Training boxes with a shorter side, in pixels of the original image, are dropped and counted."""
@@ -285,8 +284,7 @@ class Screens(Questions):
         needs, image = task.columns["grounding"], cast(Any, task.images[0])
         sample = GroundingSample(image, needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"])
         settings = self.settings
-        no_think = not settings.think and not text.startswith(THINK_TAG)
-        parsed = parse_answer(text, self.rules.parser, no_think=no_think)
+        parsed = parse_answer(text, self.rules.parser, no_think=without_think(text, settings.think))
         pairs = [pair for pair in parsed.points if all(isinstance(number, int | float) for number in pair)]
         points = [sample.to_original((x, y), settings.point_space) for x, y in pairs]
         return draw_answer(sample.load_image(), sample.target, points, right)
