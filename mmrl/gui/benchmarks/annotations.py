@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,13 @@ class Annotation:
     """(width, height) of the image as annotated; None if the row has none."""
     groups: Groups = field(default_factory=dict)
     """Values of the sample in each column that results are broken down by."""
+    other_boxes: Sequence[Sequence[float]] = ()
+    """Boxes of own data that are as right as the target."""
+
+    @property
+    def boxes(self) -> list[Sequence[float]]:
+        """All boxes; empty for polygons and refusals."""
+        return [] if self.form is None or isinstance(self.target, Refusal) else [self.target, *self.other_boxes]
 
 
 @dataclass(frozen=True)
@@ -216,11 +224,12 @@ def read_i2e(cells: Cells, context: RowContext) -> Annotation:
 
 
 def read_own(cells: Cells, context: RowContext) -> Annotation:
-    """A row of own grounding data, whose columns are those of `mmrl.gui.grounding.samples`; of `boxes` the first."""
+    """A row of own grounding data, whose columns are those of `mmrl.gui.grounding.samples`."""
     given = [name for name in TARGET_COLUMNS if cells.get(name) not in (None, False)]
     if len(given) != 1:
         raise RowError(f"expected one of the columns {', '.join(TARGET_COLUMNS)}, found {', '.join(given) or 'none'}")
     target: Sequence[float] | Refusal = Refusal()
+    others: Sequence[Sequence[float]] = ()
     if given == ["bbox"]:
         target = _box(cells, "bbox")
     elif given != ["refusal"]:
@@ -228,9 +237,11 @@ def read_own(cells: Cells, context: RowContext) -> Annotation:
         if not isinstance(several, list | tuple) or not several:
             raise RowError(f"{given[0]} is {_short(several)}; expected a list of lists of numbers")
         parts = [_numbers({given[0]: part}, given[0]) for part in several]
-        target = parts[0] if given == ["boxes"] else tuple(number for part in parts for number in part)
-        if (given == ["boxes"] and len(target) != 4) or (given == ["polygon"] and (len(target) < 6 or len(target) % 2)):
-            raise RowError(f"{given[0]} holds {_short(several)}; expected boxes of 4 numbers, or at least 3 corners")
+        length, fewest = (4, 1) if given == ["boxes"] else (2, 3)
+        if len(parts) < fewest or any(len(part) != length for part in parts):
+            wrong = _short(list(next((part for part in parts if len(part) != length), parts)))
+            raise RowError(f"{given[0]} holds {wrong}; expected boxes of 4 numbers, or at least 3 corners")
+        target, others = (parts[0], parts[1:]) if length == 4 else (tuple(itertools.chain(*parts)), ())
     images = cells.get("images") or [_cell(cells, "image")]
     if not isinstance(images, list | tuple) or len(images) != 1:
         raise RowError("a grounding question has one image")
@@ -239,7 +250,8 @@ def read_own(cells: Cells, context: RowContext) -> Annotation:
         raise RowError(f"no column {', '.join(PROMPT_KEYS)}")
     form = context.form if given[0] in ("bbox", "boxes") else None
     name = str(cells.get("id") or f"{context.file.stem}-{context.number}")
-    return Annotation(name, context.place, images[0], str(question), target, form, _size(cells, "original_wh"))
+    size = _size(cells, "original_wh")
+    return Annotation(name, context.place, images[0], str(question), target, form, size, other_boxes=others)
 
 
 def _annotation(

@@ -112,8 +112,7 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
             problems.append((row.place, str(error)))
             continue
         size = row.size or original_wh
-        if row.form is not None and not isinstance(row.target, Refusal):
-            boxes.append((row.target, row.form, size))
+        boxes += [(box, row.form, size) for box in row.boxes if row.form is not None]
         name = f"{row.id} ({row.place})" if row.id in ids else row.id  # some copies repeat ids
         ids.add(name)
         meta = {"id": name, "place": row.place, "groups": row.groups, "suspicious": box_problem(row, size) or ""}
@@ -177,8 +176,7 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
             continue
         if wrong := box_problem(row, size):
             result.suspicious.append((row.place, wrong))
-        if row.form is not None and not isinstance(row.target, Refusal):
-            boxes.append((row.target, row.form, size))
+        boxes += [(box, row.form, size) for box in row.boxes if row.form is not None]
     result.convention = fit_convention(copy.layout.form, boxes)
     published = copy.benchmark.size
     if published is not None and published != result.rows:
@@ -250,11 +248,12 @@ def box_problem(annotation: Annotation, size: Size) -> str | None:
         xs, ys = annotation.target[0::2], annotation.target[1::2]
         outside = any(not 0 <= x <= width for x in xs) or any(not 0 <= y <= height for y in ys)
         return f"a corner of the polygon is outside the image of {width} x {height}" if outside else None
-    shown = f"[{', '.join(f'{number:g}' for number in annotation.target)}] ({annotation.form})"
-    if not has_area(annotation.target, annotation.form):
-        return f"the box {shown} has no area"
-    if not inside(annotation.target, annotation.form, size):
-        return f"the box {shown} leaves the image of {size[0]} x {size[1]}"
+    for box in annotation.boxes:
+        text = f"[{', '.join(f'{number:g}' for number in box)}] ({annotation.form})"
+        if not has_area(box, annotation.form):
+            return f"the box {text} has no area"
+        if not inside(box, annotation.form, size):
+            return f"the box {text} leaves the image of {size[0]} x {size[1]}"
     return None
 
 

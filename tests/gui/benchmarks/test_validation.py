@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from PIL import Image
 
 from mmrl.cli import main
 from mmrl.errors import UserError
@@ -120,6 +121,30 @@ def test_an_unknown_file_is_an_error_that_names_the_benchmarks(tmp_path):
 def test_a_folder_without_a_benchmark_is_an_error_that_names_them(tmp_path):
     with pytest.raises(UserError, match=r"is a folder.*--benchmark: screenspot, screenspot_v2"):
         validate(str(tmp_path))
+
+
+def test_all_boxes_of_own_data_are_checked(tmp_path):
+    Image.new("RGB", (100, 50)).save(tmp_path / "a.png")
+    good = [10, 10, 20, 20]
+
+    def check(**target):
+        file = tmp_path / "own.jsonl"
+        file.write_text(json.dumps({"image": "a.png", "instruction": "the button", **target}) + "\n")
+        return validate(str(file))
+
+    assert check(boxes=[good, good]).is_usable
+    assert check(boxes=[good, good]).convention.boxes == 2
+    assert check(boxes=[good, [90, 10, 120, 20]]).suspicious == [
+        ("own.jsonl line 1", "the box [90, 10, 120, 20] (xyxy) leaves the image of 100 x 50")
+    ]
+    for target, wrong in (
+        ({"boxes": [good, [1, 2, 3]]}, "boxes holds [1, 2, 3]"),
+        ({"polygon": [[1, 2], [3, 4], [5, 6, 7]]}, "polygon holds [5, 6, 7]"),
+        ({"polygon": [[1, 2], [3, 4]]}, "polygon holds [(1, 2), (3, 4)]"),
+    ):
+        ((place, reason),) = check(**target).malformed
+        assert place == "own.jsonl line 1"
+        assert reason == f"{wrong}; expected boxes of 4 numbers, or at least 3 corners"
 
 
 def test_without_images_sizes_come_from_the_annotation(tmp_path):
