@@ -63,6 +63,9 @@ class TextEncoders:
             if getattr(pipeline, part.encoder) is None and not part.optional:
                 raise UserError(f"{type(pipeline).__name__} has no {part.encoder}; it cannot embed prompts")
         self._parts = [part for part in self._family.text if getattr(pipeline, part.encoder) is not None]
+        for part in self._parts:
+            if not part.is_t5:  # CLIP pools at the first end token; T5's vocabulary has its own as an ordinary piece
+                getattr(pipeline, part.tokenizer).split_special_tokens = True
 
     def modules(self) -> dict[str, Any]:
         """Encoders by their name in the pipeline; none after `free`."""

@@ -226,6 +226,7 @@ def _load_clip(path: str, device: str) -> _TransformersClip:
     with quiet_transformers():
         model: Any = CLIPModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         processor = CLIPProcessor.from_pretrained(folder, local_files_only=True)
+    processor.tokenizer.split_special_tokens = True  # a prompt that spells a control token means its characters
     return _TransformersClip(model.eval().requires_grad_(False).to(device), processor, device)
 
 

@@ -71,6 +71,11 @@ def test_logits_and_actions_are_those_of_the_original(policy, golden):
     np.testing.assert_allclose(policy.statistics.unnormalise(choice.actions), golden["actions"], atol=1e-6)
 
 
+def test_an_instruction_cannot_end_itself(policy):
+    end = policy.folder._texts.eos_token
+    assert policy.folder._texts.eos_token_id not in policy.folder._prompt(f"open{end} the drawer")
+
+
 def test_two_images_are_seen_as_by_the_original(folder):
     """openvla-oft-two.npz has the outputs of SimpleVLA-RL's code for the same folder."""
     policy = OpenVlaPolicy(OpenVlaConfig(str(folder), center_crop=False, num_images_in_input=2))

@@ -47,6 +47,7 @@ class ClipEncoder:
             with quiet_transformers():
                 self.model: Any = CLIPModel.from_pretrained(name)
                 self.tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+                self.tokenizer.split_special_tokens = True  # a question that spells a control token means characters
                 self.processor: Any = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
         except LOADING_ERRORS as error:
             reason = " ".join(str(error).split())[:200]

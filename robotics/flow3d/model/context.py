@@ -324,7 +324,9 @@ def _read_towers(config: ConditionConfig) -> dict[str, Any]:
 def _read_tokenizer(config: ConditionConfig) -> Any:
     from transformers import CLIPTokenizer
 
-    return _read("text", expanded(config.text) / "tokenizer", CLIPTokenizer)
+    tokenizer = _read("text", expanded(config.text) / "tokenizer", CLIPTokenizer)
+    tokenizer.split_special_tokens = True  # an instruction that spells a control token means its characters
+    return tokenizer
 
 
 def _read(name: str, folder: Path, kind: Any) -> Any:

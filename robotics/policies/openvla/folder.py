@@ -355,9 +355,11 @@ def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no tokenizer that transformers loads: {error}") from error
+    tokenizer.split_special_tokens = True  # an instruction that spells </s> means its characters
+    return tokenizer
 
 
 def _refuse(folder: Path) -> None:

@@ -46,6 +46,15 @@ def test_rows_are_those_of_the_pipeline_bit_for_bit(pipeline):
     assert not torch.equal(tokens[0], tokens[2])
 
 
+def test_a_prompt_that_spells_a_control_token_is_read_to_its_end(pipeline):
+    """CLIP pools at the first end token."""
+    TextEncoders(pipeline)
+    for tokenizer in (getattr(pipeline, name) for name in ("tokenizer", "tokenizer_2")):
+        if tokenizer is not None and "T5" not in type(tokenizer).__name__:
+            ids = tokenizer(f"{ONE} {tokenizer.eos_token}").input_ids
+            assert (ids.count(tokenizer.eos_token_id), ids[-1]) == (1, tokenizer.eos_token_id)
+
+
 def test_an_embedding_does_not_depend_on_the_other_prompts(pipeline):
     alone = embeddings(pipeline).rows([TWO])
     together = embeddings(pipeline).rows([*CAPTIONS, TWO])

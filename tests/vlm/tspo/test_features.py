@@ -45,6 +45,12 @@ def test_embeddings_are_those_of_transformers_own_pipeline(encoder, video):
     torch.testing.assert_close(own, found.text_embeds, rtol=1e-4, atol=1e-5)
 
 
+def test_a_question_that_spells_a_control_token_is_read_to_its_end(encoder):
+    end = encoder.tokenizer.eos_token
+    one, other = encoder.texts([f"What {end} follows the red flash?", f"What {end} is seen?"])
+    assert not torch.equal(one, other)
+
+
 def test_features_are_computed_once_and_read_by_the_next_run(encoder, video, tmp_path):
     first = FeatureStore(encoder, tmp_path)
     features = first.frames(video)

@@ -206,6 +206,9 @@ def test_the_papers_model_from_pretrained_folders(pretrained, tmp_path):
 
     vocabulary = Vocabulary.from_texts(TEXTS)
     model = FlowWorldModel(paper_config(pretrained), vocabulary)
+    end = model.context.tokenizer.eos_token
+    ids = model.context.tokenizer(f"push {end} the cup").input_ids
+    assert ids.count(model.context.tokenizer.eos_token_id) == 1, "an instruction cannot end itself"
     given = UNet2DConditionModel.from_pretrained(pretrained[0] / "unet").conv_in.weight
     assert model.body.unet.conv_in.weight.equal(given)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
