@@ -12,7 +12,6 @@ import ctypes
 import functools
 import hashlib
 import importlib
-import itertools
 import logging
 import os
 import random
@@ -146,11 +145,15 @@ def share_weights(module: nn.Module, accelerator: Accelerator) -> None:
                 torch.distributed.broadcast(tensor.data, 0)
 
 
-def merge_in_turn(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
-    """Join lists of all processes in the order of the tasks, which `shard` deals in turn: first items before second."""
-    missing = object()
-    turns = itertools.zip_longest(*merge_lists([items], accelerator), fillvalue=missing)
-    return [item for turn in turns for item in turn if item is not missing]  # type: ignore[misc]
+def merge_in_order(items: Sequence[tuple[Any, ItemT]]) -> list[ItemT]:
+    """Join the items of all processes in the order in which one process would have them.
+
+    Args:
+        items: Each after its key, such as the place of its task in the step; those of one key keep their order, and no
+            two processes have the same key.
+    """
+    found = list(items) if PartialState().num_processes == 1 else gather_object(list(items))
+    return [item for _, item in sorted(found, key=lambda entry: entry[0])]
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerator) -> None:

@@ -257,6 +257,18 @@ def test_a_broken_slot_is_filled_before_a_sound_one(tmp_path, folder):
     assert inject_successes(other, buffer, config, step=4, streams=Streams(0)) == {0: (0, 4)}
 
 
+def test_successes_are_stored_in_the_order_of_their_places(tmp_path, folder, monkeypatch):
+    """Not in that of the groups of a process, of which those without a result are missing."""
+    recipe = ArpoRecipe(make_config(tmp_path, folder, ReplayConfig(threshold=-1.0)))
+    try:
+        run = recipe.run_groups
+        monkeypatch.setattr(recipe, "run_groups", lambda *given: run(*given)[1:])
+        recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0, [4, 7]), Step())
+    finally:
+        recipe.close()
+    assert {place for place, _ in recipe._fresh} == {7}
+
+
 def test_ratios_of_fresh_and_replayed_tokens_apart():
     rollouts = Rollouts(
         group=torch.zeros(2, dtype=torch.int64),

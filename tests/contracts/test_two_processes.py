@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.recipes import RECIPES
-from mmrl.training.processes import make_accelerator, merge_in_turn
+from mmrl.training.processes import make_accelerator, merge_in_order
 from mmrl.training.trainer import Trainer
 from tests.contracts.domains import domain_of, weights
 from tests.contracts.options import with_changes
@@ -38,7 +38,8 @@ def train(config: Any, folder: Path) -> dict[str, Any]:
         advantage = torch.zeros(found.num_rows) if found.advantage is None else (found.advantage * found.mask).sum(1)
         numbers = torch.stack([found.mask.sum(1), found.reward, advantage.detach()], 1).double()
         own = [numbers[found.group == group].tolist() for group in range(found.num_groups)]
-        rows.append(torch.tensor(merge_in_turn(own, trainer.accelerator)))
+        rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
+        rows.append(torch.tensor(merge_in_order([(rank + count * number, one) for number, one in enumerate(own)])))
         return found
 
     trainer.recipe.advantages = noted

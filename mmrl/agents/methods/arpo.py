@@ -30,8 +30,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from mmrl.agents.environments.tasks import AgentTask
@@ -44,12 +42,14 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams, sum_over_processes
+from mmrl.training.processes import Streams, merge_in_order, sum_over_processes
 from mmrl.training.recipe import KEEPS_OLD, LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.policy import VlmPolicy
 
 CORRECTIONS = ("recompute", "behaviour")
+Fresh = tuple[int, tuple[str, Record]]
+"""Place of its task in the step, the key that it is stored under, and an episode."""
 MEGABYTE = 10**6
 
 
@@ -123,12 +123,9 @@ class ReplayBuffer:
         while self.megabytes > self._config.memory_mb:
             self._evict_oldest()
 
-    def push_all(self, fresh: Sequence[tuple[int, str, Record]], step: int) -> None:
-        """Store trajectories of all processes, (group index, task, trajectory), in the order of the groups."""
-        process = PartialState()
-        mine = [(number, process.process_index, task, record) for number, task, record in fresh]
-        found = mine if process.num_processes == 1 else list(gather_object(mine))
-        for _, _, task, record in sorted(found, key=lambda entry: entry[:2]):
+    def push_all(self, fresh: Sequence[Fresh], step: int) -> None:
+        """Store trajectories of all processes, in the order of their tasks in the step."""
+        for task, record in merge_in_order(fresh):
             self.push(task, record, step)
 
     def draw(self, task: str, step: int, generator: torch.Generator) -> tuple[Record, int] | None:
@@ -270,23 +267,23 @@ class ArpoRecipe(AgentRecipe):
         super().__init__(config)
         self.replay = Replay(config.replay, recomputes=not self.keeps_sampled_logp)
         self.terms = [self.replay] if config.replay.enabled else []
-        self._fresh: list[tuple[int, str, Record]] = []
+        self._fresh: list[Fresh] = []
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task and replay a success in groups that have none."""
         settings = self.config.replay
         if not settings.enabled:
             return super().rollout(policy, tasks, streams, step)
-        groups = self.run_groups(policy, tasks, streams)
+        groups = self.run_groups(policy, tasks, streams, step)
+        streams = streams.among(tasks, [group[0].task for group in groups])
         self._fresh = [
-            (number, episode.task.id, store_episode(episode))
-            for number, own in enumerate(groups)
+            (place, (episode.task.id, store_episode(episode)))
+            for place, own in zip(streams.places, groups, strict=True)
             for episode in own
             if episode.total > settings.threshold
         ]
         low = sum(needs_replay([e.total for e in own], settings.max_std, settings.max_mean) for own in groups)
-        own = streams.among(tasks, [group[0].task for group in groups])
-        injected = inject_successes(groups, self.replay.buffer, settings, step.number, own)
+        injected = inject_successes(groups, self.replay.buffer, settings, step.number, streams)
         self.replay.seen.update(low=low, injected=len(injected), age=sum(age for _, age in injected.values()))
         rollouts = pack_groups(groups, policy)
         marks = [

@@ -33,7 +33,7 @@ from mmrl.core.state import DifficultyTracker
 from mmrl.errors import UserError
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams, merge_in_turn
+from mmrl.training.processes import Streams, merge_in_order
 from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
@@ -71,13 +71,20 @@ class RegGrpoRecipe(VlmRecipe):
     def __init__(self, config: RegGrpoConfig) -> None:
         super().__init__(config)
         self.tracker = self.parts["difficulty"] = DifficultyTracker(config.augmentation.window)
-        self._noted_rewards: list[tuple[str, list[float]]] = []
+        self._noted_rewards: list[tuple[tuple[int, int], tuple[str, list[float]]]] = []
+        """Rewards of questions, each with its place: the number of its batch, and the place in it."""
+        self._batches = 0
+        self._places: Sequence[int] = ()
         self._drawn: Counter[str] = Counter()
         self._check_data()
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample G responses to each question, augmented by its difficulty."""
-        return super().rollout(policy, self.augmented(policy, tasks, streams, step), streams, step)
+        self._batches += 1
+        asked = self.augmented(policy, tasks, streams, step)
+        rollouts = super().rollout(policy, asked, streams, step)
+        self._places = streams.among(asked, VlmPayload.of(rollouts).tasks).places
+        return rollouts
 
     def augmented(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> list[VlmTask]:
         """Questions of a step with their hints and noise."""
@@ -106,14 +113,15 @@ class RegGrpoRecipe(VlmRecipe):
             rewards: list[list[float]] = [[] for _ in tasks]
             for group, reward in zip(scored.group.tolist(), scored.reward.tolist(), strict=True):
                 rewards[group].append(reward)
-            self._noted_rewards += [(task.id, own) for task, own in zip(tasks, rewards, strict=True)]
+            for place, task, own in zip(self._places, tasks, rewards, strict=True):
+                self._noted_rewards.append(((self._batches, place), (task.id, own)))
         return scored
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages as usual, after the difficulties of all processes were updated."""
-        for key, rewards in merge_in_turn(self._noted_rewards, accelerator):
+        for key, rewards in merge_in_order(self._noted_rewards):
             self.tracker.note(key, rewards)
-        self._noted_rewards = []
+        self._noted_rewards, self._batches = [], 0
         self._note_changes(VlmPayload.of(rollouts).tasks)
         return super().advantages(rollouts, accelerator, step)
 
@@ -178,7 +186,7 @@ class RegGrpoRecipe(VlmRecipe):
         found = [0.0] * len(tasks)
         for place, (_, rewards) in drawn.items():
             self._drawn["probes"] += len(rewards)
-            self._noted_rewards.append((tasks[place].id, rewards))
+            self._noted_rewards.append(((self._batches, streams.places[place]), (tasks[place].id, rewards)))
             scored = [reward for reward in rewards if math.isfinite(reward)]
             if scored:
                 found[place] = self.tracker.difference(sum(scored) / len(scored))

@@ -3,14 +3,17 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from mmrl.training import processes
 from mmrl.training.processes import (
     Streams,
     capture_global_rng,
     make_generator,
+    merge_in_order,
     restore_global_rng,
     seed_everything,
     stream_seed,
@@ -55,6 +58,16 @@ def test_a_task_draws_the_same_on_whichever_process_and_whatever_is_beside_it():
     assert not torch.equal(whole.uniform(1, 4), whole.uniform(1, 4, purpose="mask"))
     first, again = (torch.rand(3, generator=streams.shared("window")) for streams in (whole, second))
     assert torch.equal(first, again)
+
+
+def test_items_of_all_processes_are_in_the_order_of_one(monkeypatch):
+    """Also where the first task came to nothing, so that the first process has fewer."""
+    one = [(1, "b"), (2, "c"), (2, "d"), (3, "e")]
+    ranks = [[item for item in one if item[0] % 2 == rank] for rank in range(2)]
+    assert merge_in_order(one) == list("bcde")
+    monkeypatch.setattr(processes, "PartialState", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr(processes, "gather_object", lambda own: [*ranks[0], *own])
+    assert merge_in_order(ranks[1]) == list("bcde")
 
 
 def test_what_a_run_imports_late_draws_nothing_from_the_seeded_generators():
