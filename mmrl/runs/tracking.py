@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _HEADER_EVERY = 25
 ENDS = {"low": "Lower", "high": "Upper"}
-_PLACE = re.compile("<(.+?)>")
+WILDCARD = re.compile("<(.+?)>")
 
 
 class Sink(Protocol):
@@ -406,7 +406,7 @@ def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> 
 
 def openness(pattern: str) -> list[int]:
     """0 for each part of a metric's name that is given, 1 where it is one of some values, 2 where it is any."""
-    return [max((1 if "|" in place else 2 for place in _PLACE.findall(part)), default=0) for part in pattern.split("/")]
+    return [max((1 if "|" in name else 2 for name in WILDCARD.findall(part)), default=0) for part in pattern.split("/")]
 
 
 @functools.cache
@@ -414,7 +414,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
     """`<a|b>` is one of its values, `<any>` one part of a name without `=`."""
     parts = [
         re.escape(part) if not number % 2 else f"(?:{part})" if "|" in part else "[^/=]+"
-        for number, part in enumerate(_PLACE.split(pattern))
+        for number, part in enumerate(WILDCARD.split(pattern))
     ]
     return re.compile("".join(parts))
 

@@ -17,8 +17,8 @@ from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
 from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precision
 
-FurtherMeasures = Callable[[Any], list[Measure[VlmTask]]]
-"""Measures further to the answers of a held-out split, whose `AnswerMeasure` they are given."""
+ExtraMeasures = Callable[[Any], list[Measure[VlmTask]]]
+"""From the `AnswerMeasure` of a held-out split to what is measured besides it."""
 
 
 @dataclass
@@ -29,11 +29,11 @@ class VlmEvaluationConfig(EvaluationConfig):
     """Data columns, such as kind or hint, by whose values accuracy is shown too; empty: every column with 2 to 8 short
     values that several questions share; [] = none."""
 
-    def check_further(self, splits: Collection[str], rewards: Sequence[object]) -> None:
-        """Refuse further measures of unknown splits, or without rewards to score answers; raises ValueError."""
+    def check_extra_measures(self, splits: Collection[str], rewards: Sequence[object]) -> None:
+        """Refuse extra measures of unknown splits, or without rewards to score answers; raises ValueError."""
 
-    def further_measures(self) -> FurtherMeasures:
-        """The measures of a held-out split further to its answers; loads the models that they need."""
+    def extra_measures(self) -> ExtraMeasures:
+        """What is measured besides the answers of a held-out split; loads the models that this needs."""
         return lambda answers: []
 
 
@@ -56,7 +56,7 @@ def scoring_evaluation(**options: Any) -> VlmEvaluationConfig:
 
 
 def default_evaluation() -> VlmEvaluationConfig:
-    """The options with all further measures; their room builds on this one, so it is found by name."""
+    """The options with all extra measures; their room builds on this one, so it is found by name."""
     made: VlmEvaluationConfig = load_function("mmrl.vlm.critic.measures:CriticEvaluationConfig")()
     return made
 
@@ -79,9 +79,9 @@ class VlmParts:
 
 
 def check_scoring(config: Any, rewards: Sequence[RewardConfig], accuracy_reward: str) -> None:
-    """Check precision, further measures and the name of the accuracy's reward; raises ValueError."""
+    """Check precision, extra measures and the name of the accuracy's reward; raises ValueError."""
     check_update_precision(config.model, config.trainer.learning_rate)
-    config.evaluation.check_further(config.eval_data, rewards)
+    config.evaluation.check_extra_measures(config.eval_data, rewards)
     names = [reward.name for reward in rewards]
     if accuracy_reward and accuracy_reward not in names:
         raise ValueError(f"accuracy_reward is '{accuracy_reward}' but the rewards are: {', '.join(names)}")

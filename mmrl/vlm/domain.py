@@ -34,7 +34,7 @@ from mmrl.training.evaluation import (
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Stateful, Step, Tally
 from mmrl.training.scoring import RewardErrors, describe_failure, failure_of
-from mmrl.vlm.config import AnswerScoring, FurtherMeasures, VlmConfig, VlmEvaluationConfig
+from mmrl.vlm.config import AnswerScoring, ExtraMeasures, VlmConfig, VlmEvaluationConfig
 from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts, splits_by_key, task_images
@@ -138,11 +138,11 @@ class VlmDomain:
     def answer_measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
         """All that is measured of the answers to the questions of a held-out split; the first one is the headline."""
         answers = AnswerMeasure(self, policy, split, step)
-        return [answers, *self._further_measures(answers)]
+        return [answers, *self._extra_measures(answers)]
 
     @functools.cached_property
-    def _further_measures(self) -> FurtherMeasures:
-        return self.config.evaluation.further_measures()
+    def _extra_measures(self) -> ExtraMeasures:
+        return self.config.evaluation.extra_measures()
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as text, images, frames of videos, rewards and advantages."""
@@ -313,7 +313,7 @@ class AnswerMeasure(Measure[VlmTask]):
         """The first answer to a question."""
         task: VlmTask = row["task"]
         draw = self.domain.questions.draw
-        return self.shown(
+        return self.sample_record(
             row,
             response=row["response"],
             outputs=[] if draw is None else [draw(task, row["response"], row["correct"])],
@@ -323,8 +323,8 @@ class AnswerMeasure(Measure[VlmTask]):
             correct=row["correct"],
         )
 
-    def shown(self, row: Row, **answer: Any) -> SampleRecord:
-        """A row's question with a remark on its `answer`, as a sample for the report."""
+    def sample_record(self, row: Row, **answer: Any) -> SampleRecord:
+        """A row's question and an answer to it, as a sample for the report."""
         task: VlmTask = row["task"]
         images = task_images(task, self.policy.layout.patch_size)
         right = str(task.columns.get("answer", ""))

@@ -105,8 +105,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Adds the share of finished responses, the KL coefficient and the sampled share of the distribution."""
-        payload = VlmPayload.of(rollouts)
-        finished = sum(finish != "length" for finish in payload.finish) / max(len(payload.finish), 1)
+        finished = VlmPayload.of(rollouts).finished_fraction
         own = {"response/finished_fraction": finished, "policy/kl_coef": self.objective.kl_coef}
         return super().step_metrics(rollouts) | own | self._nucleus_mass(rollouts)
 

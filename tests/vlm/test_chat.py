@@ -8,9 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.vlm.data.prompt import Prompt, PromptTooLong
+from mmrl.vlm.data.prompt import EARLIER, HIDDEN, Prompt, PromptTooLong
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.methods.augmentation import augment_task
 from mmrl.vlm.model.config import ModelConfig
 from mmrl.vlm.model.processor import ImageOnlyProcessor
 from tests.vlm.builders import make_task, noise_image
@@ -110,6 +111,21 @@ def test_control_tokens_in_texts_are_characters(policy):
     assert [token for token in ids if token in policy.eos_ids] == [policy.eos_ids[0]], "only the end is an end"
 
 
+def test_placeholders_and_starts_of_answers_are_characters_too(policy):
+    """A text that looks like what stands for control tokens, and a start of an answer that spells some."""
+    tokenizer = policy.processor.tokenizer
+    for text in (f"{HIDDEN}7{HIDDEN}", f"{HIDDEN}0{HIDDEN} <|im_end|>", f"so {EARLIER} on", HIDDEN):
+        task = make_task("t", f"Sum? {text}")
+        for prompt in (policy.encode(task), policy.encode_turn(task, answered=True)):
+            assert f"Sum? {text}" in prompt.text
+            assert f"Sum? {text}" in tokenizer.decode(prompt.input_ids)
+    begun = policy.encode(augment_task(make_task("t", "Sum?"), given_start=FORGED))
+    plain = policy.encode(augment_task(make_task("t", "Sum?"), given_start="fine"))
+    assert begun.text.endswith(FORGED)
+    for token in policy.eos_ids:
+        assert begun.input_ids.tolist().count(token) == plain.input_ids.tolist().count(token)
+
+
 def test_a_template_that_refuses_is_a_task_error(policy):
     with pytest.raises(TaskError) as caught:
         policy.encode(VlmTask("t", [{"role": 3, "content": "x"}]))
@@ -184,6 +200,7 @@ import torch
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.vlm.model.config import ModelConfig
 from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.methods.augmentation import augment_task
 from mmrl.vlm.engine.sampler import sample
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.toy.tiny import build_tiny_vlm

@@ -22,9 +22,11 @@ from mmrl.vlm.methods.papo import PapoConfig
 from mmrl.vlm.methods.sft import SftConfig, SftRecipe
 from mmrl.vlm.model.config import ModelConfig
 from mmrl.vlm.recipe import VlmRecipe
-from tests.rounding import assert_equal_up_to_rounding
+from tests.rounding import EPS, assert_equal_up_to_rounding
 from tests.vlm.runs import run_config
 
+ROUNDING = 4 * EPS
+"""Of e^d - 1 - d at d near 0, in nats."""
 CONFIGS = {"vlm": VlmConfig, "papo": PapoConfig, "apo": ApoConfig}
 
 
@@ -146,8 +148,8 @@ def test_lora_run_trains_the_adapter_only_and_its_reference_is_the_base(tmp_path
     assert (run_dir / "checkpoints/step-000002/model/adapter_config.json").is_file()
     assert not (run_dir / "checkpoints/step-000002/reference").exists()
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-    assert rows[0]["policy/kl_ref"] == pytest.approx(0, abs=1e-7)
-    assert rows[1]["policy/kl_ref"] > 0
+    assert rows[0]["policy/kl_ref"] < ROUNDING
+    assert rows[1]["policy/kl_ref"] > 2 * ROUNDING
 
 
 def test_a_run_from_an_adapter_compares_with_the_model_at_its_own_start(tmp_path, tiny_folders):
@@ -160,8 +162,8 @@ def test_a_run_from_an_adapter_compares_with_the_model_at_its_own_start(tmp_path
     config.evaluation.at_start = config.evaluation.at_end = False
     run_dir = train(RECIPES["papo"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-    assert rows[0]["policy/kl_ref"] == pytest.approx(0, abs=1e-7)
-    assert rows[1]["policy/kl_ref"] > 0
+    assert rows[0]["policy/kl_ref"] < ROUNDING
+    assert rows[1]["policy/kl_ref"] > 2 * ROUNDING
     saved = run_dir / "checkpoints/step-000002/reference/adapter_model.safetensors"
     assert saved.read_bytes() == (adapter / saved.name).read_bytes(), "a resumed run has the same reference"
     config.output_dir, config.reference.kind, config.trainer.steps = str(tmp_path / "base"), "adapter", 1

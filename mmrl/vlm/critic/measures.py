@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mmrl.fields import rare
 from mmrl.training.evaluation import Measure
-from mmrl.vlm.config import AnswerScoring, FurtherMeasures, VlmEvaluationConfig
+from mmrl.vlm.config import AnswerScoring, ExtraMeasures, VlmEvaluationConfig
 from mmrl.vlm.critic.revision import RevisionConfig, RevisionMeasure
 from mmrl.vlm.critic.self_critic import SelfCriticConfig, SelfCriticMeasure
 from mmrl.vlm.data.task import VlmTask
@@ -25,7 +25,7 @@ class CriticEvaluationConfig(VlmEvaluationConfig):
     revision: RevisionConfig | None = rare(None)
     """The model criticises answers, which are revised once or more; empty: not measured."""
 
-    def check_further(self, splits: Collection[str], rewards: Sequence[object]) -> None:
+    def check_extra_measures(self, splits: Collection[str], rewards: Sequence[object]) -> None:
         """See `VlmEvaluationConfig`."""
         for key, part in (("self_critic", self.self_critic), ("revision", self.revision)):
             if part is None:
@@ -36,7 +36,7 @@ class CriticEvaluationConfig(VlmEvaluationConfig):
                 known = ", ".join(splits) or "none"
                 raise ValueError(f"evaluation.{key}.splits names {', '.join(unknown)}; splits of eval_data: {known}")
 
-    def further_measures(self) -> FurtherMeasures:
+    def extra_measures(self) -> ExtraMeasures:
         """See `VlmEvaluationConfig`; loads the frozen reasoner where there is one."""
         choosing, revising = self.self_critic, self.revision
         frozen = None if revising is None or revising.reasoner is None else load_policy(revising.reasoner)

@@ -246,7 +246,7 @@ class RevisionMeasure(Measure[VlmTask]):
         for number, critique in enumerate(revision.critiques):
             lines.append(f"critique: {critique}")
             lines += [f"revised: {text}" for text in revision.answers[number + 1 : number + 2]]
-        return self.answers.shown(row, response="\n".join(lines), correct=row["right"][AFTER] == 1.0)
+        return self.answers.sample_record(row, response="\n".join(lines), correct=row["right"][AFTER] == 1.0)
 
     def _revise(
         self, tasks: Sequence[VlmTask], first: Sequence[str], critic: Criticise, always: bool = False

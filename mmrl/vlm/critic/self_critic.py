@@ -318,7 +318,7 @@ class SelfCriticMeasure(Measure[VlmTask]):
     def record(self, row: Row) -> SampleRecord:
         """The chosen answer."""
         right = row["scores"]["accuracy/self_critic"] == [1.0]
-        return self.answers.shown(row, response=row["response"], correct=right)
+        return self.answers.sample_record(row, response=row["response"], correct=right)
 
 
 def judgement_metrics(choices: Sequence[Choice]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,12 @@ class VlmPayload(Payload):
         pairs = zip(self.views[view], self.prompts, strict=True)
         return [prompt if other is None else other for other, prompt in pairs]
 
+    @property
+    def finished_fraction(self) -> float:
+        """Share of the responses that ended before the length limit; NaN without any."""
+        ended = [finish != "length" for finish in self.finish if finish]
+        return sum(ended) / len(ended) if ended else math.nan
+
 
 def join_prompts(parts: Sequence[Prompt]) -> Prompt:
     """Concatenate prompts; each keeps its own pixels and features."""
@@ -228,10 +235,11 @@ def _grid_positions(grid: Sequence[int], merge_size: int, step: float | Tensor) 
     return torch.stack(torch.meshgrid(time, height, width, indexing="ij")).flatten(1)
 
 
-MARK = "\u2063turn\u2063"
-"""Stands for the text of earlier turns where the template is rendered; no question holds it."""
-QUOTE = "\u2063quote\u2063"
-_PLACE = re.compile(f"{QUOTE}(\\d+){QUOTE}")
+EARLIER = "\u2063turn\u2063"
+"""Stands for the text of earlier turns while the template is rendered."""
+HIDDEN = "\u2063hidden\u2063"
+PLACEHOLDER = re.compile(f"{HIDDEN}(\\d+){HIDDEN}")
+"""Stands for a control token of a text while the template is rendered."""
 MARKUP = re.compile(r"<\|(?:object_ref|box|quad)_(?:start|end)\|>")
 """Special tokens that mark a part of a text, as in referring questions; they keep their meaning."""
 MARKUP_OR_MEDIA = re.compile(rf"{MARKUP.pattern}|<\|(?:vision_(?:start|end|pad)|(?:image|video)_pad)\|>")
@@ -277,42 +285,51 @@ def encode_prompt(
 
     A turn of the assistant at the end is the start of its answer, which the model continues, as in TRL.
     """
-    quoted, messages = quote(task.messages, processor.tokenizer)
+    given = {"role": "assistant", "content": task.answer_start}
+    hidden, [*messages, given] = hide_control_tokens([*task.messages, given], processor.tokenizer)
     begun = messages[-1]["role"] == "assistant"
     text = _render(task, processor, messages, add_generation_prompt=not begun, continue_final_message=begun)
-    start = task.answer_start.removeprefix("<think>") if OPEN_THINK.search(text) else task.answer_start
-    return _encode(task, text + start, quoted, processor, layout, images, videos)
+    start = given["content"].removeprefix("<think>") if OPEN_THINK.search(text) else given["content"]
+    return _encode(task, text + start, hidden, processor, layout, images, videos)
 
 
 def encode_turn(
     task: VlmTask, processor: Any, layout: PromptLayout, *, answered: bool, images: Sequence[Image.Image] | None = None
 ) -> Prompt:
     """Turn the user's next message into the tokens between two answers; `answered`: the first has its end token."""
-    before = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
-    quoted, messages = quote(task.messages, processor.tokenizer)
-    whole = _render(task, processor, before + messages, add_generation_prompt=True).rpartition(MARK)[2]
-    alone = _render(task, processor, before, add_generation_prompt=False).rpartition(MARK)[2]
+    before = [{"role": "user", "content": EARLIER}, {"role": "assistant", "content": EARLIER}]
+    hidden, messages = hide_control_tokens(task.messages, processor.tokenizer)
+    whole = _render(task, processor, before + messages, add_generation_prompt=True).rpartition(EARLIER)[2]
+    alone = _render(task, processor, before, add_generation_prompt=False).rpartition(EARLIER)[2]
     end = processor.tokenizer.eos_token
     if not alone.startswith(end) or not whole.startswith(end):
         message = f"the chat template does not end the assistant's turn with the end token {end}"
         raise TaskError("bad_prompt", task.id, message)
-    return _encode(task, whole.removeprefix(end) if answered else whole, quoted, processor, layout, images)
+    return _encode(task, whole.removeprefix(end) if answered else whole, hidden, processor, layout, images)
 
 
-def quote(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[list[str], list[dict[str, Any]]]:
-    """Messages with places in their texts instead of control tokens, which a text cannot mean, and these tokens."""
-    pattern, found = control_pattern(tokenizer, MARKUP), list[str]()
+def hide_control_tokens(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Replace the control tokens in the texts of messages, where they are plain characters, by placeholders.
 
-    def place(match: re.Match[str]) -> str:
+    Returns:
+        The replaced texts, and the messages with their numbers in placeholders. A text that looks like a placeholder
+        is replaced too.
+    """
+    control = control_pattern(tokenizer, MARKUP).pattern
+    pattern, found = re.compile(f"{control}|{EARLIER}|{HIDDEN}"), list[str]()
+
+    def placeholder(match: re.Match[str]) -> str:
         found.append(match[0])
-        return f"{QUOTE}{len(found) - 1}{QUOTE}"
+        return f"{HIDDEN}{len(found) - 1}{HIDDEN}"
 
-    def quoted(content: Any) -> Any:
+    def hide(content: Any) -> Any:
         if isinstance(content, str):
-            return pattern.sub(place, content)
-        return [item | {"text": quoted(item["text"])} if item.get("type") == "text" else item for item in content]
+            return pattern.sub(placeholder, content)
+        return [item | {"text": hide(item["text"])} if item.get("type") == "text" else item for item in content]
 
-    return found, [{**turn, "content": quoted(turn["content"])} for turn in messages]
+    return found, [{**turn, "content": hide(turn["content"])} for turn in messages]
 
 
 def control_pattern(tokenizer: Any, kept: re.Pattern[str]) -> re.Pattern[str]:
@@ -345,7 +362,7 @@ def encode_text(text: str, tokenizer: Any, kept: re.Pattern[str] = MARKUP_OR_MED
 def _encode(
     task: VlmTask,
     text: str,
-    quoted: Sequence[str],
+    hidden: Sequence[str],
     processor: Any,
     layout: PromptLayout,
     images: Sequence[Image.Image] | None,
@@ -360,7 +377,7 @@ def _encode(
             message = f"the rendered prompt has {found} {token} for {count} {kind}"
             raise TaskError("placeholder_mismatch", task.id, message)
     frames = load_videos(task, layout.patch_size) if videos is None else list(videos)
-    inputs = _process(task, processor, text, quoted, loaded, frames)
+    inputs = _process(task, processor, text, hidden, loaded, frames)
     _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
     ids, types = inputs["input_ids"][0], inputs["mm_token_type_ids"][0]
     if len(ids) > layout.max_tokens:
@@ -375,7 +392,7 @@ def _encode(
         image_grid_thw=inputs.get("image_grid_thw"),
         pixel_values_videos=inputs.get("pixel_values_videos"),
         video_grid_thw=inputs.get("video_grid_thw"),
-        text=_PLACE.sub(lambda place: quoted[int(place[1])], text),
+        text=PLACEHOLDER.sub(lambda found: hidden[int(found[1])], text),
     )
 
 
@@ -391,7 +408,7 @@ def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], **opt
 
 
 def _process(
-    task: VlmTask, processor: Any, text: str, quoted: Sequence[str], images: Sequence[Any], frames: Sequence[Any]
+    task: VlmTask, processor: Any, text: str, hidden: Sequence[str], images: Sequence[Any], frames: Sequence[Any]
 ) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if frames:
@@ -403,22 +420,24 @@ def _process(
         if hasattr(processor.video_processor, "cap_pixels_per_frame"):
             sampling["cap_pixels_per_frame"] = False  # only resizing reads it, and unset it logs a warning
         options = {"videos": [pixels for pixels, _ in frames], "videos_kwargs": sampling}
-    places = [quoted[int(number)] for number in _PLACE.findall(text)]
+    spelled = [hidden[int(number)] for number in PLACEHOLDER.findall(text)]
     # The processor turns one text into tokens: a control token that occurs nowhere else stands for those of the texts.
     stand_in = next((token for token in special_tokens(processor.tokenizer) if token not in text), "")
-    if places and not stand_in:
-        raise TaskError("bad_prompt", task.id, f"its text holds {places[0]}, and the template uses every control token")
-    text = _PLACE.sub(stand_in, text)
+    if spelled and not stand_in:
+        raise TaskError(
+            "bad_prompt", task.id, f"its text holds {spelled[0]}, and the template uses every control token"
+        )
+    text = PLACEHOLDER.sub(stand_in, text)
     try:
         inputs = dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **options))
     except ValueError as error:  # for instance an aspect ratio above 200
         raise TaskError("unusable_image", task.id, f"the image processor refuses it: {error}") from error
-    return inputs | _spelled(inputs, stand_in, places, processor.tokenizer) if places else inputs
+    return inputs | _spelled(inputs, stand_in, spelled, processor.tokenizer) if spelled else inputs
 
 
-def _spelled(inputs: dict[str, Any], stand_in: str, places: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
+def _spelled(inputs: dict[str, Any], stand_in: str, spelled: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
     """Tokens (1, P) and their types, with the characters of control tokens in the place of each stand-in."""
-    number, left = tokenizer.convert_tokens_to_ids(stand_in), iter(places)
+    number, left = tokenizer.convert_tokens_to_ids(stand_in), iter(spelled)
     ids: list[int] = []
     types: list[int] = []
     for token, kind in zip(inputs["input_ids"][0].tolist(), inputs["mm_token_type_ids"][0].tolist(), strict=True):

@@ -144,4 +144,4 @@ def uniform_frames(total: int, count: int) -> Tensor:
 
 
 METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"topk": top_frames, "bin-max": bin_max_frames}
-"""From scores (T,) and the number of picks to the frames of an evaluation."""
+"""Functions of scores (T,) and a number of picks that choose the frames of an evaluation, by name."""
