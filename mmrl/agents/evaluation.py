@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +86,9 @@ class AgentMeasure(Measure[AgentTask]):
         for key in ("return", "turns", "unreadable", "refused"):
             values = [row[key] for row in valid]
             metrics[f"episode/{key}/{self.protocol}"] = float(np.mean(values)) if values else float("nan")
+        for term in dict.fromkeys(term for row in valid for term in row["terms"]):
+            scores = [row["terms"][term] for row in valid if math.isfinite(row["terms"].get(term, math.nan))]
+            metrics[f"terms/{metric_label(term)}/{self.protocol}"] = float(np.mean(scores)) if scores else math.nan
         return metrics | {f"episode/no_result/{self.protocol}": float(len(rows) - len(valid))}
 
     def record(self, row: Row) -> SampleRecord:
@@ -132,5 +136,6 @@ def _row(trial: Trial[AgentTask], episode: Episode) -> Row:
         "turns": episode.trajectory.turns,
         "unreadable": episode.unreadable,
         "refused": episode.refused,
-        "sample": episode_record(episode, total, {}, None),
+        "terms": episode.terms,
+        "sample": episode_record(episode, total, episode.terms, None),
     }

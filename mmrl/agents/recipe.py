@@ -20,24 +20,28 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.agents.environments.environment import ActionConfig
+from mmrl.agents.environments.environment import FORMATS, ActionConfig
 from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
+from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
 from mmrl.agents.rollout.runner import EpisodeRunner
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import UserError
+from mmrl.errors import RunError, UserError
 from mmrl.fields import rare
+from mmrl.rewards import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.loading import source_digest
 from mmrl.runs.records import SampleRecord
+from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams, sum_over_processes
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Step, Tally
+from mmrl.training.scoring import RewardErrors, failure_of
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
@@ -75,6 +79,16 @@ class AgentParts:
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """Limits on the length of episodes."""
 
+    def check_parts(self, learning_rate: float) -> None:
+        """Check that they fit together; raises ValueError."""
+        check_update_precision(self.model, learning_rate)
+        name = self.actions.format
+        if self.conversation.tools and name in FORMATS and name != "tool_call":
+            raise ValueError(
+                f"conversation.tools has the chat template ask for calls of tools, which actions.format '{name}' does "
+                "not read; set actions.format: tool_call, or a function of your own"
+            )
+
 
 @dataclass
 class AgentConfig(AgentParts, RunConfig):
@@ -86,6 +100,9 @@ class AgentConfig(AgentParts, RunConfig):
     """Sampling of a turn; its temperature is also that of scoring."""
     reward: AgentRewardConfig = field(default_factory=AgentRewardConfig)
     """Reward of an episode."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward functions of whole episodes, such as judges, added to this reward; they get the conversation and the
+    images of all turns."""
     evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
     """Evaluation on held-out tasks."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -94,9 +111,11 @@ class AgentConfig(AgentParts, RunConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_update_precision(self.model, self.trainer.learning_rate)
+        self.check_parts(self.trainer.learning_rate)
+        check_names(self.rewards)
         objective = make_objective(self.objective)
-        check_objective(objective, SCORES, self.trainer.samples_per_task, ("environment", "format"))
+        terms = (*OWN_TERMS, *(reward.name for reward in self.rewards))
+        check_objective(objective, SCORES, self.trainer.samples_per_task, terms)
         check_critic(self.model, objective.needs_values)
 
 
@@ -109,8 +128,15 @@ class AgentDomain:
     eval_tasks: Mapping[str, Sequence[AgentTask]]
     parts: dict[str, Stateful]
 
-    def open(self, config: Any, sampler: SamplerConfig, *, value_head: bool = False) -> None:
-        """List tasks, start environments and load the model.
+    def open(
+        self,
+        config: Any,
+        sampler: SamplerConfig,
+        *,
+        rewards: Sequence[RewardConfig] = (),
+        value_head: bool = False,
+    ) -> None:
+        """List tasks, start reward functions and environments, and load the model.
 
         Raises:
             UserError: one of them cannot be used.
@@ -123,6 +149,9 @@ class AgentDomain:
         check_splits(config.data, self.train_tasks, config.eval_data, self.eval_tasks)
         self.code = source_digest(config.environment.factory)
         with ExitStack() as undone:
+            splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
+            self.rewards = EpisodeRewards(rewards, {"data": self.train_tasks} | splits)
+            undone.callback(self.rewards.close)
             self.pool = EnvPool(config.environment)
             undone.callback(self.pool.close)
             if config.conversation.tools and not self.pool.tools:
@@ -134,8 +163,8 @@ class AgentDomain:
             self.policy.check_response_length(sampler.max_new_tokens)
             undone.pop_all()
         self.env_counts = SimCounts(self.pool, Path(config.output_dir))
-        self._totals, self._seen = Tally(), Counter[str]()
-        self.parts |= {"totals": self._totals, "counts": self.env_counts}
+        self._totals, self._seen, self.errors = Tally(), Counter[str](), RewardErrors()
+        self.parts |= {"totals": self._totals, "counts": self.env_counts, "errors": self.errors}
 
     def writer(self, policy: VlmPolicy) -> Writer:
         """Writes the conversations of some episodes."""
@@ -166,6 +195,7 @@ class AgentDomain:
             sampler,
             config.episode,
             bootstrap_observation=bootstrap_observation,
+            transcripts=bool(self.rewards.names),
         )
         return runner.run(tasks, seeds, greedy=greedy, video=video)
 
@@ -176,7 +206,9 @@ class AgentDomain:
 
         def run(tasks: Sequence[AgentTask], seeds: Sequence[int], greedy: bool, video: Sequence[bool]) -> list[Episode]:
             temperature = None if greedy else config.evaluation.temperature
-            return self.run_episodes(policy, tasks, seeds, greedy, video, temperature=temperature)
+            episodes = self.run_episodes(policy, tasks, seeds, greedy, video, temperature=temperature)
+            self.add_rewards(episodes, step)
+            return episodes
 
         evaluation = config.evaluation
         protocols = ["greedy"] * bool(evaluation.greedy) + ["sampled"] * bool(evaluation.samples)
@@ -193,6 +225,17 @@ class AgentDomain:
             for number, protocol in enumerate(protocols)
         ]
         return evaluate_tasks(measures, self.eval_tasks[split], config.evaluation.records, accelerator)
+
+    def add_rewards(self, episodes: Sequence[Episode], step: Step) -> RewardResult | None:
+        """Score episodes with the reward functions; returns None where there is nothing to score."""
+        if not self.rewards.names:
+            return None
+        epoch = step.number * self.config.trainer.tasks_per_step / max(len(self.train_tasks), 1)
+        with stopwatch("score"):
+            result = self.rewards.score(episodes, TrainerState(step.number, step.total, epoch))
+        if result is not None:
+            self.errors.warn(result)
+        return result
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as texts, images, rewards and advantages."""
@@ -220,6 +263,7 @@ class AgentDomain:
             "episode/refused": seen.get("refused", 0) / answers,
             "env/episodes_overflown": float(self._totals["overflow"]),
             **self.env_counts.metrics(),
+            **self.errors.take(),
         }
 
     @classmethod
@@ -229,8 +273,9 @@ class AgentDomain:
         return "transformers.AutoModelForImageTextToText.from_pretrained"
 
     def close(self) -> None:
-        """End the environments."""
+        """End the environments and the workers of reward functions."""
         self.pool.close()
+        self.rewards.close()
 
     def _note(self, episodes: Sequence[Episode]) -> None:
         sound = [episode for episode in episodes if episode.has_result]
@@ -256,14 +301,16 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
     def __init__(self, config: AgentConfig) -> None:
         super().__init__(config)
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
-        self.open(config, config.sampler, value_head=self.objective.needs_values)
+        self.open(config, config.sampler, rewards=config.rewards, value_head=self.objective.needs_values)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task."""
-        return pack_groups(self.run_groups(policy, tasks, streams), policy)
+        return pack_groups(self.run_groups(policy, tasks, streams, step), policy)
 
-    def run_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[list[Episode]]:
-        """Run G episodes of each task."""
+    def run_groups(
+        self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step
+    ) -> list[list[Episode]]:
+        """Run G episodes of each task and score them with the reward functions."""
         size = self.config.trainer.samples_per_task
         repeated, seeds = [task for task in tasks for _ in range(size)], streams.seeds(len(tasks), size).tolist()
         episodes = self.run_episodes(policy, repeated, seeds, bootstrap_observation=self._bootstraps)
@@ -273,21 +320,30 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         if not kept:
             reasons = sorted({episode.reason for episode in episodes if episode.reason})
             raise NoUsableTasksError(f"no episode came to a result: {'; '.join(reasons[:3])}")
+        result = self.add_rewards(episodes, step)
+        if result is not None:
+            self.errors.count(result)
+            if failure := failure_of(result):
+                raise RunError(f"every reward of this step failed: {failure}")
         return kept
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """The environment's reward and the format's; NaN for episodes without a result and for groups of one result."""
+        """Rewards of environment, format and functions; NaN without a result, or where a group has a single result."""
         episodes = AgentPayload.of(rollouts).episodes
         weights, device = self.config.reward, rollouts.mask.device
         total = torch.tensor([episode.total for episode in episodes], device=device)
         unreadable = [-1.0 if episode.ending == "unreadable" else 0.0 for episode in episodes]
         form = torch.where(torch.isnan(total), total, torch.tensor(unreadable, device=device))
-        reward = weights.environment * total + weights.format * form
+        added = torch.tensor([episode.added_reward for episode in episodes], device=device)
+        reward = weights.environment * total + weights.format * form + added
         alone = self._alone(rollouts, reward)
         terms = {"environment": total} | ({"format": form} if weights.format else {})
+        for name in self.rewards.names:
+            terms[name] = torch.tensor([episode.terms.get(name, math.nan) for episode in episodes], device=device)
         turns = rollouts.extras["decision_reward"] * weights.environment
         last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
-        turns = turns + weights.format * torch.where(last & (rollouts.mask > 0), form.nan_to_num()[:, None], 0.0)
+        at_end = (weights.format * form + added).nan_to_num()[:, None]
+        turns = turns + torch.where(last & (rollouts.mask > 0), at_end, 0.0)
         return rollouts.replace(
             reward=reward.masked_fill(alone, math.nan),
             reward_terms={name: values.masked_fill(alone, math.nan) for name, values in terms.items()},
@@ -300,8 +356,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Adds the share of episodes whose last answer was not cut at the length limit."""
-        finish = [episode.finish for episode in AgentPayload.of(rollouts).episodes]
-        finished = sum(reason != "length" for reason in finish) / max(len(finish), 1)
+        finished = AgentPayload.of(rollouts).finished_fraction
         return super().step_metrics(rollouts) | {"response/finished_fraction": finished}
 
     @property

@@ -26,12 +26,20 @@ ROLE = re.compile(r"\A\s*(?:system|user|assistant)\s*\n")
 
 
 def completion_text(completion: Chat) -> str:
-    """Return the text of a completion given as a string or as chat turns."""
+    """Return the text of a completion given as a string or as chat turns; of an agent's turns, its last answer."""
     if isinstance(completion, str):
         return completion
     if isinstance(completion, Sequence):
-        return "".join(_turn_text(turn) for turn in completion)
+        roles = [turn.get("role") if isinstance(turn, Mapping) else None for turn in completion]
+        if {"user", "tool"} & set(roles) and "assistant" in roles:
+            return _turn_text(completion[len(roles) - 1 - roles[::-1].index("assistant")])
+        return chat_text(completion)
     raise TypeError(f"a completion is a string or a list of chat turns, not {type(completion).__name__}")
+
+
+def chat_text(turns: Sequence[Mapping[str, Any]]) -> str:
+    """Return the texts of chat turns as one."""
+    return "".join(_turn_text(turn) for turn in turns)
 
 
 def _turn_text(turn: Any) -> str:

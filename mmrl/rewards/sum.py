@@ -12,7 +12,7 @@ from typing import Any
 
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import field_problems
-from mmrl.rewards.answers import completion_text
+from mmrl.rewards.answers import chat_text, completion_text
 from mmrl.rewards.builtin import REWARDS
 from mmrl.rewards.calling import Batch, Failure, Outcome, Signature, call, signature_of
 from mmrl.rewards.config import RewardConfig, RewardResult, TrainerState
@@ -239,7 +239,9 @@ def _as_chat(role: str, text: Any) -> Any:
 
 
 def _as_text(role: str, turns: Any) -> Any:
-    return completion_text(turns) if isinstance(turns, list) else turns
+    if not isinstance(turns, list):
+        return turns
+    return completion_text(turns) if role == "assistant" else chat_text(turns)
 
 
 class RewardSum:

@@ -122,6 +122,14 @@ class Counted(Fake):
     actions = 2
 
 
+class Functions(Fake):
+    tools = [print]  # noqa: RUF012
+
+
+class Nameless(Fake):
+    tools = [{"name": "search"}]  # noqa: RUF012
+
+
 def broken():
     raise OSError("no licence found")
 

@@ -87,6 +87,15 @@ def test_the_answers_are_the_experts_and_alone_are_trained(tmp_path, folder, rec
     assert rollouts.reward.tolist() == [1.0] * 4
 
 
+def test_the_episodes_of_a_step_share_a_writer(tmp_path, folder, recipes, monkeypatch):
+    """It encodes a screen that several of them see once."""
+    recipe = recipes(make_config(tmp_path, folder))
+    make, made = recipe.writer, []
+    monkeypatch.setattr(recipe, "writer", lambda policy: made.append(policy) or make(policy))
+    played(recipe)
+    assert len(made) == 1
+
+
 def test_a_window_of_images_equals_a_separate_prompt(tmp_path, folder, recipes):
     recipe = recipes(make_config(tmp_path, folder, conversation=ConversationConfig(system="", history_images=1)))
     rollouts, payload = played(recipe)

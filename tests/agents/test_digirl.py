@@ -92,7 +92,7 @@ def grid_experts(folder, count=4):
 
 def test_states_are_those_of_the_conversation_read_up_to_the_step(tmp_path, folder, make_recipe):
     recipe = make_recipe(make_config(tmp_path, folder))
-    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Streams(0))
+    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
     data = label_episodes(recipe.policy, [e for own in episodes for e in own], gamma=0.5, rows=3)
     assert data.state.shape[0] == sum(data.counts) == len(data.reward)
     place = 0
@@ -114,7 +114,7 @@ def test_states_are_those_of_the_conversation_read_up_to_the_step(tmp_path, fold
 def test_the_state_of_the_text_does_not_see_the_image(tmp_path, folder, make_recipe):
     """The corridors of all seeds have the same text and different images."""
     recipe = make_recipe(make_config(tmp_path, folder))
-    episodes = [own[0] for own in recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Streams(0))]
+    episodes = [own[0] for own in recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())]
     data = label_episodes(recipe.policy, episodes, gamma=0.5, rows=0)
     assert torch.equal(data.text_state[0], data.text_state[1])
     assert not torch.allclose(data.state[0], data.state[data.counts[0]])
@@ -239,7 +239,7 @@ def test_recorded_episodes_that_do_not_fit_are_left_out_never_cut(tmp_path, fold
 def test_recorded_episodes_of_a_model_are_read_back(tmp_path, folder, make_recipe):
     recipe = make_recipe(make_config(tmp_path, folder))
     writer = Writer(recipe.policy, recipe.config.conversation, "Walk.")
-    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Streams(0))[0]
+    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())[0]
     assert write_recorded(episodes[:1], tmp_path / "own") == write_recorded(episodes[1:], tmp_path / "own") == 1
     again = read_recorded(tmp_path / "own", recipe.policy, writer)
     assert [e.trajectory.ids for e in again] == [e.trajectory.ids for e in episodes]

@@ -209,6 +209,8 @@ def test_processes_end_with_the_pool():
         ("dies", {}, RunError, "did not start; it crashed: ended with code 7"),
         ("Fakes", {}, UserError, "environment.factory: .* has no 'Fakes'"),
         ("Counted", {}, UserError, "`actions` of Counted is a int; expected a mapping"),
+        ("Functions", {}, UserError, "`tools` of Functions is not a list of JSON schemas: .*not JSON serializable; tr"),
+        ("Nameless", {}, UserError, r"of Nameless .*: \{'name': 'search'\} has no function with a name; .*get_json"),
         ("NoStep", {}, UserError, "made a NoStep without step; an environment has the methods reset, step, close"),
         ("Fake", {"kwargs": {"size": 3}}, UserError, "unexpected keyword argument 'size'; it takes folder, length"),
         ("Fake", {"adapter": {"render": True}}, UserError, "adapter is for environments of Gymnasium; .* a Fake"),

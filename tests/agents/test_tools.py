@@ -8,10 +8,13 @@ from mmrl.agents.environments.environment import Action, ActionConfig, Observati
 from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.tools import ToolEnvironment
+from mmrl.agents.methods.clone import AgentCloneConfig
+from mmrl.agents.methods.digirl import DigirlConfig
 from mmrl.agents.recipe import AgentConfig, AgentRecipe
 from mmrl.agents.rollout.episodes import ConversationConfig, Writer
 from mmrl.errors import UserError
 from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
@@ -76,6 +79,18 @@ def test_the_template_describes_tools_and_results_have_their_role(tiny_folders):
     assert "<|im_start|>user\nunreadable" in writer.follow(conversation, Observation(), "unreadable").text
 
 
+def test_tools_need_a_format_that_reads_calls_of_tools():
+    for kind in (AgentConfig, AgentCloneConfig, DigirlConfig):
+        config = kind(conversation=ConversationConfig(tools=True), actions=ActionConfig(format="json"))
+        with pytest.raises(ValueError, match=r"actions\.format 'json' does not read; set actions\.format: tool_call"):
+            config.check_parts(1e-6)
+        with pytest.raises(ValueError, match="does not read"):
+            config.validate()
+        for format in ("tool_call", f"{TOOLS}:reward"):
+            config.actions.format = format
+            config.check_parts(1e-6)
+
+
 def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkeypatch):
     def two_calls_then_words(self, text):
         turns.append(text)
@@ -97,7 +112,7 @@ def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkey
     recipe = AgentRecipe(config)
     try:
         with_tools(recipe.policy)
-        episodes = recipe.run_groups(recipe.policy, recipe.train_tasks, Streams(0))[0]
+        episodes = recipe.run_groups(recipe.policy, recipe.train_tasks, Streams(0), Step())[0]
     finally:
         recipe.close()
     for episode in episodes:

@@ -46,9 +46,26 @@ class EnvService:
                 "names of its actions to a sentence each"
             )
         has_expert = callable(getattr(self._env, "expert", None))
-        tools = getattr(self._env, "tools", None) or []
         described = {str(name): str(text) for name, text in actions.items()}
-        return {"actions": described, "expert": has_expert, "tools": json.loads(json.dumps(tools))}
+        return {"actions": described, "expert": has_expert, "tools": self._tools()}
+
+    def _tools(self) -> list[dict[str, Any]]:
+        """The environment's tools as plain data."""
+        tools = getattr(self._env, "tools", None) or []
+        problem = f"it is a {type(tools).__name__}"
+        try:
+            found = json.loads(json.dumps(tools, allow_nan=False))
+            if isinstance(found, list):
+                nameless = next((tool for tool in found if not _is_named(tool)), None)
+                if nameless is None:
+                    return found
+                problem = f"{nameless!r:.100} has no function with a name"
+        except (TypeError, ValueError, RecursionError) as error:
+            problem = str(error)
+        raise LoadError(
+            f"`tools` of {type(self._env).__name__} is not a list of JSON schemas: {problem}; "
+            "transformers.utils.get_json_schema makes the schema of a function"
+        )
 
     def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fields:
         """Start an episode, execute an action, or return the action of the environment's expert."""
@@ -76,6 +93,11 @@ class EnvService:
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+
+
+def _is_named(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> Environment:

@@ -39,7 +39,7 @@ from mmrl.training.settings import BaseRunConfig
 from mmrl.training.supervised import SupervisedRecipe
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import AnswerSampling
-from mmrl.vlm.model.config import check_critic, check_update_precision
+from mmrl.vlm.model.config import check_critic
 
 
 @dataclass
@@ -67,7 +67,7 @@ class AgentCloneConfig(AgentParts, BaseRunConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_update_precision(self.model, self.trainer.learning_rate)
+        self.check_parts(self.trainer.learning_rate)
         check_critic(self.model, needed=False)
 
 
@@ -91,7 +91,8 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
     def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Let the expert play each task; the rows hold its answers and its returns."""
         seeds = streams.seeds(len(tasks), 1).tolist()
-        episodes = [self._play(policy, task, seed) for task, seed in zip(tasks, seeds, strict=True)]
+        writer = self.writer(policy)
+        episodes = [self._play(policy, writer, task, seed) for task, seed in zip(tasks, seeds, strict=True)]
         self._note(episodes)
         usable = [episode for episode in episodes if episode.has_result]
         if not usable:
@@ -104,7 +105,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
         """Teacher-forced scores, all turns of an episode in one pass."""
         return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
 
-    def _play(self, policy: VlmPolicy, task: AgentTask, seed: int) -> Episode:
+    def _play(self, policy: VlmPolicy, writer: Writer, task: AgentTask, seed: int) -> Episode:
         config = self.config
         try:
             played = self._known.get(task.id) or self._ask_expert(task, seed)
@@ -112,7 +113,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
             return Episode(task, ending="failed", reason=str(error))
         if config.play_once:
             self._known[task.id] = played
-        return _as_episode(played, task, policy, self.writer(policy), config.episode.max_turns)
+        return _as_episode(played, task, policy, writer, config.episode.max_turns)
 
     def _ask_expert(self, task: AgentTask, seed: int) -> ExpertEpisode:
         config = self.config

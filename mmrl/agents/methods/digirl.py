@@ -24,7 +24,6 @@ Every process holds all stored episodes and the same critics; reading the episod
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from mmrl.agents.environments.tasks import AgentTask
-from mmrl.agents.methods.arpo import ReplayBuffer, ReplayConfig
+from mmrl.agents.methods.arpo import Fresh, ReplayBuffer, ReplayConfig
 from mmrl.agents.methods.digirl_critics import (
     CriticConfig,
     Fitter,
@@ -49,7 +48,7 @@ from mmrl.agents.methods.digirl_critics import (
 )
 from mmrl.agents.recipe import AgentConfig, AgentRecipe
 from mmrl.agents.rollout.episodes import AgentPayload, pack_episodes, pack_groups
-from mmrl.agents.rollout.storage import Record, read_recorded, restore_episode, store_episode
+from mmrl.agents.rollout.storage import read_recorded, restore_episode, store_episode
 from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.returns import turn_starts
@@ -64,7 +63,7 @@ from mmrl.training.processes import Streams, make_generator, stream_seed
 from mmrl.training.recipe import LossTerm, Step
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy
-from mmrl.vlm.model.config import CriticSettings, check_update_precision
+from mmrl.vlm.model.config import CriticSettings
 
 METHODS, ADVANTAGES = ("digirl", "filtered_cloning"), ("paper", "code")
 
@@ -144,7 +143,9 @@ class DigirlConfig(AgentConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         RunConfig.validate(self)
-        check_update_precision(self.model, self.trainer.learning_rate)
+        self.check_parts(self.trainer.learning_rate)
+        if self.rewards:
+            raise UserError("digirl learns from the environment's rewards alone; leave rewards out")
         if self.objective != ObjectiveConfig(preset="sft"):
             raise UserError("digirl raises the likelihood of kept steps; leave objective out, or use recipe: agent")
         if self.model.critic != CriticSettings():
@@ -190,7 +191,7 @@ class DigirlRecipe(AgentRecipe):
             "instruction_critic": self.instruction_critic,
             "step_critic": self.step_critic,
         }
-        self._fresh: list[tuple[int, str, Record]] = []
+        self._fresh: list[Fresh] = []
         if settings.path is not None:
             try:
                 build_if_missing(settings, "digirl")
@@ -206,14 +207,14 @@ class DigirlRecipe(AgentRecipe):
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task; offline, draw stored ones, which only the step's statistics are taken of."""
         if not self.is_offline(step):
-            groups = self.run_groups(policy, tasks, streams)
-            valid = [(number, episode) for number, own in enumerate(groups) for episode in own if episode.has_result]
-            self._fresh = [(number, EPISODES, store_episode(episode)) for number, episode in valid]
+            groups = self.run_groups(policy, tasks, streams, step)
+            places = streams.among(tasks, [group[0].task for group in groups]).places
+            valid = [(place, e) for place, own in zip(places, groups, strict=True) for e in own if e.has_result]
+            self._fresh = [(place, (EPISODES, store_episode(episode))) for place, episode in valid]
             return pack_groups(groups, policy)
         records = self.store.stored(EPISODES)
-        choose = functools.partial(torch.randint, len(records), (1,))
-        drawn = streams.stack(len(tasks), lambda generator: choose(generator=generator), "stored").tolist()
-        episodes = [restore_episode(records[number]) for number in drawn]
+        drawn = streams.stack(len(tasks), lambda own: torch.randint(len(records), (1,), generator=own), "stored")
+        episodes = [restore_episode(records[number]) for number in drawn.tolist()]
         return pack_episodes(episodes, range(len(episodes)), policy)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:

@@ -8,13 +8,16 @@ episode.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -68,10 +71,22 @@ class _Part:
     observation: Observation | None = None
     """None for an answer."""
     note: str = ""
-    """Text before the observation's text."""
+    """Text before the observation's text: the instruction, or why an answer could not be read."""
     answered: bool = True
     spoken: Prompt | None = None
     """An answer without its thoughts, where it has any and they are dropped."""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A finished episode as chat turns, for reward functions."""
+
+    prompt: list[dict[str, Any]]
+    """The system turn and the first observation."""
+    completion: list[dict[str, Any]]
+    """Answers and further observations in turn, to the one after the last action."""
+    images: list[NDArray[np.uint8]]
+    """(H, W, 3) RGB of all turns, in order."""
 
 
 @dataclass
@@ -101,7 +116,7 @@ class Writer:
     def begin(self, task: AgentTask, observation: Observation, prompt: Prompt | None = None) -> Conversation:
         """Start a conversation."""
         first = self._first(task, observation, observation.images) if prompt is None else prompt
-        return Conversation(task, [_Part(first, observation)])
+        return Conversation(task, [_Part(first, observation, task.instruction)])
 
     def answer(self, conversation: Conversation, ids: list[int]) -> None:
         """Append the tokens of an answer."""
@@ -124,6 +139,27 @@ class Writer:
             return None
         conversation.num_omitted = excess
         return join_prompts([self._kept(conversation, number, excess) for number in range(len(conversation.parts))])
+
+    def transcript(self, conversation: Conversation, answers: Sequence[str], last: Observation | None) -> Transcript:
+        """The whole conversation, with the observation after its last action, which the agent has not read."""
+        seen = [(part.observation, part.note) for part in conversation.parts if part.observation is not None]
+        if last is not None and (last.text or last.images) and conversation.parts[-1].observation is None:
+            seen.append((last, ""))
+        images = [image for observation, _ in seen for image in observation.images]
+        observed = [
+            _user_turn(observation, len(observation.images), note) | {"role": self._role(note) if number else "user"}
+            for number, (observation, note) in enumerate(seen)
+        ]
+        if not images:  # as in TRL
+            observed = [turn | {"content": turn["content"][-1]["text"]} for turn in observed]
+        said = [{"role": "assistant", "content": answer} for answer in answers]
+        turns = list(filter(None, itertools.chain(*itertools.zip_longest(observed, said))))
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return Transcript([*system, turns[0]], turns[1:], images)
+
+    def _role(self, note: str) -> str:
+        """Role of a further observation; results of tools are no words of the user's."""
+        return "tool" if self.tools and not note else "user"
 
     def _kept(self, conversation: Conversation, number: int, excess: int) -> Prompt:
         """A part as it stays in the history."""
@@ -186,14 +222,13 @@ class Writer:
         seen = tuple((image.shape, blake2b(image.tobytes()).digest()) for image in images)
         key = (note, observation.text, len(observation.images), answered, seen)
         if key not in self._turns:  # one object, so that its images pass the vision tower once, too
-            role = "tool" if self.tools and not note else "user"
-            message = _user_turn(observation, len(images), note) | {"role": role}
+            message = _user_turn(observation, len(images), note) | {"role": self._role(note)}
             turn = VlmTask(task.id, [message], _as_sources(images), tools=self.tools)
             self._turns[key] = self._policy.encode_turn(turn, answered=answered)
         return self._turns[key]
 
 
-def _user_turn(observation: Observation, kept: int, front: str) -> dict[str, object]:
+def _user_turn(observation: Observation, kept: int, front: str) -> dict[str, Any]:
     text = "\n".join(filter(None, (front, observation.text)))
     omitted = [{"type": "text", "text": f"{OMITTED}\n"}] * (len(observation.images) - kept)
     images = [{"type": "image"}] * kept
@@ -246,6 +281,11 @@ class Trajectory:
         # A value belongs to the state before a token: a copy of the last sampled one stands for the next answer.
         last = next(token for token, sampled in zip(self.ids[::-1], self.sampled[::-1], strict=True) if sampled)
         self._append([last], [0.0], sampled=False)
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """Tokens that the policy sampled."""
+        return list(itertools.compress(self.ids, self.sampled))
 
     def last_tokens(self) -> list[int]:
         """Index of the last sampled token of each turn."""
@@ -330,6 +370,12 @@ class Episode:
     """The last observation."""
     video: Video | None = None
     """Observations and actions, where they are recorded."""
+    transcript: Transcript | None = None
+    """The conversation, until the run's reward functions have scored it; None without such functions."""
+    added_reward: float = 0.0
+    """Weighted sum of the run's reward functions; NaN where one failed."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """What each of them gave, before its weight."""
 
     @property
     def has_result(self) -> bool:

@@ -50,6 +50,7 @@ class EpisodeRunner:
         sampler: sampling of a turn.
         limits: turns of an episode.
         bootstrap_observation: whether truncated episodes end with the observation after their last action.
+        transcripts: whether episodes keep their conversations for reward functions.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class EpisodeRunner:
         limits: EpisodeConfig,
         *,
         bootstrap_observation: bool = False,
+        transcripts: bool = False,
     ) -> None:
         self._policy, self._pool, self._writer = policy, pool, writer
         self._actions, self._sampler, self._limits = actions, sampler, limits
-        self._bootstrap_observation = bootstrap_observation
+        self._bootstrap_observation, self._transcripts = bootstrap_observation, transcripts
 
     def run(
         self, tasks: Sequence[AgentTask], seeds: Sequence[int], *, greedy: bool = False, video: Sequence[bool] = ()
@@ -162,6 +164,9 @@ class EpisodeRunner:
                 episode.success = reported and (above or episode.ending != "unreadable")
                 if episode.video is not None:
                     episode.video.end(episode.last, episode.total, episode.success)
+                if self._transcripts:
+                    last = results[row].observation if row in results else None
+                    episode.transcript = self._writer.transcript(slot.conversation, episode.answers, last)
 
     def _note(self, slot: _Slot, drawn: Samples, index: int) -> ParsedAnswer:
         """Keep an answer and read its actions."""

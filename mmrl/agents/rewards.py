@@ -1,0 +1,86 @@
+"""Reward functions of whole episodes: they see the conversation, the images of all turns and the task's entries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from mmrl.agents.environments.tasks import AgentTask
+from mmrl.agents.rollout.episodes import Episode
+from mmrl.errors import UserError
+from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
+
+OWN_TERMS = ("environment", "format")
+"""Reward terms that every agent's recipe has."""
+IMAGES = "images"
+
+
+def check_names(configs: Sequence[RewardConfig]) -> None:
+    """Refuse names of the recipe's own terms; raises ValueError."""
+    taken = next((config.name for config in configs if config.name in OWN_TERMS), None)
+    if taken is not None:
+        raise ValueError(
+            f"a reward is called '{taken}' like the recipe's own term; give it another name and set "
+            f"function: {taken}, or use reward.{taken}"
+        )
+
+
+class EpisodeRewards:
+    """Scores finished episodes.
+
+    Args:
+        configs: reward functions and their weights.
+        tasks: all tasks by the configuration's key; their entries are the columns that functions may need.
+
+    Raises:
+        UserError: a function cannot be loaded, or needs a column that is not there.
+    """
+
+    def __init__(self, configs: Sequence[RewardConfig], tasks: Mapping[str, Sequence[AgentTask]]) -> None:
+        self._sum = RewardSum(configs)
+        self.names = [config.name for config in configs]
+        try:
+            for key, own in tasks.items() if configs else ():
+                try:
+                    self._sum.check_columns([*_columns([Episode(task) for task in own]), IMAGES])
+                except UserError as error:
+                    raise UserError(f"{key}: {error}") from None
+        except UserError:
+            self.close()
+            raise
+
+    def score(self, episodes: Sequence[Episode], state: TrainerState) -> RewardResult | None:
+        """Add the scores to those episodes that have a result; returns None where there is nothing to score."""
+        found = [episode for episode in episodes if episode.transcript is not None]
+        if not found:
+            return None
+        transcripts = [episode.transcript for episode in found if episode.transcript is not None]
+        columns = _columns(found)
+        if self._sum.reads_images:
+            columns[IMAGES] = [[Image.fromarray(image) for image in own.images] for own in transcripts]
+        result = self._sum.score(
+            [own.prompt for own in transcripts], [own.completion for own in transcripts], columns, state
+        )
+        for number, episode in enumerate(found):
+            episode.added_reward = result.total[number]
+            episode.terms = {name: values[number] for name, values in result.terms.items()}
+            episode.transcript = None  # its images take much memory
+        return result
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        self._sum.close()
+
+
+def _columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
+    """The entries of the tasks, the tokens that the agent wrote, and what the environment gave."""
+    names = sorted({name for episode in episodes for name in episode.task.task})
+    tokens = [episode.trajectory.sampled_ids for episode in episodes]
+    return {name: [episode.task.task.get(name) for episode in episodes] for name in names} | {
+        "completion_ids": tokens,
+        "completion_lengths": [len(ids) for ids in tokens],
+        "environment_reward": [episode.total for episode in episodes],
+        "success": [episode.success for episode in episodes],
+    }

@@ -1,0 +1,172 @@
+"""Reward functions of whole episodes: what they get, what they add, and what their failures cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
+from mmrl.agents.environments.pool import EnvironmentConfig
+from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig
+from mmrl.agents.evaluation import AgentEvaluationConfig
+from mmrl.agents.methods.digirl import DigirlConfig
+from mmrl.agents.recipe import AgentConfig, AgentRecipe, AgentRewardConfig
+from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Writer
+from mmrl.agents.rollout.storage import restore_episode, store_episode
+from mmrl.errors import RunError, UserError
+from mmrl.recipes import RECIPES
+from mmrl.rewards import RewardConfig, RewardSum
+from mmrl.rewards.answers import completion_text
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step, collect_metrics
+from mmrl.training.run import train
+from mmrl.training.settings import TrainerConfig
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.model.config import ModelConfig
+from tests.agents.my_judges import BRIGHTNESS
+
+CORRIDOR = f"{Path(__file__).with_name('corridor.py')}:Corridor"
+JUDGES = f"{Path(__file__).with_name('my_judges.py')}"
+
+
+def judge(name: str, **options) -> RewardConfig:
+    return RewardConfig(name=name, function=f"{JUDGES}:{name}", isolate=False, **options)
+
+
+@pytest.fixture(autouse=True)
+def _every_answer_steps(monkeypatch):
+    monkeypatch.setattr(ActionConfig, "parse", lambda self, text: ParsedAnswer((Action("right"),)))
+
+
+def make_config(folder, model, *rewards, **changes) -> AgentConfig:
+    kwargs = {"length": 2} | changes.pop("kwargs", {})
+    return AgentConfig(
+        recipe="agent",
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(model)),
+        environment=EnvironmentConfig(factory=CORRIDOR, kwargs=kwargs, workers=3),
+        data=TaskSetConfig(seeds=4, options={"goal": "the right end"}, instruction="Go right."),
+        eval_data={"heldout": TaskSetConfig(seeds=2, first_seed=100, options={"goal": "the right end"})},
+        conversation=ConversationConfig(system="Walk.", history_images=1),
+        actions=ActionConfig(format="tag", on_parse_error="noop"),
+        sampler=SamplerConfig(max_new_tokens=4),
+        trainer=TrainerConfig(steps=1, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
+        evaluation=AgentEvaluationConfig(videos=0),
+        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+        rewards=list(rewards),
+        **changes,
+    )
+
+
+def roll(config):
+    config.validate()
+    recipe = AgentRecipe(config)
+    try:
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
+        return rollouts, recipe.score(rollouts, Step()), collect_metrics(recipe, rollouts, Step())
+    finally:
+        recipe.close()
+
+
+def test_a_judge_gets_every_turn_with_its_image_whatever_the_agent_still_sees(tmp_path, folder):
+    """The agent's window holds one image; the corridor's images become brighter with every step."""
+    seen = tmp_path / "seen.jsonl"
+    config = make_config(tmp_path, folder, judge("record", options={"path": str(seen)}))
+    rollouts, _, _ = roll(config)
+    rows = [json.loads(line) for line in seen.open()]
+    episodes = AgentPayload.of(rollouts).episodes
+    assert len(rows) == len(episodes) == 6
+    for row, episode in zip(rows, episodes, strict=True):
+        system, first = row["prompt"]
+        assert (system, first["role"]) == ({"role": "system", "content": "Walk."}, "user")
+        assert first["content"] == [{"type": "image"}, {"type": "text", "text": "Go right.\nstep 0"}]
+        assert [turn["role"] for turn in row["completion"]] == ["assistant", "user"] * 2
+        assert [turn["content"] for turn in row["completion"][::2]] == episode.answers
+        assert row["completion"][-1]["content"] == [{"type": "image"}, {"type": "text", "text": "step 2"}]
+        assert row["bright_columns"] == [8, 16, 24], "one image a turn, and that after the last action"
+        assert (row["goal"], row["environment_reward"], row["success"]) == ("the right end", 1.0, True)
+        assert row["completion_lengths"] == sum(episode.trajectory.sampled)
+        assert episode.transcript is None, "images are not kept longer than they are needed"
+
+
+def test_their_weighted_sum_is_added_at_the_end_of_an_episode(tmp_path, folder):
+    rewards = [judge(BRIGHTNESS, weight=0.5), judge("words", weight=0.0)]
+    config = make_config(tmp_path, folder, *rewards, reward=AgentRewardConfig(environment=2.0))
+    rollouts, scored, metrics = roll(config)
+    episodes = AgentPayload.of(rollouts).episodes
+    bright = torch.tensor([24 / 56] * 6)
+    torch.testing.assert_close(scored.reward_terms[BRIGHTNESS], bright)
+    assert scored.reward_terms["words"].tolist() == [episode.terms["words"] for episode in episodes]
+    torch.testing.assert_close(scored.reward, 2.0 + 0.5 * bright)
+    turns = scored.extras["decision_reward"]
+    torch.testing.assert_close(turns.sum(1), scored.reward)
+    assert bool((turns[:, :-1][scored.mask[:, 1:] > 0] == 0).all()), "nothing before the last token"
+    assert metrics["episode/return"] == 1.0, "what the environment gave"
+    kept = restore_episode(store_episode(episodes[0]))
+    assert (kept.added_reward, kept.terms) == (episodes[0].added_reward, episodes[0].terms), "for replays"
+    old = {name: value for name, value in store_episode(episodes[0]).items() if name not in ("added_reward", "terms")}
+    assert restore_episode(old).added_reward == 0.0
+
+
+def test_an_episode_that_cannot_be_judged_has_no_reward(tmp_path, folder):
+    config = make_config(tmp_path, folder, judge("refuses_some"))
+    _, scored, metrics = roll(config)
+    assert torch.isnan(scored.reward).tolist() == [True, False, False] * 2
+    assert float(scored.loss_mask[0].sum()) == 0
+    assert metrics["reward/errors/sum/not_applicable"] == 2
+    with pytest.raises(RunError, match="every reward of this step failed: fails/raised: RuntimeError: no judge"):
+        roll(make_config(tmp_path / "all", folder, judge("fails")))
+
+
+def test_a_run_measures_them_on_held_out_tasks(tmp_path, folder):
+    config = make_config(tmp_path, folder, judge(BRIGHTNESS), RewardConfig(name=f"{JUDGES}:words", weight=0.1))
+    run_dir = train(RECIPES["agent"], config)
+    (row,) = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert row[f"reward/{BRIGHTNESS}"] == pytest.approx(24 / 56)
+    found = [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()]
+    assert all(one[f"terms/{BRIGHTNESS}/greedy"] == pytest.approx(24 / 56) for one in found)
+
+
+def test_what_cannot_be_scored_is_refused_before_a_model_is_loaded(tmp_path, folder):
+    with pytest.raises(UserError, match=r"data: reward 'needs_map' needs map.* the columns are: .*goal.*success"):
+        AgentRecipe(make_config(tmp_path, folder, judge("needs_map")))
+    with pytest.raises(ValueError, match="a reward is called 'format' like the recipe's own term"):
+        make_config(tmp_path, folder, RewardConfig("format")).validate()
+    with pytest.raises(UserError, match="digirl learns from the environment's rewards alone"):
+        DigirlConfig(model=ModelConfig(path=str(folder)), rewards=[judge("words")]).validate()
+
+
+def test_an_unreadable_end_has_no_further_image_and_text_alone_is_plain(folder):
+    policy = load_policy(ModelConfig(path=str(folder)))
+    writer = Writer(policy, ConversationConfig(), "")
+    conversation = writer.begin(AgentTask("t"), Observation("Where?"))
+    writer.answer(conversation, [7, policy.eos_ids[0]])
+    writer.follow(conversation, Observation("Go on."), "The answer could not be read: no action.")
+    writer.answer(conversation, [7, policy.eos_ids[0]])
+    for last, end in ((None, []), (Observation(), []), (Observation("Well."), [{"role": "user", "content": "Well."}])):
+        found = writer.transcript(conversation, ["here", "there"], last)
+        assert found.prompt == [{"role": "user", "content": "Where?"}]
+        assert found.images == []
+        assert found.completion == [
+            {"role": "assistant", "content": "here"},
+            {"role": "user", "content": "The answer could not be read: no action.\nGo on."},
+            {"role": "assistant", "content": "there"},
+            *end,
+        ]
+
+
+def test_rewards_of_answers_read_the_last_one():
+    turns = [
+        {"role": "assistant", "content": "<answer>6</answer>"},
+        {"role": "user", "content": [{"type": "text", "text": "<answer>7</answer>"}]},
+        {"role": "assistant", "content": "<answer>8</answer>"},
+        {"role": "tool", "content": "<answer>7</answer>"},
+    ]
+    assert completion_text(turns) == "<answer>8</answer>"
+    scored = RewardSum([RewardConfig("number")]).score(["q", "q"], [turns, turns], {"answer": [8, 7]})
+    assert scored.total == [1.0, 0.0]
