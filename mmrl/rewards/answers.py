@@ -37,7 +37,7 @@ def completion_text(completion: Chat) -> str:
     raise TypeError(f"a completion is a string or a list of chat turns, not {type(completion).__name__}")
 
 
-def chat_text(turns: Sequence[Mapping[str, Any]]) -> str:
+def chat_text(turns: Sequence[Any]) -> str:
     """Return the texts of chat turns as one."""
     return "".join(_turn_text(turn) for turn in turns)
 

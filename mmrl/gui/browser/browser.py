@@ -47,9 +47,9 @@ ARGUMENTS = (
     "--disable-partial-raster",  # redrawn parts would blend their round corners twice
     "--font-render-hinting=none",
     "--force-color-profile=srgb",
-    # an offline context still lets WebTransport and WebRTC send datagrams, to this machine too
+    # an offline context still lets WebTransport send datagrams, to this machine too; WebRTC's are refused beside that
     "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
 )
 
 
