@@ -217,6 +217,7 @@ FAILURE_KINDS: dict[str, str] = {
     "timeout": "The function took longer than timeout_s and was stopped.",
     "crashed": "The worker process ended while the function ran.",
     "memory": "The worker process held more memory than memory_mb and was stopped.",
+    "limit": "The strict worker process had more threads or files than allowed and was stopped.",
     "nan": "The function returned NaN or infinity.",
     "not_a_number": "The function returned something that is no number.",
     "wrong_length": "The function returned no list, or not one value a row.",

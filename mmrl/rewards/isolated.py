@@ -178,6 +178,8 @@ def _failure(failure: WorkerFailure, function: str = "") -> Failure:
         kind, message = "raised", failure.reason
     elif failure.kind == "memory":
         kind, message = "memory", f"{failure.reason} (memory_mb); the worker was stopped"
+    elif failure.kind == "limit":
+        kind, message = "limit", f"{failure.reason} (sandbox: strict); the worker was stopped"
     elif failure.exit_code is not None and failure.exit_code < 0:
         message = f"the worker was ended by signal {signal.Signals(-failure.exit_code).name}"
     elif failure.exit_code is not None:

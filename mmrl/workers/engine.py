@@ -27,7 +27,8 @@ class WorkerFailure:
     """Takes the place of an answer that will not come; the worker has been stopped."""
 
     kind: str
-    """Key of `WORKER_FAILURES`, or a kind of a pool's user."""
+    """Key of `WORKER_FAILURES`, `limit` where a strict process was over another limit than its memory, or a kind of a
+    pool's user."""
     reason: str
     """One line."""
     evidence: str = ""
@@ -171,6 +172,10 @@ class WorkerHandle(Protocol):
 
     def memory_bytes(self) -> int:
         """Memory of the worker and its children; 0 if unknown."""
+        ...
+
+    def over_limit(self) -> str:
+        """What a strict worker has too much of besides memory; empty where nothing."""
         ...
 
     def last_output(self) -> str:

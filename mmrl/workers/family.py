@@ -30,14 +30,21 @@ def descendants(pid: int) -> list[int]:
     return _below(pid, _parents())
 
 
-def resident_bytes(pid: int) -> int:
-    """Memory that a process and all below it hold; what they share counts for each. 0 where it cannot be found out.
+def tree(pid: int) -> list[int]:
+    """Numbers of a process and the running ones below it, parents first; only itself where Linux does not say.
 
     Looks at these processes only, so that it can be asked often on a machine with thousands of others.
     """
-    found, total = [pid], 0
+    found = [pid]
     for each in found:  # grows while it is walked
         found.extend(_children(each))
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process and all below it hold; what they share counts for each. 0 where it cannot be found out."""
+    total = 0
+    for each in tree(pid):
         try:
             with open(f"/proc/{each}/statm") as file:
                 total += PAGE_BYTES * int(file.read().split()[1])
@@ -48,11 +55,10 @@ def resident_bytes(pid: int) -> int:
 
 def threads(pid: int) -> int:
     """Threads of a process and all below it."""
-    found, total = [pid], 0
-    for each in found:  # grows while it is walked
-        found.extend(_children(each))
+    total = 0
+    for each in tree(pid):
         try:
-            total += len(os.listdir(f"/proc/{each}/task"))
+            total += os.stat(f"/proc/{each}/task").st_nlink - 2
         except OSError:  # it has just ended
             continue
     return total

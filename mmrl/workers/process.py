@@ -63,8 +63,8 @@ class WorkerProcess:
     def __init__(self, spec: WorkerSpec, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._token = secrets.token_hex(8)
-        self._folder = sandbox.new_folder() if spec.strict is not None else None
-        self._process = _start(spec, self._token, self._folder)
+        self._limits = spec.strict
+        self._process = _start(spec, self._token)
         self._pipes = [self._process.stdin, self._process.stdout, self._process.stderr]
         self._stdin, self._stdout, self._stderr = (pipe.fileno() if pipe is not None else -1 for pipe in self._pipes)
         self._decoder, self._outgoing, self._output = wire.Decoder(spec.max_reply_bytes), bytearray(), bytearray()
@@ -105,6 +105,11 @@ class WorkerProcess:
         """Memory of the process and its children."""
         return family.resident_bytes(self._process.pid)
 
+    def over_limit(self) -> str:
+        """What a strict process has too much of; empty where nothing."""
+        over = None if self._limits is None else sandbox.over_limit(self._process.pid, self._limits)
+        return "" if over is None else over[1]
+
     def last_output(self) -> str:
         """The end of the process's output, if it is captured."""
         self._read_output()
@@ -136,8 +141,6 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         family.end_tagged(self._token)
-        if self._folder is not None:
-            sandbox.remove_folder(self._folder)
         for pipe in self._pipes:
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -214,17 +217,17 @@ class WorkerProcess:
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-def _start(spec: WorkerSpec, token: str, folder: str | None) -> subprocess.Popen[bytes]:
+def _start(spec: WorkerSpec, token: str) -> subprocess.Popen[bytes]:
     watchdog_s = 0.0 if spec.heartbeat_timeout_s is None else spec.heartbeat_timeout_s + ORPHAN_SECONDS
     paths = [] if spec.python is None else [os.getcwd()]
     options = {"service": dict(spec.options), "paths": paths, "watchdog_s": watchdog_s}
     command = [spec.python or sys.executable, str(SCRIPT), spec.service, json.dumps(options)]
     variables = _variables(spec)
-    if spec.strict is not None and folder is not None:
+    if spec.strict is not None:
         sandbox.require_strict()
         readable = [*spec.readable, *map(os.path.abspath, sys.path), str(SCRIPT.parent)]
-        command = [*sandbox.strict_command(spec.strict, folder, readable), *command]
-        variables = {**sandbox.strict_environment(folder), "PYTHONPATH": variables["PYTHONPATH"], **spec.environment}
+        command = [*sandbox.strict_command(spec.strict, readable), *command]
+        variables = {**sandbox.strict_environment(), "PYTHONPATH": variables["PYTHONPATH"], **spec.environment}
     try:
         # A group of its own: what it starts ends with it, and Ctrl-C reaches only this process. A session of its own
         # would do that too, but Linux schedules sessions against each other: on a busy machine every message would
@@ -234,7 +237,6 @@ def _start(spec: WorkerSpec, token: str, folder: str | None) -> subprocess.Popen
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if spec.capture_output else None,
-            cwd=folder,
             env={**variables, family.TAG: token},
             start_new_session=spec.strict is not None,
             process_group=0 if spec.strict is None else None,

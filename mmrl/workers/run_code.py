@@ -17,17 +17,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mmrl.errors import UserError
 from mmrl.workers import family
 from mmrl.workers.sandbox import (
     ENTERED,
     Limits,
-    new_folder,
-    remove_folder,
+    over_limit,
     require_strict,
     strict_command,
     strict_environment,
@@ -35,8 +33,6 @@ from mmrl.workers.sandbox import (
 
 PROGRAM = "program.py"
 LOOK_SECONDS = 0.1
-HELPERS = 3
-"""Processes around the program that make and keep its namespaces."""
 READ_BYTES = 1 << 16
 
 
@@ -53,7 +49,7 @@ class CodeResult:
     seconds: float
     """Wall time in seconds, the start included."""
     stopped: str = ""
-    """Limit that stopped it: timeout, memory, cpu or processes; empty where it ended by itself."""
+    """Limit that stopped it: timeout, memory, cpu, processes or files; empty where it ended by itself."""
     cut: bool = False
     """Whether it printed more than is kept."""
 
@@ -79,7 +75,7 @@ def run_code(
         stdin: its standard input.
         files: contents by name, put into its working folder.
         timeout_s: seconds after which it is ended.
-        limits: memory, CPU time, file size and processes.
+        limits: memory, CPU time, files and processes.
         output_bytes: most that is kept of each of its two outputs.
 
     Returns:
@@ -89,39 +85,41 @@ def run_code(
         UserError: strict processes cannot be run here, or a file's name is no plain name.
     """
     require_strict()
-    limits, folder = limits or Limits(), new_folder()
-    try:
-        _put(folder, {**(files or {}), PROGRAM: source.encode(errors="replace")})
-        run = _Run(limits, folder, stdin.encode(errors="replace"), output_bytes)
-        return run.result(timeout_s)
-    finally:
-        remove_folder(folder)
-
-
-def _put(folder: str, files: Mapping[str, bytes]) -> None:
-    for name, data in files.items():
-        if name != os.path.basename(name) or name in ("", ".", "..", "dev"):
+    contents = {**(files or {}), PROGRAM: source.encode(errors="replace")}
+    for name in contents:
+        if name != os.path.basename(name) or name in ("", ".", ".."):
             raise UserError(f"the file {name!r} of a program must be a plain name without a folder")
-        Path(folder, name).write_bytes(data)
+    with contextlib.ExitStack() as stack:
+        given = {name: stack.enter_context(_in_memory(data)) for name, data in contents.items()}
+        run = _Run(limits or Limits(), given, stdin.encode(errors="replace"), output_bytes)
+    return run.result(timeout_s)
+
+
+@contextlib.contextmanager
+def _in_memory(data: bytes) -> Iterator[int]:
+    """A descriptor from which bubblewrap reads a file of the program."""
+    with os.fdopen(os.memfd_create("file"), "w+b") as file:
+        file.write(data)
+        file.seek(0)
+        yield file.fileno()
 
 
 class _Run:
     """A program while it runs."""
 
-    def __init__(self, limits: Limits, folder: str, stdin: bytes, output_bytes: int) -> None:
+    def __init__(self, limits: Limits, files: Mapping[str, int], stdin: bytes, output_bytes: int) -> None:
         self._token, self._most, self._input = secrets.token_hex(8), output_bytes, stdin
         self._began, self._cut, self._limits = time.monotonic(), False, limits
         self._report, said = os.pipe()
-        command = [*strict_command(limits, folder, (), said), sys.executable, "-I", PROGRAM]
+        command = [*strict_command(limits, (), files, said), sys.executable, "-I", PROGRAM]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd=folder,
-            env={**strict_environment(folder), family.TAG: self._token},
+            env={**strict_environment(), family.TAG: self._token},
             start_new_session=True,
-            pass_fds=(said,),
+            pass_fds=(said, *files.values()),
             bufsize=0,
         )
         os.close(said)
@@ -169,8 +167,8 @@ class _Run:
                 look_at = now + LOOK_SECONDS
                 if family.resident_bytes(self._process.pid) > self._limits.memory_mb * (1 << 20):
                     return "memory"
-                if family.threads(self._process.pid) > self._limits.processes + HELPERS:
-                    return "processes"
+                if (over := over_limit(self._process.pid, self._limits)) is not None:
+                    return over[0]
 
     def _move(self, fd: int) -> None:
         if fd == self._pipes[0]:

@@ -3,13 +3,15 @@
 A strict process has
 
 - no network, not even to this machine;
-- one writable folder, in memory, which is its working, temporary and home folder and is gone afterwards;
-- bounded memory, CPU time, file size and number of processes;
+- one writable folder, in memory, which is its working, temporary and home folder and goes with its namespace: nothing
+  that it writes is on a disk or has to be removed;
+- bounded memory, CPU time, size and number of files, processes and threads;
 - none of this process's environment variables, no sight of other processes and no signals to them;
 - nothing that outlives it.
 
-bubblewrap makes the namespaces and mounts, libseccomp the filter of system calls, `setrlimit` the limits. Each promise
-is tested by an attempt to break it. Where a tool is missing or the kernel refuses, `require_strict` says what to do.
+bubblewrap makes the namespaces and mounts, libseccomp the filter of system calls, `setrlimit` the limits; the process
+that waits watches the rest (`over_limit`). Each promise is tested by an attempt to break it. Where a tool is missing or
+the kernel refuses, `require_strict` says what to do.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ import shutil
 import site
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.workers import family
 
 SCRIPT = Path(__file__).resolve().with_name("sandbox_enter.py")
 ENTERED = b"entered"
 MIB = 1 << 20
 PROBE_SECONDS = 30.0
-PREFIX, ABANDONED_SECONDS = "mmrl_strict_", 86400.0
 OPEN_FILES = 256
-GIVEN = "/run/given"
-"""Path at which a strict process finds the files that its folder starts with."""
+FOLDER = "/mmrl_strict"
+"""Folder of a strict process, as it sees it."""
+HELPERS = 3
+"""Processes around the program that make and keep its namespaces."""
 READABLE = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store", "/sys/devices/system"),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf"),
@@ -56,16 +58,27 @@ class Limits:
     file_mb: float = 64
     """MiB of all its files together."""
     processes: int = 16
-    """Processes and threads. Linux does not limit them for root: there no process can be started, and threads are only
-    counted while `run_code` waits."""
+    """Processes and threads. Linux does not limit them for root: there no process can be started, and threads are
+    counted while an answer is awaited."""
+    files: int = 10_000
+    """Files and folders, which hold memory of the kernel that no other limit counts; counted likewise."""
 
 
-def strict_command(limits: Limits, folder: str, readable: Sequence[str], report_to: int = -1) -> list[str]:
-    """Return the command to which the program and its arguments are appended."""
-    memory, files, cpu = int(limits.memory_mb * MIB), int(limits.file_mb * MIB), max(1, int(limits.cpu_s))
+def strict_command(
+    limits: Limits, readable: Sequence[str], files: Mapping[str, int] | None = None, report_to: int = -1
+) -> list[str]:
+    """Return the command to which the program and its arguments are appended.
+
+    Args:
+        limits: of the program.
+        readable: files and folders that it sees besides Python and system libraries.
+        files: descriptors by name, whose contents its folder starts with.
+        report_to: descriptor on which it reports that it has entered; -1 for none.
+    """
+    memory, bytes_of_files, cpu = int(limits.memory_mb * MIB), int(limits.file_mb * MIB), max(1, int(limits.cpu_s))
     bounds = {
         "RLIMIT_AS": (memory, memory),
-        "RLIMIT_FSIZE": (files, files),
+        "RLIMIT_FSIZE": (bytes_of_files, bytes_of_files),
         "RLIMIT_CORE": (0, 0),
         "RLIMIT_NOFILE": (OPEN_FILES, OPEN_FILES),
         "RLIMIT_MEMLOCK": (0, 0),
@@ -73,7 +86,7 @@ def strict_command(limits: Limits, folder: str, readable: Sequence[str], report_
     }
     if not _is_root():  # before Linux 5.14 all of the user's processes count, not only those of the namespace
         bounds["RLIMIT_NPROC"] = (limits.processes + _threads_of_user(),) * 2
-    settings = {"given": GIVEN, "limits": bounds, "forks": not _is_root(), "report_to": report_to}
+    settings = {"limits": bounds, "forks": not _is_root(), "report_to": report_to}
     paths = [*READABLE, *_python_paths(), str(SCRIPT), *readable]
     names = {Path(name) for path in paths for name in (path, os.path.realpath(path)) if name != "/"}
     shown = [str(path) for path in sorted(names) if names.isdisjoint(path.parents)]
@@ -81,56 +94,45 @@ def strict_command(limits: Limits, folder: str, readable: Sequence[str], report_
         *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--cap-drop", "ALL", "--new-session"),
         *(["--die-with-parent"] if report_to >= 0 else []),
         *(part for path in shown for part in ("--ro-bind-try", path, path)),
-        *(
-            "--dev",
-            "/dev",
-            "--remount-ro",
-            "/dev",
-            "--proc",
-            "/proc",
-            "--remount-ro",
-            "/proc",
-            "--ro-bind",
-            folder,
-            GIVEN,
-        ),
-        *("--size", str(files), "--tmpfs", folder, "--remount-ro", "/", "--chdir", folder),
+        *("--dev", "/dev", "--remount-ro", "/dev", "--proc", "/proc", "--remount-ro", "/proc"),
+        *("--size", str(bytes_of_files), "--tmpfs", FOLDER),
+        *(part for name, fd in (files or {}).items() for part in ("--file", str(fd), f"{FOLDER}/{name}")),
+        *("--remount-ro", "/", "--chdir", FOLDER),
         *(sys.executable, "-I", "-S", str(SCRIPT), json.dumps(settings)),
     ]
 
 
-def strict_environment(folder: str) -> dict[str, str]:
+def strict_environment() -> dict[str, str]:
     """Return all environment variables of a strict process."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
-        **dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"), folder),
+        **dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"), FOLDER),
         "PYTHONDONTWRITEBYTECODE": "1",
         **dict.fromkeys(names, "1"),
     }
 
 
-def new_folder() -> str:
-    """Make the folder whose files a strict process starts with."""
-    return os.path.realpath(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_"))
+def over_limit(pid: int, limits: Limits) -> tuple[str, str] | None:
+    """Return which limit a running strict process is over and in which words; of those that `setrlimit` leaves open."""
+    threads, files = family.threads(pid) - HELPERS, _files(pid)
+    if threads > limits.processes:
+        return "processes", f"it ran {threads} processes and threads; at most {limits.processes} are allowed"
+    if files > limits.files:
+        return "files", f"it had {files} files and folders; at most {limits.files} are allowed"
+    return None
 
 
-def remove_folder(folder: str) -> None:
-    """Remove the folder of a strict process that has ended."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_abandoned() -> None:
-    """Remove folders that killed programs left behind, a day later: another container may share the place."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*_*"):
-        owner = folder.name.removeprefix(PREFIX).partition("_")[0]
+def _files(pid: int) -> int:
+    """Files and folders in the folder of a strict process; 0 where it cannot be seen."""
+    for each in reversed(family.tree(pid)):
         try:
-            old = time.time() - folder.stat().st_mtime > ABANDONED_SECONDS
-        except OSError:  # somebody else removes it
+            found = os.statvfs(f"/proc/{each}/root{FOLDER}")
+        except OSError:  # outside, or it has just ended
             continue
-        if old and owner.isdigit() and not Path("/proc", owner).exists():
-            remove_folder(str(folder))
+        return found.f_files - found.f_ffree
+    return 0
 
 
 @functools.cache
@@ -138,7 +140,6 @@ def require_strict() -> None:
     """Refuse if strict processes cannot run, with a remedy."""
     if not sys.platform.startswith("linux"):
         raise UserError(f"sandbox: strict needs Linux; this is {sys.platform}. Run it in a Linux container or machine")
-    remove_abandoned()
     reason = why_not()
     if reason is not None:
         raise UserError(
@@ -153,8 +154,7 @@ def why_not() -> str | None:
     """Run a program that does nothing; return why it did not run, None where it did."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
-    folder = new_folder()
-    command = [*strict_command(Limits(), folder, ()), sys.executable, "-I", "-S", "-c", "print('ready')"]
+    command = [*strict_command(Limits(), ()), sys.executable, "-I", "-S", "-c", "print('ready')"]
     try:
         done = subprocess.run(
             command,
@@ -162,13 +162,11 @@ def why_not() -> str | None:
             capture_output=True,
             text=True,
             errors="replace",
-            env=strict_environment(folder),
+            env=strict_environment(),
             timeout=PROBE_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    finally:
-        remove_folder(folder)
     if done.returncode == 0 and done.stdout == "ready\n":
         return None
     return (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[-1][:200]

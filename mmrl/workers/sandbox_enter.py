@@ -1,6 +1,6 @@
-"""Inside bubblewrap: fills the folder, sets limits and a filter of system calls, then becomes the given program.
+"""Inside bubblewrap: sets limits and a filter of system calls, then becomes the given program.
 
-    python -I -S sandbox_enter.py '{"given": "/run/given", "limits": {...}, ...}' program argument ...
+    python -I -S sandbox_enter.py '{"limits": {...}, ...}' program argument ...
 
 Run by path with the standard library and libseccomp alone. A step that fails ends it with code 71 and one line on
 standard error before the program starts: no promise is silently missing.
@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import resource
-import shutil
 import sys
 from typing import Any
 
@@ -50,8 +49,6 @@ class _Comparison(ctypes.Structure):
 
 def main(settings: dict[str, Any], command: list[str]) -> None:
     """Enter the sandbox and become the command."""
-    for name in os.listdir(settings["given"]):
-        shutil.copyfile(os.path.join(settings["given"], name), name)
     for name, (soft, hard) in settings["limits"].items():
         kind = getattr(resource, name)
         most = resource.getrlimit(kind)[1]

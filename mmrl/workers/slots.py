@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOADING_SECONDS = 0.5
 """Seconds for which a note that the worker imports modules is valid: until the next heartbeat."""
 MEMORY_SECONDS = 0.2
-"""Seconds between two measurements of a worker's memory."""
+"""Seconds between two measurements of a worker's memory and of what else is limited."""
 TEXT_CHARS = 20_000
 """Most characters kept of a worker's account of an exception."""
 
@@ -114,7 +114,7 @@ class Worker:
                 return found
             if pending.stage == "prepare":
                 self.prepared[pending.tag] = answer
-        if self.pending and (failure := self._failure() or self._too_much_memory()) is not None:
+        if self.pending and (failure := self._failure() or self._over_limit()) is not None:
             found.append((self.pending.popleft(), failure))
         return found
 
@@ -155,15 +155,18 @@ class Worker:
             limit_s, reason = self.spec.heartbeat_timeout_s, "no sign of life for {:g} s"
         return self._with_output(WorkerFailure("hung", reason.format(limit_s), stage=stage, limit_s=limit_s))
 
-    def _too_much_memory(self) -> WorkerFailure | None:
+    def _over_limit(self) -> WorkerFailure | None:
         limit, now = self.spec.memory_bytes, time.monotonic()
         if limit is None or now < self._measured_at + MEMORY_SECONDS:
             return None
         self._measured_at, held = now, self.handle.memory_bytes()
-        if held <= limit:
-            return None
-        reason = f"it held {held >> 20} MiB of memory; at most {limit >> 20} MiB are allowed"
-        return self._with_output(WorkerFailure("memory", reason, stage=self.pending[0].stage))
+        stage = self.pending[0].stage
+        if held > limit:
+            reason = f"it held {held >> 20} MiB of memory; at most {limit >> 20} MiB are allowed"
+            return self._with_output(WorkerFailure("memory", reason, stage=stage))
+        if self.spec.strict is not None and (reason := self.handle.over_limit()):
+            return self._with_output(WorkerFailure("limit", reason, stage=stage))
+        return None
 
     def _with_output(self, failure: WorkerFailure) -> WorkerFailure:
         output = self.handle.last_output()
@@ -243,7 +246,7 @@ class Slots:
 
     def lose(self, slot: int, failure: WorkerFailure) -> None:
         """Count a failure and kill the worker; its next start is a restart."""
-        self.counts[failure.kind] += 1
+        self.counts[failure.kind] = self.counts.get(failure.kind, 0) + 1
         self.last_failure = failure
         self._failed.add(slot)
         self.discard(slot)

@@ -58,6 +58,25 @@ def test_memory_that_a_program_takes_is_bounded():
     assert sum(result.errors.values()) == 1
 
 
+@strictly
+def test_threads_and_folders_that_a_program_makes_are_bounded():
+    threads = """
+import threading, time
+for _ in range(30):
+    threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+time.sleep(30)
+"""
+    folders = """
+import itertools, os, time
+for number in itertools.count():
+    os.makedirs(f"{number}/x")
+"""
+    result = score([threads, folders, "reward = 1.0"])
+    assert result.total[2] == 1.0
+    assert result.errors in ({"mine/limit": 2}, {"mine/limit": 1, "mine/raised": 1})  # setrlimit binds users but root
+    assert "at most 10000 are allowed" in result.examples["mine/limit"] or "at most 16" in result.examples["mine/limit"]
+
+
 def test_strict_needs_its_own_process():
     with pytest.raises(UserError, match="sandbox=strict needs a worker process"):
         score([], isolate=False)
