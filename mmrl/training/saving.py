@@ -158,7 +158,7 @@ class RunSaver:
     def _restore(self, state: dict[str, Any], folder: Path) -> int:
         self.tasks.load_state_dict(state["tasks"])  # first: other data is refused before anything is changed
         self.recipe.policy.load_weights(folder / "model")
-        if self.reference.needs_saving:
+        if self.reference.needs_saving and (folder / "reference").is_dir():  # else no step needed it yet: the start's
             self.reference.load(folder / "reference")
         self.updater.load_state_dict(state["updater"])
         self.recipe.load_state_dict(state["recipe"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -25,11 +26,19 @@ QUICK = ("sft", "agent_clone", "flow_pretrain", "robot_ppo", "flow3d")
 """One for each package; the others take as long and are run with the slow tests."""
 CONTROLS = {"robot_ppo-shuffled": ("robot_ppo", {"reward.potential": 0.0, "shuffle_success": True})}
 """Further runs: a recipe and its options."""
+RELATIVE = 1e-3
+"""Of the largest number of its kind: float32 (6e-8) through some hundred operations, three steps and the quotients of
+advantages; measured are up to 5e-5 (`flow3d_awm`)."""
+RELATIVE_MOVE = {"flow3d_awm": 1e-2}
+"""Where the gradients of a group cancel, what is left of them is less exact."""
 
 
-def train(config: Any, folder: Path) -> dict[str, Any]:
+def train(config: Any, folder: Path, steps: int = STEPS, resume: bool = False) -> dict[str, Any]:
     """Weights before and after a run, and the rows of each step: length, reward and mean advantage, group by group."""
+    config.trainer.steps = steps
     trainer = Trainer(RECIPES[config.recipe].load_recipe_class()(config), config, folder, make_accelerator(), None)
+    if resume:
+        trainer.resume()
     begin, rows = weights(trainer).clone(), []
     estimate = trainer.recipe.advantages
 
@@ -45,33 +54,36 @@ def train(config: Any, folder: Path) -> dict[str, Any]:
     trainer.recipe.advantages = noted
     trainer.run()
     trainer.recipe.close()
-    return {"begin": begin, "weights": weights(trainer), "rows": torch.stack(rows)}
+    return {"name": config.recipe, "begin": begin, "weights": weights(trainer), "rows": torch.stack(rows)}
 
 
-def member(rank: int, config: Any, folder: Path) -> None:
+def member(rank: int, config: Any, folder: Path, scratch: Path, *options: Any) -> None:
     """One process of the run; the first one writes what it finds."""
     os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
     code = 1
     try:
         AcceleratorState._reset_state(reset_partial_state=True)
-        store = torch.distributed.FileStore(str(folder / "store"), PROCESSES)
+        store = torch.distributed.FileStore(str(scratch / "store"), PROCESSES)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
-        found = train(config, folder / "two")
+        found = train(config, folder, *options)
         if rank == 0:
-            torch.save(found, folder / "two.pt")
+            torch.save(found, scratch / "found.pt")
         torch.distributed.barrier()
         code = 0
     except BaseException:
-        (folder / f"error-{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        (scratch / f"error-{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
     os._exit(code)
 
 
-def train_in_two(config: Any, folder: Path) -> dict[str, Any]:
+def train_in_two(config: Any, folder: Path, *options: Any) -> dict[str, Any]:
     """The same in two processes, forked from one that has imported everything and started no thread."""
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    members = [context.Process(target=member, args=(rank, config, folder)) for rank in range(PROCESSES)]
+    members = [
+        context.Process(target=member, args=(rank, config, folder, scratch, *options)) for rank in range(PROCESSES)
+    ]
     for process in members:
         process.start()
     ends = time.monotonic() + LIMIT_S
@@ -81,32 +93,62 @@ def train_in_two(config: Any, folder: Path) -> dict[str, Any]:
     codes = [process.exitcode for process in members]
     for process in members:
         process.kill()
-    errors = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("error-*.txt"))]
+    errors = [path.read_text(encoding="utf-8") for path in sorted(scratch.glob("error-*.txt"))]
     assert codes == [0, 0], "\n".join([str(codes), *errors])
-    return torch.load(folder / "two.pt")  # type: ignore[no-any-return]
+    return torch.load(scratch / "found.pt")  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*RECIPES, *CONTROLS)]
-)
-def test_two_processes_sample_and_learn_what_one_does(name, tmp_path):
+def make(name: str, folder: Path) -> Any:
+    """A tiny run whose optimiser no rounding of a gradient can turn."""
     name, changes = CONTROLS.get(name, (name, {}))
     domain = domain_of(name)
     for module in domain.needs:
         pytest.importorskip(module)
-    config = with_changes(domain.make_config(name, tmp_path), changes)
+    config = with_changes(domain.make_config(name, folder), changes)
     config.trainer.steps, config.trainer.tasks_per_step, config.trainer.threads = STEPS, 4, 1
-    config.trainer.adam_eps, config.trainer.learning_rate = 1.0, 0.1  # so that no rounding of a gradient turns a sign
+    config.trainer.adam_eps, config.trainer.learning_rate = 1.0, 0.1
+    config.checkpoint.every = 1
     config.validate()
     assert PartialState().num_processes == 1
-    one, two = train(config, tmp_path / "one"), train_in_two(config, tmp_path)
-    assert one["rows"].shape == two["rows"].shape
-    for column, tolerance in enumerate((0.0, 1e-3, 2e-2)):
-        found, expected = two["rows"][..., column], one["rows"][..., column]
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance, equal_nan=True)
-    moved = float((one["weights"] - one["begin"]).abs().max())
+    return config
+
+
+def assert_same(found: dict[str, Any], whole: dict[str, Any]) -> None:
+    """The same samples, and numbers up to rounding, over the last steps of a run."""
+    expected = whole["rows"][-len(found["rows"]) :]
+    assert found["rows"].shape == expected.shape
+    for column, tolerance in enumerate((0.0, RELATIVE, RELATIVE)):
+        size = float(whole["rows"][..., column].abs().nan_to_num(0.0).max())
+        torch.testing.assert_close(
+            found["rows"][..., column], expected[..., column], rtol=0.0, atol=tolerance * size, equal_nan=True
+        )
+    moved = float((whole["weights"] - whole["begin"]).abs().max())
     assert moved > 0
-    # rounding grows where the gradients of a group cancel; other samples would differ by about as much as they move
-    rounding = torch.finfo(torch.float32).eps * one["weights"].abs().clamp(min=1.0) * STEPS
-    difference = (two["weights"] - one["weights"]).abs()
-    assert bool((difference <= 1e-2 * moved + rounding).all()), float(difference.max()) / moved
+    # of a weight itself each step, and of the gradients; other samples would differ by about as much as they move
+    rounding = torch.finfo(torch.float32).eps * whole["weights"].abs() * STEPS
+    difference = (found["weights"] - whole["weights"]).abs()
+    allowed = RELATIVE_MOVE.get(whole["name"], RELATIVE) * moved
+    assert bool((difference <= allowed + rounding).all()), float(difference.max()) / moved
+
+
+def every(quick: tuple[str, ...]) -> list[Any]:
+    """The names of all runs, those that are not quick marked as slow."""
+    names = (*RECIPES, *CONTROLS)
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", every(QUICK))
+def test_two_processes_sample_and_learn_what_one_does(name, tmp_path):
+    config = make(name, tmp_path)
+    whole = train(config, tmp_path / "one")
+    assert_same(train_in_two(config, tmp_path / "two"), whole)
+
+
+@pytest.mark.parametrize("name", every(QUICK[-1:]))
+def test_a_run_that_is_resumed_in_another_number_of_processes_ends_as_one_that_never_stopped(name, tmp_path):
+    config = make(name, tmp_path)
+    whole = train(config, tmp_path / "whole")
+    train(config, tmp_path / "more", STEPS - 1)
+    assert_same(train_in_two(config, tmp_path / "more", STEPS, True), whole)
+    train_in_two(config, tmp_path / "fewer", STEPS - 1)
+    assert_same(train(config, tmp_path / "fewer", STEPS, True), whole)
