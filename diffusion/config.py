@@ -10,7 +10,7 @@ import torch
 
 from diffusion.data.prompts import PromptConfig
 from diffusion.evaluation import DiffusionEvaluationConfig
-from diffusion.matching.times import TimestepConfig, sample_times
+from diffusion.matching.times import TimestepConfig, check_times, sample_times
 from diffusion.models.ema import EvalEmaConfig
 from diffusion.models.policy import ModelConfig
 from diffusion.sampling.sampler import TRAINED_STEPS, SamplerConfig
@@ -19,8 +19,9 @@ from diffusion.sampling.trajectories import StepConfig, check_trajectories
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.rewards import RewardConfig
+from mmrl.rewards.config import refuse_weights
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, RunConfig, TrainerConfig
+from mmrl.training.settings import BaseRunConfig, RunConfig, TrainerConfig
 
 COMBINATIONS = ("sum", "gdpo")
 SCORES = ("kl_ref",)
@@ -38,8 +39,9 @@ def image_trainer() -> TrainerConfig:
     )
 
 
-def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
+def check_matching(config: MatchingParts | GivenImagesConfig, sampler: SamplerConfig) -> None:
     """Refuse options that a run on noisy versions does not have, before a model is loaded; raises ValueError."""
+    trainer, timesteps = config.trainer, config.timesteps
     if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
         raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
     grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times
@@ -47,6 +49,7 @@ def check_matching(trainer: BaseTrainerConfig, sampler: SamplerConfig, timesteps
         sample_times(timesteps, grid, torch.Generator())
     except UserError as error:
         raise ValueError(f"timesteps.times is '{timesteps.times}', sampler.steps {sampler.steps}: {error}") from error
+    check_times(config)
     if sampler.solver == "sa_solver" and sampler.steps < 2:
         raise ValueError(f"sampler.steps is {sampler.steps}; sampler.solver 'sa_solver' needs at least 2")
     if sampler.same_noise and (sampler.solver not in RANDOM_SOLVERS or sampler.noise_level == 0):
@@ -77,7 +80,7 @@ class MatchingParts:
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()  # type: ignore[misc]
-        check_matching(self.trainer, self.sampler, self.timesteps)
+        check_matching(self, self.sampler)
         reason = "this method learns from x_0 alone, whose steps are those of sampler.solver"
         self.sampler.refuse_set(TRAINED_STEPS, reason)
 
@@ -132,6 +135,7 @@ class GivenImagesConfig(DiffusionParts, BaseRunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_rewards(self.evaluation.rewards, self.evaluation.heldout_rewards)
+        refuse_weights({reward.name: reward.weight for reward in self.evaluation.rewards}, "evaluation.rewards")
         if self.evaluation.sampler.guidance != 1.0:
             raise ValueError(
                 f"evaluation.sampler.guidance is {self.evaluation.sampler.guidance}, but given images are learned "
@@ -204,6 +208,7 @@ def check_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[Rew
         raise ValueError(
             "heldout_rewards is empty; name at least one reward that is not optimised, so that reward hacking shows"
         )
+    refuse_weights({reward.name: reward.weight for reward in heldout_rewards}, "heldout_rewards")
     sources, heldout = ({_source(reward) for reward in terms} for terms in (rewards, heldout_rewards))
     if both := sorted(sources & heldout):
         raise ValueError(

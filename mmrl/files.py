@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,12 +53,28 @@ def replaced(path: Path) -> Iterator[Path]:
     _remove(draft)
     try:
         yield draft
+        follow_umask(draft)
         if draft.is_dir() and path.is_dir():
             _move_into(draft, path)
         else:
             os.replace(draft, path)
     finally:
         _remove(draft)
+
+
+def follow_umask(path: Path) -> None:
+    """Give a file, or those of a folder, that only their owner may read the permissions of an ordinary new file.
+
+    safetensors writes weights for their owner alone, whatever the umask allows.
+    """
+    files = [path, *(path.rglob("*") if path.is_dir() else ())]
+    private = [file for file in files if file.is_file() and stat.S_IMODE(file.lstat().st_mode) == 0o600]
+    if private:
+        probe = path / ".mode" if path.is_dir() else path.with_name(f"{path.name}.mode")
+        probe.touch()
+        for file in private:
+            file.chmod(probe.stat().st_mode)
+        probe.unlink()
 
 
 def remove_drafts(folder: Path) -> None:

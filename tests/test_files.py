@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from mmrl.files import is_file, remove_drafts, replaced, write_atomically
+from mmrl.files import follow_umask, is_file, remove_drafts, replaced, write_atomically
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -21,6 +23,24 @@ def test_a_file_appears_with_its_last_byte(tmp_path):
         assert draft.suffix == ".jsonl"
     assert path.read_text() == "first"
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_weights_can_be_read_by_those_that_the_umask_allows(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        with replaced(tmp_path / "model.safetensors") as draft:
+            save_file({"weight": torch.zeros(2)}, draft)
+        with replaced(tmp_path / "folder") as draft:
+            (draft / "inner").mkdir(parents=True)
+            save_file({"weight": torch.zeros(2)}, draft / "inner" / "model.safetensors")
+        save_file({"weight": torch.zeros(2)}, tmp_path / "direct.safetensors")
+        follow_umask(tmp_path)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 3
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~mask}
 
 
 @pytest.mark.parametrize("interruption", [OSError("disk full"), KeyboardInterrupt()])

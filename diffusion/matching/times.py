@@ -6,8 +6,9 @@ Sources: scxue/advantage_weighted_matching; X-GenGroup/Flow-Factory, timestep sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.processes import Streams
 
+CONTINUOUS = ("logit_normal", "uniform")
 SHARING = ("batch", "group", "image")
 LOWEST_TIME = 0.01
 LOWEST_UNIFORM_TIME = 0.2
@@ -40,6 +42,16 @@ class TimestepConfig:
     """Images with the same times: batch (all), group (those of a prompt) or image (each has its own)."""
     share_noise: bool = rare(False)
     """Whether the images of a group get the same noises."""
+
+
+def check_times(config: Any) -> None:
+    """Refuse a changed option of `timesteps` that its distribution of times does not read; raises ValueError."""
+    default = next(item.default_factory for item in fields(config) if item.name == "timesteps")()
+    times = config.timesteps.times
+    unread = "fraction" if times in CONTINUOUS else "shift"
+    value = getattr(config.timesteps, unread)
+    if value != getattr(default, unread):
+        raise ValueError(f"timesteps.{unread} is {value}, but timesteps.times '{times}' does not read it; leave it out")
 
 
 def draw_times(options: TimestepConfig, grid: Tensor, groups: int, group_size: int, streams: Streams) -> Tensor:

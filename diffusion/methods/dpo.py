@@ -86,7 +86,7 @@ class DiffusionDpoConfig(GivenImagesConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         make_preference(self.objective)
-        check_matching(self.trainer, self.evaluation.sampler, self.timesteps)
+        check_matching(self, self.evaluation.sampler)
         check_pair_batches(self.trainer.micro_batch)
         if self.timesteps.share_times == "image" or not self.timesteps.share_noise:
             raise ValueError(

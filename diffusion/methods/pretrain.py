@@ -62,7 +62,7 @@ class PretrainConfig(GivenImagesConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_matching(self.trainer, self.evaluation.sampler, self.timesteps)
+        check_matching(self, self.evaluation.sampler)
         if self.timesteps.share_noise:
             raise ValueError("timesteps.share_noise is true, but each image is its own group here; leave it out")
 

@@ -32,7 +32,7 @@ from diffusion.models.saved import (
 )
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
-from mmrl.files import expanded, replaced, write_atomically
+from mmrl.files import expanded, follow_umask, replaced, write_atomically
 from mmrl.hub.building import base_entries, build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.checkpoint import check_model
@@ -310,6 +310,7 @@ class DiffusionPolicy(nn.Module):
             self.transformer.save_pretrained(folder)
         text = json.dumps(_base(self) | base_entries(self.base_path, folder), indent=2, sort_keys=True)
         write_atomically(folder / BASE_FILE, text + "\n")
+        follow_umask(folder)
 
     def save_pipeline(self, path: Path | str) -> None:
         """Write an ordinary pipeline folder with the trained transformer, adapters added into its weights.

@@ -79,6 +79,15 @@ def changed(
     return block_class(**(kept | given))
 
 
+def weighted(block: Any, options: Mapping[str, Any], where: str) -> Any:
+    """Leave a block out where its `coef` is set to 0; one whose `coef` nothing sets would do nothing unnoticed."""
+    if block is None or block.coef != 0:
+        return block
+    if "coef" not in options:
+        raise ValueError(f"{where} is '{block.kind}', whose coef is 0 unless you set it: it would do nothing")
+    return None
+
+
 def _typed(block_class: type[Block], name: str, value: Any, key: str) -> Any:
     """`value` as the type of the field: whole numbers become floats where a float is expected."""
     allowed = _types(get_type_hints(block_class)[name])

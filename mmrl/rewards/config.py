@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,13 @@ class RewardConfig:
     chat: bool | None = rare(None)
     """Give prompts and completions as lists of chat turns (true) or as text (false); empty: as the data set has its
     questions, as TRL does."""
+
+
+def refuse_weights(weights: Mapping[str, float], where: str) -> None:
+    """Refuse weights of terms that are reported and never summed into a reward; raises ValueError."""
+    for name, weight in weights.items():
+        if weight != 1.0:
+            raise ValueError(f"{where}: '{name}' has weight {weight:g}, but it is only reported; leave weight out")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
         return find_function(spec, what=what)
     except LoadError as error:
         raise UserError(str(error)) from error.__cause__
+
+
+def call_function(spec: str, options: Mapping[str, Any], *args: Any, what: str) -> Any:
+    """Call a user's function with the options of a configuration; those that it does not take are named."""
+    function = load_function(spec, what=what)
+    try:
+        inspect.signature(function).bind(*args, **options)
+    except TypeError as error:
+        raise UserError(f"{what} {spec!r} does not take the options {dict(options)}: {error}") from error
+    return function(*args, **options)
 
 
 def source_digest(spec: str) -> str:

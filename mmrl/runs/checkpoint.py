@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from mmrl.errors import UserError
-from mmrl.files import read_json_object, write_atomically
+from mmrl.files import follow_umask, read_json_object, write_atomically
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**20
@@ -38,6 +38,7 @@ def write_manifest(folder: Path) -> None:
     A CRC-32 tells every flipped bit and every burst of up to 32 bits, others but for one in 4e9; it guards against
     broken disks and transfers, not against someone who forges a file.
     """
+    follow_umask(folder)
     manifest = folder / MANIFEST
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest)
     entries = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files}

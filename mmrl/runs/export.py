@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.files import expanded
+from mmrl.files import expanded, follow_umask
 from mmrl.runs.checkpoint import Checkpoints
 
 LOGGER = logging.getLogger("mmrl")
@@ -28,6 +28,7 @@ def export_run(entry: Any, config: Any, run_dir: Path, output: Path, step: int |
         call = entry.load_recipe_class().export(config, checkpoint, partial)
         about = {"recipe": entry.name, "step": int(checkpoint.name.removeprefix("step-")), "load": call}
         (partial / ABOUT_FILE).write_text(json.dumps(about | _prompt_format(config), indent=2) + "\n", encoding="utf-8")
+        follow_umask(partial)
         if output.exists():
             output.rmdir()
         partial.rename(output)

@@ -13,7 +13,7 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, choice
 from mmrl.files import expanded
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.loading import call_function
 from mmrl.runs.export import model_folder
 from robotics.policies.base.encoder import EncoderConfig
 from robotics.policies.base.policy import SAVED_POLICIES, ActionPolicy, open_policy
@@ -170,7 +170,7 @@ def _openvla(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPoli
 
 
 def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:
-    made = load_function(config.kind, what="model.kind")(**config.options)
+    made = call_function(config.kind, config.options, what="model.kind")
     if isinstance(made, ActionPolicy):
         return made
     if isinstance(made, nn.Module):

@@ -107,7 +107,11 @@ def open_sim(config: SimConfig) -> RobotSim:
         return SIMULATORS[config.kind](config)
     from mmrl.rewards.loading import load_function
 
-    sim: RobotSim = load_function(config.kind, what="sim.kind")(config)
+    function = load_function(config.kind, what="sim.kind")
+    try:
+        sim: RobotSim = function(config)
+    except TypeError as error:  # it passes the options on
+        raise UserError(f"sim.kind {config.kind} with sim.options {dict(config.options)} failed: {error}") from error
     if views_of(sim) != tuple(config.views):
         sim.close()
         raise UserError(

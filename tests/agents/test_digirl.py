@@ -42,7 +42,8 @@ def _every_answer_acts(monkeypatch):
 
 
 def make_config(folder, model, trainer=None, **digirl) -> DigirlConfig:
-    digirl = {"critic": CriticConfig(hidden=16, updates=2), "batch_episodes": 3} | digirl
+    critics = {"critic": CriticConfig(hidden=16, updates=2)} if "method" not in digirl else {}
+    digirl = {**critics, "batch_episodes": 3} | digirl
     config = DigirlConfig(
         recipe="digirl",
         output_dir=str(folder / "run"),
@@ -270,8 +271,9 @@ def test_offline_cloning_of_experts_raises_their_likelihood(tmp_path, folder):
 def test_options_that_do_not_fit_are_refused(tmp_path, folder):
     with pytest.raises(UserError, match=r"digirl.path names no recorded episodes"):
         make_config(tmp_path, folder, offline_steps=1)
-    with pytest.raises(UserError, match="trains critics, which filtered_cloning does not have"):
-        make_config(tmp_path, folder, method="filtered_cloning", warmup_steps=1)
+    for changed in ({"warmup_steps": 1}, {"critic": CriticConfig(updates=2)}, {"lam": 0.9}, {"step_filter": False}):
+        with pytest.raises(UserError, match=f"{next(iter(changed))} is set, but filtered_cloning has no critics"):
+            make_config(tmp_path, folder, method="filtered_cloning", **changed)
     with pytest.raises(ValueError, match="expected 1/H, or a number"):
         make_config(tmp_path, folder, threshold="most")
     config = make_config(tmp_path, folder)

@@ -360,6 +360,8 @@ def test_bad_options_are_one_clear_line_and_exit_code_2(overrides, message, tmp_
         ("orw_cfm_w2", "objective.advantage", {"kind": "group_mean"}),
         ("orw_cfm_w2", "objective.kl", {"coef": 1.0, "importance": True}),
         ("ac_flow", "objective.scaling", {"clip": 1.0}),
+        ("awm", "timesteps.shift", 2.0),
+        ("diffusion_nft", "timesteps.shift", 2.0),
     ],
 )
 def test_options_without_an_effect_are_refused(recipe, key, value, tmp_path):

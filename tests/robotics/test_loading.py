@@ -225,6 +225,12 @@ def test_unknown_options_list_allowed_ones(kind, options, message):
         load_action_policy(config, LineSim(), 0)
 
 
+def test_options_that_a_users_policy_does_not_take_are_named():
+    config = ActionPolicyConfig(kind=f"{__name__}:make_nothing", options={"width": 3})
+    with pytest.raises(UserError, match=r"make_nothing' does not take the options {'width': 3}.*'width'"):
+        load_action_policy(config, LineSim(), 0)
+
+
 @pytest.mark.parametrize(
     ("sim", "message"),
     [

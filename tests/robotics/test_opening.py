@@ -213,6 +213,8 @@ def test_a_users_own_simulator():
     sim = opened(kind="tests.robotics.line_sim:open_line", options={"capacity": 3})
     assert isinstance(sim, LineSim)
     assert sim.capacity == 3
+    with pytest.raises(UserError, match=r"line_sim:open_line with sim.options {'width': 3} failed: .*'width'"):
+        opened(kind="tests.robotics.line_sim:open_line", options={"width": 3})
     with pytest.raises(UserError, match="open_circle"):
         opened(kind="tests.robotics.line_sim:open_circle")
 

@@ -305,6 +305,11 @@ def test_a_data_set_without_the_columns_names_them(tmp_path, tiny_folders):
             "has no reference",
         ),
         ({"reference.kind": "ema"}, "only the model at the start"),
+        ({"objective.likelihood": {"kind": "nll"}}, "likelihood is 'nll', whose coef is 0 unless you set it"),
+        (
+            {"evaluation.rewards": [RewardConfig("exact", weight=0.5)]},
+            r"evaluation\.rewards: 'exact' has weight 0\.5, but it is only reported; leave weight out",
+        ),
     ],
 )
 def test_contradictions_are_refused_before_a_model_is_loaded(tmp_path, changes, message):

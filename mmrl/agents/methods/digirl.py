@@ -66,6 +66,8 @@ from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.model.config import CriticSettings
 
 METHODS, ADVANTAGES = ("digirl", "filtered_cloning"), ("paper", "code")
+OF_CRITICS = ("warmup_steps", "gamma", "advantage", "lam", "threshold", "step_filter", "critic")
+"""Options that are read by `digirl` alone."""
 
 
 @dataclass
@@ -127,8 +129,9 @@ class DigirlSettings:
         step_threshold(self.step_rule(), 1)
         if self.offline_steps and self.path is None:
             raise UserError(f"digirl.offline_steps is {self.offline_steps}, but digirl.path names no recorded episodes")
-        if self.warmup_steps and not self.has_critics:
-            raise UserError("digirl.warmup_steps trains critics, which filtered_cloning does not have")
+        for name in () if self.has_critics else OF_CRITICS:
+            if getattr(self, name) != getattr(DigirlSettings(), name):
+                raise UserError(f"digirl.{name} is set, but {self.method} has no critics; leave it out")
 
 
 @dataclass

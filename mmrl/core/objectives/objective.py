@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.block import Block, changed
+from mmrl.core.block import Block, changed, weighted
 from mmrl.core.blocks import BLOCKS
 from mmrl.core.blocks.advantage import Advantage, AdvantageScaling, GroupMeanStd
 from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, Clip, PpoClip, Ratio, TokenRatio
@@ -153,8 +153,8 @@ class Objective:
             switched_off = base is None and "kind" not in options and options.get("coef") == 0
             parts[key] = None if switched_off else changed(base, _with_aggregation(options, key), BLOCKS[key], key)
         for key in ("kl", "entropy"):
-            if key in parts and parts[key] is not None and parts[key].coef == 0:
-                parts[key] = None
+            if key in parts:
+                parts[key] = weighted(parts[key], changes[key], key)
         return self.replace(**parts)
 
     def validate(self) -> None:
@@ -398,6 +398,9 @@ def _with_aggregation(options: Mapping[str, Any], key: str) -> dict[str, Any]:
     made = dict(options)
     given = made.get("aggregation")
     if key == "kl" and given is not None and not isinstance(given, Aggregation):
+        if not isinstance(given, str | Mapping):
+            names = ", ".join(sorted(BLOCKS["aggregation"]))
+            raise ValueError(f"kl.aggregation is {given!r}; expected a name, or kind and options: {names}")
         named = {"kind": given} if isinstance(given, str) else given
         made["aggregation"] = changed(None, named, BLOCKS["aggregation"], "kl.aggregation")
     return made

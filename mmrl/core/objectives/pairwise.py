@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.core.block import Block, changed
+from mmrl.core.block import Block, changed, weighted
 from mmrl.core.blocks.preference import (
     PREFERENCE_BLOCKS,
     SCORE,
@@ -95,8 +95,8 @@ class PreferenceObjective:
                 known = ", ".join(PREFERENCE_BLOCKS)
                 raise ValueError(f"A preference objective has no part '{key}'; its parts: {known}.")
             parts[key] = changed(getattr(self, key), options, PREFERENCE_BLOCKS[key], key)
-        if parts.get("likelihood") is not None and parts["likelihood"].coef == 0:
-            parts["likelihood"] = None
+        if "likelihood" in parts:
+            parts["likelihood"] = weighted(parts["likelihood"], changes["likelihood"], "likelihood")
         return self.replace(**parts)
 
     def validate(self) -> None:

@@ -19,7 +19,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from mmrl.files import expanded, replaced
+from mmrl.files import expanded, follow_umask, replaced
 from mmrl.hub.building import merged_weights
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.hub.video_sampling import Frames
@@ -383,6 +383,7 @@ class VlmPolicy(nn.Module):
         self.processor.save_pretrained(path)
         if self.value_head is not None:
             save_value_head(self.value_head, Path(path))
+        follow_umask(Path(path))
 
     def save_merged(self, path: Path | str) -> None:
         """Write an ordinary model folder, with LoRA adapters added into the weights."""

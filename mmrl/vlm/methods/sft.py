@@ -16,6 +16,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import rare
+from mmrl.rewards.config import refuse_weights
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseRunConfig
@@ -40,6 +41,7 @@ class GivenAnswersConfig(VlmParts, BaseRunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_scoring(self, self.scoring.rewards, self.scoring.accuracy_reward)
+        refuse_weights({reward.name: reward.weight for reward in self.scoring.rewards}, "evaluation.rewards")
         check_critic(self.model, needed=False)
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.files import expanded, read_json_object
+from mmrl.files import expanded, follow_umask, read_json_object
 from mmrl.hub.building import base_entries, base_path, check_finite, first_line, may_be_hub_id, sort_header
 from mmrl.hub.compat import quiet_transformers
 from mmrl.rewards.loading import load_function
@@ -138,6 +138,7 @@ def build_model_if_missing(config: FrozenModelConfig) -> None:
     try:
         build(unfinished, **config.build_options)
         (unfinished / BUILD_FILE).write_text(recipe, encoding="utf-8")
+        follow_umask(unfinished)
         if not (folder / "config.json").is_file():  # another process may have been quicker
             folder.parent.mkdir(parents=True, exist_ok=True)
             os.replace(unfinished, folder)

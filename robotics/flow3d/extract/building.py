@@ -20,7 +20,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, replaced
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.loading import call_function
 from robotics.data.layout import write_json
 from robotics.flow3d.clip import FlowEncoding
 from robotics.flow3d.data import FlowWriter
@@ -160,7 +160,7 @@ def write_clips(
 
 def _extractor(encoding: FlowEncoding, begin: str, function: str, options: Mapping[str, Any] | None) -> FlowExtractor:
     if function:
-        made = load_function(function, what="extractor")(encoding, **dict(options or {}))
+        made = call_function(function, options or {}, encoding, what="extractor")
         if not isinstance(made, FlowExtractor):
             raise UserError(f"extractor {function} returned a {type(made).__name__}; expected a FlowExtractor")
         return made

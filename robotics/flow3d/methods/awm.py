@@ -28,11 +28,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.matching.awm_loss import AwmLoss, AwmSettings, with_ratio
-from diffusion.matching.times import TimestepConfig
+from diffusion.matching.times import TimestepConfig, check_times
 from diffusion.models.ema import EvalAverage, EvalEmaConfig
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.rewards.config import RewardResult
+from mmrl.rewards.config import RewardResult, refuse_weights
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
@@ -111,6 +111,8 @@ class Flow3dAwmConfig(RunConfig):
             raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
         if not any(each.weight for each in self.verifiers):
             raise ValueError("verifiers is empty or all of its weights are 0; name at least one")
+        refuse_weights({each.label: each.weight for each in self.heldout_verifiers}, "heldout_verifiers")
+        check_times(self)
         labels = [each.label for each in self.verifiers]
         check_objective(make_objective(self.objective), SCORES, self.trainer.samples_per_task, labels)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.hub.building import build_if_missing
-from mmrl.rewards.loading import load_function
+from mmrl.rewards.loading import call_function
 from mmrl.runs.fingerprint import content_digest
 from robotics.flow3d.clip import VISIBLE, FlowClip, FlowEncoding, Z
 from robotics.flow3d.data import FlowReader
@@ -162,7 +162,7 @@ def stacked(clips: Sequence[TrainingClip]) -> tuple[FlowInputs, Tensor, Tensor]:
 
 
 def _of_function(config: ClipSetConfig, where: str) -> list[FlowClip]:
-    found = load_function(config.function, what=f"{where}.function")(**config.options)
+    found = call_function(config.function, config.options, what=f"{where}.function")
     clips = []
     for clip in found:
         if not isinstance(clip, FlowClip):

@@ -137,6 +137,8 @@ class Flow3dConfig(BaseRunConfig):
         super().validate()
         if shared := sorted(set(self.episodes) & set(self.eval_data)):
             raise ValueError(f"episodes and eval_data share the names {', '.join(shared)}; give each set its own")
+        if not self.episodes and self.loop != LoopConfig():
+            raise ValueError("loop is set, but episodes is empty, so nothing runs in closed loop; leave it out")
         if self.loop.seed:
             raise ValueError(f"loop.seed is {self.loop.seed}, but it is replaced by seed; leave it out and set seed")
 

@@ -179,9 +179,9 @@ class FlowJudge:
 
 def _open(config: WeightedVerifierConfig) -> Verifier:
     if ":" in config.kind:
-        from mmrl.rewards.loading import load_function
+        from mmrl.rewards.loading import call_function
 
-        made: Verifier = load_function(config.kind, what="verifiers.kind")(**config.options)
+        made: Verifier = call_function(config.kind, config.options, what="verifiers.kind")
         return made
     if config.kind == "geometric":
         return GeometricVerifier(GeometricLimits(**config.options), reachable=False)

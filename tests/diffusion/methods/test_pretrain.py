@@ -62,6 +62,21 @@ def test_guidance_is_for_evaluation_only(tmp_path, digit_model):
         config.validate()
 
 
+def test_weights_and_times_that_nothing_reads_are_refused(tmp_path, digit_model):
+    config = pretraining(tmp_path, digit_model)
+    for terms, where in (
+        (config.evaluation.rewards, "evaluation.rewards"),
+        (config.evaluation.heldout_rewards, "heldout"),
+    ):
+        terms[0].weight = 0.5
+        with pytest.raises(ValueError, match=f"{where}.*has weight 0.5, but it is only reported; leave weight out"):
+            config.validate()
+        terms[0].weight = 1.0
+    config.timesteps.fraction = 0.5
+    with pytest.raises(ValueError, match=r"fraction is 0\.5, but timesteps\.times 'logit_normal' does not read it"):
+        config.validate()
+
+
 def test_pretraining_on_digits_lowers_the_loss(tmp_path, digit_model):
     trainer = make_trainer(pretraining(tmp_path, digit_model, learning_rate=3e-3), tmp_path)
     losses = []

@@ -235,6 +235,10 @@ def test_what_cannot_work_is_refused(tmp_path):
         awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, value="accepted")])
     with pytest.raises(ValueError, match="all of its weights are 0"):
         awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, weight=0.0)])
+    with pytest.raises(ValueError, match=r"heldout_verifiers: 'goes_right' has weight 0.5, but it is only reported"):
+        awm_config(tmp_path, heldout_verifiers=[dataclasses.replace(RIGHT, weight=0.5)])
+    with pytest.raises(ValueError, match=r"timesteps.fraction is 1.0, but timesteps.times 'uniform' does not read it"):
+        awm_config(tmp_path, timesteps=TimestepConfig(times="uniform", fraction=1.0))
     with pytest.raises(ValueError, match=r"model\.path is empty"):
         SavedModelConfig().validate()
     with pytest.raises(UserError, match=r"rectified flow; this world model has model\.process\.kind ddim"):

@@ -16,6 +16,7 @@ from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
 from mmrl.training.trainer import Trainer
 from mmrl.training.update import count_denominators
+from robotics.flow3d.closed_loop.episodes import LoopConfig
 from robotics.flow3d.methods.clips import ClipSetConfig, depth_range_m
 from robotics.flow3d.methods.evaluation import FlowEvaluationConfig
 from robotics.flow3d.methods.recipe import Flow3dConfig, Flow3dRecipe, FlowPayload, WorldModelConfig
@@ -189,6 +190,14 @@ def test_clips_that_do_not_fit_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             wrong.validate()
+
+
+def test_options_of_episodes_need_episodes(tmp_path):
+    config = run_config(tmp_path)
+    config.validate()
+    config.loop = LoopConfig(language_swap=False)
+    with pytest.raises(ValueError, match="loop is set, but episodes is empty"):
+        config.validate()
 
 
 def test_clips_of_a_folder_are_the_same_from_disk_and_in_memory(tmp_path):
