@@ -53,9 +53,10 @@ def _vlm(config: Any, folder: Path) -> None:
     config.eval_data = {"held_out": dataclasses.replace(config.data)}
     config.evaluation.max_tasks = 3
     isolate = config.recipe in ISOLATED
-    getattr(config, "scoring", config).rewards = [
+    scoring = getattr(config, "scoring", config)
+    scoring.rewards = [
         RewardConfig(name=f"{ROOT}/tests/vlm/user_reward.py:letters", isolate=isolate),
-        RewardConfig(name="exact", weight=0.5),
+        RewardConfig(name="exact", weight=0.5 if scoring is config else 1.0),
     ]
 
 
@@ -86,7 +87,7 @@ def _diffusion(config: Any, folder: Path) -> None:
     scoring = config if hasattr(config, "sampler") else config.evaluation
     scoring.sampler.eval_steps = 2
     if config.recipe in ISOLATED:
-        scoring.rewards += [RewardConfig(name=f"{ROOT}/tests/faults/user_rewards.py:brightness", weight=0.5)]
+        scoring.rewards += [RewardConfig(name=f"{ROOT}/tests/faults/user_rewards.py:brightness")]
 
 
 def _robotics(config: Any, folder: Path) -> None:

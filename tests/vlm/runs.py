@@ -49,6 +49,7 @@ def run_config(kind: type[Any], folder: Path, model: Path, **trainer: Any) -> An
     rewards = [RewardConfig(name="format", weight=0.1), RewardConfig(name="exact", weight=0.9)]
     if issubclass(kind, GivenAnswersConfig):
         options.pop("samples_per_task")
+        rewards = [RewardConfig(name="format"), RewardConfig(name="exact")]
         parts = {
             "trainer": BaseTrainerConfig(**options),
             "evaluation": ScoringEvaluationConfig(records=2, rewards=rewards, sampler=AnswerSampling(max_new_tokens=6)),
