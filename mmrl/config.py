@@ -150,6 +150,7 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     if getattr(filled, "output_dir", "").startswith("~"):
         filled.output_dir = str(expanded(filled.output_dir))
     try:
+        _check_builds(values, merged)
         check_fields(filled)
         if hasattr(filled, "validate"):
             filled.validate()
@@ -158,6 +159,19 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     if "oc.env" in str(given):
         object.__setattr__(filled, "_given", tuple(_references(given, dataclasses.asdict(filled))))
     return filled
+
+
+def _check_builds(values: Any, merged: Any, where: str = "") -> None:
+    """Refuse options of a function that nothing names; a base file's may stay where `build` is set to null."""
+    from omegaconf import DictConfig, OmegaConf
+
+    if not isinstance(values, DictConfig):
+        return
+    for key, value in values.items_ex(resolve=False):
+        _check_builds(value, merged, f"{where}{key}.")
+    unnamed = "build" not in values and OmegaConf.select(merged, f"{where}build") is None
+    if unnamed and values._get_node("build_options"):
+        raise ValueError(f"{where}build_options are set, but {where}build names no function; set it, or null")
 
 
 def _references(given: Any, read: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, str]]:

@@ -39,6 +39,12 @@ def test_extends_starts_from_another_file(write):
         load_run(loop)
 
 
+def test_options_of_a_base_files_builder_may_stay_without_it(write):
+    write(GOOD + "eval_data: {a: {path: p, build: 'm:f', build_options: {count: 4}}}\n", "base.yaml")
+    _, config = load_run(write("extends: base.yaml\neval_data: {a: {path: q, build: null}}\n"))
+    assert (config.eval_data["a"].build, config.eval_data["a"].build_options) == (None, {"count": 4})
+
+
 def test_saved_configuration_loads_again(write, tmp_path):
     _, config = load_run(write(GOOD), ["model.lora.enabled=true"])
     save(config, tmp_path / "resolved.yaml")
@@ -100,6 +106,7 @@ def test_values_of_the_environment_are_saved_as_references(write, tmp_path, monk
         (GOOD, ["trainer.steps"], "not of the form a.b=c"),
         (GOOD.replace("path: m", ""), [], "model.path"),
         ("model: {path: m}\n", [], "no `recipe:` key"),
+        (GOOD, ["data.build_options={count: 4}"], r"data\.build_options are set, but data\.build names no function"),
         ("recipe: papoo\n", [], "unknown recipe 'papoo'; did you mean 'papo'"),
         ("recipe: grpo\n", [], r"grpo is an objective: use recipe: vlm .* with objective: {preset: grpo}"),
         ("recipe: dapoo\n", [], "did you mean 'dapo'"),

@@ -60,9 +60,9 @@ class RewardConfig:
 
 
 def refuse_weights(weights: Mapping[str, float], where: str) -> None:
-    """Refuse weights of terms that are reported and never summed into a reward; raises ValueError."""
+    """Refuse weights of terms that are only reported, but for 0, which says just that; raises ValueError."""
     for name, weight in weights.items():
-        if weight != 1.0:
+        if weight not in (0.0, 1.0):
             raise ValueError(f"{where}: '{name}' has weight {weight:g}, but it is only reported; leave weight out")
 
 
