@@ -110,9 +110,8 @@ def load_prompts(
     for place, cells, problem in _rows(config):
         kind, message = _fault(cells, problem, config, too_long)
         if kind is None:
-            key = config.prompt_key if config.prompt_key in cells else "prompt"
-            columns = {name: value for name, value in cells.items() if name != key}
-            loaded.tasks.append(DiffusionTask(place, cells[key].strip(), columns))
+            columns = {name: value for name, value in cells.items() if name != config.prompt_key}
+            loaded.tasks.append(DiffusionTask(place, cells[config.prompt_key].strip(), columns))
         else:
             loaded.leave_out(kind, f"{place}: {message}")
         if len(loaded.tasks) == config.max_tasks:
@@ -125,19 +124,20 @@ def _rows(config: PromptConfig) -> Iterator[tuple[str, dict[str, Any], str | Non
     path = expanded(config.path)
     check_split(config.path, config.split, config.subset)
     if path.suffix.lower() == ".txt":
-        yield from _text_rows(path)
+        for place, line in _text_lines(path):
+            yield place, {config.prompt_key: line}, None
         return
     for row in read_rows(config.path, config.split, config.subset, config.max_line_mb):
         yield row.place, row.cells, row.problem
 
 
-def _text_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
-        yield f"{path.name} line {number}", {"prompt": line}, None
+        yield f"{path.name} line {number}", line
 
 
 def _fault(
@@ -146,10 +146,9 @@ def _fault(
     """Kind and description of a row's problem; kind None if it is good."""
     if problem is not None:
         return "unreadable", problem
-    key = config.prompt_key if config.prompt_key in cells else "prompt"
-    if key not in cells:
-        return "missing", f"there is no column '{key}'; the row has: {', '.join(cells) or 'none'}"
-    prompt = cells[key]
+    if config.prompt_key not in cells:
+        return "missing", f"there is no column '{config.prompt_key}'; the row has: {', '.join(cells) or 'none'}"
+    prompt = cells[config.prompt_key]
     if not isinstance(prompt, str) or not prompt.strip():
         return "empty", f"the prompt is empty or no text: {str(prompt)[:80]!r}"
     if len(prompt) > config.max_prompt_chars:

@@ -297,11 +297,12 @@ VARIANTS = [
     Variant(("sampler.",), {"sampler.guidance": 3.0}),
     Variant(("awm.",), {"awm.ema_coef": 0.1}),
     Variant(("timesteps.",), {"timesteps.times": "uniform"}),
-    Variant(("timesteps.",), {"timesteps.times": "discrete"}),
+    Variant(("timesteps.", "evaluation.sampler.steps"), {"timesteps.times": "discrete"}),
     Variant(("awm.",), {"awm.ema_coef": 0.1, "awm.off_policy": True, "trainer.steps": 4}),
     Variant(("nft.",), {"trainer.steps": 4}, ("diffusion_nft",)),
     Variant(("shaping.",), {"shaping.kind": "minmax"}),
     Variant(("critic.",), {"critic.warmup_updates": 1}),
+    Variant(("history.",), {"history.min_count": 1, "history.size": 2, "trainer.steps": 4}),
     Variant(("filter.",), {"filter.kind": "fifa", "filter.keep": 3}, ("diffusion_dpo",)),
     Variant(("filter.",), {"filter.kind": "random", "filter.keep": 3}, ("diffusion_dpo",)),
     # robots

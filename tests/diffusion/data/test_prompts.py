@@ -40,6 +40,13 @@ def test_json_lines_keep_their_columns(tmp_path):
     assert columns["label"] == [None, 2]
 
 
+def test_a_column_that_is_not_there_is_named_and_no_other_taken(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one"}\n')
+    with pytest.raises(UserError, match="there is no column 'caption'; the row has: prompt"):
+        load_prompts(PromptConfig(path=str(path), prompt_key="caption", on_bad_row="error"))
+
+
 def test_error_mode_stops_at_the_first_bad_row(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("good\n\nalso good\n")
