@@ -18,11 +18,13 @@ CANNOT = {
     "ModelConfig.gradient_checkpointing": "memory",
     "ModelConfig.embedding_memory_mb": "memory",
     "ModelConfig.embedding_cache": "a path",
+    "ModelConfig.free_text_encoders": "memory",
     "SamplerConfig.batch_rows": "memory",
     "SamplerConfig.lean": "time",
     "SamplerConfig.keep_prefill": "time",
     "AnswerSampling.batch_rows": "memory",
     "AnswerSampling.lean": "time",
+    "FrozenModelConfig.shared_prefix": "time",
     "PreferenceRunConfig.precompute_reference": "memory and time",
     "CriticConfig.batch_rows": "memory",
     "RewardConfig.isolate": "where a reward runs",
@@ -97,6 +99,31 @@ VIDEOS = {
     for data in ("data", "eval_data.<name>")
     for name in ("fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")
 }
+JPEG = "the reward of the walk reads no prompts"
+ONE_KIND = {
+    "objective.scaling.kind": "there is one kind",
+    "objective.entropy.kind": "its weight is 0 by default",
+    "objective.filter.kind": "every group has a signal",
+    "objective.advantage.singleton": "needs a group of one sample",
+    "objective.scaling.eps_to": "the variance of the tiny groups is much larger",
+    "objective.kl.clamp": "needs a large divergence",
+}
+TALK = {
+    "evaluation.videos": "what is kept",
+    "episode.max_turns": "the environment of the walk ends by itself after two turns",
+    "eval_data.<name>.first_seed": "the tiny model says the same whatever it sees",
+    "eval_data.<name>.seen": "only says that training on these tasks is meant",
+    **{
+        f"{data}.{name}": "the environment of the walk has no named tasks and no options"
+        for data in ("data", "eval_data.<name>")
+        for name in ("names", "options")
+    },
+    "conversation.drop_thoughts": "the tiny model writes no thoughts",
+    **{
+        f"actions.{name}": "every text is one action of the walk's environment"
+        for name in ("strict", "max_actions", "on_parse_error")
+    },
+}
 NO_POINTS = "needs answers with points, which the tiny model does not write"
 OWN: dict[str, dict[str, str]] = {
     "aepo": {
@@ -160,6 +187,24 @@ OWN: dict[str, dict[str, str]] = {
         "objective.entropy.kind": "its weight is 0 by default",
         "objective.filter.kind": "every group has a signal",
         "objective.kl.clamp": "needs a large divergence",
+    },
+    "sft": {
+        **VIDEOS,
+        "evaluation.temperature": "no answer of the tiny model is right at any temperature",
+        "evaluation.sampler.stop": "the tiny model's greedy answers have none of the texts",
+    },
+    "agent": {**TALK, **ONE_KIND},
+    "agent_clone": {**TALK, "random_actions": "the environment of the walk has no list of actions"},
+    "ddpo": {**ONE_KIND, "heldout_rewards[].chat": JPEG},
+    "flow_pretrain": {"evaluation.heldout_rewards[].chat": JPEG},
+    "diffusion_dpo": {
+        "evaluation.heldout_rewards[].chat": JPEG,
+        **dict.fromkeys(
+            ("filter.alpha", "filter.margin", "filter.neighbours", "filter.normalise"),
+            "the same three of so few pairs are kept",
+        ),
+        "objective.score.kind": "there is one kind",
+        "objective.likelihood.kind": "its weight is 0 by default",
     },
     "tspo": {"picks.general_count": "needs questions without a needle"},
     "preference": {
