@@ -88,6 +88,17 @@ class WorldModelConfig(FlowModelConfig):
     words: list[str] = field(default_factory=list)
     """Words of future instructions, added to those of the training instructions."""
 
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        default = FlowModelConfig().encoding
+        for name in ("z_min_m", "z_max_m"):
+            if self.depth_range == "data" and getattr(self.encoding, name) != getattr(default, name):
+                raise ValueError(
+                    f"model.encoding.{name} is {getattr(self.encoding, name)}, but model.depth_range=data takes it "
+                    "from the data; leave it out, or set model.depth_range=given"
+                )
+
 
 @dataclass
 class FlowPayload(Payload):

@@ -78,6 +78,11 @@ class BodyConfig:
             raise ValueError(f"model.body.width is {self.width}; must be a multiple of 2 * heads = {2 * self.heads}")
 
 
+OF_SMALL = ("patch_px", "heads", "keypoints", "channels", "words")
+OF_CLIP = ("text", "vision", "point_pe", "bgr")
+"""Options of one kind of condition alone."""
+
+
 @dataclass
 class ConditionConfig:
     """The encoder of image, query points and instruction."""
@@ -114,9 +119,13 @@ class ConditionConfig:
             missing = [name for name in ("text", "vision") if not getattr(self, name)]
             if missing:
                 raise ValueError(f"model.condition.kind is clip, but model.condition.{missing[0]} names no folder")
+        other, names = ("small", OF_SMALL) if self.kind == "clip" else ("clip", OF_CLIP)
+        if given := [name for name in names if getattr(self, name) != getattr(ConditionConfig, name)]:
+            raise ValueError(
+                f"model.condition.{given[0]} is {getattr(self, given[0])!r}, but only kind={other} reads it; leave it out"
+            )
+        if self.kind == "clip":
             return
-        if self.point_pe != "corrected" or self.bgr:
-            raise ValueError("model.condition.point_pe and bgr are for condition.kind=clip; leave them out")
         if self.image_px % self.patch_px:
             raise ValueError(f"model.condition.image_px is {self.image_px}; must be a multiple of {self.patch_px}")
         if self.width % (8 * self.heads):
