@@ -121,9 +121,8 @@ class ConditionConfig:
                 raise ValueError(f"model.condition.kind is clip, but model.condition.{missing[0]} names no folder")
         other, names = ("small", OF_SMALL) if self.kind == "clip" else ("clip", OF_CLIP)
         if given := [name for name in names if getattr(self, name) != getattr(ConditionConfig, name)]:
-            raise ValueError(
-                f"model.condition.{given[0]} is {getattr(self, given[0])!r}, but only kind={other} reads it; leave it out"
-            )
+            value = getattr(self, given[0])
+            raise ValueError(f"model.condition.{given[0]} is {value!r}, but only kind={other} reads it; leave it out")
         if self.kind == "clip":
             return
         if self.image_px % self.patch_px:

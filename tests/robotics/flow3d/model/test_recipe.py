@@ -270,6 +270,6 @@ def test_a_configuration_builds_its_clips_on_a_fresh_machine(tmp_path):
 def test_a_depth_range_that_the_data_replace_is_refused():
     model = WorldModelConfig()
     model.encoding = dataclasses.replace(model.encoding, z_max_m=2.0)
-    with pytest.raises(ValueError, match="encoding.z_max_m is 2.0, but model.depth_range=data takes it from the data"):
+    with pytest.raises(ValueError, match=r"encoding\.z_max_m is 2\.0, but model.depth_range=data takes it"):
         model.validate()
     dataclasses.replace(model, depth_range="given").validate()
