@@ -23,7 +23,7 @@ from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstra
 from robotics.episodes.tasks import EpisodeSetConfig
 from robotics.methods.clone import CloneConfig, CloneRecipe
 from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
-from robotics.policies.base.policy import ActionChoice
+from robotics.policies.base.policy import ActionChoice, open_policy
 from robotics.policies.base.statistics import ActionStatistics
 from robotics.policies.loading import ActionPolicyConfig
 from robotics.policies.module import ModuleAdapter
@@ -424,8 +424,12 @@ def test_a_policy_cloned_on_normalised_actions_runs_in_the_simulator(tmp_path, s
     after = json.loads((run_dir / "result.json").read_text())["last_evaluation"]["held_out"]
     assert after["success/greedy"] == 0
     saved = ActionPolicyConfig(path=str(run_dir / "checkpoints" / "step-000040" / "model"))
-    rl = RobotGrpoConfig(sim=config.sim, model=saved, eval_data=config.eval_data, acting=NORMALISED)
+    rl = RobotGrpoConfig(
+        sim=config.sim, model=ActionPolicyConfig(path=str(run_dir)), eval_data=config.eval_data, acting=NORMALISED
+    )
     recipe = RobotGrpoRecipe(rl)
+    opened = open_policy(run_dir).state_dict()
+    assert all(torch.equal(opened[name], weight) for name, weight in recipe.policy.state_dict().items())
     found, _ = acted(recipe.policy, recipe.sim, NORMALISED, layouts=4)
     for actions in found.actions:
         np.testing.assert_allclose(actions, 0.25 * SPEED, atol=0.02)

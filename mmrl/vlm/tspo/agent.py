@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object, replaced
 from mmrl.hub.building import base_entries, base_path, sort_header
+from mmrl.runs.export import model_folder
 
 OUTSIDE = -1e6
 """Attention score of frames outside the window, as in the public code."""
@@ -160,8 +161,8 @@ def save_agent(agent: TemporalAgent, settings: AgentSettings, folder: Path) -> N
 
 
 def load_agent(folder: Path | str) -> tuple[TemporalAgent, AgentSettings]:
-    """Load an agent that `save_agent` wrote."""
-    path = expanded(folder)
+    """Load an agent that `save_agent` wrote, or the best one of a run."""
+    path = expanded(model_folder(str(folder)))
     content = read_json_object(path / CONFIG_FILE)
     try:
         if content["kind"] != KIND:

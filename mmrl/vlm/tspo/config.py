@@ -41,6 +41,8 @@ class FeatureConfig:
     """Most megabytes of features in memory."""
     batch: int = rare(bounded(64, at_least=1))
     """Frames that are embedded together; for memory only."""
+    device: str = rare("cpu")
+    """Device of the CLIP, by torch's name; cuda is that of the process."""
 
 
 @dataclass
@@ -48,7 +50,7 @@ class AgentConfig:
     """The temporal agent."""
 
     path: str | None = None
-    """Folder of a trained agent to begin with; empty: a new one of the sizes below."""
+    """Folder of a trained agent, or of its run, to begin with; empty: a new one of the sizes below."""
     heads: int = bounded(8, at_least=1)
     """Attention heads, a divisor of the CLIP's width."""
     window: int = bounded(12, at_least=1)

@@ -49,13 +49,13 @@ class ClipEncoder:
                 self.tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
                 self.tokenizer.split_special_tokens = True  # a question that spells a control token means characters
                 self.processor: Any = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+            self.model.eval().requires_grad_(False).to(device)
         except LOADING_ERRORS as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
                 f"no CLIP can be loaded from {path!r}: {type(error).__name__}: {reason}; give a folder or hub id such "
                 "as openai/clip-vit-large-patch14"
             ) from error
-        self.model.eval().requires_grad_(False).to(device)
         self.path, self.batch = path, batch
         self._fingerprint = ""
 

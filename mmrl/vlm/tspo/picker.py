@@ -69,19 +69,22 @@ class FramePicker:
         )
 
 
-def load_frame_picker(folder: Path | str, encoder: str | None = None, cache: Path | str | None = None) -> FramePicker:
+def load_frame_picker(
+    folder: Path | str, encoder: str | None = None, cache: Path | str | None = None, device: str = "cpu"
+) -> FramePicker:
     """Load a trained agent with its CLIP.
 
     Args:
-        folder: of the agent.
+        folder: of the agent, or of its run.
         encoder: CLIP folder or hub id; None takes the one that the agent was trained with.
         cache: folder in which features are kept; None keeps them in memory.
+        device: of the CLIP.
 
     Raises:
         UserError: the agent or the CLIP cannot be loaded, or do not fit together.
     """
     agent, settings = load_agent(folder)
-    clip = ClipEncoder(encoder or settings.encoder)
+    clip = ClipEncoder(encoder or settings.encoder, device=device)
     if clip.width != agent.width:
         raise UserError(
             f"the agent in {folder} reads embeddings of width {agent.width}; {clip.path} gives {clip.width}"

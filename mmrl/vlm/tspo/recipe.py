@@ -74,7 +74,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         }
         features = config.features
         build_if_missing(features, "features")
-        self.store = FeatureStore(ClipEncoder(features.path, features.batch), features.cache, features.memory_mb)
+        clip = ClipEncoder(features.path, features.batch, features.device)
+        self.store = FeatureStore(clip, features.cache, features.memory_mb)
         reader = load_policy(config.answerer.model) if config.answerer.kind == "vlm" else None
         trained = reader if config.answerer.train else None
         agent = _make_agent(config, self.store.encoder.width)

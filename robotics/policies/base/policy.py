@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.runs.checkpoint import check_model
+from mmrl.runs.export import model_folder
 from robotics.policies.base.action_tokens import ActionTokenizer, draw_tokens, score_tokens, token_loss
 from robotics.policies.base.saved import read_config
 from robotics.policies.base.statistics import ActionRange, ActionStatistics, StateStatistics
@@ -309,7 +310,7 @@ def open_policy(path: Path | str) -> ActionPolicy:
     """Load a policy of this package from the folder that it was saved to.
 
     Args:
-        path: folder written by `save_pretrained`.
+        path: folder written by `save_pretrained`, or that of a run, whose best checkpoint is taken.
 
     Returns:
         The policy, on the CPU.
@@ -317,6 +318,7 @@ def open_policy(path: Path | str) -> ActionPolicy:
     Raises:
         UserError: the folder is not one, or is damaged.
     """
+    path = model_folder(str(path))
     check_model(Path(path))
     kind = read_config(Path(path)).get("kind")
     if not isinstance(kind, str) or kind not in SAVED_POLICIES:

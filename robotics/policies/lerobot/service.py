@@ -174,9 +174,10 @@ class FlowService(LeRobotService):
     Shapes: B rows, K control steps, M entries of a padded action, S denoising steps.
 
     lerobot integrates every flow head with one function, `euler_integrate`, which calls the head's `denoise_step`. Both
-    are replaced for a call, so that the policy itself prepares observations and chunks. The keys and values of images,
-    text and state that the head attends to are computed without gradients and kept for the last observations; trained
-    are the weights that a velocity then still depends on: the action expert with its projections.
+    are replaced for a call, so that the policy itself prepares observations and chunks: its methods take no other
+    integrator, and hand the keys and values of images, text and state that the head attends to only to `denoise_step`.
+    These are computed without gradients and kept for the last observations; trained are the weights that a velocity
+    then still depends on: the action expert with its projections.
 
     Source: huggingface/lerobot 0.6.1, src/lerobot/policies/common/flow_matching.py, smolvla/modeling_smolvla.py,
         pi0/modeling_pi0.py.

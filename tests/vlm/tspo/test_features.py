@@ -121,3 +121,5 @@ def test_frames_are_taken_one_batch_at_a_time(encoder):
 def test_what_is_no_clip_is_refused(tmp_path):
     with pytest.raises(UserError, match="no CLIP can be loaded from"):
         ClipEncoder(str(tmp_path))
+    with pytest.raises(UserError, match=r"no CLIP can be loaded .*: Expected one of cpu, .*: nowhere"):
+        ClipEncoder(str(data_folder() / "clip"), device="nowhere")

@@ -121,6 +121,8 @@ def test_the_exported_agent_picks_frames_of_a_file(tmp_path):
     names = sorted(path.name for path in (tmp_path / "agent").iterdir())
     assert names == ["agent.json", "agent.safetensors", "export.json"]
     picker = load_frame_picker(tmp_path / "agent")
+    own = load_frame_picker(run_dir).agent.state_dict()
+    assert all(torch.equal(own[name], weight) for name, weight in picker.agent.state_dict().items())
     (video,) = (data_folder() / "needles").glob("00000.mp4")
     frames = picker.pick(video, "What follows the red flash?", count=4)
     assert len(frames.images) == 4
