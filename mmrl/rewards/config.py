@@ -41,6 +41,9 @@ class RewardConfig:
     """MiB that a worker process may hold with what it starts; a row that makes it hold more is stopped and counted.
     Empty: half of the machine's or container's memory, and with sandbox=strict 4096."""
 
+    workers: int | None = rare(bounded(None, at_least=1))
+    """Most worker processes, which terms with the same limits share; empty: half of the cores, 1 to 8."""
+
     isolate: bool | None = rare(None)
     """Run in worker processes; empty: yes for math and for users' functions, no for the other built-in ones."""
 

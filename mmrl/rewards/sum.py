@@ -251,7 +251,7 @@ class RewardSum:
         configs: The terms.
         functions: Functions of the calling program by name; they run in this process and `configs` refer to
             them by that name.
-        workers: Most worker processes; default: half of the cores, 1 to 8.
+        workers: Most worker processes of terms that leave it open; default: half of the cores, 1 to 8.
 
     Raises:
         UserError: A term is unknown, cannot be loaded or has options that do not fit.
@@ -263,7 +263,7 @@ class RewardSum:
         functions: Mapping[str, Callable[..., Any]] | None = None,
         workers: int | None = None,
     ) -> None:
-        self._workers: dict[tuple[float | None, str], RewardWorkers] = {}
+        self._workers: dict[tuple[int | None, float | None, str], RewardWorkers] = {}
         self._size = workers
         names = [config.name for config in configs]
         for config in configs:
@@ -331,9 +331,9 @@ class RewardSum:
 
     def _workers_for(self, config: RewardConfig) -> RewardWorkers:
         """The workers that terms with these limits share."""
-        key = (config.memory_mb, _strict_function(config))
+        key = (config.workers or self._size, config.memory_mb, _strict_function(config))
         if key not in self._workers:
-            self._workers[key] = RewardWorkers(self._size, *key)
+            self._workers[key] = RewardWorkers(*key)
         return self._workers[key]
 
 

@@ -28,6 +28,7 @@ CANNOT = {
     "PreferenceRunConfig.precompute_reference": "memory and time",
     "CriticConfig.batch_rows": "memory",
     "RewardConfig.isolate": "where a reward runs",
+    "RewardConfig.workers": "speed",
     "AnswererConfig.batch_rows": "memory",
     "FeatureConfig.batch": "memory",
     "FeatureConfig.memory_mb": "memory",

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +7,17 @@ from mmrl.errors import UserError
 from mmrl.rewards import REWARDS, RewardConfig, RewardSum
 from mmrl.rewards.calling import FAILURE_KINDS
 from mmrl.rewards.loading import load_function
+
+
+def test_a_term_sets_the_number_of_its_workers():
+    spec = f"{Path(__file__).with_name('user_functions.py')}:pid"
+    terms = [RewardConfig("one", spec, workers=1), RewardConfig("two", spec, workers=2), RewardConfig("open", spec)]
+    rewards = RewardSum([*terms, RewardConfig("same", spec, workers=2)], workers=3)
+    try:
+        assert [term.workers.size for term in rewards._terms] == [1, 2, 3, 2]
+        assert rewards._terms[1].workers is rewards._terms[3].workers
+    finally:
+        rewards.close()
 
 
 def constant(values):
