@@ -46,7 +46,7 @@ def loop_arm(arm: dict[str, Any]) -> dict[str, Any]:
                     renderer.render()
 
         measured = repeat(once, arm["repetitions"])
-    return measured | {"counts": _counts(arm, pictures=arm["scenes"] * arm["steps"])}
+    return measured | {"counts": _counts(arm, images=arm["scenes"] * arm["steps"])}
 
 
 def rollout_arm(arm: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def rollout_arm(arm: dict[str, Any]) -> dict[str, Any]:
         rollout.reset(range(arm["scenes"]))
         measured = repeat(once, arm["repetitions"])
         checks = _compare_with_loop(arm, rollout, actions)
-    return measured | {"counts": _counts(arm, pictures=arm["scenes"] * len(chunks)), "checks": checks}
+    return measured | {"counts": _counts(arm, images=arm["scenes"] * len(chunks)), "checks": checks}
 
 
 def least_arm(arm: dict[str, Any]) -> dict[str, Any]:
@@ -81,20 +81,20 @@ def least_arm(arm: dict[str, Any]) -> dict[str, Any]:
 
     model, actions = load_arm_cubes(), _actions(arm)
     scenes = _start(model, arm["scenes"])
-    picture = np.ones((arm["size_px"], arm["size_px"], 3), np.uint8)
-    delivered = np.empty((arm["scenes"], *picture.shape), np.uint8)
+    image = np.ones((arm["size_px"], arm["size_px"], 3), np.uint8)
+    delivered = np.empty((arm["scenes"], *image.shape), np.uint8)
 
     def once(watch: Stopwatch) -> None:
         for step in range(arm["steps"]):
             for scene, data in enumerate(scenes):
                 data.ctrl[:] = actions[scene, step]
                 mujoco.mj_step(model, data, arm["substeps"])
-                delivered[scene] = picture
+                delivered[scene] = image
 
-    return repeat(once, arm["repetitions"]) | {"counts": _counts(arm, pictures=arm["scenes"] * arm["steps"])}
+    return repeat(once, arm["repetitions"]) | {"counts": _counts(arm, images=arm["scenes"] * arm["steps"])}
 
 
-def picture_arm(arm: dict[str, Any]) -> dict[str, Any]:
+def image_arm(arm: dict[str, Any]) -> dict[str, Any]:
     """One image after another of scenes that stand still, drawn in one of four ways."""
     import mujoco
 
@@ -106,7 +106,7 @@ def picture_arm(arm: dict[str, Any]) -> dict[str, Any]:
             def draw(data: mujoco.MjData) -> NDArray[np.uint8]:
                 return ours.rgb(data)
 
-            return _draw_pictures(arm, scenes, draw)
+            return _draw_images(arm, scenes, draw)
     multisampling = arm["way"] == "no shadows"
     if arm["way"] != "default":
         fast_visuals(model, RenderSettings(size, size, multisampling=multisampling))
@@ -116,14 +116,14 @@ def picture_arm(arm: dict[str, Any]) -> dict[str, Any]:
             theirs.update_scene(data, CAMERA)
             return theirs.render()
 
-        return _draw_pictures(arm, scenes, draw_all)
+        return _draw_images(arm, scenes, draw_all)
 
 
 def physics_arm(arm: dict[str, Any]) -> dict[str, Any]:
     """States only, stepped in one of four ways."""
     model, actions = load_arm_cubes(), _actions(arm)
     measured = PHYSICS[arm["way"]](arm, model, actions)
-    return measured | {"counts": _counts(arm, pictures=0)}
+    return measured | {"counts": _counts(arm, images=0)}
 
 
 def _step_loop(arm: dict[str, Any], model: mujoco.MjModel, actions: NDArray[np.float64]) -> dict[str, Any]:
@@ -187,10 +187,10 @@ def _compare_with_loop(
             mujoco.mj_step(rollout.model, data, arm["substeps"])
     differences = [np.abs(_state(data) - _state(rollout.data(scene))).max() for scene, data in enumerate(scenes)]
     checks = {"states, difference to a mj_step loop": check(float(max(differences)), 0.0)}
-    return checks | (_compare_pictures(arm, scenes) if arm["compare_pictures"] else {})
+    return checks | (_compare_images(arm, scenes) if arm["compare_images"] else {})
 
 
-def _compare_pictures(arm: dict[str, Any], scenes: list[mujoco.MjData]) -> dict[str, dict[str, Any]]:
+def _compare_images(arm: dict[str, Any], scenes: list[mujoco.MjData]) -> dict[str, dict[str, Any]]:
     import mujoco
 
     model, size = load_arm_cubes(), arm["size_px"]
@@ -210,20 +210,20 @@ def _compare_pictures(arm: dict[str, Any], scenes: list[mujoco.MjData]) -> dict[
     }
 
 
-def _differing(renderer: mujoco.Renderer, scenes: list[mujoco.MjData], pictures: list[NDArray[Any]]) -> int:
+def _differing(renderer: mujoco.Renderer, scenes: list[mujoco.MjData], images: list[NDArray[Any]]) -> int:
     count = 0
-    for data, picture in zip(scenes, pictures, strict=True):
+    for data, image in zip(scenes, images, strict=True):
         renderer.update_scene(data, CAMERA)
-        count += int((renderer.render() != picture).any(axis=-1).sum())
+        count += int((renderer.render() != image).any(axis=-1).sum())
     return count
 
 
-def _draw_pictures(arm: dict[str, Any], scenes: list[mujoco.MjData], draw: Any) -> dict[str, Any]:
+def _draw_images(arm: dict[str, Any], scenes: list[mujoco.MjData], draw: Any) -> dict[str, Any]:
     def once(watch: Stopwatch) -> None:
-        for number in range(arm["pictures"]):
+        for number in range(arm["images"]):
             draw(scenes[number % len(scenes)])
 
-    return repeat(once, arm["repetitions"]) | {"counts": {"pictures": arm["pictures"]}}
+    return repeat(once, arm["repetitions"]) | {"counts": {"images": arm["images"]}}
 
 
 def _poses(model: mujoco.MjModel, count: int) -> list[mujoco.MjData]:
@@ -260,14 +260,14 @@ def _state(data: mujoco.MjData) -> NDArray[np.float64]:
     return np.concatenate([data.qpos, data.qvel, data.qacc_warmstart])
 
 
-def _counts(arm: dict[str, Any], pictures: int) -> dict[str, int]:
+def _counts(arm: dict[str, Any], images: int) -> dict[str, int]:
     steps = arm["scenes"] * arm["steps"]
     size = arm.get("size_px", 0)
     return {
         "control_steps": steps,
         "physics_steps": steps * arm["substeps"],
-        "pictures": pictures,
-        "bytes": pictures * size * size * 3,
+        "images": images,
+        "bytes": images * size * size * 3,
     }
 
 

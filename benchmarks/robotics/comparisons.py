@@ -75,23 +75,23 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
 def _images(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]:
     common: dict[str, Any] = (QUICK if options.quick else FULL) | {"size_px": size_px, "backend": backend}
     ours = common | {"repetitions": max(SHORT_REPETITIONS, options.repetitions), "workers": 1}
-    ours |= {"compare_pictures": False}
+    ours |= {"compare_images": False}
     arms = [
         Arm(LOOP, f"{ARMS}:loop_arm", common),
-        Arm(ONE, f"{ARMS}:rollout_arm", ours | {"chunk": 1, "compare_pictures": True}),
+        Arm(ONE, f"{ARMS}:rollout_arm", ours | {"chunk": 1, "compare_images": True}),
         Arm(TWO, f"{ARMS}:rollout_arm", ours | {"chunk": 1, "workers": 2}),
         Arm(CHUNKS, f"{ARMS}:rollout_arm", ours),
         Arm(LEAST, f"{ARMS}:least_arm", ours),
     ]
     runs = run_arms(f"images, {size_px} px", arms, options)
     bound = ratio(runs, LOOP, LEAST).get("median")
-    per_picture = partial(ratio, runs, LOOP, minimum=MINIMUM, goal=GOAL)
+    per_image = partial(ratio, runs, LOOP, minimum=MINIMUM, goal=GOAL)
     return comparison(
         runs,
         ratios={
-            "image for image": per_picture(ONE, bound=bound),
-            "image for image, wall": per_picture(ONE, "wall_s"),
-            "image for image, wall, 2 workers": per_picture(TWO, "wall_s"),
+            "image for image": per_image(ONE, bound=bound),
+            "image for image, wall": per_image(ONE, "wall_s"),
+            "image for image, wall, 2 workers": per_image(TWO, "wall_s"),
             "control steps, images at the end of chunks": ratio(runs, LOOP, CHUNKS),
             "control steps, images at the end of chunks, wall": ratio(runs, LOOP, CHUNKS, "wall_s"),
         },
@@ -108,19 +108,19 @@ def _floor(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     counts = {name: run["counts"] for name, run in runs.items() if "counts" in run}
     least = runs[LEAST].get("cpu_s", {}).get("total")
     per_second = {
-        name: run["counts"]["pictures"] / run["wall_s"]["total"] for name, run in runs.items() if "counts" in run
+        name: run["counts"]["images"] / run["wall_s"]["total"] for name, run in runs.items() if "counts" in run
     }
-    return {"counts": counts, "physics_and_bytes_cpu_s": least, "pictures_per_second": per_second}
+    return {"counts": counts, "physics_and_bytes_cpu_s": least, "images_per_second": per_second}
 
 
-def _picture(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]:
-    common: dict[str, Any] = {"size_px": size_px, "backend": backend, "pictures": 1 if options.quick else 40}
+def _image(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]:
+    common: dict[str, Any] = {"size_px": size_px, "backend": backend, "images": 1 if options.quick else 40}
     brief = common | {"repetitions": max(SHORT_REPETITIONS, options.repetitions)}
     arms = [
-        Arm("default", f"{ARMS}:picture_arm", common | {"way": "default"}),
-        Arm("no shadows", f"{ARMS}:picture_arm", brief | {"way": "no shadows"}),
-        Arm("no multisampling either", f"{ARMS}:picture_arm", brief | {"way": "no multisampling"}),
-        Arm("fixed parts once", f"{ARMS}:picture_arm", brief | {"way": "ours"}),
+        Arm("default", f"{ARMS}:image_arm", common | {"way": "default"}),
+        Arm("no shadows", f"{ARMS}:image_arm", brief | {"way": "no shadows"}),
+        Arm("no multisampling either", f"{ARMS}:image_arm", brief | {"way": "no multisampling"}),
+        Arm("fixed parts once", f"{ARMS}:image_arm", brief | {"way": "ours"}),
     ]
     runs = run_arms(f"one image, {size_px} px", arms, options)
     counted = {name: run for name, run in runs.items() if "counts" in run}
@@ -129,7 +129,7 @@ def _picture(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any
         ratios={name: ratio(runs, "default", name) for name in runs if name != "default"},
         floor={
             "bytes": size_px * size_px * 3,
-            "cpu_ms": {name: 1e3 * run["cpu_s"]["total"] / run["counts"]["pictures"] for name, run in counted.items()},
+            "cpu_ms": {name: 1e3 * run["cpu_s"]["total"] / run["counts"]["images"] for name, run in counted.items()},
         },
     )
 
@@ -165,7 +165,7 @@ def _physics(options: BenchOptions, backend: str) -> dict[str, Any]:
 
 COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     **{f"images-{size}": partial(_images, size_px=size) for size in SIZES_PX},
-    **{f"picture-{size}": partial(_picture, size_px=size) for size in SIZES_PX},
+    **{f"image-{size}": partial(_image, size_px=size) for size in SIZES_PX},
     "physics": _physics,
     "throughput-states": partial(compare_throughput, size_px=0),
     "throughput-128": partial(compare_throughput, size_px=128),

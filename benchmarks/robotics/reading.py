@@ -58,7 +58,7 @@ def reading_arm(arm: dict[str, Any]) -> dict[str, Any]:
     small = rng.integers(0, 256, (arm["episodes"] * arm["frames"], 8, 8, 3), dtype=np.uint8)
     each = arm["size_px"] // 8
     with tempfile.TemporaryDirectory() as folder:
-        path = write_mp4(Path(folder) / "film.mp4", (frame.repeat(each, 0).repeat(each, 1) for frame in small), FPS)
+        path = write_mp4(Path(folder) / "video.mp4", (frame.repeat(each, 0).repeat(each, 1) for frame in small), FPS)
 
         def once(watch: Stopwatch) -> None:
             for episode in range(arm["episodes"]):

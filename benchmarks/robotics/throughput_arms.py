@@ -224,12 +224,12 @@ def cpu_seconds(processes: Sequence[int]) -> float:
 def _counts(arm: dict[str, Any]) -> dict[str, int]:
     steps = arm["environments"] * arm["steps"]
     looks = arm["environments"] * (1 + arm["steps"] // arm["chunk"])
-    pictures = looks if arm["size_px"] and arm["simulator"] != "mujoco.rollout" else 0
+    images = looks if arm["size_px"] and arm["simulator"] != "mujoco.rollout" else 0
     return {
         "control_steps": steps,
         "physics_steps": steps * PHYSICS_STEPS,
-        "pictures": pictures,
-        "bytes": pictures * arm["size_px"] ** 2 * 3,
+        "images": images,
+        "bytes": images * arm["size_px"] ** 2 * 3,
     }
 
 

@@ -30,15 +30,15 @@ def test_images_equal_the_loops_in_content_and_number():
     (found,) = sim.compare(BenchOptions(quick=True, only=["images-64"])).values()
     counts = {name: run["counts"] for name, run in found["arms"].items()}
     assert counts[sim.ONE] == counts[sim.TWO] == counts[sim.LOOP]
-    assert counts[sim.LOOP]["pictures"] == 4
-    assert counts[sim.CHUNKS] == counts[sim.LOOP] | {"pictures": 2, "bytes": 2 * 64 * 64 * 3}
+    assert counts[sim.LOOP]["images"] == 4
+    assert counts[sim.CHUNKS] == counts[sim.LOOP] | {"images": 2, "bytes": 2 * 64 * 64 * 3}
     assert len(found["checks"]) == 5
     assert not found["failed"]
     assert found["ratios"]["image for image"]["median"] > 1.0
 
 
 @pytest.mark.usefixtures("here", "backend")
-@pytest.mark.parametrize("name", ["picture-64", "physics"])
+@pytest.mark.parametrize("name", ["image-64", "physics"])
 def test_the_parts_are_measured_alone(name):
     (found,) = sim.compare(BenchOptions(quick=True, only=[name])).values()
     assert not found["failed"]

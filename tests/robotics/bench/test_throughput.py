@@ -51,17 +51,17 @@ def test_every_arm_ends_where_the_environment_alone_does_and_draws_the_same(back
     assert set(found["arms"]) == {throughput.THEIRS, *throughput.OURS, throughput.FLOOR}
     assert not found["failed"]
     equal = {name: entry["limit"] for name, entry in found["checks"].items() if "to TabletopEnv alone" in name}
-    assert len(equal) == 2 * 5 + 1  # state and picture, and the physics of the floor
+    assert len(equal) == 2 * 5 + 1  # state and image, and the physics of the floor
     assert set(equal.values()) == {0.0}
     counts = {name: run["counts"] for name, run in found["arms"].items()}
     assert {(count["control_steps"], count["physics_steps"]) for count in counts.values()} == {(4, 100)}
-    assert {name for name, count in counts.items() if count["pictures"] == 5} == {
+    assert {name for name, count in counts.items() if count["images"] == 5} == {
         throughput.THEIRS,
         throughput.POOL_STEPS,
         throughput.BATCH_STEPS,
     }
     assert counts[throughput.POOL_CHUNKS] == counts[throughput.BATCH_CHUNKS]
-    assert (counts[throughput.POOL_CHUNKS]["pictures"], counts[throughput.POOL_CHUNKS]["bytes"]) == (3, 3 * 32 * 32 * 3)
+    assert (counts[throughput.POOL_CHUNKS]["images"], counts[throughput.POOL_CHUNKS]["bytes"]) == (3, 3 * 32 * 32 * 3)
     assert all(entry["median"] > 0 for entry in found["ratios"].values())
 
 
@@ -69,7 +69,7 @@ def test_every_arm_ends_where_the_environment_alone_does_and_draws_the_same(back
 def test_each_environment_has_its_own_layout_and_actions(simulator):
     found = throughput_arms.throughput_arm(small(simulator, environments=2, workers=2))
     assert all(entry["passed"] for entry in found["checks"].values())
-    assert found["counts"] == {"control_steps": 8, "physics_steps": 200, "pictures": 0, "bytes": 0}
+    assert found["counts"] == {"control_steps": 8, "physics_steps": 200, "images": 0, "bytes": 0}
     assert found["cpu_s"]["total"] > 0
 
 
