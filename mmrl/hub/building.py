@@ -92,6 +92,8 @@ def may_be_hub_id(path: str) -> bool:
 
 def first_line(error: Exception) -> str:
     """Kind of an error and the first line of its message."""
+    if type(error).__name__ == "UnpicklingError":  # torch's message advises to load it all the same
+        return "its weights are pickled with more than tensors, which could run code; use safetensors"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 

@@ -12,6 +12,7 @@ import functools
 import importlib
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 from mmrl.errors import UserError
@@ -71,13 +72,15 @@ def _declare_operator(error: Exception) -> None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switch off the progress bars that transformers draws for every weight file it reads or writes."""
+    """Switch off the progress bars of transformers for every weight file, and a warning that precedes an error."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            yield
     finally:
         if shown:
             logging.enable_progress_bar()

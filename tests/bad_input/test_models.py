@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 
 import pytest
 
 from tests.bad_input.conftest import truncate
+
+
+def pickle_code(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(print))
+
 
 MODELS = {
     "no such folder": (shutil.rmtree, "there is no model folder"),
@@ -21,6 +28,7 @@ MODELS = {
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "weights truncated": (lambda folder: truncate(folder / "model.safetensors"), "cannot be loaded: Safetensor"),
+    "weights pickled with code": (lambda folder: pickle_code(folder), "pickled with more than tensors"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "the processor of"),
     "no processor": (lambda folder: (folder / "processor_config.json").unlink(), "the processor of"),
     "no chat template": (lambda folder: (folder / "chat_template.jinja").unlink(), "add chat_template.jinja"),
