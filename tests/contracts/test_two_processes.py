@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -15,9 +17,10 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunStopped
 from mmrl.recipes import RECIPES
 from mmrl.training.processes import make_accelerator, merge_in_order
-from mmrl.training.trainer import Trainer
+from mmrl.training.trainer import StopSignals, Trainer
 from tests.contracts.domains import domain_of, weights
 from tests.contracts.options import with_changes
 
@@ -33,10 +36,26 @@ RELATIVE_MOVE = {"flow3d_awm": 1e-2}
 """Where the gradients of a group cancel, what is left of them is less exact."""
 
 
-def train(config: Any, folder: Path, steps: int = STEPS, resume: bool = False) -> dict[str, Any]:
+class StopAfter(StopSignals):
+    """Asks a run to stop after a step, as a signal would."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+        self.signum = signal.SIGTERM
+        self.trainer: Trainer | None = None
+
+    def requested(self, accelerator: Any) -> bool:
+        return self.trainer is not None and self.trainer.step >= self.step
+
+
+def train(config: Any, folder: Path, until: int = STEPS, resume: bool = False) -> dict[str, Any]:
     """Weights before and after a run, and the rows of each step: length, reward and mean advantage, group by group."""
-    config.trainer.steps = steps
-    trainer = Trainer(RECIPES[config.recipe].load_recipe_class()(config), config, folder, make_accelerator(), None)
+    stop = StopAfter(until) if until < config.trainer.steps else None
+    recipe = RECIPES[config.recipe].load_recipe_class()(config)
+    trainer = Trainer(recipe, config, folder, make_accelerator(), None, stop)
+    if stop is not None:
+        stop.trainer = trainer
     if resume:
         trainer.resume()
     begin, rows = weights(trainer).clone(), []
@@ -52,7 +71,8 @@ def train(config: Any, folder: Path, steps: int = STEPS, resume: bool = False) -
         return found
 
     trainer.recipe.advantages = noted
-    trainer.run()
+    with contextlib.suppress(RunStopped):
+        trainer.run()
     trainer.recipe.close()
     return {"name": config.recipe, "begin": begin, "weights": weights(trainer), "rows": torch.stack(rows)}
 
@@ -152,3 +172,15 @@ def test_a_run_that_is_resumed_in_another_number_of_processes_ends_as_one_that_n
     assert_same(train_in_two(config, tmp_path / "more", STEPS, True), whole)
     train_in_two(config, tmp_path / "fewer", STEPS - 1)
     assert_same(train(config, tmp_path / "fewer", STEPS, True), whole)
+
+
+@pytest.mark.slow
+def test_a_run_that_needed_no_reference_yet_goes_on_with_more_steps(tmp_path):
+    """Its steps were all the critic's warm-up."""
+    config = make("vl_dac", tmp_path)
+    config.trainer.steps = config.warmup_updates
+    train(config, tmp_path / "run")
+    assert not list((tmp_path / "run").rglob("reference"))
+    config.trainer.steps += 1
+    whole = train(config, tmp_path / "whole", config.trainer.steps)
+    assert_same(train(config, tmp_path / "run", config.trainer.steps, True), whole)
