@@ -41,7 +41,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--kills", type=int, default=100, help="SIGKILLs over all recipes; default 100")
+    parser.add_argument("--kills", type=int, default=100, help="signals over all recipes; default 100")
     parser.add_argument("--mutations", type=int, default=5000, help="damaged inputs over all kinds; default 5000")
     parser.add_argument(
         "--surroundings", type=int, default=4, help="runs in each of the hostile surroundings; default 4"
@@ -80,6 +80,7 @@ def _run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         inputs.run(args.mutations, _say, args.first, until)
     return {
         "kills": dict(kills.kills),
+        "signals": dict(kills.signals),
         "runs": dict(kills.runs),
         "inputs": {name: dict(counts) for name, counts in inputs.counts.items()},
         "surroundings": {name: dict(counts) for name, counts in surroundings.counts.items()},
@@ -98,6 +99,7 @@ def _table(result: dict[str, Any]) -> str:
         by_stage[stage] += count
     rows = [("kills", sum(by_recipe.values()), f"{sum(result['runs'].values())} runs resumed to their end")]
     rows += [(f"  {name}", count, "") for name, count in by_recipe.items()]
+    rows += [(f"  {name}", count, "") for name, count in result["signals"].items()]
     rows += [(f"  at {name}", count, "") for name, count in sorted(by_stage.items())]
     for title in ("inputs", "surroundings"):
         rows += [(title, sum(sum(counts.values()) for counts in result[title].values()), "")]

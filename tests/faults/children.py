@@ -20,6 +20,8 @@ from pathlib import Path
 __all__ = ["Child", "Ending", "Nursery", "import_modules", "write_loaded_modules"]
 
 PR_SET_CHILD_SUBREAPER = 36
+STOPS = (signal.SIGTERM, signal.SIGINT)
+"""Signals after which a run saves and ends by itself."""
 LINGER_SECONDS = 15.0
 """How long a process may outlive the child that started it; workers notice their closed pipe well before."""
 NOTE_BYTES = 64
@@ -43,8 +45,9 @@ class Ending:
 
     @property
     def killed(self) -> bool:
-        """Whether the planned SIGKILL ended it."""
-        return self.signal == signal.SIGKILL and not self.hung
+        """Whether a planned signal ended it, or made it end by itself."""
+        stopped = self.code in {128 + signum for signum in STOPS}
+        return (stopped or self.signal in (signal.SIGKILL, *STOPS)) and not self.hung
 
     def last_line(self) -> str:
         """The last line that it printed."""
@@ -67,11 +70,12 @@ class Child:
         """Report the stage of the run."""
         self._shared[:NOTE_BYTES] = stage.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
 
-    def die(self, delay_s: float = 0.0) -> None:
-        """End by SIGKILL, at once or a moment later while the work goes on."""
+    def die(self, delay_s: float = 0.0, signum: int = signal.SIGKILL) -> None:
+        """Get a signal, at once or a moment later while the work goes on."""
         if delay_s <= 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.write(self._requests, struct.pack("d", delay_s))
+            os.kill(os.getpid(), signum)
+        else:
+            os.write(self._requests, struct.pack("di", delay_s, signum))
 
 
 @dataclass
@@ -90,13 +94,20 @@ class Nursery:
         self._others = set(_children())
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def run(self, action: Callable[[Child], int], limit_s: float, kill_after_s: float | None = None) -> Ending:
+    def run(
+        self,
+        action: Callable[[Child], int],
+        limit_s: float,
+        kill_after_s: float | None = None,
+        signum: int = signal.SIGKILL,
+    ) -> Ending:
         """Run an action in a forked child and wait for its end.
 
         Args:
             action: returns the exit code.
             limit_s: after which it counts as hanging.
-            kill_after_s: when the parent sends SIGKILL.
+            kill_after_s: when the parent sends the signal.
+            signum: the signal.
         """
         shared, (reads, writes), (hears, says) = mmap.mmap(-1, NOTE_BYTES), os.pipe(), os.pipe()
         started = time.monotonic()
@@ -109,7 +120,7 @@ class Nursery:
         os.close(says)
         output = _Output(hears)
         kill_at = None if kill_after_s is None else started + kill_after_s
-        hung = _await(pid, reads, output, started + limit_s, kill_at)
+        hung = _await(pid, reads, output, started + limit_s, kill_at, signum)
         _, status = os.waitpid(pid, 0)
         seconds = time.monotonic() - started
         os.close(reads)
@@ -185,6 +196,7 @@ def _become_child(action: Callable[[Child], int], child: Child, output: int) -> 
     code = 70
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs behind
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
@@ -198,7 +210,7 @@ def _become_child(action: Callable[[Child], int], child: Child, output: int) -> 
         os._exit(code)
 
 
-def _await(pid: int, requests: int, output: _Output, deadline: float, kill_at: float | None) -> bool:
+def _await(pid: int, requests: int, output: _Output, deadline: float, kill_at: float | None, signum: int) -> bool:
     """Wait for the end of a child, killing it when planned; return whether it reached its time limit."""
     with _pidfd(pid) as ended:
         waiting = [ended, requests, output.descriptor]
@@ -210,16 +222,18 @@ def _await(pid: int, requests: int, output: _Output, deadline: float, kill_at: f
             if output.descriptor in ready and not output.take():
                 waiting.remove(output.descriptor)
             if requests in ready:
-                asked = os.read(requests, 8)
-                if len(asked) == 8:
-                    kill_at = time.monotonic() + struct.unpack("d", asked)[0]
+                asked = os.read(requests, struct.calcsize("di"))
+                if asked:
+                    delay_s, signum = struct.unpack("di", asked)
+                    kill_at = time.monotonic() + delay_s
                 else:
                     waiting.remove(requests)
             elif time.monotonic() >= until:
-                os.kill(pid, signal.SIGKILL)
                 if kill_at is None or deadline < kill_at:
+                    os.kill(pid, signal.SIGKILL)
                     os.killpg(pid, signal.SIGKILL)
                     return True
+                os.kill(pid, signum)
                 kill_at = None
 
 

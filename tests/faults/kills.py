@@ -1,10 +1,11 @@
-"""Random SIGKILLs over every recipe and stage: each run is killed, resumed to its end, and compared bit for bit."""
+"""Random signals over every recipe and stage: each run is ended, resumed to its end, and compared bit for bit."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from mmrl.cli import main
 from mmrl.recipes import RECIPES
-from tests.faults.children import Child, Ending, Nursery, import_modules, write_loaded_modules
+from tests.faults.children import STOPS, Child, Ending, Nursery, import_modules, write_loaded_modules
 from tests.faults.sameness import differences
 from tests.faults.stages import FILE_STAGES, STAGES, Kill, Watch
 from tests.faults.tiny import draw_no_charts, write_run
@@ -44,6 +45,11 @@ class Subject:
     def reference(self) -> Path:
         return self.folder / "whole"
 
+    @property
+    def parts(self) -> list[str]:
+        """Stages of the parts of the run folder that it writes."""
+        return [f"files:{part}" for part in (*FILE_STAGES, "other") if self.counts.get(f"files:{part}")]
+
 
 @dataclass
 class KillCampaign:
@@ -60,6 +66,8 @@ class KillCampaign:
     recipes: Sequence[str] = tuple(RECIPES)
     kills: Counter[str] = field(default_factory=Counter)
     """Counts by "recipe stage"."""
+    signals: Counter[str] = field(default_factory=Counter)
+    """Counts by signal."""
     runs: Counter[str] = field(default_factory=Counter)
     """Runs that were killed at least once, by recipe."""
     faults: list[dict[str, Any]] = field(default_factory=list)
@@ -102,7 +110,8 @@ class KillCampaign:
             ending = self._go_on(subject.config, victim, kill, draws=number % CHARTS_EVERY == 0)
             if ending.killed:
                 assert kill is not None
-                self.kills[f"{recipe} {'any' if kill.stage == 'any' else kill.stage}"] += 1
+                self.kills[f"{recipe} {kill.stage}"] += 1
+                self.signals[signal.Signals(kill.signum).name] += 1
                 history.append({**asdict(kill), "at": ending.stage})
         self.runs[recipe] += bool(history)
         self._judge(subject, victim, history, ending)
@@ -148,7 +157,9 @@ class KillCampaign:
                     draw_no_charts()
                 return main(["train", str(config), f"output_dir={victim}", *words])
 
-            ending = self.nursery.run(go, RUN_LIMIT_S, kill_after_s=timed)
+            ending = self.nursery.run(
+                go, RUN_LIMIT_S, kill_after_s=timed, signum=kill.signum if kill else signal.SIGKILL
+            )
             if not (ending.code == 2 and "nothing to resume" in ending.output):
                 break
         return ending
@@ -165,15 +176,16 @@ class KillCampaign:
 def _plan(rng: random.Random, subject: Subject) -> Kill:
     """Half of the kills hit operations on files, mostly of checkpoints, a quarter stages, a quarter any time."""
     kind = rng.choices(("files", "stage", "any"), (2, 1, 1))[0]
+    signum = rng.choices((signal.SIGKILL, *STOPS), (2, 1, 1))[0]
     if kind == "any":
-        return Kill("any", delay_s=rng.uniform(0.0, subject.seconds))
+        return Kill("any", delay_s=rng.uniform(0.0, subject.seconds), signum=signum)
     if kind == "stage":
         stage = rng.choice([name for name in STAGES if subject.counts.get(name) or name == "resume"])
     else:
-        parts = [f"files:{part}" for part in (*FILE_STAGES, "other") if subject.counts.get(f"files:{part}")]
+        parts = subject.parts
         stage = rng.choices(parts, [len(parts) if part == "files:checkpoints" else 1 for part in parts])[0]
     place = rng.randint(1, max(1, subject.counts.get(stage, 1)))
     if rng.random() < 0.5:  # a resumed run has fewer places left
         place = rng.randint(1, place)
-    torn = kind == "files" and rng.random() < 0.3
-    return Kill(stage, place, 0.0 if torn else rng.choice(DELAYS_S), torn)
+    torn = kind == "files" and signum == signal.SIGKILL and rng.random() < 0.3
+    return Kill(stage, place, 0.0 if torn else rng.choice(DELAYS_S), torn, signum)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import resource
+import signal
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any
 
 from tests.faults.children import Child
 
-__all__ = ["FILE_STAGES", "STAGES", "Kill", "Watch"]
+__all__ = ["FILE_STAGES", "STAGES", "Kill", "Watch", "fill_disk"]
 
 STAGES = {
     "rollout": "mmrl.training.trainer:Trainer.collect",
@@ -45,6 +47,10 @@ class Kill:
     """How much later; the run goes on until then. For `any`, since the start."""
     torn: bool = False
     """Whether a file that is about to be written is left half-written."""
+    signum: int = signal.SIGKILL
+    """SIGKILL, or a signal after which a run is to end by itself."""
+    fills_disk: bool = False
+    """Whether instead no file can be written from there on."""
 
 
 class Watch:
@@ -95,9 +101,12 @@ class Watch:
         self.child.note(name)
         if self.kill is None or self.kill.stage != name or self.counts[name] != self.kill.place:
             return False
-        if self.kill.torn and name.startswith("files:"):
+        if self.kill.fills_disk:
+            fill_disk()
+        elif self.kill.torn and name.startswith("files:"):
             return True
-        self.child.die(self.kill.delay_s)
+        else:
+            self.child.die(self.kill.delay_s, self.kill.signum)
         return False
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -117,6 +126,12 @@ class Watch:
             if event == "open":
                 _tear(path)
             self.child.die()
+
+
+def fill_disk(most_bytes: int = 0) -> None:
+    """No file can grow beyond a size, which fails in every writer, native ones too, as a full disk does."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def _tear(path: str) -> None:

@@ -9,7 +9,6 @@ import os
 import random
 import resource
 import shutil
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from mmrl.cli import main
 from tests.faults.children import Child, Ending
 from tests.faults.kills import RUN_LIMIT_S, KillCampaign, Subject
 from tests.faults.sameness import differences
+from tests.faults.stages import Kill, Watch, fill_disk
 from tests.faults.tiny import STEPS, draw_no_charts
 
 __all__ = ["SURROUNDINGS", "SurroundingsCampaign"]
@@ -36,10 +36,11 @@ class _ImpossibleError(Exception):
 
 
 def _full_disk(rng: random.Random, run_dir: Path) -> None:
-    """No file can grow beyond a size, which fails in every writer, native ones too, as a full disk does."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    size = rng.choice((0, 100, 1000, 3000, 10_000, 30_000, 100_000))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    fill_disk(rng.choice((0, 100, 1000, 3000, 10_000, 30_000, 100_000)))
+
+
+def _fills_up(rng: random.Random, run_dir: Path) -> None:
+    """The disk is full from one of the operations on a file on, see `_meet`."""
 
 
 def _read_only(rng: random.Random, run_dir: Path) -> None:
@@ -91,6 +92,7 @@ def _clock_set_back(rng: random.Random, run_dir: Path) -> None:
 
 SURROUNDINGS: dict[str, Callable[[random.Random, Path], None]] = {
     "full disk": _full_disk,
+    "disk that fills up": _fills_up,
     "read-only folder": _read_only,
     "few file handles": _few_handles,
     "little memory": _little_memory,
@@ -137,6 +139,11 @@ class SurroundingsCampaign:
             if spoilt:
                 try:
                     SURROUNDINGS[name](rng, run_dir)
+                    if name == "disk that fills up":
+                        stage = subject.parts[number % len(subject.parts)]
+                        Watch(
+                            child, run_dir, Kill(stage, rng.randint(1, subject.counts[stage]), fills_disk=True)
+                        ).install()
                 except _ImpossibleError:
                     return 77
             return main(["train", str(subject.config), f"output_dir={run_dir}", *words])

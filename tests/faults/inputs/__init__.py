@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.batches import Kind
-from tests.faults.inputs import answers, configs, datasets, models, questions, run_folders, tiny_runs
+from tests.faults.inputs import answers, attacks, configs, datasets, models, questions, run_folders, tiny_runs
 
 __all__ = ["KINDS"]
 
@@ -15,4 +15,5 @@ KINDS: tuple[Kind, ...] = (
     *run_folders.KINDS,
     *tiny_runs.KINDS,
     *models.KINDS,
+    *attacks.KINDS,
 )

@@ -13,27 +13,27 @@ from tests.faults.damage import damage_bytes, damage_text, damage_tree
 from tests.faults.inputs.tiny_runs import LARGEST, SMALL
 from tests.faults.tiny import draw_no_charts, write_run
 
-__all__ = ["KINDS"]
+__all__ = ["KINDS", "Model", "prepare_models", "prepare_robot"]
 
 
 @dataclass(frozen=True)
-class _Model:
+class Model:
     config: Path
     folder: Path
 
 
-def _prepare(folder: Path) -> list[_Model]:
+def prepare_models(folder: Path) -> list[Model]:
     from tests.contracts.domains import tiny_vlm
     from tests.diffusion.runs import tiny_model
 
     found = []
-    for recipe, model in (("vlm", tiny_vlm()), ("awm", tiny_model()), ("robot_clone", _tiny_robot(folder / "robot"))):
+    for recipe, model in (("vlm", tiny_vlm()), ("awm", tiny_model()), ("robot_clone", prepare_robot(folder / "robot"))):
         (folder / recipe).mkdir()
-        found.append(_Model(write_run(recipe, folder / recipe), model))
+        found.append(Model(write_run(recipe, folder / recipe), model))
     return found
 
 
-def _tiny_robot(folder: Path) -> Path:
+def prepare_robot(folder: Path) -> Path:
     from robotics import SmallVlaConfig, SmallVlaPolicy
     from robotics.policies.base.encoder import EncoderConfig
     from tests.robotics.line_demos import BLIND
@@ -44,7 +44,7 @@ def _tiny_robot(folder: Path) -> Path:
     return folder
 
 
-def _load(models: list[_Model], rng: random.Random, folder: Path) -> Verdict:
+def _load(models: list[Model], rng: random.Random, folder: Path) -> Verdict:
     model = rng.choice(models)
     shutil.copytree(model.folder, folder / "model")
     files = sorted(path for path in (folder / "model").rglob("*") if path.is_file())
@@ -63,4 +63,4 @@ def _load(models: list[_Model], rng: random.Random, folder: Path) -> Verdict:
     return of_command("train", model.config, *own, may_fail=True)
 
 
-KINDS = (Kind("models", _prepare, _load, share=0.3, limit_s=60),)
+KINDS = (Kind("models", prepare_models, _load, share=0.3, limit_s=60),)
