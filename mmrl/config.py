@@ -165,12 +165,12 @@ def _check_builds(values: Any, merged: Any, where: str = "") -> None:
     """Refuse options of a function that nothing names; a base file's may stay where `build` is set to null."""
     from omegaconf import DictConfig, OmegaConf
 
-    if not isinstance(values, DictConfig):
+    if not isinstance(values, DictConfig) or not isinstance(merged, DictConfig):
         return
     for key, value in values.items_ex(resolve=False):
-        _check_builds(value, merged, f"{where}{key}.")
-    unnamed = "build" not in values and OmegaConf.select(merged, f"{where}build") is None
-    if unnamed and values._get_node("build_options"):
+        _check_builds(value, merged._get_node(key), where + str(key) + ".")
+    is_given = dataclasses.is_dataclass(OmegaConf.get_type(merged)) and values._get_node("build_options")
+    if is_given and "build" not in values and merged.build is None:
         raise ValueError(f"{where}build_options are set, but {where}build names no function; set it, or null")
 
 

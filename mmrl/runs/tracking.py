@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 
 _HEADER_EVERY = 25
+QUIET_S = 10.0
+"""Seconds between two lines where there is no terminal, such as in the log of a batch job."""
 ENDS = {"low": "Lower", "high": "Upper"}
 WILDCARD = re.compile("<(.+?)>")
 
@@ -74,7 +77,10 @@ class JsonlSink:
 
 
 class ConsoleSink:
-    """A progress bar with the time left and one table line a step; plain lines where there is no terminal."""
+    """A progress bar with the time left and one table line a step.
+
+    Where there is no terminal, a line at most every 10 seconds ends with the time left.
+    """
 
     def __init__(self, total_steps: int, *, every: int = 1, quiet: bool = False, stream: TextIO | None = None) -> None:
         from rich.console import Console
@@ -83,6 +89,8 @@ class ConsoleSink:
         self._total_steps = total_steps
         self._every = max(1, every)
         self._lines = 0
+        self._began: tuple[int, float] | None = None
+        self._shown_s = -math.inf
         self._bar: Progress | None = None
         if self._console.is_terminal and not quiet:
             self._bar = _progress_bar(self._console)
@@ -93,11 +101,16 @@ class ConsoleSink:
         """Move the bar and show reward, KL, entropy, tokens a second and the seconds of each stage."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
-        if step % self._every == 0 or step == self._total_steps or self._lines == 0:
+        now = time.monotonic()
+        self._began = self._began or (step, now)
+        due = step % self._every == 0 and (self._bar is not None or now - self._shown_s >= QUIET_S)
+        if due or step == self._total_steps or self._lines == 0:
+            self._shown_s = now
             if self._lines % _HEADER_EVERY == 0:
                 self._console.print(_header(self._total_steps), style="bold", markup=False)
             self._lines += 1
-            self._console.print(_step_line(step, self._total_steps, metrics), markup=False)
+            left = "" if self._bar is not None else _left(self._began, (step, now), self._total_steps)
+            self._console.print(_step_line(step, self._total_steps, metrics) + left, markup=False)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
         """Show each accuracy and score with its interval, then held-out rewards and diversity without."""
@@ -247,8 +260,17 @@ def _step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str
     return " ".join(cells).rstrip()
 
 
+def _left(began: tuple[int, float], current: tuple[int, float], total_steps: int) -> str:
+    """Time that the other steps take at the speed so far; empty where nothing is known of it."""
+    steps = current[0] - began[0]
+    if steps <= 0 or current[0] >= total_steps:
+        return ""
+    seconds = (current[1] - began[1]) / steps * (total_steps - current[0])
+    return f", {timedelta(seconds=round(seconds))} left"
+
+
 def _step_width(total_steps: int) -> int:
-    return 2 * len(str(total_steps)) + 1
+    return max(len("step"), 2 * len(str(total_steps)) + 1)
 
 
 def _cell(value: float | None, width: int, form: str) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -228,7 +229,7 @@ def test_console_line_of_an_image_evaluation_keeps_intervals_for_what_is_optimis
 
 def test_console_columns_stay_aligned_when_values_are_missing():
     stream = io.StringIO()
-    console = ConsoleSink(10, stream=stream)
+    console = ConsoleSink(2, stream=stream)
     console.log(1, {"time/step": 1.0})
     console.log(2, {**STEP, "policy/kl_old": 1e-5, "policy/entropy": 0.2})
     header, *rows = stream.getvalue().splitlines()
@@ -236,13 +237,24 @@ def test_console_columns_stay_aligned_when_values_are_missing():
     assert header.index("tok/s") + len("tok/s") == rows[1].index("812") + len("812")
 
 
-def test_console_shows_every_nth_step_the_first_and_the_last():
-    stream = io.StringIO()
-    console = ConsoleSink(25, every=10, stream=stream)
+@pytest.mark.parametrize(
+    ("every", "seconds", "shown"),
+    [
+        (10, 20.0, ["1/25", "10/25", "20/25", "25/25"]),
+        (1, 4.0, ["1/25", "4/25", "7/25", "10/25", "13/25", "16/25", "19/25", "22/25", "25/25"]),
+    ],
+)
+def test_console_shows_every_nth_step_at_most_every_10_seconds_and_the_time_left(monkeypatch, every, seconds, shown):
+    stream, now = io.StringIO(), itertools.count(0.0, seconds)
+    monkeypatch.setattr("mmrl.runs.tracking.time.monotonic", lambda: next(now))
+    console = ConsoleSink(25, every=every, stream=stream)
     for step in range(1, 26):
         console.log(step, {})
-    shown = [line.split()[0] for line in stream.getvalue().splitlines()[1:]]
-    assert shown == ["1/25", "10/25", "20/25", "25/25"]
+    lines = stream.getvalue().splitlines()[1:]
+    assert [line.split()[0] for line in lines] == shown
+    left = timedelta(seconds=seconds * (25 - int(shown[1].split("/")[0])))
+    assert lines[1].endswith(f", {left} left")
+    assert [line.endswith("left") for line in lines] == [False, *[True] * (len(shown) - 2), False]
 
 
 def test_quiet_console_shows_nothing():
