@@ -46,11 +46,11 @@ class TimestepConfig:
 
 def check_times(config: Any) -> None:
     """Refuse a changed option of `timesteps` that its distribution of times does not read; raises ValueError."""
-    default = next(item.default_factory for item in fields(config) if item.name == "timesteps")()
+    make_default: Any = next(item.default_factory for item in fields(config) if item.name == "timesteps")
     times = config.timesteps.times
     unread = "fraction" if times in CONTINUOUS else "shift"
     value = getattr(config.timesteps, unread)
-    if value != getattr(default, unread):
+    if value != getattr(make_default(), unread):
         raise ValueError(f"timesteps.{unread} is {value}, but timesteps.times '{times}' does not read it; leave it out")
 
 
