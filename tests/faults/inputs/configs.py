@@ -24,7 +24,7 @@ class _EnoughError(Exception):
     """The configuration passed every check; the next step would build the model."""
 
 
-def _stop(*_: Any) -> Any:
+def _stop(*_: Any, **__: Any) -> Any:
     raise _EnoughError
 
 
