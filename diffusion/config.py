@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,7 +39,7 @@ def image_trainer() -> TrainerConfig:
     )
 
 
-def check_matching(config: MatchingParts | GivenImagesConfig, sampler: SamplerConfig) -> None:
+def check_matching(config: Any, sampler: SamplerConfig) -> None:
     """Refuse options that a run on noisy versions does not have, before a model is loaded; raises ValueError."""
     trainer, timesteps = config.trainer, config.timesteps
     if isinstance(trainer, TrainerConfig) and trainer.old_logp != "recompute":
