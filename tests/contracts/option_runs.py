@@ -240,13 +240,14 @@ EXTRA: dict[str, dict[str, Any]] = {
     "fixed_length": {"length": 4},
 }
 """Options of a block that it cannot do without."""
-CRITIC = {"objective.preset": "ppo"}
+MOVING = {"trainer.epochs": 4, "trainer.learning_rate": 0.1}
+CRITIC = {"objective.preset": "ppo", **MOVING}
 NEEDED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gae", "squared_error"), CRITIC),
-    "gspo": {"objective.ratio": {"kind": "sequence"}},
-    "group_regression": {"objective.ratio": {"kind": "sequence_product"}},
+    "gspo": {"objective.ratio": {"kind": "sequence"}, **MOVING},
+    "group_regression": {"objective.ratio": {"kind": "sequence_product"}, **MOVING},
 }
-"""Further changes without which a block is refused."""
+"""Further changes without which a block is refused, or clips nothing."""
 ELSEWHERE = ("gae_turn", "turn_mean", "full", "separate")
 """Blocks for turns, exact divergences and a critic of its own, which answers to one question do not have."""
 
