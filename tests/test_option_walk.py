@@ -90,7 +90,9 @@ def need(name):
 
 def listed(name, leaf):
     """Whether an option is listed as one without an effect."""
-    return leaf.name in CANNOT or leaf.name in IDLE or leaf.key in OWN.get(name, {})
+    own = OWN.get(name, {})
+    listed_under = any(leaf.key.startswith(key) for key in own if key.endswith("."))
+    return leaf.name in CANNOT or leaf.name in IDLE or leaf.key in own or listed_under
 
 
 @pytest.mark.parametrize(
