@@ -31,9 +31,10 @@ CONTROLS = {"robot_ppo-shuffled": ("robot_ppo", {"reward.potential": 0.0, "shuff
 """Further runs: a recipe and its options."""
 RELATIVE = 1e-3
 """Of the largest number of its kind: float32 (6e-8) through some hundred operations, three steps and the quotients of
-advantages; measured are up to 5e-5 (`flow3d_awm`)."""
-RELATIVE_MOVE = {"flow3d_awm": 1e-2}
-"""Where the gradients of a group cancel, what is left of them is less exact."""
+advantages; measured are up to 3e-5."""
+LESS_EXACT = {"flow3d_awm": 1e-2, "ac_flow": 1e-2}
+"""Instead, for advantages and weights: gradients that cancel in a group (measured 4.4e-3 of the move), and advantages
+that a trained critic shapes (1.0e-3 of the largest)."""
 
 
 class StopAfter(StopSignals):
@@ -135,9 +136,10 @@ def make(name: str, folder: Path) -> Any:
 
 def assert_same(found: dict[str, Any], whole: dict[str, Any]) -> None:
     """The same samples, and numbers up to rounding, over the last steps of a run."""
+    relative = LESS_EXACT.get(whole["name"], RELATIVE)
     expected = whole["rows"][-len(found["rows"]) :]
     assert found["rows"].shape == expected.shape
-    for column, tolerance in enumerate((0.0, RELATIVE, RELATIVE)):
+    for column, tolerance in enumerate((0.0, RELATIVE, relative)):
         size = float(whole["rows"][..., column].abs().nan_to_num(0.0).max())
         torch.testing.assert_close(
             found["rows"][..., column], expected[..., column], rtol=0.0, atol=tolerance * size, equal_nan=True
@@ -147,7 +149,7 @@ def assert_same(found: dict[str, Any], whole: dict[str, Any]) -> None:
     # of a weight itself each step, and of the gradients; other samples would differ by about as much as they move
     rounding = torch.finfo(torch.float32).eps * whole["weights"].abs() * STEPS
     difference = (found["weights"] - whole["weights"]).abs()
-    allowed = RELATIVE_MOVE.get(whole["name"], RELATIVE) * moved
+    allowed = relative * moved
     assert bool((difference <= allowed + rounding).all()), float(difference.max()) / moved
 
 
