@@ -239,9 +239,13 @@ def test_ctrl_c_that_a_library_turns_into_an_error_is_no_error(toy_config, recor
             raise UserError("the weights are broken") from None
 
     monkeypatch.setattr("mmrl.training.run.train", load)
-    assert main(["train", str(toy_config)]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # commands in the background ignore Ctrl-C
+    try:
+        assert main(["train", str(toy_config)]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "start again with" in one_error_line(capsys)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_folder_that_cannot_be_written_is_named(toy_config, recorded_train, tmp_path, capsys):

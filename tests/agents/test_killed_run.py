@@ -33,7 +33,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("name", ["arpo", pytest.param("digirl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("arpo", "digirl")])
 def test_a_run_killed_in_an_episode_resumes_to_the_same_weights(name, tmp_path):
     whole, killed = write_run(tmp_path / "whole", name), write_run(tmp_path / "killed", name)
     victim = start(killed)

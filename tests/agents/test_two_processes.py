@@ -62,6 +62,7 @@ def test_a_task_that_a_step_has_twice_is_played_as_by_one_process(tmp_path):
         assert abs(one[name] - two[name]) < 1e-6, name
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_critic_and_then_the_policy_of_one(tmp_path):
     """Advantages are whitened over the turns of both processes, and the warm-up moves the critic of both alike."""
 
@@ -81,6 +82,7 @@ def test_two_processes_train_the_critic_and_then_the_policy_of_one(tmp_path):
     assert float(((weights - shared).abs() > 1e-4).float().mean()) < 0.01
 
 
+@pytest.mark.slow
 def test_two_processes_replay_the_same_as_one(tmp_path):
     """The second group of a task is sampled by the other process, which also has the trajectories of the first."""
 

@@ -275,6 +275,7 @@ def test_neither_rewards_nor_workers_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_hanging_rows_fail_alone_in_any_number(make):
     rows = [f"bad {row}" if row % 8 in (0, 3, 4) else "good" for row in range(32)]
     values, result = score(make("hangs_on_some", timeout_s=1.0), rows)

@@ -60,6 +60,7 @@ def test_the_example_of_the_docs_trains(example):
     assert last["success/sampled"] >= 0.8, "the example learns, wherever its new policy begins"
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_runs_from_the_command_line_and_its_folder_can_be_moved(example):
     run(example, "-m", "mmrl.cli", "train", "my_robot.yaml", "trainer.steps=2", "sim.workers=2")
     moved = example / "elsewhere"

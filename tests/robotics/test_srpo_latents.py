@@ -310,6 +310,7 @@ def run_ranks(output: Path, processes: int) -> list[dict]:
     return [torch.load(output.with_suffix(f".{rank}"), weights_only=False) for rank in range(processes)]
 
 
+@pytest.mark.slow
 def test_references_come_from_all_processes(tmp_path):
     """The first process has all the successes, the second one all the failures."""
     winner, loser = run_ranks(tmp_path / "found", 2)

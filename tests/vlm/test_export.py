@@ -150,6 +150,7 @@ load_policy(ModelConfig(path=sys.argv[1], lora=LoraSettings(enabled=True, rank=2
 """
 
 
+@pytest.mark.slow
 def test_equal_adapters_are_equal_bytes_whatever_process_writes_them(tmp_path, tiny_folders):
     for seed in ("1", "2"):
         command = [sys.executable, "-c", SAVE, str(tiny_folders["qwen2_5_vl"]), str(tmp_path / seed)]

@@ -384,7 +384,7 @@ def test_builders_that_fail(tmp_path):
 def test_settings_read_from_yaml(tmp_path):
     file = tmp_path / "model.yaml"
     file.write_text("path: somewhere\nlora: {enabled: true, rank: 8}\nmax_pixels: 3136\n")
-    config = load(file, ModelConfig, ["lora.targets=[q_proj]", "build_options.size=3"])
+    config = load(file, ModelConfig, ["lora.targets=[q_proj]", "build=my:build", "build_options.size=3"])
     assert config.lora == LoraSettings(enabled=True, rank=8, targets=["q_proj"])
     assert config.max_pixels == 3136
     assert config.build_options == {"size": 3}

@@ -221,6 +221,7 @@ def test_without_scales_the_run_is_that_of_the_vlm_recipe(make_recipe, tmp_path,
         plain.close()
 
 
+@pytest.mark.slow
 def test_runs_resume_bit_for_bit_and_count_their_traces(tmp_path, tiny_folders):
     options = {"steps": 4, "epochs": 2, "tasks_per_step": 3, "augmentation.hint_place": "answer"}
     final = []

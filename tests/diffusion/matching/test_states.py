@@ -11,6 +11,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion.matching.states import towards
+from diffusion.matching.times import TimestepConfig
 from diffusion.methods.critic import CREDITS, explained_variance
 from diffusion.sampling.sampler import sample_latents, sample_states, sample_trajectories, text_of
 from diffusion.sampling.schedule import make_solver, trained_steps
@@ -262,9 +263,10 @@ def test_what_cannot_be_is_refused(tmp_path):
         config.validate()
     config.credit = "return"
     config.validate()
-    config.timesteps.times = "logit_normal"
+    whole, config.timesteps = config.timesteps, TimestepConfig(times="logit_normal")
     with pytest.raises(ValueError, match=r"timesteps\.times is 'logit_normal', but states of the sampler"):
         config.validate()
+    config.timesteps = whole
     config.timesteps.times, config.timesteps.count = "discrete_wo_init", 5
     with pytest.raises(ValueError, match=r"count is 5, but .* leaves 4 states .* use at most 4"):
         config.validate()

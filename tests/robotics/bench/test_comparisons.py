@@ -26,6 +26,7 @@ def here(monkeypatch):
 
 
 @pytest.mark.usefixtures("here", "backend")
+@pytest.mark.slow
 def test_images_equal_the_loops_in_content_and_number():
     (found,) = sim.compare(BenchOptions(quick=True, only=["images-64"])).values()
     counts = {name: run["counts"] for name, run in found["arms"].items()}

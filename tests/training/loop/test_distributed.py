@@ -9,6 +9,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[3]
+SLOW = (("grpo", 0), ("reinforce_pp", 3), ("dapo", 0))
 
 
 def start(output: Path, preset: str, micro_batch: int, processes: int) -> dict:
@@ -31,7 +32,7 @@ def start(output: Path, preset: str, micro_batch: int, processes: int) -> dict:
 # does not leave out
 @pytest.mark.parametrize(
     ("preset", "micro_batch"),
-    [("grpo", 0), ("reinforce_pp", 3), pytest.param("dapo", 0, marks=pytest.mark.slow), ("dapo", 5)],
+    [*(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW), ("dapo", 5)],
 )
 def test_two_processes_make_the_update_of_one(tmp_path, preset, micro_batch):
     one, two = start(tmp_path / "1.pt", preset, 0, 1), start(tmp_path / "2.pt", preset, micro_batch, 2)

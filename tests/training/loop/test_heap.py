@@ -65,6 +65,7 @@ for _ in range(2):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN")
+@pytest.mark.slow
 def test_kernels_of_shapes_that_do_not_recur_are_dropped() -> None:
     again = {way: _hits_in_second_round(way) for way in ("unlimited", "limited")}
     assert again["unlimited"] >= 300, "all 300 shapes fit into the cache, so each comes back to its kernel"

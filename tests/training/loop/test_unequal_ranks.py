@@ -20,7 +20,9 @@ def run(output: Path, minibatches: int, micro_batch: int, processes: int) -> dic
     return torch.load(output)
 
 
-@pytest.mark.parametrize(("minibatches", "micro_batch"), [(1, 5), pytest.param(1, 0, marks=pytest.mark.slow), (4, 0)])
+@pytest.mark.parametrize(
+    ("minibatches", "micro_batch"), [*(pytest.param(1, each, marks=pytest.mark.slow) for each in (5, 0)), (4, 0)]
+)
 def test_processes_with_unequal_work_make_the_steps_of_one(tmp_path, minibatches, micro_batch):
     one = run(tmp_path / "one.pt", minibatches, 5, 1)
     two = run(tmp_path / "two.pt", minibatches, micro_batch, 2)

@@ -43,6 +43,7 @@ def options(folder):
     return {"model": str(model), "data": str(data), "shape": shape, "device": "cpu", "repetitions": 1}
 
 
+@pytest.mark.slow
 def test_every_comparison_runs_and_every_check_passes(found):
     assert tuple(found) == NAMES
     for name, comparison in found.items():
@@ -52,6 +53,7 @@ def test_every_comparison_runs_and_every_check_passes(found):
     json.dumps(found, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_every_arm_reports_times_and_memory_by_stage(found):
     for name in ("update", "step", "papo"):
         for arm in found[name]["arms"].values():
@@ -59,6 +61,7 @@ def test_every_arm_reports_times_and_memory_by_stage(found):
             assert set(arm["peak_mb"]) == set(arm["cpu_s"])
 
 
+@pytest.mark.slow
 def test_arms_do_the_work_that_they_are_compared_for(found):
     tokens = [arm["counts"]["completion_tokens"] for arm in found["generation"]["arms"].values()]
     tokens += [arm["counts"]["completion_tokens"] for arm in found["step"]["arms"].values()]
@@ -68,10 +71,12 @@ def test_arms_do_the_work_that_they_are_compared_for(found):
     assert stages["rows (emulation)"] - stages["shared"] == {"old_logp"}
 
 
+@pytest.mark.slow
 def test_quick_sizes_are_not_judged(found):
     assert not any("minimum" in entry for part in found.values() for entry in part["ratios"].values())
 
 
+@pytest.mark.slow
 def test_the_table_shows_each_comparison(found):
     text = table(found)
     assert all(f"== {name} ==" in text for name in NAMES)

@@ -112,6 +112,7 @@ def test_instructions_are_blanked_at_the_given_rate(tmp_path):
     assert FlowPayload.of(a_step(Flow3dRecipe(run_config(tmp_path)))).keep_text.all()
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_to_follow_the_instruction(tmp_path):
     model = WorldModelConfig(**vars(tiny_config()))
     model.body = dataclasses.replace(model.body, width=32)
