@@ -152,6 +152,9 @@ class LatentConfig:
     def validate(self) -> None:
         """Check the options of the kind; raises UserError."""
         settings = _settings_of(self)
+        if self.path and (self.kind in ("pixels", "object") or getattr(settings, "mean", None)):
+            reason = "has its scale from latent.options.mean" if self.kind == "state" else "reads no folder"
+            raise UserError(f"latent.path is {self.path!r}, but latent.kind={self.kind} {reason}; leave it out")
         if not (isinstance(settings, StateSettings) and self.path):  # the dataset may not have been built yet
             check_config(settings, "latent")
 

@@ -101,6 +101,13 @@ VIDEOS = {
     for name in ("fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")
 }
 UNPLANNED = "the flow of an untrained model moves no object; tests/robotics/flow3d/plan change these options"
+KEPT = dict.fromkeys(("evaluation.videos", "evaluation.fps", "evaluation.video_size"), "what is kept")
+ROBOT = {
+    "objective.kl.clamp": "needs a large divergence",
+    "model.options.label_smoothing": "for learning from demonstrations",
+    "model.options.label_spread": "for learning from demonstrations",
+    "model.options.encoder.state_size": "that of the simulator; a negative one is not refused yet",
+}
 JPEG = "the reward of the walk reads no prompts"
 ONE_KIND = {
     "objective.scaling.kind": "there is one kind",
@@ -234,6 +241,34 @@ OWN: dict[str, dict[str, str]] = {
         **ONE_KIND,
         "awm.ema_limit": "needs more steps",
         "heldout_verifiers": "the list is of parts, not of texts",
+    },
+    "robot_clone": {
+        **dict.fromkeys(
+            (
+                *("sim.randomization.", "eval_data.<name>.first", "eval_data.<name>.randomized", "acting.temperature"),
+                *(
+                    "acting.ensemble",
+                    "model.options.steps",
+                    "model.options.noise_level",
+                    "model.options.logp_reduction",
+                ),
+            ),
+            "evaluations of cloning measure success alone, which is 0; robot_grpo has the same options",
+        ),
+        **KEPT,
+        "demonstrations.only_success": "all demonstrations of the walk succeed",
+        "model.options.encoder.state_size": "that of the simulator; a negative one is not refused yet",
+    },
+    "robot_ppo": {**ROBOT, "objective.advantage.truncation": "no episode is cut"},
+    "srpo": {
+        **ROBOT,
+        "progress.invalid": "no trajectory of the walk is invalid",
+        "latent.frames": "the walk's latent is of states",
+        "latent.options.mean": "the means that are tried are the same",
+        **dict.fromkeys(
+            ("model.options.token_mode", "model.options.encoder.condition_queries"),
+            "no success and no step in the tabletop run",
+        ),
     },
     "tspo": {"picks.general_count": "needs questions without a needle"},
     "preference": {

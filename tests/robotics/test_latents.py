@@ -313,6 +313,8 @@ def test_an_empty_batch_has_latents_of_the_right_size(video_encoder):
     ("config", "message"),
     [
         (LatentConfig("jepa"), "allowed: vjepa2, video, pixels, state, object"),
+        (LatentConfig("pixels", path="here"), "latent.path is 'here', but latent.kind=pixels reads no folder"),
+        (LatentConfig("state", path="here", options={"mean": [0.0], "std": [1.0]}), "has its scale from"),
         (LatentConfig("pixels", options={"sides": 4}), "latent.options has sides; options of pixels are: side"),
         (LatentConfig("pixels", options={"side": 0}), "at least 1"),
         (LatentConfig("pixels", frames="all"), "allowed: step, chunk"),
