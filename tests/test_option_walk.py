@@ -7,10 +7,9 @@ Three levels:
   each option for more than a check, or its other values are refused. Reads are told apart by the dataclass that defines
   an option, not by its place: two parts of one dataclass, such as `data` and `eval_data`, count as one. The default
   tests do this for one recipe of each domain (QUICK), the slow ones for the others.
-- Values (slow): in each recipe in WALKED, other values of the options that it names change metrics, evaluations,
-  samples, checkpoints or weights of such a run, stop it, or are refused. An option that several recipes of a domain
-  share belongs to the first of them. The recipes that are not in WALKED are walked by reads alone; as `ddpo` is one of
-  them, so are the options that image recipes share.
+- Values (slow): in each recipe, other values of its options change metrics, evaluations, samples, checkpoints or
+  weights of such a run, stop it, or are refused. An option that several recipes of a domain share belongs to the first
+  of them.
 
 Exceptions are listed one by one with their reasons in `tests/contracts/option_lists.py`. Not walked: policies of other
 projects (`model.kind` openvla, lerobot, lerobot_flow), latents of large models (`latent.kind` vjepa2, video),
@@ -35,13 +34,6 @@ from tests.contracts.options import effect, is_refused, leaves, outcome, reads_o
 PROJECT = Path(__file__).resolve().parent.parent
 QUICK = ("vlm", "tspo", "agent", "aepo", "flow_grpo", "flow3d", "robot_grpo")
 """A recipe of each domain, whose reads are gone through in the default tests; those of the others are slow tests."""
-ALL = ("",)
-WALKED = {
-    **dict.fromkeys(("vlm", "papo", "apo", "reg_grpo", "preference"), ALL),
-    **dict.fromkeys(("awm", "diffusion_nft", "orw_cfm_w2", "ac_flow", "flow_ppo", "robot_grpo"), ALL),
-    "aepo": ("grounding.", "answer."),
-}
-"""Recipes whose values have been gone through, with the beginnings of the keys that were; the others are to be done."""
 PASSED_ON = {
     "data.video.nframes": "given with the others to the video library, by its name",
     "data.video.total_pixels": "given with the others to the video library, by its name",
@@ -138,7 +130,7 @@ def places(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WALKED)
+@pytest.mark.parametrize("name", RECIPES)
 def test_changing_an_option_changes_the_run(name, tmp_path):
     need(name)
     elsewhere = set().union(*(places(walk_config(other, tmp_path / other)) for other in earlier(name)))
@@ -146,7 +138,7 @@ def test_changing_an_option_changes_the_run(name, tmp_path):
     results = {}
     for variant, config in runs:
         own = [leaf for leaf in leaves(config) if (leaf.owner, leaf.key.startswith("eval")) not in elsewhere]
-        own = [leaf for leaf in own if leaf.key.startswith(WALKED[name]) and not listed(name, leaf)]
+        own = [leaf for leaf in own if not listed(name, leaf)]
         own = [leaf for leaf in own if variant is None or variant.matches(leaf)]
         own = [leaf for leaf in own if results.get((leaf.key, leaf.owner)) not in ("changed", "stopped")]
         expected = outcome(config, tmp_path / "run") if own else None
