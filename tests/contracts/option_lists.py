@@ -229,6 +229,7 @@ OWN: dict[str, dict[str, str]] = {
     },
     "flow3d": {
         **dict.fromkeys(("model.body.unet.max_frames", "in_memory"), "a limit, and memory"),
+        "model.body.unet.lora_rank": "of adapters; the walk trains in full",
         "model.process.text_drop": "the instruction reaches the untrained network through weights of zero",
         "loss_mask": "every point of the walk is seen",
         "eval_ema.decay": "needs more steps",

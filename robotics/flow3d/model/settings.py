@@ -46,10 +46,6 @@ class UnetConfig:
             raise ValueError(
                 f"model.body.unet.channels has {wrong[0]}, which norm_groups={self.norm_groups} does not divide"
             )
-        if self.trainable == "full" and self.lora_rank != UnetConfig.lora_rank:
-            raise ValueError(
-                f"model.body.unet.lora_rank is {self.lora_rank}, but trainable=full has no adapters; leave it out"
-            )
         if self.trainable == "lora" and not self.pretrained:
             raise ValueError(
                 "model.body.unet.trainable is lora without unet.pretrained: adapters on random weights learn little; "
