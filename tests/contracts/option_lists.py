@@ -150,6 +150,15 @@ OWN: dict[str, dict[str, str]] = {
     "aepo": {**ONE_KIND, **GROUNDING, "model.min_pixels": "the screens of the walk have more"},
     "apo": {"apo.stcr_base": "needs right and wrong answers of different lengths"},
     "vlm": {
+        "evaluation.temperature": "no answer of the tiny model is right at any temperature",
+        "objective.advantage.truncation": "no answer is cut by a time limit",
+        **dict.fromkeys(
+            (
+                *("evaluation.self_critic.shown", "evaluation.self_critic.protocol"),
+                *("evaluation.self_critic.max_new_tokens", "evaluation.revision.max_new_tokens"),
+            ),
+            "the tiny model writes no judgement and no revision",
+        ),
         "objective.scaling.kind": "there is one kind",
         "objective.scaling.eps_to": "the variance of the tiny groups is much larger",
         "objective.advantage.singleton": "needs a group of one sample",
@@ -271,7 +280,18 @@ OWN: dict[str, dict[str, str]] = {
             "no success and no step in the tabletop run",
         ),
     },
-    "tspo": {"picks.general_count": "needs questions without a needle"},
+    "tspo": {
+        **ONE_KIND,
+        **dict.fromkeys(VIDEOS, UNTRIED),
+        **{
+            f"{data}.{name}": UNTRIED
+            for data in ("data", "eval_data.<name>")
+            for name in ("system_prompt", "max_image_pixels")
+        },
+        "trainer.old_logp": "the policy scores as it samples",
+        "answerer.reward.weight": "there is one reward",
+        "picks.general_count": "needs questions without a needle",
+    },
     "preference": {
         **VIDEOS,
         "objective.likelihood.kind": "its weight is 0 by default",
