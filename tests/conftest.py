@@ -19,7 +19,7 @@ def chat_server():
 
 @pytest.fixture(autouse=True)
 def signal_handlers():
-    """What a test leaves behind as a handler would answer the signals of later tests."""
+    """Fail a test that leaves a signal handler behind, which would receive the signals of later tests."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     yield

@@ -33,7 +33,7 @@ class VlmEvaluationConfig(EvaluationConfig):
         """Refuse extra measures of unknown splits, or without rewards to score answers; raises ValueError."""
 
     def extra_measures(self) -> ExtraMeasures:
-        """What is measured besides the answers of a held-out split; loads the models that this needs."""
+        """Further measurements on a held-out split; loads the models that they need."""
         return lambda answers: []
 
 

@@ -175,7 +175,7 @@ class WorkerHandle(Protocol):
         ...
 
     def over_limit(self) -> str:
-        """What a strict worker has too much of besides memory; empty where nothing."""
+        """Description of the limit, other than memory, that a strict worker exceeds; empty if none."""
         ...
 
     def last_output(self) -> str:

@@ -106,7 +106,7 @@ class WorkerProcess:
         return family.resident_bytes(self._process.pid)
 
     def over_limit(self) -> str:
-        """What a strict process has too much of; empty where nothing."""
+        """Description of the limit that a strict process exceeds; empty if none."""
         over = None if self._limits is None else sandbox.over_limit(self._process.pid, self._limits)
         return "" if over is None else over[1]
 

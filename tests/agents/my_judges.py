@@ -28,7 +28,7 @@ def record(prompts, completions, images, goal, completion_lengths, environment_r
 
 
 def share_of_bright_columns(prompts, completions, images, **columns):
-    """What the last image shows."""
+    """Share of bright columns in the last image."""
     return [bright_columns(own[-1]) / own[-1].width for own in images]
 
 

@@ -375,7 +375,7 @@ class Episode:
     added_reward: float = 0.0
     """Weighted sum of the run's reward functions; NaN where one failed."""
     terms: dict[str, float] = field(default_factory=dict)
-    """What each of them gave, before its weight."""
+    """Unweighted value of each reward function."""
 
     @property
     def has_result(self) -> bool:
