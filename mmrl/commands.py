@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -228,9 +229,14 @@ def doctor(args: argparse.Namespace) -> int:
 
 def demo(args: argparse.Namespace) -> int:
     """Run a demo: a tiny model from its data to a report, such as a warm start and reinforcement learning."""
+    if not Path("configs").is_dir():
+        raise UserError("configs not found; run the demo from the root of a checkout")
     module, folder = DEMOS[args.name]
-    for line in importlib.import_module(module).run(args.output or Path(folder)):
+    folder = args.output or Path(f"{folder}-seed{args.seed}" if args.seed else folder)
+    started = time.perf_counter()
+    for line in importlib.import_module(module).run(folder, args.seed):
         say(line)
+    say(f"time of this call: {(time.perf_counter() - started) / 60:.1f} minutes")
     return 0
 
 
@@ -364,7 +370,8 @@ def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     first = next(iter(DEMOS))
     parser.add_argument("name", nargs="?", choices=list(DEMOS), default=first, help=f"default: {first}")
     folders = ", ".join(folder for _, folder in DEMOS.values())
-    parser.add_argument("--output", metavar="DIR", type=Path, help=f"default: {folders}")
+    parser.add_argument("--output", metavar="DIR", type=Path, help=f"default: {folders}; with a seed -seedN")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of all stages; their data is the same")
 
 
 def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:

@@ -409,9 +409,17 @@ def test_compare_hands_over_its_options(options, expected, tmp_path, monkeypatch
 def test_demo_prints_its_lines(tmp_path, monkeypatch, capsys):
     import mmrl.vlm.toy.demo as demo
 
-    monkeypatch.setattr(demo, "run", lambda output: [f"in {output}", "report: r.html"])
-    assert main(["demo", "--output", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"in {tmp_path}\nreport: r.html\n"
+    monkeypatch.setattr(demo, "run", lambda output, seed: [f"in {output} with {seed}", "report: r.html"])
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo"]) == 2
+    assert "run the demo from the root of a checkout" in capsys.readouterr().err
+    (tmp_path / "configs").mkdir()
+    cases = {"": "runs/demo with 0", "--seed=3": "runs/demo-seed3 with 3", "--output=x": "x with 0"}
+    for option, expected in cases.items():
+        assert main(["demo", *option.split()]) == 0
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert lines == [f"in {expected}", "report: r.html"]
+        assert last.startswith("time of this call: ")
 
 
 def test_list_shows_everything_with_its_citation(capsys):

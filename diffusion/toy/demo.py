@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
-from mmrl.errors import UserError
 from mmrl.report.folder import read_run
 from mmrl.report.gallery import save_image_grid
 from mmrl.report.page import write_report
@@ -20,42 +18,38 @@ HELD_OUT = "heldout/class_prob_judge"
 GRID_FILE = "images.png"
 
 
-def run(output_dir: Path) -> list[str]:
+def run(output_dir: Path, seed: int = 0) -> list[str]:
     """Pre-train by flow matching, improve with AWM, and report both; stages that are already finished are kept.
 
     Args:
         output_dir: folder for images, models and the two runs.
+        seed: of every stage; its data is the same.
 
     Returns:
         Lines to print: optimised and held-out reward before pre-training, before AWM and after it, and where the
         image and the report lie.
 
     Raises:
-        UserError: not called from the root of a checkout.
+        UserError: a configuration is missing.
         RunError: a stage failed.
     """
-    if not CONFIGS.is_dir():
-        raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
-    started = time.perf_counter()
-    prompts = output_dir / "prompts.jsonl"
+    prompts, seeded = output_dir / "prompts.jsonl", f"seed={seed}"
     held_out = f"eval_data.{SPLIT}.path={prompts}"
     pretrain = finish_run(
         CONFIGS / "demo_pretrain.yaml",
         output_dir / "pretrain",
-        [held_out, f"model.path={output_dir}/pipeline", f"images.path={output_dir}/images.npz"],
+        [held_out, seeded, f"model.path={output_dir}/pipeline", f"images.path={output_dir}/images.npz"],
     )
     awm = finish_run(
         CONFIGS / "demo_awm.yaml",
         output_dir / "awm",
-        [held_out, f"model.path={last_model(pretrain)}", f"data.path={prompts}"],
+        [held_out, seeded, f"model.path={last_model(pretrain)}", f"data.path={prompts}"],
     )
     grid = save_image_grid([(awm.name, awm)], output_dir / GRID_FILE)
     report = write_report(awm, chain=[pretrain])
-    minutes = (time.perf_counter() - started) / 60
     return [
         *_table(pretrain, awm),
         _change_line(awm),
-        f"time of this call: {minutes:.1f} minutes",
         *([f"images before and after: {grid}"] if grid else []),
         f"report: {report}",
     ]

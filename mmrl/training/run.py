@@ -66,8 +66,7 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
 
         LOGGER.info("%s", ", ".join(f"{name} {value}" for name, value in machine(accelerator).items()))
         if accelerator.is_main_process and changed:
-            listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
-            LOGGER.warning("resuming with other settings than before: %s", listed)
+            LOGGER.warning("resuming with other settings than before: %s", _listed(changed))
         try:
             _train(recipe, config, accelerator, resume=resume, from_last_good=from_last_good)
         except OSError as error:
@@ -120,6 +119,8 @@ def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Pa
     """Train a configuration, continue it where it was interrupted, or leave it where it is done."""
     entry, options = load_run(config, [*overrides, f"output_dir={run_dir}"])
     if read_result(run_dir).get("status") == "done":
+        if changed := _changed_settings(run_dir, options):
+            LOGGER.warning("%s is finished and kept, with other settings: %s", run_dir, _listed(changed))
         return run_dir
     return train(entry, options, resume=has_begun(run_dir))
 
@@ -233,6 +234,10 @@ def _changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
         raise UserError(f"{run_dir} is a run of recipe '{old.get('recipe')}', '{new['recipe']}' cannot continue it")
     keys = [key for key in new if not key.startswith(("output_dir", "tracking."))]
     return {key: (old.get(key), new[key]) for key in keys if old.get(key) != new[key]}
+
+
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 from mmrl.config import load_run
-from mmrl.errors import UserError
 from mmrl.training.run import evaluate, finish_run, read_result
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
 
@@ -16,23 +14,19 @@ CONFIGS = Path("configs/robotics")
 FAMILIES = {"place": "place on a pad", "pour": "pour", "insert": "insert", "drawer": "open a drawer"}
 
 
-def run(output_dir: Path) -> list[str]:
+def run(output_dir: Path, seed: int = 0) -> list[str]:
     """Render clips, train a world model, and act with an arm that no clip shows; finished parts are kept."""
-    if not CONFIGS.is_dir():
-        raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
-    started = time.perf_counter()
+    seeded = f"seed={seed}"
     clips = [f"{key}.path={output_dir}/clips" for key in ("data", "eval_data.held_out")]
-    model = finish_run(CONFIGS / "flow3d_traj_dit.yaml", output_dir / "world_model", clips)
+    model = finish_run(CONFIGS / "flow3d_traj_dit.yaml", output_dir / "world_model", [*clips, seeded])
     folder = output_dir / "closed_loop"
-    entry, config = load_run(CONFIGS / "demo_flow_eval.yaml", [f"model.path={model}", f"output_dir={folder}"])
+    entry, config = load_run(CONFIGS / "demo_flow_eval.yaml", [seeded, f"model.path={model}", f"output_dir={folder}"])
     found = _finished(folder) or evaluate(entry, config)
     (split, episodes), *_ = config.eval_data.items()
-    minutes = (time.perf_counter() - started) / 60
     videos = sorted((folder / "videos").glob("*.mp4"))
     return [
         *_flow_lines(read_result(model)["last_evaluation"]["held_out"]),
         *_success_lines(found, split, episodes),
-        f"time of this call: {minutes:.1f} minutes",
         f"videos: {folder / 'videos'} ({len(videos)} files)",
         f"reports: {model / 'report.html'} and {folder / 'report.html'}",
     ]

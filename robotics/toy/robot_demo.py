@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
-from mmrl.errors import UserError
 from mmrl.report.page import write_report
 from mmrl.training.run import finish_run, last_model, read_result
 
@@ -15,33 +13,29 @@ SPLIT = "held_out"
 TASKS = ("reach", "push")
 
 
-def run(output_dir: Path) -> list[str]:
+def run(output_dir: Path, seed: int = 0) -> list[str]:
     """Clone demonstrations, improve with PPO, and report both; stages that are already finished are kept.
 
     Args:
         output_dir: folder for demonstrations and the two runs.
+        seed: of every stage; its data is the same.
 
     Returns:
         Lines to print: held-out success before and after, and where report and videos lie.
 
     Raises:
-        UserError: not called from the root of a checkout, or no renderer.
+        UserError: no renderer, or a configuration is missing.
         RunError: a stage failed.
     """
-    if not CONFIGS.is_dir():
-        raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
-    started = time.perf_counter()
-    all_cores = "trainer.threads=0"  # the demo has the machine for itself
+    common = [f"seed={seed}", "trainer.threads=0"]  # all cores: the demo has the machine for itself
     demonstrations = f"demonstrations.path={output_dir}/demonstrations"
-    clone = finish_run(CONFIGS / "demo_robot_clone.yaml", output_dir / "clone", [demonstrations, all_cores])
+    clone = finish_run(CONFIGS / "demo_robot_clone.yaml", output_dir / "clone", [demonstrations, *common])
     start = f"model.path={last_model(clone)}"
-    ppo = finish_run(CONFIGS / "demo_robot_ppo.yaml", output_dir / "ppo", [start, all_cores])
+    ppo = finish_run(CONFIGS / "demo_robot_ppo.yaml", output_dir / "ppo", [start, *common])
     report = write_report(ppo, chain=[clone])
     videos = sorted((ppo / "videos").glob("*.mp4"))
-    minutes = (time.perf_counter() - started) / 60
     return [
         *_table(ppo),
-        f"time of this call: {minutes:.1f} minutes",
         f"videos: {ppo / 'videos'} ({len(videos)} files)",
         f"report: {report}",
     ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
-from mmrl.errors import UserError
 from mmrl.report.page import write_report
 from mmrl.report.tables import part_lines
 from mmrl.training.run import finish_run, last_model
@@ -13,36 +11,32 @@ from mmrl.training.run import finish_run, last_model
 CONFIGS = Path("configs/gui")
 
 
-def run(output_dir: Path) -> list[str]:
+def run(output_dir: Path, seed: int = 0) -> list[str]:
     """Draw screens, warm up, improve with AEPO, train an agent in the browser, and report; finished stages are kept.
 
     Returns lines to print: held-out accuracy by kind of instruction after the supervised start and after AEPO, the
     agent's success, and the paths of reports and videos.
     """
-    if not CONFIGS.is_dir():
-        raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
-    started = time.perf_counter()
-    data = output_dir / "data"
+    data, seeded = output_dir / "data", f"seed={seed}"
     held_out = f"eval_data.heldout.path={data}/heldout.jsonl"
     sft = finish_run(
         CONFIGS / "launcher_sft.yaml",
         output_dir / "sft",
-        [held_out, f"data.path={data}/sft.jsonl", f"model.path={output_dir}/tiny-qwen3_vl"],
+        [held_out, seeded, f"data.path={data}/sft.jsonl", f"model.path={output_dir}/tiny-qwen3_vl"],
     )
     aepo = finish_run(
         CONFIGS / "launcher_aepo.yaml",
         output_dir / "aepo",
-        [held_out, f"data.path={data}/train.jsonl", f"model.path={last_model(sft)}"],
+        [held_out, seeded, f"data.path={data}/train.jsonl", f"model.path={last_model(sft)}"],
     )
-    agent = finish_run(CONFIGS / "launcher_clone.yaml", output_dir / "agent", [f"model.path={last_model(aepo)}"])
+    start = f"model.path={last_model(aepo)}"
+    agent = finish_run(CONFIGS / "launcher_clone.yaml", output_dir / "agent", [start, seeded])
     report = write_report(aepo, chain=[sft])
-    minutes = (time.perf_counter() - started) / 60
     return [
         "accuracy on held-out screens in per cent, by kind of instruction",
         *part_lines([sft, aepo]),
         "an agent on live screens, success on held-out tasks",
         *part_lines([agent]),
-        f"time of this call: {minutes:.1f} minutes",
         f"videos: {agent / 'videos'} ({len(list((agent / 'videos').glob('*.mp4')))} files)",
         f"report: {report}",
         f"report of the agent: {write_report(agent)}",

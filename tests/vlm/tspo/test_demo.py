@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.errors import UserError
 from mmrl.runs.records import read_samples
 from mmrl.training import run as stages
 from mmrl.vlm.toy import video_demo as demo
@@ -55,16 +54,10 @@ def test_the_demo_compares_selections_and_shows_the_picks(tmp_path, small, monke
         assert all(record.outputs for record in read_samples(tmp_path / "demo/agent", step, "eval"))
     monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
     again = demo.run(tmp_path / "demo")
-    assert [line for line in again if "time of" not in line] == [line for line in lines if "time of" not in line]
+    assert again == lines
 
 
 def test_who_never_looks_gives_the_usual_answer():
     train = [{"query": "which?", "answer": answer} for answer in "3377737"]
     held_out = [{"query": "which?", "answer": answer} for answer in "7371"]
     assert demo._blind(train, held_out).startswith(" 50.0 %")
-
-
-def test_demo_needs_the_root_of_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="run the demo from the root of a checkout"):
-        demo.run(tmp_path / "demo")
