@@ -231,8 +231,8 @@ def demo(args: argparse.Namespace) -> int:
     """Run a demo: a tiny model from its data to a report, such as a warm start and reinforcement learning."""
     if not Path("configs").is_dir():
         raise UserError("configs not found; run the demo from the root of a checkout")
-    module, folder = DEMOS[args.name]
-    folder = args.output or Path(f"{folder}-seed{args.seed}" if args.seed else folder)
+    module, default = DEMOS[args.name]
+    folder = args.output or Path(f"{default}-seed{args.seed}" if args.seed else default)
     started = time.perf_counter()
     for line in importlib.import_module(module).run(folder, args.seed):
         say(line)
