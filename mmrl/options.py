@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import math
@@ -216,6 +217,7 @@ def _sentences(schema: type[Any]) -> dict[str, str]:
     return found
 
 
+@functools.cache
 def _sentences_in(schema: type[Any]) -> dict[str, str]:
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
