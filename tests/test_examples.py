@@ -65,6 +65,7 @@ def test_own_loop_needs_nothing_of_the_suite_but_the_core():
     ]
 
 
+@pytest.mark.slow
 def test_own_robot_env(tmp_path):
     pytest.importorskip("gymnasium")
     before, after = map(float, re.findall(r"training: success (\S+)", run("own_robot_env.py", tmp_path)))

@@ -42,6 +42,7 @@ def train(
     return rows, torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
 
 
+@pytest.mark.slow
 def test_two_processes_run_the_episodes_of_one_and_make_its_update(tmp_path):
     rows, weights = train(tmp_path / "one", 1)
     shared_rows, shared = train(tmp_path / "two", 2)

@@ -57,6 +57,7 @@ def test_the_demo_with_a_gaussian_head_takes_two_steps(tmp_path, backend, monkey
     assert [row["step"] for row in rows] == [1, 2]
 
 
+@pytest.mark.slow
 def test_clone_and_srpo_take_two_steps(tmp_path, backend):
     demonstrations = f"demonstrations.path={tmp_path / 'demonstrations'}"
     small = ["demonstrations.build_options.tasks=[reach]", "demonstrations.build_options.episodes=2"]
