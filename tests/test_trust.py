@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from diffusion.models.pipelines import load_pipeline
 from mmrl.errors import UserError
 from mmrl.hub.tables import read_rows
+from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.model.config import ModelConfig
 from mmrl.vlm.model.network import load_network
 from mmrl.vlm.model.processor import load_processor
@@ -77,6 +79,16 @@ AUTO = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForImageTextToText", 
 AUTO |= {"AutoTokenizer": ["evilmod.Evil", "evilmod.Evil"], "AutoImageProcessor": "evilmod.Evil"}
 
 
+class Touch:
+    """A pickle of it makes a file when it is read."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.marker),)
+
+
 def pipeline_folder(folder, part, module):
     parts = {name: ["diffusers", "SD3Transformer2DModel"] for name in ("transformer", "vae")}
     parts["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
@@ -110,6 +122,19 @@ def data_folder(folder):
     return lambda: [*read_rows(str(folder), "train", None, 1.0)]
 
 
+def adapter_folder(folder, weights="adapter_model.safetensors", **entries):
+    settings = {"base_model_name_or_path": "own/er", "peft_type": "LORA", "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings | entries))
+    (folder / weights).write_bytes(pickle.dumps(Touch(str(folder.parent / "it-ran"))))
+    return lambda: load_policy(ModelConfig(path=str(folder)))
+
+
+def model_with_adapter(folder):
+    adapter_folder(folder, megatron_core="evilmod", megatron_config={"a": 1})
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"}))
+    return lambda: load_policy(ModelConfig(path=str(folder)))
+
+
 def policy_folder(folder):
     (folder / "policy.json").write_text(json.dumps({"kind": "evilmod:Evil"}))
     return lambda: open_policy(folder)
@@ -122,6 +147,15 @@ HOSTILE = {
     "pipeline, standard library": lambda folder: pipeline_folder(folder, ["os", "system"], "os"),
     "transformers": model_folder,
     "processor": processor_folder,
+    "adapter, auto_mapping": lambda folder: adapter_folder(
+        folder, auto_mapping={"base_model_class": "Evil", "parent_library": "evilmod"}
+    ),
+    "adapter, megatron_core": lambda folder: adapter_folder(
+        folder, megatron_core="evilmod", megatron_config={"hidden_size": 8}
+    ),
+    "adapter, peft_type": lambda folder: adapter_folder(folder, peft_type="XLORA", adapters={"0": "evilmod"}),
+    "adapter, adapter_model.bin": lambda folder: adapter_folder(folder, "adapter_model.bin"),
+    "model, adapter_config.json": model_with_adapter,
     "data set": data_folder,
     "policy": policy_folder,
 }
@@ -141,4 +175,6 @@ def test_code_in_a_folder_does_not_run(kind, tmp_path, monkeypatch):
         with pytest.raises(UserError) as refused:
             load()
         assert "never run" in str(refused.value) or not kind.startswith("pipeline")
+        if kind.startswith(("adapter", "model, ")):
+            assert kind.partition(", ")[2] in str(refused.value)
     assert not marker.exists()

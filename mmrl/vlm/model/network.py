@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from mmrl.vlm.model.config import CriticSettings, FrozenModelConfig, LoraSetting
 
 BASE_FILE = "base.json"
 """File beside an adapter with the relative path of its base model."""
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2.5-VL (arXiv 2502.13923)",
     "qwen3_vl": "Qwen3-VL (arXiv 2511.21631)",
@@ -36,9 +39,11 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
     folder = expanded(path).absolute()  # adapters record it as the place of their base model
     if (folder / "config.json").is_file():
         return str(folder), None
-    adapter_file = folder / "adapter_config.json"
+    adapter_file = folder / ADAPTER_CONFIG
     if adapter_file.is_file():
-        base = read_json_object(adapter_file).get("base_model_name_or_path")
+        settings = read_json_object(adapter_file)
+        _check_no_code(settings, adapter_file)
+        base = settings.get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise UserError(f"{adapter_file} names no base model")
         moved = not Path(base).is_dir() and (folder / BASE_FILE).is_file()
@@ -48,6 +53,25 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
     if not may_be_hub_id(path):
         raise UserError(f"there is no model folder {path}; give a folder with config.json or a hub id (owner/name)")
     return path, None
+
+
+def _check_no_code(settings: Mapping[str, Any], file: Path) -> None:
+    """Refuse an adapter that names modules or holds pickles; raises UserError.
+
+    What peft does with such entries differs from release to release: some import them, some read further folders.
+    """
+    if settings.get("peft_type") != "LORA":
+        raise UserError(f"{file} has the peft_type {settings.get('peft_type')!r}; only LORA is read")
+    mapping = settings.get("auto_mapping") or {}
+    library = mapping.get("parent_library", "") if isinstance(mapping, dict) else mapping
+    megatron = settings.get("megatron_core") if settings.get("megatron_config") else ""
+    for key, module in {"auto_mapping": library, "megatron_core": megatron}.items():
+        if module and not str(module).startswith("transformers.models."):
+            raise UserError(f"{file} names the module {module!r} in {key}; code of an adapter is never run")
+    if not file.with_name(ADAPTER_FILE).is_file():
+        raise UserError(
+            f"{file.parent} has no {ADAPTER_FILE}; a pickled adapter_model.bin could run code and is never read"
+        )
 
 
 def _listing(folder: Path) -> str:
@@ -60,6 +84,8 @@ def load_network(config: ModelConfig, base: str) -> Any:
     import torch
     from transformers import AutoModelForImageTextToText
 
+    if (Path(base) / ADAPTER_CONFIG).is_file():  # which transformers would read, and its pickles, without a word
+        raise UserError(f"{base} holds a model, and an adapter ({ADAPTER_CONFIG}) too; keep them apart")
     model_type = _model_type(base)
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -219,7 +245,6 @@ def make_value_head(width: int, settings: CriticSettings) -> nn.Module:
 
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def save_model(model: Any, path: Path) -> None:
