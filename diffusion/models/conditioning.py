@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import tempfile
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from diffusion.models.pipelines import family_of, quiet_diffusers
+from diffusion.models.pipelines import TextPart, family_of, quiet_diffusers
 from mmrl.errors import UserError
 from mmrl.files import expanded
 
@@ -64,7 +65,7 @@ class TextEncoders:
                 raise UserError(f"{type(pipeline).__name__} has no {part.encoder}; it cannot embed prompts")
         self._parts = [part for part in self._family.text if getattr(pipeline, part.encoder) is not None]
         for part in self._parts:
-            if not part.is_t5:  # CLIP pools at the first end token; T5's vocabulary has its own as an ordinary piece
+            if not part.is_t5:  # CLIP pools at the first end token
                 getattr(pipeline, part.tokenizer).split_special_tokens = True
 
     def modules(self) -> dict[str, Any]:
@@ -85,8 +86,9 @@ class TextEncoders:
 
     def encode(self, prompt: str) -> Embedding:
         """Embed one prompt with the pipeline's own `encode_prompt`, without gradient."""
+        t5 = next((self._text_of(part, prompt) for part in self._parts if part.is_t5), prompt)
         with torch.no_grad(), quiet_diffusers():  # which would warn of every prompt that CLIP cuts
-            tokens, pooled = self._family.encode(self.pipeline, prompt, self.max_sequence_length)
+            tokens, pooled = self._family.encode(self.pipeline, prompt, t5, self.max_sequence_length)
         return Embedding(tokens[0], pooled[0])
 
     def cuts(self, prompt: str) -> list[Cut]:
@@ -95,7 +97,7 @@ class TextEncoders:
         for part in self._parts:
             limit = self.max_sequence_length if part.is_t5 else self.pipeline.tokenizer_max_length
             tokenizer = getattr(self.pipeline, part.tokenizer)
-            ids = tokenizer(prompt, truncation=False, verbose=False).input_ids
+            ids = tokenizer(self._text_of(part, prompt), truncation=False, verbose=False).input_ids
             if len(ids) > limit:
                 # the end token is kept, so one more token of text is lost
                 found.append(Cut(part.tokenizer, len(ids), limit, tokenizer.decode(ids[limit - 1 : -1])))
@@ -106,6 +108,16 @@ class TextEncoders:
         found = self.cuts(prompt)
         whole = {part.tokenizer for part in self._parts if part.is_t5} - {cut.tokenizer for cut in found}
         return [] if whole else found
+
+    def _text_of(self, part: TextPart, prompt: str) -> str:
+        """What a tokenizer is given: control tokens of T5, which its vocabulary has as pieces, with a space in them."""
+        if not part.is_t5:
+            return prompt
+        tokenizer = getattr(self.pipeline, part.tokenizer)
+        normalizer = tokenizer.backend_tokenizer.normalizer
+        text = prompt if normalizer is None else normalizer.normalize_str(prompt)
+        control = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+        return control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if control.search(text) else prompt
 
     def free(self) -> int:
         """Take the encoders out of the pipeline; returns their bytes, free unless something else holds them."""

@@ -77,8 +77,9 @@ class Family:
     text: tuple[TextPart, ...]
     text_length: int
     """Default length of the T5 encoder in tokens."""
-    encode: Callable[[Any, str, int], tuple[Tensor, Tensor]]
-    """(pipeline, prompt, length) -> tokens (1, L, D) and pooled (1, P), by the pipeline's own `encode_prompt`."""
+    encode: Callable[[Any, str, str, int], tuple[Tensor, Tensor]]
+    """(pipeline, prompt, prompt for T5, length) -> tokens (1, L, D) and pooled (1, P), by the pipeline's own
+    `encode_prompt`."""
     even_steps: bool = False
     """Whether the pipeline gives its scheduler S equal steps from 1 to 1 / S; others let it space the times itself."""
 
@@ -444,15 +445,15 @@ def _flux_sides(pipeline: Any) -> LatentSides:
     return LatentSides(FLUX_PATCH, pipeline.vae.config.sample_size // pipeline.vae_scale_factor, None)
 
 
-def _encode_sd3(pipeline: Any, prompt: str, length: int) -> tuple[Tensor, Tensor]:
+def _encode_sd3(pipeline: Any, prompt: str, t5: str, length: int) -> tuple[Tensor, Tensor]:
     tokens, _, pooled, _ = pipeline.encode_prompt(
-        prompt, None, None, do_classifier_free_guidance=False, max_sequence_length=length
+        prompt, None, t5, do_classifier_free_guidance=False, max_sequence_length=length
     )
     return tokens, pooled
 
 
-def _encode_flux(pipeline: Any, prompt: str, length: int) -> tuple[Tensor, Tensor]:
-    tokens, pooled, _ = pipeline.encode_prompt(prompt, max_sequence_length=length)
+def _encode_flux(pipeline: Any, prompt: str, t5: str, length: int) -> tuple[Tensor, Tensor]:
+    tokens, pooled, _ = pipeline.encode_prompt(prompt, t5, max_sequence_length=length)
     return tokens, pooled
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from diffusion.models.conditioning import PromptEmbeddings, TextEncoders
+from diffusion.models.pipelines import family_of
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, SIZES, T5_TOKENS, RowCounter, load_sd3
 
@@ -53,6 +54,22 @@ def test_a_prompt_that_spells_a_control_token_is_read_to_its_end(pipeline):
         if tokenizer is not None and "T5" not in type(tokenizer).__name__:
             ids = tokenizer(f"{ONE} {tokenizer.eos_token}").input_ids
             assert (ids.count(tokenizer.eos_token_id), ids[-1]) == (1, tokenizer.eos_token_id)
+
+
+def test_a_prompt_that_spells_control_tokens_of_t5_means_their_characters(pipeline):
+    """T5's vocabulary has them as ordinary pieces."""
+    encoders = TextEncoders(pipeline)
+    part = next(part for part in family_of(pipeline).text if part.is_t5)
+    tokenizer, given = getattr(pipeline, part.tokenizer), []
+    encoder = getattr(pipeline, part.encoder)
+    with encoder.register_forward_pre_hook(lambda _, args: given.append(args[0])):
+        for control in tokenizer.all_special_tokens:
+            encoders.encode(f"a{control} ruby {control}disc")
+            (ids,) = given.pop().tolist()
+            text = ids[: ids.index(tokenizer.eos_token_id)]
+            assert not set(text) & {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+            spelled = "".join(tokenizer.convert_ids_to_tokens(text)).replace("▁", "")
+            assert spelled == f"a{control}ruby{control}disc"
 
 
 def test_an_embedding_does_not_depend_on_the_other_prompts(pipeline):
@@ -220,7 +237,7 @@ def test_unknown_pipelines_and_missing_encoders_are_named(folder):
 def test_a_prompt_that_t5_reads_whole_is_cut_for_clip_alone_with_one_warning(pipeline, caplog):
     cache = PromptEmbeddings(pipeline, max_sequence_length=30)
     with torch.no_grad():
-        expected = cache.encoders._family.encode(pipeline, LONG, 30)
+        expected = cache.encoders._family.encode(pipeline, LONG, LONG, 30)
     rows = cache.rows([LONG])
     cache.rows([LONG + " circle"])
     assert torch.equal(rows.tokens, expected[0])
