@@ -19,10 +19,11 @@ from mmrl.workers.wire import error_text
 MAX_MESSAGE_CHARS = 400
 MAX_TRACE_CHARS = 4000
 ROWS = ("prompts", "completions")
-EASYR1 = {"reward_inputs": True, "reward_input": False}
-"""First arguments of EasyR1's functions, and whether they take all rows.
+EASYR1 = {"reward_inputs": True, "reward_input": False, "batch": True, "sequential": False}
+"""First arguments of EasyR1's functions and values of their module's `REWARD_TYPE`, and whether they take all rows.
 
 Source: hiyouga/EasyR1 verl/workers/reward/function.py."""
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 OURS = (__file__, asyncio.__path__[0], inspect.getfile(ThreadPoolExecutor))
 """Files whose frames are left out of a traceback."""
 
@@ -77,18 +78,17 @@ class Signature:
 
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Read which named arguments a reward function takes, apart from prompts and completions."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
+    parameters = _parameters(function)
+    if parameters is None:
         return Signature((), (), takes_all=True)
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    names = [p.name for p in named]
-    if EASYR1.keys() & set(names):
-        own = [p for p in named if p.name not in EASYR1]
+    if _takes_all_rows(function) is not None:
+        own = [p for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        optional = ("completion_lengths", *(p.name for p in own if p.kind != p.POSITIONAL_ONLY))
         unfilled = tuple(p.name for p in own if p.default is p.empty)
-        optional = ("completion_lengths", *(p.name for p in own))
         return Signature(("answer",), optional, takes_all, unfilled=unfilled)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in named]
     named = [p for p in named if p.name not in ROWS]
     return Signature(
         required=tuple(p.name for p in named if p.default is p.empty),
@@ -96,6 +96,23 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         takes_all=takes_all,
         refused=() if takes_all else tuple(name for name in ROWS if name not in names),
     )
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The arguments of a function; None where they cannot be read."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def _takes_all_rows(function: Callable[..., Any]) -> bool | None:
+    """Whether a function of EasyR1, which is called by position, takes all rows; None where it is none."""
+    parameters = _parameters(function)
+    if not parameters or parameters[0].kind not in POSITIONAL or {p.name for p in parameters} & set(ROWS):
+        return None
+    declared = getattr(function, "__globals__", {}).get("REWARD_TYPE")
+    return EASYR1.get(declared if isinstance(declared, str) else parameters[0].name)
 
 
 def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any]) -> list[Outcome] | Failure:
@@ -115,23 +132,16 @@ def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any])
 
 
 def _values(function: Callable[..., Any], batch: Batch, shared: Mapping[str, Any]) -> Any:
-    kinds = [name for name in _names(function) if name in EASYR1]
-    if not kinds:
+    takes_all_rows = _takes_all_rows(function)
+    if takes_all_rows is None:
         return function(prompts=batch.prompts, completions=batch.completions, **batch.columns, **shared)
     lengths = batch.columns.get("completion_lengths", [None] * len(batch))
     inputs = [
         {"response": completion_text(completion), "response_length": length, "ground_truth": answer}
         for completion, length, answer in zip(batch.completions, lengths, batch.columns["answer"], strict=True)
     ]
-    scores = function(inputs, **shared) if EASYR1[kinds[0]] else [function(each, **shared) for each in inputs]
+    scores = function(inputs, **shared) if takes_all_rows else [function(each, **shared) for each in inputs]
     return [score["overall"] if isinstance(score, Mapping) else score for score in scores]
-
-
-def _names(function: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def _finished(values: Awaitable[Any]) -> Any:

@@ -136,7 +136,7 @@ def _reported(fields: Mapping[str, Any]) -> Failure:
 
 
 def _signature(fields: Mapping[str, Any]) -> Signature:
-    names = {name: tuple(map(str, fields[name])) for name in ("required", "optional", "refused")}
+    names = {name: tuple(map(str, fields[name])) for name in ("required", "optional", "refused", "unfilled")}
     return Signature(takes_all=bool(fields["takes_all"]), **names)
 
 

@@ -213,7 +213,8 @@ def _check_options(config: RewardConfig, signature: Signature) -> None:
     if signature.refused:
         raise UserError(
             f"reward {config.name!r} takes no {' and no '.join(signature.refused)}; it is called with prompts, "
-            "completions and the data columns by name, write it as f(prompts, completions, **columns)"
+            "completions and the data columns by name, write it as f(prompts, completions, **columns), or as EasyR1's, "
+            "by position, with reward_inputs (all rows) or reward_input (one) first or with REWARD_TYPE in its module"
         )
     unfilled = [name for name in signature.unfilled if name not in (*config.options, STATE)]
     if unfilled:

@@ -256,6 +256,44 @@ def test_arguments_of_easyr1_functions_are_filled_by_options():
     assert result.terms == {"mine": [6.5]}
 
 
+def compute_positionally(reward_inputs, /, weight=1.0):
+    return [{"overall": weight * len(each["response"])} for each in reward_inputs]
+
+
+def compute_with_hidden(reward_inputs, weight, /):
+    return [{"overall": weight} for _ in reward_inputs]
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_functions_of_easyr1_are_called_by_position(isolate, tmp_path):
+    """Whatever their first argument is called, where the module says which kind they are."""
+    body = "def score(data, /, weight=1.0):\n    return {}\n"
+    one, each = (
+        '{"overall": weight * len(data["response"])}',
+        '[{"overall": weight * len(x["response"])} for x in data]',
+    )
+    for kind, value in {"sequential": one, "batch": each}.items():
+        (tmp_path / f"{kind}.py").write_text(f"REWARD_TYPE = {kind!r}\n{body.format(value)}")
+    places = [f"{__file__}:compute_positionally", *(f"{tmp_path}/{kind}.py:score" for kind in ("sequential", "batch"))]
+    configs = [RewardConfig(str(number), place, isolate=isolate) for number, place in enumerate(places)]
+    for config in configs:
+        config.options = {"weight": 2.0}
+    rewards = RewardSum(configs, workers=1)
+    try:
+        result = rewards.score(["q"] * 2, ["abc", "d"], {"answer": ["a", "b"]})
+        assert list(result.terms.values()) == [[6.0, 2.0]] * 3
+    finally:
+        rewards.close()
+    (tmp_path / "other.py").write_text(body.format("[]"))
+    for place, said in {
+        f"{__file__}:compute_with_hidden": "has no default for weight",
+        f"{__file__}:compute_weighted": "has no default for weight",
+        f"{tmp_path}/other.py:score": "takes no prompts and no completions.*reward_inputs",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            RewardSum([RewardConfig("mine", place, isolate=isolate)], workers=1)
+
+
 def test_a_score_without_its_sum_is_an_error_of_the_row():
     rewards = RewardSum(
         [RewardConfig("bad")], {"bad": lambda reward_inputs: [{"accuracy": 1.0} for _ in reward_inputs]}
