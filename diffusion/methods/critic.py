@@ -181,11 +181,13 @@ class CriticTrainer:
         generator: torch.Generator,
         accelerator: Any,
         sizes: Sequence[int] | None = None,
+        places: Sequence[int] | None = None,
     ) -> float:
         """Regress on returns (M,) from latents (M, C, H, W), times (M,) and pooled text (M, P); returns the mean loss.
 
         The updates are those of one process with the states of all: `sizes` are the states of each of this process's
-        tasks, one each by default. Without a state on any process there is no update, and the loss is NaN.
+        tasks, one each by default, and `places` where these tasks stand, as in `deal`. Without a state on any process
+        there is no update, and the loss is NaN.
         """
         losses = []
         own = [1] * len(returns) if sizes is None else sizes
@@ -193,7 +195,7 @@ class CriticTrainer:
         if not total:
             return float("nan")
         for _ in range(self.config.updates_per_step):
-            parts = deal(own, -(-total // self.config.batch_rows), generator, accelerator)
+            parts = deal(own, -(-total // self.config.batch_rows), generator, accelerator, places)
             counts = [len(part) for part in torch.arange(total).tensor_split(len(parts))]
             for rows, count in zip(parts, counts, strict=True):
                 losses.append(
@@ -288,7 +290,7 @@ class StateCritic(CriticTrainer):
             group = rollouts.group[decisions.row[usable]]
             sizes = torch.bincount(group, minlength=rollouts.num_groups).tolist()
             known = returns[decisions.row][usable]
-            loss = self.train((latents, sigma, pooled), known, generator, accelerator, sizes)
+            loss = self.train((latents, sigma, pooled), known, generator, accelerator, sizes, rollouts.places)
         return {"critic/loss": loss, "critic/updates": float(self.updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

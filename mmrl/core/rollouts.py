@@ -86,6 +86,8 @@ def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer
         )
 
 
+PLACE = "place"
+"""Key of `Rollouts.extras` (B,) int64: the place of the row's task among all that a step has drawn, in any process."""
 _DECISION_FIELDS = ("mask", "logp_old", "advantage", "logp_ref", "values", "returns", "entropy", "turn")
 
 
@@ -146,6 +148,15 @@ class Rollouts:
     def num_groups(self) -> int:
         """Number of groups N."""
         return int(self.group.max()) + 1 if self.num_rows else 0
+
+    @property
+    def places(self) -> list[int] | None:
+        """Place of each group's task among all that a step has drawn; None where nobody noted them."""
+        if PLACE not in self.extras:
+            return None
+        found = torch.empty(self.num_groups, dtype=torch.int64, device=self.group.device)
+        found[self.group] = self.extras[PLACE]
+        return found.tolist()
 
     @property
     def num_decisions(self) -> int:

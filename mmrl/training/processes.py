@@ -187,27 +187,34 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def deal(sizes: Sequence[int], parts: int, generator: torch.Generator, accelerator: Accelerator) -> list[Tensor]:
+def deal(
+    sizes: Sequence[int],
+    parts: int,
+    generator: torch.Generator,
+    accelerator: Accelerator,
+    places: Sequence[int] | None = None,
+) -> list[Tensor]:
     """Cut the items of all processes into parts, in the random order in which one process would.
 
     Args:
-        sizes: Items of each of this process's tasks, which are every world-size-th one of a step, as in `shard`.
+        sizes: Items of each of this process's tasks.
         parts: Wanted number of parts; fewer come back where there are fewer items.
         generator: CPU generator, the same on every process.
         accelerator: The processes.
+        places: Rising places of these tasks among those of all processes; by default every world-size-th one, as in
+            `shard`.
 
     Returns:
         Indices of this process's items in each part; an empty tensor where it has none.
     """
-    rank = accelerator.process_index
-    everywhere = merge_lists([list(sizes)], accelerator)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    own = range(rank, rank + world * len(sizes), world) if places is None else places
+    everywhere = merge_lists([(place, rank, size) for place, size in zip(own, sizes, strict=True)], accelerator)
     numbers: list[int] = []
     total = 0
-    for task in range(max(map(len, everywhere), default=0)):
-        for process, own in enumerate(everywhere):
-            size = own[task] if task < len(own) else 0
-            numbers += range(total, total + size) if process == rank else ()
-            total += size
+    for _, process, size in sorted(everywhere):
+        numbers += range(total, total + size) if process == rank else ()
+        total += size
     index = torch.full((total,), -1)
     index[torch.tensor(numbers, dtype=torch.int64)] = torch.arange(len(numbers))
     shuffled = index[torch.randperm(total, generator=generator)]

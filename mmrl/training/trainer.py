@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from mmrl.core.blocks.filter import DynamicSamplingBuffer, GroupFilter, KeepAll
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.rollouts import PLACE, Rollouts
 from mmrl.errors import RunError, RunStopped, UserError
 from mmrl.runs.run_log import RunLog, batch_metrics, restart_peak_memory, stopwatch
 from mmrl.runs.tracking import Tracker
@@ -221,15 +221,16 @@ class Trainer:
 
     def collect(self) -> tuple[Rollouts, dict[str, float]]:
         """Sample and score the groups of a step; groups without a signal are dropped or resampled by the filter."""
-        wanted = self.config.trainer.tasks_per_step // self.accelerator.num_processes
+        wanted = self.config.trainer.tasks_per_step
         buffer = DynamicSamplingBuffer(wanted, max_tries=self.group_filter.tries)
         sampled: list[Rollouts] = []
         done = False
         while not done:
-            batch = self._sample(attempt=len(sampled))
+            batch = self._placed(self._sample(attempt=len(sampled)), attempt=len(sampled))
             sampled.append(batch.replace(payload=None).to("cpu"))
             buffer.add(batch, self.group_filter.kept(batch))
-            done = all_ranks(buffer.full or buffer.exhausted, self.accelerator)
+            kept = sum(merge_lists([buffer.counts.kept], self.accelerator))
+            done = kept >= wanted or buffer.exhausted
         everywhere = merge_lists(sampled, self.accelerator)
         self.log.count(everywhere, sum(merge_lists([self.recipe.extra_samples], self.accelerator)))
         self.recipe.extra_samples = 0
@@ -237,7 +238,19 @@ class Trainer:
             self.log.warnings.watch(everywhere)
         metrics = batch_metrics(everywhere, not self.recipe.supervised) | {"data/epoch": self.tasks.epoch}
         # with nothing kept, the last batch keeps the log going and the processes together
-        return buffer.take() if buffer.counts.kept else batch, metrics
+        taken = buffer.take() if buffer.counts.kept else None
+        own = [] if taken is None else taken.places or []
+        last = max(sorted(merge_lists(own, self.accelerator))[:wanted], default=0)
+        if taken is not None and own[-1] > last:  # these are more than the step takes
+            mine = torch.tensor([place <= last for place in own])
+            return (taken.select_groups(mine) if bool(mine.any()) else unscored(batch)), metrics
+        return batch if taken is None else taken, metrics
+
+    def _placed(self, batch: Rollouts, attempt: int) -> Rollouts:
+        """Rollouts that hold the place of each group's task among all that the step has drawn."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        place = attempt * self.config.trainer.tasks_per_step + rank + world * batch.group
+        return batch.replace(extras=batch.extras | {PLACE: place})
 
     def evaluate(self, tag: str) -> None:
         """Measure every held-out split."""

@@ -283,7 +283,9 @@ class Updater:
         generator = make_generator(self.recipe.config.seed, "minibatch", step.number, epoch)
         teaches = bool(rollouts.scored.any())  # what a filter left nothing of is only logged
         nowhere = all_ranks(not teaches, self.accelerator)
-        parts = deal([1] * (rollouts.num_groups if teaches or nowhere else 0), number, generator, self.accelerator)
+        groups = rollouts.num_groups if teaches or nowhere else 0
+        places = None if rollouts.places is None else rollouts.places[:groups]
+        parts = deal([1] * groups, number, generator, self.accelerator, places)
         return [rollouts.select_groups(part) if len(part) else None for part in parts]
 
     def _optimiser_step(self, minibatch: Rollouts | None, step: Step) -> dict[str, Metric] | None:

@@ -11,21 +11,25 @@ import torch
 ROOT = Path(__file__).parents[3]
 
 
-def run(output: Path, minibatches: int, micro_batch: int, processes: int) -> dict:
+def run(output: Path, chooses: str, minibatches: int, micro_batch: int, processes: int) -> dict:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    script = ["-m", "tests.training.loop.two_ranks_loop", str(minibatches), str(micro_batch), str(output)]
+    script = ["-m", "tests.training.loop.two_ranks_loop", chooses, str(minibatches), str(micro_batch), str(output)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *(launcher if processes > 1 else []), *script]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
     return torch.load(output)
 
 
+SLOW = [("drop", 1, 5), ("drop", 1, 0), ("none", 4, 0), ("resample", 1, 0)]
+
+
 @pytest.mark.parametrize(
-    ("minibatches", "micro_batch"), [*(pytest.param(1, each, marks=pytest.mark.slow) for each in (5, 0)), (4, 0)]
+    ("chooses", "minibatches", "micro_batch"),
+    [*(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW), ("drop", 3, 0), ("resample", 2, 0)],
 )
-def test_processes_with_unequal_work_make_the_steps_of_one(tmp_path, minibatches, micro_batch):
-    one = run(tmp_path / "one.pt", minibatches, 5, 1)
-    two = run(tmp_path / "two.pt", minibatches, micro_batch, 2)
+def test_processes_with_unequal_work_make_the_steps_of_one(tmp_path, chooses, minibatches, micro_batch):
+    one = run(tmp_path / "one.pt", chooses, minibatches, 5, 1)
+    two = run(tmp_path / "two.pt", chooses, minibatches, micro_batch, 2)
     assert one["steps"] == two["steps"] == 2 * minibatches
     for name, value in one["weights"].items():
         assert value.abs().max() > 0

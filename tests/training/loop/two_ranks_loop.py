@@ -1,8 +1,8 @@
 """Two steps of the whole loop where the processes have unequal work, shared by however many this is started with.
 
 `seen` is used by the first task only: one process never needs it, and the other one in its first micro-batch only,
-where there are several. With one minibatch a filter leaves the processes unequal numbers of groups; of several, some
-hold no group of one of the processes.
+where there are several. A filter leaves the processes unequal numbers of groups; of several minibatches, some hold no
+group of one of the processes.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class FixedRecipe(ToyRecipe):
     def score(self, rollouts, step):
         rollouts = super().score(rollouts, step)
         tasks = torch.tensor(rollouts.payload.tasks)[rollouts.group]
-        flat = (tasks == 3) | (tasks == 5)  # the second process keeps one group of three
+        flat = (tasks == 1) | (tasks == 3)  # the second process keeps one group of three
         return rollouts.replace(reward=torch.where(flat, torch.ones(()), rollouts.reward))
 
 
-def main(minibatches: int, micro_batch: int, output: Path) -> None:
+def main(chooses: str, minibatches: int, micro_batch: int, output: Path) -> None:
     accelerator = make_accelerator()
     config = ToyConfig(
         preset="grpo",
-        filter={"kind": "drop"} if minibatches == 1 else {},
+        filter={"kind": chooses},
         trainer=TrainerConfig(
             steps=2,
             tasks_per_step=6,
@@ -92,4 +92,4 @@ def main(minibatches: int, micro_batch: int, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
