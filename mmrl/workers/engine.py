@@ -71,8 +71,9 @@ class FailureLog:
         count = self.counts[reason]
         if count == 1:
             kept = self._write(reason, failure)
-            where = f"; what it said is in {kept}" if kept is not None else ""
-            log.warning("the environment %s %s: %s%s", self.name, failure.kind, failure.reason, where)
+            after = "; a fresh process takes its place" if failure.kind in WORKER_FAILURES else ""
+            after += f"; what it said is in {kept}" if kept is not None else ""
+            log.warning("the environment %s %s: %s%s", self.name, failure.kind, failure.reason, after)
         elif re.fullmatch("10+", str(count)):
             log.warning("the environment %s: %d times so far: %s", self.name, count, reason)
 

@@ -130,6 +130,9 @@ def test_an_environment_that_fails_takes_only_its_row(tmp_path, caplog):
     texts = [path.read_text() for path in (tmp_path / "failures").glob("environment-raised-*.txt")]
     assert any("fake_envs.py" in text and "in _act_raise" in text for text in texts)
     assert sum("the door is stuck" in record.message for record in caplog.records) == 1
+    said = [record.message for record in caplog.records if "; a fresh process takes its place" in record.message]
+    assert len(said) == counts["restarted"]
+    assert not any("malformed" in message for message in said)
 
 
 def test_memory_has_a_limit():
