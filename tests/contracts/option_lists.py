@@ -282,12 +282,6 @@ OWN: dict[str, dict[str, str]] = {
     },
     "tspo": {
         **ONE_KIND,
-        **dict.fromkeys(VIDEOS, UNTRIED),
-        **{
-            f"{data}.{name}": UNTRIED
-            for data in ("data", "eval_data.<name>")
-            for name in ("system_prompt", "max_image_pixels")
-        },
         "trainer.old_logp": "the policy scores as it samples",
         "answerer.reward.weight": "there is one reward",
         "picks.general_count": "needs questions without a needle",

@@ -12,6 +12,7 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.settings import EvaluationConfig, RunConfig, TrainerConfig
 from mmrl.vlm.data.dataset import OWN_OPTIONS, DataConfig
+from mmrl.vlm.data.task import VideoOptions
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import CriticSettings, ModelConfig
 from mmrl.vlm.tspo.picking import LOGPROBS, METHODS
@@ -170,6 +171,11 @@ class TspoConfig(RunConfig):
                 "evaluation.greedy must be true, evaluation.samples 0 and evaluation.temperature 1: picks are "
                 "evaluated without noise"
             )
+        for data in (self.data, *self.eval_data.values()):
+            if data.video != VideoOptions():
+                raise ValueError("data.video is set, but features.fps and features.max_frames say what is picked from")
+            if data.system_prompt and self.answerer.kind == "oracle":
+                raise ValueError("data.system_prompt is set, but answerer.kind is oracle, which reads no prompt")
         if self.picks.final_temperature > self.picks.temperature:
             raise ValueError(
                 f"picks.final_temperature is {self.picks.final_temperature:g}, above picks.temperature "

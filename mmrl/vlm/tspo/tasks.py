@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.files import without_scheme
+from mmrl.hub.images import MAX_IMAGE_PIXELS
 from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
 from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask
@@ -64,9 +65,9 @@ class Candidates:
         return {pick: Image.fromarray(frame) for pick, frame in zip(rising, frames, strict=True)}
 
 
-def open_candidates(path: str, fps: float = 1.0, max_frames: int = 0) -> Candidates:
+def open_candidates(path: str, fps: float = 1.0, max_frames: int = 0, max_pixels: int = MAX_IMAGE_PIXELS) -> Candidates:
     """List `fps` (0: all) candidate frames a second of a video, at most `max_frames` (0: no limit), undecoded."""
-    index = read_index(path)
+    index = read_index(path, max_pixels)
     step = max(index.fps / fps, 1.0) if fps else 1.0
     count = max(int((index.total - 1) / step + 1e-6) + 1, 1)
     numbers = np.minimum((np.arange(count) * step).round().astype(int), index.total - 1)
@@ -177,7 +178,7 @@ def question_without_options(text: str) -> str:
 
 def _make(task: VlmTask, fps: float, max_frames: int) -> NeedleTask:
     try:
-        video = open_candidates(_path_of(task), fps, max_frames)
+        video = open_candidates(_path_of(task), fps, max_frames, task.max_image_pixels)
     except VideoError as error:
         raise TaskError(error.kind, task.id, f"its video cannot be used: {error}") from None
     columns = task.columns
@@ -195,6 +196,11 @@ def _path_of(task: VlmTask) -> str:
     if len(task.videos) != 1:
         raise TaskError("one_video", task.id, f"it has {len(task.videos)} videos; frames are picked from one")
     video = task.videos[0]
+    if isinstance(video, VideoClip) and video.options:
+        given = ", ".join(video.options)
+        raise TaskError(
+            "one_video", task.id, f"its video has the options {given}; frames are picked from a whole video"
+        )
     source = video.source if isinstance(video, VideoClip) else video
     if not isinstance(source, str):
         raise TaskError("one_video", task.id, "its video is a list of frames; frames are picked from a video file")

@@ -123,6 +123,7 @@ def test_needles_are_pairs_or_lists_of_them():
         ({"type": "other"}, "there are: specific, general"),
         ({"videos": ["a.mp4", "a.mp4"], "problem": "<video><video>What?"}, "2 videos; frames are picked from one"),
         ({"videos": [], "problem": "What?"}, "0 videos; frames are picked from one"),
+        ({"videos": [{"video": "a.mp4", "fps": 1.0}]}, "its video has the options fps"),
         ({"videos": ["missing.mp4"]}, "missing.mp4"),
         ({"videos": ["cut.mp4"]}, "ends early"),
         ({"videos": ["empty.mp4"]}, "zero bytes"),

@@ -18,6 +18,8 @@ from mmrl.runs.records import read_samples
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
+from mmrl.vlm.data.dataset import DataConfig
+from mmrl.vlm.data.task import VideoOptions
 from mmrl.vlm.tspo.answerers import OracleAnswerer
 from mmrl.vlm.tspo.config import PickConfig, objective_of
 from mmrl.vlm.tspo.measure import INSIDE, OUTSIDE, needle_recall, pick_strip
@@ -161,6 +163,9 @@ def test_the_strip_marks_needle_and_picks():
         ("accuracy_weight", -1.0, "accuracy_weight is -1"),
         ("picks", PickConfig(logprob="sum"), "allowed: mean_marginal"),
         ("picks", PickConfig(count=0), "at least 1"),
+        ("data", DataConfig(path="a.jsonl", video=VideoOptions(fps=1.0)), "data.video is set"),
+        ("eval_data", {"b": DataConfig(path="b.jsonl", video=VideoOptions(max_pixels=99))}, "data.video is set"),
+        ("eval_data", {"b": DataConfig(path="b.jsonl", system_prompt="Look.")}, "oracle, which reads no prompt"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(key, value, message, tmp_path):
