@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.files import expanded
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.runs.export import foreign_model
 
 PICKSCORE_SCALE = 26.0
 CLIP_SCALE = 100.0
@@ -81,7 +83,7 @@ def hpsv2(
 
     Source: HPS v2, arXiv 2306.09341; tgxs002/HPSv2 hpsv2/img_score.py.
     """
-    released = (Path(path) / HPS_FILE).is_file()
+    released = (expanded(path) / HPS_FILE).is_file()
     model = _load_open_clip(path, device) if released else _load_clip(path, device)
     values: list[float] = []
     for texts, images in _batches(prompts, completions, batch):
@@ -213,7 +215,7 @@ def _unit(features: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _load_clip(path: str, device: str) -> _TransformersClip:
-    folder = Path(path)
+    folder = Path(foreign_model(path, "a CLIP"))
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if not (folder / "config.json").is_file() or not weights:
         raise UserError(
@@ -240,7 +242,7 @@ def _load_open_clip(path: str, device: str) -> _OpenClip:
             "give a folder with the weights converted for transformers"
         ) from error
     model, _, transform = open_clip.create_model_and_transforms(HPS_ARCHITECTURE, pretrained=None, device=device)
-    stored = torch.load(Path(path) / HPS_FILE, map_location=device, weights_only=True)
+    stored = torch.load(expanded(path) / HPS_FILE, map_location=device, weights_only=True)
     model.load_state_dict(stored["state_dict"])
     return _OpenClip(model.eval(), transform, open_clip.get_tokenizer(HPS_ARCHITECTURE), device)
 
@@ -248,7 +250,7 @@ def _load_open_clip(path: str, device: str) -> _OpenClip:
 @functools.lru_cache(maxsize=4)
 def _load_head(path: str, head: str | None, device: str) -> nn.Sequential:
     """The linear layers in their order; dropout between them does nothing here."""
-    candidates = [Path(head)] if head else [Path(path) / name for name in HEAD_FILES]
+    candidates = [expanded(head)] if head else [expanded(path) / name for name in HEAD_FILES]
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         raise UserError(
@@ -274,7 +276,8 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
 
 @functools.lru_cache(maxsize=1)
 def _load(path: str, device: str) -> Any:
-    missing = [name for name in (WEIGHTS_FILE, CONFIG_FILE) if not (Path(path) / name).is_file()]
+    folder = Path(foreign_model(path, "an ImageReward"))
+    missing = [name for name in (WEIGHTS_FILE, CONFIG_FILE) if not (folder / name).is_file()]
     if missing:
         raise UserError(f"weights not found at {path}, expected {WEIGHTS_FILE} and {CONFIG_FILE}; no {missing[0]}")
     try:
@@ -283,7 +286,6 @@ def _load(path: str, device: str) -> Any:
         raise UserError(
             "reward image_reward needs the package ImageReward; install it with pip install image-reward"
         ) from error
-    folder = Path(path)
     return ImageReward.load(
         str(folder / WEIGHTS_FILE), device=device, med_config=str(folder / CONFIG_FILE), download_root=str(folder)
     )

@@ -57,6 +57,14 @@ def model_folder(path: str) -> str:
     return str(chosen)
 
 
+def foreign_model(path: str, what: str) -> str:
+    """Folder, `~` expanded, or hub id of a model that no recipe trains; raises UserError for the folder of a run."""
+    folder = expanded(path)
+    if is_run(folder):
+        raise UserError(f"{path} is the folder of a run, but no recipe trains {what}, which is needed here")
+    return str(folder) if folder.exists() else path
+
+
 def chosen_checkpoint(run_dir: Path, step: int | None = None) -> Path:
     """A run's best checkpoint, else its newest one, or that of a step, checked to be whole."""
     checkpoints = Checkpoints(run_dir / "checkpoints")

@@ -16,6 +16,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, check_config, choice, rare
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.runs.export import foreign_model
 from robotics.methods.trajectory_latent import TrajectoryLatent, check_frames
 from robotics.methods.video_encoder import VideoEncoder, fit_frames
 
@@ -121,6 +122,7 @@ def _load_vjepa2(path: str) -> Any:
     ensure_torchvision()
     from transformers import VJEPA2Model
 
+    path = foreign_model(path, "a V-JEPA 2")
     try:
         with quiet_transformers():
             return VJEPA2Model.from_pretrained(path, dtype=torch.float32)

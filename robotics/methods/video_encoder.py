@@ -39,6 +39,7 @@ from torch.nn import functional
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.files import read_json_object, write_atomically
+from mmrl.runs.export import foreign_model
 from robotics.data import LeRobotReader
 from robotics.policies.base.saved import build_fitting, make_config, read_weights, write_weights
 
@@ -159,14 +160,15 @@ class VideoEncoder(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
         """Read a folder of `save_pretrained`, in evaluation mode on the CPU; raises UserError if it does not fit."""
-        file = Path(folder) / CONFIG_FILE
+        folder = Path(foreign_model(str(folder), "a video encoder"))
+        file = folder / CONFIG_FILE
         saved = read_json_object(file)
         kind = saved.pop("model_type", None)
         if kind != KIND:
             raise UserError(f"{file} describes a {kind or 'model without model_type'}; expected {KIND}")
         config = make_config(VideoEncoderConfig, saved, str(file))
-        encoder = build_fitting(lambda: cls(config), saved, Path(folder))
-        read_weights(encoder, Path(folder))
+        encoder = build_fitting(lambda: cls(config), saved, folder)
+        read_weights(encoder, folder)
         return encoder.eval()
 
 

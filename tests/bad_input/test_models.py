@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from mmrl.errors import UserError
 from tests.bad_input.conftest import truncate
 
 
@@ -45,6 +46,29 @@ def test_model_folder_that_cannot_be_used(kind, lab, refused):
     assert message in line
     assert str(folder) in line
     assert not lab.run.exists()
+
+
+NOT_TRAINED = {
+    "diffusion.rewards.learned": {
+        name: lambda module, path, name=name: getattr(module, name)([], [], path=path)
+        for name in ("pickscore", "clip_score", "hpsv2", "aesthetic", "image_reward")
+    },
+    "mmrl.vlm.tspo.features": {"clip": lambda module, path: module.ClipEncoder(path)},
+    "robotics.methods.video_encoder": {"video": lambda module, path: module.VideoEncoder.from_pretrained(path)},
+    "robotics.methods.latents": {"vjepa2": lambda module, path: module._load_vjepa2(path)},
+    "robotics.flow3d.extract": {
+        "depth": lambda module, path: module.ModelDepth(path)._loaded,
+        "detector": lambda module, path: module.GroundedMask(path, path)._loaded,
+    },
+}
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, own in NOT_TRAINED.items() for name in own])
+def test_run_where_a_model_is_needed_that_no_recipe_trains(module, name, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError, match=f"{tmp_path} is the folder of a run, but no recipe trains an? "):
+        NOT_TRAINED[module][name](pytest.importorskip(module), str(tmp_path))
 
 
 def test_model_that_the_hub_does_not_give(lab, refused, monkeypatch):

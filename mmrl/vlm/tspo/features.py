@@ -16,6 +16,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.files import expanded, replaced
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.runs.export import foreign_model
 from mmrl.vlm.tspo.tasks import Candidates
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class ClipEncoder:
         ensure_torchvision()
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
-        name = str(expanded(path)) if expanded(path).exists() else path
+        name = foreign_model(path, "a CLIP")
         try:
             with quiet_transformers():
                 self.model: Any = CLIPModel.from_pretrained(name)

@@ -124,11 +124,12 @@ class ModelDepth:
         ensure_torchvision()
         from transformers import AutoImageProcessor, AutoModelForDepthEstimation
 
+        from mmrl.runs.export import foreign_model
+
+        name = foreign_model(self.model, "a depth model")
         try:
-            processor = AutoImageProcessor.from_pretrained(self.model, trust_remote_code=False)
-            model = (
-                AutoModelForDepthEstimation.from_pretrained(self.model, trust_remote_code=False).to(self.device).eval()
-            )
+            processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+            model = AutoModelForDepthEstimation.from_pretrained(name, trust_remote_code=False).to(self.device).eval()
         except (OSError, ValueError) as error:
             raise UserError(f"depth model {self.model} cannot be loaded: {' '.join(str(error).split())}") from error
         if getattr(model.config, "depth_estimation_type", "metric") != "metric":

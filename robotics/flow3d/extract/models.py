@@ -143,6 +143,9 @@ def _load(name: str, model_class: str, processor_class: str, device: str) -> tup
     ensure_torchvision()
     import transformers
 
+    from mmrl.runs.export import foreign_model
+
+    name = foreign_model(name, "a detector")
     try:
         processor = getattr(transformers, processor_class).from_pretrained(name, trust_remote_code=False)
         model = getattr(transformers, model_class).from_pretrained(name, trust_remote_code=False)
