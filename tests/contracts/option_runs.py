@@ -280,8 +280,8 @@ VARIANTS = [
     Variant(("max_side_tokens",), {"max_side_tokens": 20}),
     Variant(("grounding.",), {"grounding.think": True}),
     # frames of videos
-    Variant(("answerer.", "system_prompt"), _answerer, ("tspo",)),
-    Variant(("answerer.", "objective."), _trained_answerer, ("tspo",)),
+    Variant(("answerer.",), _answerer, ("tspo",)),
+    Variant(("answerer.", "objective.", "system_prompt"), _trained_answerer, ("tspo",)),
     Variant(("answerer.model.lora.",), _adapted_answerer, ("tspo",)),
     Variant(("picks.",), {"picks.general_count": 2}),
     # agents
