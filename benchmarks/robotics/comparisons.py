@@ -163,15 +163,22 @@ def _physics(options: BenchOptions, backend: str) -> dict[str, Any]:
     )
 
 
+def _of_any_backend(
+    compare: Callable[..., dict[str, Any]], *given: Any
+) -> Callable[[BenchOptions, str], dict[str, Any]]:
+    """A comparison that draws nothing."""
+    return lambda options, backend: compare(options, *given)
+
+
 COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     **{f"images-{size}": partial(_images, size_px=size) for size in SIZES_PX},
     **{f"image-{size}": partial(_image, size_px=size) for size in SIZES_PX},
     "physics": _physics,
     "throughput-states": partial(compare_throughput, size_px=0),
     "throughput-128": partial(compare_throughput, size_px=128),
-    **{f"light-{env}": lambda options, backend, env=env: compare_light_steps(options, env) for env in LIGHT},
-    **{name: lambda options, backend, size=size: compare_reading(options, size) for name, size in READING.items()},
-    "warp": lambda options, backend: compare_warp(options),
+    **{f"light-{env}": _of_any_backend(compare_light_steps, env) for env in LIGHT},
+    **{name: _of_any_backend(compare_reading, size) for name, size in READING.items()},
+    "warp": _of_any_backend(compare_warp),
 }
 EXTRAS = ("warp",)
 """Comparisons that run only where they are asked for: they need more than this package."""
