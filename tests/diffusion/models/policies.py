@@ -7,12 +7,12 @@ import torch
 from diffusion.models.policy import LoraSettings, ModelConfig
 from tests.diffusion.builders import T5_TOKENS
 
-RANK, ALPHA = 4, 12
+RANK, SCALE = 4, 3
 SIGMA = torch.tensor([0.9, 0.3])
 
 
 def config_of(base, *, enabled=True, dtype="float32", **lora):
-    settings = LoraSettings(**{"enabled": enabled, "rank": RANK, "alpha": ALPHA} | lora)
+    settings = LoraSettings(**{"enabled": enabled, "rank": RANK, "alpha": SCALE * RANK} | lora)
     return ModelConfig(path=str(base), dtype=dtype, lora=settings, max_sequence_length=T5_TOKENS)
 
 

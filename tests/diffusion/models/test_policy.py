@@ -12,18 +12,7 @@ from diffusion.models.policy import ATTENTION_PROJECTIONS, DiffusionPolicy, Lora
 from diffusion.sampling.sampler import GuidedVelocity, SamplerConfig, check_guidance, euler_ode
 from mmrl.config import load
 from mmrl.errors import UserError
-from tests.diffusion.models.policies import (
-    RANK,
-    SIGMA,
-    bits,
-    config_of,
-    disturb,
-    noise,
-    same,
-    text,
-    trained,
-    velocity,
-)
+from tests.diffusion.models.policies import RANK, SIGMA, bits, config_of, disturb, noise, same, text, trained, velocity
 from tests.rounding import assert_equal_up_to_rounding
 
 pytestmark = pytest.mark.usefixtures("loads_each_folder_once")

@@ -11,19 +11,7 @@ from diffusion.models.policy import DiffusionPolicy, load_policy
 from mmrl.errors import UserError
 from mmrl.training.recipe import Reference
 from tests.diffusion.builders import T5_TOKENS
-from tests.diffusion.models.policies import (
-    ALPHA,
-    RANK,
-    SIGMA,
-    bits,
-    config_of,
-    disturb,
-    noise,
-    same,
-    text,
-    trained,
-    velocity,
-)
+from tests.diffusion.models.policies import SCALE, SIGMA, bits, config_of, disturb, noise, same, text, trained, velocity
 from tests.rounding import assert_equal_up_to_rounding
 
 pytestmark = pytest.mark.usefixtures("loads_each_folder_once")
@@ -121,7 +109,7 @@ def test_merged_weights_are_the_sum_of_base_and_product(folder, tmp_path):
     merged = load_pipeline(tmp_path).transformer.state_dict()
     own, name = bits(policy), "transformer_blocks.0.attn.to_out.0"
     product = own[f"transformer.{name}.lora_B.default.weight"] @ own[f"transformer.{name}.lora_A.default.weight"]
-    expected = own[f"transformer.{name}.base_layer.weight"] + ALPHA / RANK * product
+    expected = own[f"transformer.{name}.base_layer.weight"] + SCALE * product
     assert_equal_up_to_rounding(merged[f"{name}.weight"], expected)
     assert torch.equal(merged["proj_out.weight"], own["transformer.proj_out.weight"])
 
