@@ -85,6 +85,10 @@ def tiny_vlm() -> Path:
     return build_tiny_vlm(Path(folder.name) / "model", corpus=CORPUS, vision_depth=1, max_positions=256)
 
 
+def _of_unequal_length(number: int, row: dict[str, Any]) -> None:
+    row["chosen"] = f"<answer>{'7' * (1 + number % 3)}</answer>"
+
+
 def _vlm(name: str, folder: Path) -> Any:
     from mmrl.rewards import RewardConfig
     from tests.vlm.pairs import write_pairs
@@ -97,7 +101,7 @@ def _vlm(name: str, folder: Path) -> Any:
     scored.sampler.max_new_tokens = 4
     scored.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
     if name == "preference":
-        config.data.path = str(write_pairs(folder / "pairs"))
+        config.data.path = str(write_pairs(folder / "pairs", _of_unequal_length))
     return config
 
 

@@ -213,7 +213,11 @@ OWN: dict[str, dict[str, str]] = {
         "evaluation.sampler.stop": "the tiny model's greedy answers have none of the texts",
     },
     "agent": {**TALK, **ONE_KIND},
-    "agent_clone": {**TALK, "random_actions": "the environment of the walk has no list of actions"},
+    "agent_clone": {
+        **TALK,
+        "random_actions": "the environment of the walk has no list of actions",
+        "play_once": "the expert of the walk plays a task alike each time",
+    },
     "ddpo": {**ONE_KIND, "heldout_rewards[].chat": JPEG},
     "flow_pretrain": {"evaluation.heldout_rewards[].chat": JPEG},
     "diffusion_dpo": {

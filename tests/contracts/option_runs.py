@@ -42,6 +42,8 @@ IMAGES = tuple(name for name, entry in RECIPES.items() if entry.target.startswit
 ROBOTS = ("robot_grpo", "robot_ppo", "srpo", "robot_clone")
 EXACT_KL = {"kind": "full", "coef": 0.1}
 KL = {"kind": "k3", "coef": 0.1}
+PROBED = {"augmentation.measure": "probe", "augmentation.traces": 8, "trainer.tasks_per_step": 4}
+"""Of so many questions one is hard, and of so many traces one is better, whatever the tiny model answers."""
 TINY_ENCODER = {"width": 32, "heads": 2, "layers": 1, "channels": 8, "keypoints": 4}
 
 
@@ -272,8 +274,8 @@ VARIANTS = [
     Variant(("evaluation.revision.",), _revision, ("vlm",)),
     Variant(("papo.",), {"papo.schedule": "annealing"}),
     Variant(("papo.",), {"papo.entropy_policy": 0.1}),
-    Variant(("augmentation.",), {"augmentation.measure": "probe"}),
-    Variant(("augmentation.",), {"augmentation.measure": "probe", "augmentation.hint_place": "answer"}),
+    Variant(("augmentation.",), PROBED),
+    Variant(("augmentation.",), PROBED | {"augmentation.hint_place": "answer"}),
     Variant(("objective.", "chosen_", "rejected_"), {"objective.preset": "sppo"}, ("preference",)),
     Variant(("objective.", "chosen_", "rejected_"), {"objective.preset": "refuel"}, ("preference",)),
     Variant(("objective.likelihood.",), {"objective.likelihood": {"kind": "nll", "coef": 0.1}}, ("preference",)),

@@ -200,6 +200,8 @@ def other_values(leaf: Leaf) -> list[Any]:
         return [parts[0]()]
     if isinstance(value, (list, tuple)) and int in options:
         return [[8]]
+    if isinstance(value, list) and parts:
+        return [[parts[0](name="nowhere")]]
     texts = isinstance(value, (list, tuple)) or (value is None and str not in options)
     return [["nowhere"]] if texts else ["nowhere"]
 
