@@ -186,7 +186,9 @@ OWN: dict[str, dict[str, str]] = {
     "diffusion_nft": {"nft.old_schedule": "needs more steps"},
     "flow_ppo": {"objective.advantage.truncation": "no image ends early"},
     "robot_grpo": {
+        "acting.ensemble": "evaluations measure success alone, which is 0; tests/robotics/test_ensemble.py",
         "model.options.cloning": "for learning from demonstrations",
+        "model.options.label_smoothing": "for learning from demonstrations",
         "model.options.label_spread": "for learning from demonstrations",
         "model.options.seed": "the action words of the vision-language model start at zero",
         "model.options.encoder.state_size": "that of the simulator; a negative one is not refused yet",

@@ -299,7 +299,7 @@ VARIANTS = [
     Variant(("sampler.",), {"sampler.window": 0}, ("flow_grpo_fast",)),
     Variant(("sampler.",), {"sampler.guidance": 3.0}),
     Variant(("awm.",), {"awm.ema_coef": 0.1}),
-    Variant(("timesteps.",), {"timesteps.times": "uniform"}),
+    Variant(("timesteps.",), {"timesteps.times": "uniform", "timesteps.fraction": 0.9}),
     Variant(("timesteps.", "evaluation.sampler.steps"), {"timesteps.times": "discrete"}),
     Variant(("awm.",), {"awm.ema_coef": 0.1, "awm.off_policy": True, "trainer.steps": 4}),
     Variant(("nft.",), {"trainer.steps": 4}, ("diffusion_nft",)),

@@ -182,7 +182,8 @@ def other_values(leaf: Leaf) -> list[Any]:
     value, bounds = leaf.value, leaf.bounds
     options = typing.get_args(leaf.hint) or (leaf.hint,)
     if bounds is not None and bounds.choices is not None:
-        return [choice for choice in bounds.allowed if choice != value]
+        choices = [choice for choice in bounds.allowed if choice != value]
+        return [[choice] for choice in choices] if "list" in str(leaf.hint) else choices
     if isinstance(value, bool) or (value is None and bool in options):
         return [not value]
     if isinstance(value, (int, float)) or (value is None and {int, float} & set(options)):
