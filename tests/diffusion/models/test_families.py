@@ -18,7 +18,8 @@ from diffusion.models.pipelines import (
     pack_latents,
     unpack_latents,
 )
-from diffusion.sampling.sampler import GuidedVelocity, euler_ode, times_of
+from diffusion.models.policy import ModelConfig, load_policy
+from diffusion.sampling.sampler import GuidedVelocity, SamplerConfig, euler_ode, row_noise, sample_latents, times_of
 from diffusion.toy.pipelines.tiny import TinyFluxSizes, build_tiny_flux
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, T5_TOKENS
@@ -156,3 +157,24 @@ def test_times_are_those_of_the_pipeline_with_either_shift(flux, shared_pipeline
         output_type="latent",
     )
     assert torch.equal(times_of(policy, STEPS), pipeline.scheduler.sigmas)
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (16, 32)])
+def test_stable_diffusion_3_with_a_shift_by_size_draws_the_images_of_its_pipeline(folder, height, width):
+    policy = load_policy(ModelConfig(path=str(folder), height=height, width=width, max_sequence_length=T5_TOKENS))
+    policy.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    text, seeds = policy.embeddings.rows([ONE], samples=3), torch.arange(3)
+    with torch.no_grad():
+        latents = sample_latents(policy, text, seeds, SamplerConfig(steps=STEPS))
+    expected = policy.pipeline(
+        ONE,
+        num_images_per_prompt=3,
+        latents=row_noise(seeds, 1, policy.latent_shape)[:, 0],
+        height=height,
+        width=width,
+        num_inference_steps=STEPS,
+        guidance_scale=SamplerConfig.guidance,
+        max_sequence_length=T5_TOKENS,
+        output_type="latent",
+    ).images
+    assert_equal_up_to_rounding(latents, expected, passes=2 * STEPS)
