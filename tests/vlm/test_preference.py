@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
@@ -20,7 +22,7 @@ from mmrl.vlm.model.config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.pairs import pair_config, write_pairs
 
-MODEL = "qwen2_5_vl"
+MODEL, ADAPTER_FILE = "qwen2_5_vl", "adapter_model.safetensors"
 
 
 def built(config, disturbed: bool = True) -> PreferenceRecipe:
@@ -121,6 +123,75 @@ def test_margins_are_zero_at_the_start_of_a_run_from_an_adapter(tmp_path, tiny_f
     assert_equal_up_to_rounding(recipe.logp(recipe.policy, rollouts), rollouts.logp_ref)
     held_out = recipe.held_out_pairs(recipe.policy, "heldout", recipe.eval_tasks["heldout"])
     assert_equal_up_to_rounding(recipe.logp(recipe.policy, held_out), held_out.logp_ref)
+
+
+def test_steps_from_an_adapter_are_those_of_trl(tmp_path, tiny_folders, monkeypatch):
+    """Margins of 0 at the first step, and then equal losses and weights."""
+    pytest.importorskip("trl", reason="needs pip install 'mmrl-suite[bench]'")
+    # TRL gives a probability to the placeholders of images, too
+    monkeypatch.setattr("mmrl.vlm.engine.policy.banned_ids", lambda *_: torch.zeros(0, dtype=torch.int64))
+    first = pair_config(tmp_path / "first", tiny_folders[MODEL], steps=1, learning_rate=3e-2)
+    first.model.lora.enabled = True
+    adapter = train(RECIPES["preference"], first) / "checkpoints/step-000001/model"
+    data = write_pairs(tmp_path / "pairs")
+    rows = [json.loads(line) for line in data.read_text().splitlines()][:-1]  # the last one has no image
+    data.write_text("\n".join(map(json.dumps, rows)))
+    # with this constant no rounding of a gradient turns the sign of a step
+    options = {"steps": 3, "tasks_per_step": len(rows), "learning_rate": 1.0, "max_grad_norm": 0.0, "adam_eps": 1.0}
+    config = pair_config(tmp_path / "second", adapter, data, **options)
+    config.model.lora.enabled = True
+    run_dir = train(RECIPES["preference"], config)
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    logged, theirs = trained_by_trl(tmp_path / "trl", tiny_folders[MODEL], adapter, PreferenceRecipe(config), options)
+    assert found[0]["rewards/margins"] == logged[0]["rewards/margins"] == 0
+    for own, other in zip(found, logged, strict=True):
+        for name in ("rewards/margins", "rewards/chosen", "logps/chosen", "logps/rejected"):
+            assert own[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
+    ours, start = (load_file(folder / ADAPTER_FILE) for folder in (run_dir / "checkpoints/step-000003/model", adapter))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert_equal_up_to_rounding(weight, theirs[name], passes=3)
+    assert max(float((ours[name] - start[name]).abs().max()) for name in ours) > 0.01
+
+
+def trained_by_trl(folder, base, adapter, recipe, options):
+    """What TRL's trainer logs at each step on the recipe's pairs, and its adapter afterwards."""
+    from datasets import Dataset, Image, List
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from trl import DPOConfig, DPOTrainer
+
+    policy, tasks, processor = recipe.policy, recipe.train_tasks, AutoProcessor.from_pretrained(base)
+    end = processor.tokenizer.convert_ids_to_tokens(policy.eos_ids[0])
+    columns = {
+        "prompt": [policy.encode(task).text for task in tasks],
+        "images": [task.load_images() for task in tasks],
+        **{side: [task.columns[side] + end for task in tasks] for side in ("chosen", "rejected")},
+    }
+    model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), adapter, is_trainable=True)
+    arguments = DPOConfig(
+        output_dir=str(folder),
+        max_steps=options["steps"],
+        per_device_train_batch_size=len(tasks),
+        learning_rate=options["learning_rate"],
+        adam_epsilon=options["adam_eps"],
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        max_length=None,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = Dataset.from_dict(columns).cast_column("images", List(Image()))
+    trainer = DPOTrainer(model=model, args=arguments, train_dataset=data, processing_class=processor)
+    trainer.train()
+    AcceleratorState._reset_state(reset_partial_state=True)  # it was told to use the CPU
+    trainer.model.save_pretrained(folder, selected_adapters=["default"])
+    return trainer.state.log_history[: options["steps"]], load_file(folder / ADAPTER_FILE)
 
 
 def test_pairs_that_the_run_began_without_are_refused(tmp_path, tiny_folders):
