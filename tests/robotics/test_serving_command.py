@@ -28,6 +28,7 @@ from mmrl.training.run import train
 from mmrl.vlm.model.config import ModelConfig
 from robotics.policies.base.encoder import EncoderConfig
 from robotics.policies.base.policy import PolicyInputs
+from robotics.policies.base.statistics import ActionRange
 from robotics.policies.flow import FlowActionPolicy, FlowPolicyConfig
 from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig
 from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
@@ -165,7 +166,8 @@ observation = {
     "observation/state": np.zeros(2, np.float32),
     "prompt": "go left",
 }
-assert client.get_server_metadata()["actions"]["shape"] == [4, 1]
+actions = client.get_server_metadata()["actions"]
+assert (actions["shape"], actions["low"], actions["high"]) == ([4, 1], [-0.15], [0.45])
 broker = ActionChunkBroker(client, action_horizon=2)
 assert [broker.infer(observation)["actions"].shape for _ in range(3)] == [(1,)] * 3
 broker.reset()
@@ -177,6 +179,7 @@ else:
     raise AssertionError("not refused")
 answer = client.infer(observation)
 assert answer["actions"].shape == (4, 1) and answer["actions"].dtype == np.float32
+assert -0.15 <= answer["actions"].min() and answer["actions"].max() <= 0.45
 assert client.infer({"endpoint": "reset"}) == {"status": "reset successful"}
 print("ok")
 """
@@ -198,7 +201,9 @@ def run_real_client(program: str, *arguments: str) -> str:
 
 @needs_real_client
 def test_the_real_client(command):
-    assert run_real_client(PROGRAM, str(command(tiny_policy(LineSim())).port)) == "ok\n"
+    policy = tiny_policy(LineSim())
+    policy.action_bounds = ActionRange((-0.15,), (0.45,))
+    assert run_real_client(PROGRAM, str(command(policy).port)) == "ok\n"
 
 
 @needs_real_client
