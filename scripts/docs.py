@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -23,7 +24,7 @@ from mmrl.errors import UserError, did_you_mean
 from mmrl.files import write_atomically
 from mmrl.listings import LISTINGS, markdown, markdown_table
 from mmrl.options import Option, options_of, select_options
-from mmrl.recipes import find_recipe
+from mmrl.recipes import RECIPES, find_recipe
 
 PROJECT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(?P<head><!-- generated: (?P<name>[^>]*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
@@ -114,10 +115,23 @@ def _first_table(page: str) -> str:
     return re.sub(r"\]\(#", f"]({page}#", found[0])
 
 
+def _processes() -> str:
+    """How far a run in two processes may be from one: recipes of equal tolerance in the contract's test."""
+    sys.path.insert(0, str(PROJECT))
+    from tests.contracts.test_two_processes import LESS_EXACT, RELATIVE
+
+    recipes = defaultdict[float, list[str]](list)
+    for name in RECIPES:
+        recipes[LESS_EXACT.get(name, RELATIVE)].append(f"`{name}`")
+    rows = [(", ".join(names), f"{100 * relative:g} %") for relative, names in sorted(recipes.items())]
+    return markdown_table(("recipes", "a weight differs by at most, of the largest move"), rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(markdown, name) for name in LISTINGS},
     "blocks": _blocks,
     "options": _options,
+    "processes": _processes,
     "results": _results,
     "table": _first_table,
 }
