@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import shlex
@@ -19,7 +20,7 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, NoReturn
 
-from mmrl.commands import COMMANDS, is_first_process, say
+from mmrl.commands import COMMANDS, in_columns, is_first_process, say
 from mmrl.crash import describe_crash, lasting_streams
 from mmrl.errors import RunError, RunStopped, UserError, did_you_mean
 
@@ -117,18 +118,27 @@ class _Parser(argparse.ArgumentParser):
 def _build_parser() -> _Parser:
     parser = _Parser(
         prog="mmrl",
-        description="Reinforcement learning of vision-language models, diffusion models and robot policies.",
+        usage="mmrl [-h] [--version] COMMAND ...",
+        description=_described_commands(),
         epilog="Exit codes: 0 done, 1 failed run, 2 bad usage or configuration, 128 + n stopped by signal n.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and leave")
-    commands = parser.add_subparsers(metavar="COMMAND")
+    commands = parser.add_subparsers(prog="mmrl", help=argparse.SUPPRESS)
     for name, command in COMMANDS.items():
-        sentence = command.run.__doc__
-        sub = commands.add_parser(name, help=sentence, description=sentence, allow_abbrev=False)
+        sub = commands.add_parser(name, description=command.run.__doc__, allow_abbrev=False)
         command.add_arguments(sub)
         sub.set_defaults(run=command.run, takes_overrides=command.takes_overrides)
     return parser
+
+
+def _described_commands() -> str:
+    """What the suite is, and its commands by group, which argparse has no means for."""
+    lines = ["Reinforcement learning of vision-language models, diffusion models and robot policies."]
+    for group, names in itertools.groupby(COMMANDS, lambda name: COMMANDS[name].group):
+        lines += ["", f"{group}:", *(in_columns(name, COMMANDS[name].run.__doc__ or "", 14) for name in names)]
+    return "\n".join(lines)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

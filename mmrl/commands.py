@@ -9,9 +9,12 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,11 +31,13 @@ DEMOS = {
     "video": ("mmrl.vlm.toy.video_demo", "runs/video-demo"),
 }
 LISTED = {
-    "recipes": {"recipes": ""},
-    "objectives": {"objectives": "", "preferences": "pairs: "},
-    "rewards": {"rewards": "", "image_rewards": "images: "},
+    "recipes": ("recipes",),
+    "objectives": ("objectives", "preferences"),
+    "rewards": ("rewards", "image_rewards"),
 }
-"""Kinds of `mmrl list`, with the lists of each and the prefix of their sentences."""
+"""Kinds of `mmrl list`, with the lists of each."""
+LINE_WIDTH = 100
+"""Characters of a line where the terminal does not say how wide it is."""
 
 
 class Command(NamedTuple):
@@ -42,6 +47,8 @@ class Command(NamedTuple):
     """Carries it out and returns the exit code."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     """Declares its arguments."""
+    group: str
+    """Heading under which `mmrl --help` has it."""
     takes_overrides: bool = False
     """Whether `a.b=c` may stand anywhere among its arguments."""
 
@@ -168,33 +175,45 @@ def compare(args: argparse.Namespace) -> int:
 
 def list_entries(args: argparse.Namespace) -> int:
     """List the recipes, objectives and rewards with their sources."""
-    from mmrl.listings import markdown
+    from mmrl.listings import markdown, rows_of
 
-    for kind in [args.kind] if args.kind else list(LISTED):
-        if args.markdown:
-            for name in LISTED[kind]:
-                say(markdown(name))
-        else:
-            _print_rows(kind)
+    kinds = [args.kind] if args.kind else list(LISTED)
+    if args.markdown:
+        for name in (name for kind in kinds for name in LISTED[kind]):
+            say(markdown(name))
+        return 0
+    rows = [(kind, row) for kind in kinds for name in LISTED[kind] for row in rows_of(name)]
+    if args.json:
+        say(json.dumps([{"kind": kind, **row._asdict()} for kind, row in rows], indent=2))
+        return 0
+    for (kind, group), members in itertools.groupby(rows, lambda found: (found[0], found[1].group)):
+        say(f"{kind} for {group}:")
+        for _, row in members:
+            say(in_columns(row.name, row.summary))
+            say(in_columns("", f"[{row.source}]"))
     return 0
 
 
-def _print_rows(kind: str) -> None:
-    from mmrl.listings import rows_of
-
-    rows = [(row, start) for name, start in LISTED[kind].items() for row in rows_of(name)]
-    width = max(len(row.name) for row, _ in rows)
-    say(f"{kind}:")
-    for row, start in rows:
-        say(f"  {row.name:<{width}}  {start}{' '.join(row.summary.split())} [{row.source}]")
+def in_columns(name: str, text: str, width: int = 26) -> str:
+    """A name and its text beside it, which continues below itself in a further line."""
+    line = max(shutil.get_terminal_size((LINE_WIDTH, 24)).columns, 2 * width)
+    return textwrap.fill(
+        " ".join(text.split()),
+        line,
+        initial_indent=f"  {name:<{width - 2}}",
+        subsequent_indent=" " * width,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def options(args: argparse.Namespace) -> int:
     """Print the options of a recipe: sentence, type, bounds and default; --all adds those that few users set."""
-    from mmrl.options import options_of, select_options
+    from mmrl.options import options_of, own_first, select_options
     from mmrl.recipes import find_recipe
 
-    found = options_of(find_recipe(args.recipe, where="mmrl options").load_defaults())
+    defaults = find_recipe(args.recipe, where="mmrl options").load_defaults()
+    found = own_first(options_of(defaults), defaults)
     if args.prefix:
         found = select_options(found, args.prefix)
     if args.json:
@@ -345,12 +364,16 @@ def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", nargs="?", choices=list(LISTED), help="default: all three")
     parser.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
+    parser.add_argument("--json", action="store_true", help="print them as a JSON list")
 
 
 def _add_options_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="name in `mmrl list recipes`, or module:Recipe:Config")
     parser.add_argument(
-        "prefix", metavar="PREFIX", nargs="?", help="only this key and those below it, such as model.lora"
+        "prefix",
+        metavar="KEY_OR_WORD",
+        nargs="?",
+        help="only this key and those below it, such as model.lora; or those whose key or sentence has this word",
     )
     parser.add_argument("--all", action="store_true", help="also those that few users set")
     parser.add_argument("--json", action="store_true", help="print all of them as a JSON list")
@@ -410,19 +433,21 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command(train, _add_training_arguments, takes_overrides=True),
-    "sft": Command(sft, _add_training_arguments, takes_overrides=True),
-    "evaluate": Command(evaluate, _add_evaluate_arguments, takes_overrides=True),
-    "export": Command(export, _add_export_arguments),
-    "report": Command(report, _add_report_arguments),
-    "compare": Command(compare, _add_compare_arguments),
-    "list": Command(list_entries, _add_list_arguments),
-    "options": Command(options, _add_options_arguments),
-    "schema": Command(schema, _add_schema_arguments),
-    "doctor": Command(doctor, _add_doctor_arguments),
-    "demo": Command(demo, _add_demo_arguments),
-    "select": Command(select, _add_select_arguments, takes_overrides=True),
-    "sim": Command(sim, _add_sim_arguments),
-    "serve": Command(serve, _add_serve_arguments, takes_overrides=True),
-    "gui": Command(gui, lambda parser: importlib.import_module("mmrl.gui.commands").add_arguments(parser)),
+    "doctor": Command(doctor, _add_doctor_arguments, "start"),
+    "demo": Command(demo, _add_demo_arguments, "start"),
+    "train": Command(train, _add_training_arguments, "train", takes_overrides=True),
+    "sft": Command(sft, _add_training_arguments, "train", takes_overrides=True),
+    "select": Command(select, _add_select_arguments, "train", takes_overrides=True),
+    "evaluate": Command(evaluate, _add_evaluate_arguments, "look at results", takes_overrides=True),
+    "report": Command(report, _add_report_arguments, "look at results"),
+    "compare": Command(compare, _add_compare_arguments, "look at results"),
+    "export": Command(export, _add_export_arguments, "use results"),
+    "serve": Command(serve, _add_serve_arguments, "use results", takes_overrides=True),
+    "list": Command(list_entries, _add_list_arguments, "look something up"),
+    "options": Command(options, _add_options_arguments, "look something up"),
+    "schema": Command(schema, _add_schema_arguments, "look something up"),
+    "sim": Command(sim, _add_sim_arguments, "simulators and screens"),
+    "gui": Command(
+        gui, lambda parser: importlib.import_module("mmrl.gui.commands").add_arguments(parser), "simulators and screens"
+    ),
 }

@@ -218,18 +218,28 @@ def _with_inherited(schema: type[Any], values: Any) -> Any:
 
 def _unknown_key(error: Any, structured: Any) -> str:
     """Name the key and its existing siblings, also inside lists and dictionaries."""
-    from omegaconf import OmegaConf
-
     full_key = str(error.full_key)
     parent, _, key = full_key.rpartition(".")
     kind = error.object_type
     known = [item.name for item in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     hint = did_you_mean(key, known, f"{parent}." if parent else "")
-    elsewhere = NAMES_ELSEWHERE.get(key)
-    if elsewhere is not None and OmegaConf.select(structured, elsewhere[0]) is not None:
-        hint = f"that is {elsewhere[0]} here{elsewhere[1]}; "
+    there, remark = NAMES_ELSEWHERE.get(key, ("", ""))
+    same_name = [f"{part}.{key}" for part in structured if _exists(structured, f"{part}.{key}")]
+    if there and _exists(structured, there):
+        hint = f"that is {there} here{remark}; "
+    elif same_name:
+        hint = f"that is {' or '.join(same_name)} here; "
     under = f" under '{parent}'" if parent else ""
     return f"unknown key '{full_key}'; {hint}known keys{under}: {', '.join(known)}"
+
+
+def _exists(structured: Any, key: str) -> bool:
+    """Whether a configuration has a dotted key, whatever its value."""
+    from omegaconf import DictConfig, OmegaConf
+
+    parent, _, name = key.rpartition(".")
+    part = OmegaConf.select(structured, parent) if parent else structured
+    return isinstance(part, DictConfig) and name in list(part)
 
 
 def _wrong_type(error: Exception, structured: Any, key: str) -> str:
@@ -281,7 +291,21 @@ NAMES_ELSEWHERE: dict[str, tuple[str, str]] = {
     "num_generations": ("trainer.samples_per_task", ""),
     "num_iterations": ("trainer.epochs", ""),
     "max_steps": ("trainer.steps", ""),
+    "lr_scheduler_type": ("trainer.schedule", ""),
+    "bf16": ("trainer.mixed_precision", ": bf16"),
     "max_completion_length": ("sampler.max_new_tokens", ""),
+    "max_prompt_length": ("model.max_prompt_tokens", ""),
+    "model_name_or_path": ("model.path", ""),
+    "peft_config": ("model.lora", ": {enabled: true, rank: ..., alpha: ...}"),
+    "dataset_name": ("data.path", ""),
+    "train_dataset": ("data.path", ""),
+    "eval_dataset": ("eval_data", ": {name: {path: ...}}"),
+    "reward_funcs": ("rewards", ": [{name: ...}]"),
+    "reward_weights": ("rewards", ": [{name: ..., weight: ...}]"),
+    "eval_steps": ("evaluation.every", ""),
+    "save_steps": ("checkpoint.every", ""),
+    "save_total_limit": ("checkpoint.keep", ""),
+    "report_to": ("tracking", ": {wandb: PROJECT}"),
     "beta": ("objective.kl", ": {kind: k3, coef: ...}"),
     "epsilon": ("objective.clip", ": {low: ..., high: ...}"),
     "epsilon_high": ("objective.clip", ": {high: ...}"),

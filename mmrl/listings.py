@@ -18,6 +18,8 @@ ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 class Row(NamedTuple):
     """One entry of a list."""
 
+    group: str
+    """What it is for; of a recipe, its domain."""
     name: str
     summary: str
     source: str
@@ -25,10 +27,15 @@ class Row(NamedTuple):
 
 def rows_of(name: str) -> list[Row]:
     """Read the entries of a list."""
-    table = load_target(LISTINGS[name][0])
+    target, _, group = LISTINGS[name]
     return [
-        Row(key, entry.parts() if hasattr(entry, "parts") else entry.summary, entry.citation)
-        for key, entry in table.items()
+        Row(
+            group or entry.target.split(".")[1 if entry.target.startswith("mmrl.") else 0],
+            key,
+            entry.parts() if hasattr(entry, "parts") else entry.summary,
+            entry.citation,
+        )
+        for key, entry in load_target(target).items()
     ]
 
 
@@ -61,10 +68,10 @@ def _cell(text: str) -> str:
 
 
 LISTINGS = {
-    "recipes": ("mmrl.recipes:RECIPES", ("recipe", "what it does", "source")),
-    "objectives": ("mmrl.core.catalogue:CATALOGUE", ("objective", "parts", "source")),
-    "preferences": ("mmrl.core.catalogue:PREFERENCES", ("preference objective", "parts", "source")),
-    "rewards": ("mmrl.rewards:REWARDS", ("reward", "what earns it", "source")),
-    "image_rewards": ("diffusion.rewards:IMAGE_REWARDS", ("reward", "what earns it", "source")),
+    "recipes": ("mmrl.recipes:RECIPES", ("recipe", "what it does", "source"), ""),
+    "objectives": ("mmrl.core.catalogue:CATALOGUE", ("objective", "parts", "source"), "samples"),
+    "preferences": ("mmrl.core.catalogue:PREFERENCES", ("preference objective", "parts", "source"), "pairs"),
+    "rewards": ("mmrl.rewards:REWARDS", ("reward", "what earns it", "source"), "answers"),
+    "image_rewards": ("diffusion.rewards:IMAGE_REWARDS", ("reward", "what earns it", "source"), "images"),
 }
-"""Lists by name: the table as `module:name`, imported when it is shown, and the columns in Markdown."""
+"""Lists by name: the table as `module:name`, imported when it is shown, the columns in Markdown, and the group."""

@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import math
+import re
 import textwrap
 import types
 import typing
@@ -72,10 +73,19 @@ def options_of(defaults: Any) -> list[Option]:
     return list(_walk(type(defaults), defaults, ""))
 
 
+def own_first(options: Sequence[Option], defaults: Any) -> list[Option]:
+    """Sort the options of a configuration: first those that its own class brings, then those of each base."""
+    lineage = (defaults if isinstance(defaults, type) else type(defaults)).__mro__
+    depth = {name: place for place, base in enumerate(lineage) for name in inspect.get_annotations(base)}
+    return sorted(options, key=lambda option: depth[re.split(r"[.[]", option.key)[0]])
+
+
 def select_options(options: Sequence[Option], prefix: str) -> list[Option]:
-    """Pick the options at or below a dotted key."""
+    """Pick the options at or below a dotted key, or else those whose key or sentence has a word that begins so."""
     inside = (f"{prefix}.", f"{prefix}[")
+    word = re.compile(rf"(?<![a-z]){re.escape(prefix)}", re.IGNORECASE)
     chosen = [option for option in options if option.key == prefix or option.key.startswith(inside)]
+    chosen = chosen or [option for option in options if word.search(f"{option.key} {option.help}")]
     if chosen:
         return chosen
     keys = [option.key for option in options]

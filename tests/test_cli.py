@@ -1,6 +1,7 @@
 """Commands, exit codes and messages of `mmrl`; the messages are part of the interface."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import COMMANDS, main
+from mmrl.commands import LINE_WIDTH
 from mmrl.errors import RunError, RunStopped, UserError
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -53,10 +55,15 @@ def one_error_line(capsys):
     return line
 
 
-def test_help_names_every_command(capsys):
+def test_help_names_every_command_below_its_group(capsys):
     assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"    {command} " in text for command in COMMANDS)
+    lines = capsys.readouterr().out.splitlines()
+    places = [next(place for place, line in enumerate(lines) if line.startswith(f"  {name} ")) for name in COMMANDS]
+    assert places == sorted(places)
+    headings = [place for place, line in enumerate(lines) if line.endswith(":") and not line.startswith(" ")]
+    for name, place in zip(COMMANDS, places, strict=True):
+        assert lines[max(heading for heading in headings if heading < place)] == f"{COMMANDS[name].group}:"
+    assert max(map(len, lines)) <= LINE_WIDTH
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -129,6 +136,10 @@ def test_bad_usage_is_one_line_and_exit_2(arguments, message, capsys):
     [
         ("slop=2", "did you mean 'slope'?"),
         ("trainer.step=3", "did you mean 'trainer.steps'?"),
+        ("trainer.lr=3", "that is trainer.learning_rate here;"),
+        ("learning_rate=3", "that is trainer.learning_rate here;"),
+        ("eval_steps=3", "that is evaluation.every here;"),
+        ("dataset_name=x", "unknown key 'dataset_name'; known keys"),  # this recipe has no data
         ("trainer.steps=many", "trainer.steps"),
         ("slope=[1]", "slope"),
         ("trainer.steps=-1", "trainer.steps"),
@@ -430,20 +441,32 @@ def test_list_shows_everything_with_its_citation(capsys):
 
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
-    entries = {**RECIPES, **CATALOGUE, **PREFERENCES, **REWARDS, **IMAGE_REWARDS}
-    assert {"papo", "sft", "grpo", "dapo", "dpo", "format", "math"} <= set(rows)
-    assert set(rows) == set(entries)
-    for name, entry in entries.items():
-        assert rows[name].endswith(f"[{entry.citation}]")
+    names = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
+    tables = (RECIPES, CATALOGUE, PREFERENCES, REWARDS, IMAGE_REWARDS)
+    assert names == [name for table in tables for name in table]
+    assert max(map(len, lines)) <= LINE_WIDTH
+    text = " ".join(" ".join(lines).split())
+    for entry in (entry for table in tables for entry in table.values()):
+        assert f"[{' '.join(entry.citation.split())}]" in text
         assert len(entry.citation) > 2
 
 
-@pytest.mark.parametrize("kind", ["recipes", "objectives", "rewards"])
-def test_list_of_one_kind(kind, capsys):
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        ("recipes", ["vlm", "agents", "gui", "diffusion", "robotics"]),
+        ("objectives", ["samples", "pairs"]),
+        ("rewards", ["answers", "images"]),
+    ],
+)
+def test_list_of_one_kind_by_group(kind, groups, capsys):
     assert main(["list", kind]) == 0
     headings = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ")]
-    assert headings == [f"{kind}:"]
+    assert headings == [f"{kind} for {group}:" for group in groups]
+    assert main(["list", kind, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert list(dict.fromkeys(row["group"] for row in rows)) == groups
+    assert all(row["kind"] == kind and row["name"] and row["summary"] and row["source"] for row in rows)
 
 
 def test_version(capsys):

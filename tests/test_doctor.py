@@ -1,6 +1,8 @@
 """Each check of `mmrl doctor` recognises its fault and suggests a fix."""
 
 import json
+import re
+import sys
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -195,18 +197,25 @@ def test_how_a_models_code_is_shut_in():
     assert (finding.state, finding.advice) == ("note", "install bubblewrap")
 
 
-@pytest.mark.parametrize("with_rich", [True, False])
-def test_table_shows_every_finding_and_the_advice_unwrapped(with_rich, capsys, monkeypatch):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_table_shows_problems_first_and_wraps_nothing(terminal, capsys, monkeypatch):
     command = "pip install " + "a-very-long-name " * 12
-    findings = [Finding("torch", "build", "fail", "[missing]", command), Finding("disk", "runs", "ok", "fine")]
-    if not with_rich:
-        monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
+    path = "/a/long/path" * 20
+    findings = [
+        Finding("disk", "runs", "ok", path),
+        Finding("names", "diffusion", "warn", "hidden", "rename it"),
+        Finding("torch", "build", "fail", "[missing]", command),
+    ]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     doctor.render(findings)
     text = capsys.readouterr().out
-    assert "[missing]" in text
-    assert "fine" in text
-    assert f"torch build: {command}" in text
-    assert "1 failures, 0 warnings" in text
+    assert ("\033[1;31mfail\033[0m" in text) == terminal
+    shown = re.sub("\033.*?m", "", text).splitlines()
+    assert [line.split()[0] for line in shown[:3]] == ["fail", "warn", "ok"]
+    assert shown[0].endswith("[missing]")
+    assert shown[2].endswith(path)
+    assert shown[3:7] == ["", "what to do:", f"  torch build: {command}", "  names diffusion: rename it"]
+    assert "1 failures, 1 warnings" in text
 
 
 def test_command_line_exit_code_and_json(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,7 @@ from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, choice
-from mmrl.options import options_of, select_options
+from mmrl.options import options_of, own_first, select_options
 from mmrl.recipes import RECIPES
 
 
@@ -121,8 +121,23 @@ def test_options_below_a_key():
     assert len(select_options(options, "terms")) == 4
     with pytest.raises(UserError, match=r"no option 'samplr'; did you mean sampler\b"):
         select_options(options, "samplr")
-    with pytest.raises(UserError, match=r"did you mean sampler\.solver, splits\.<name>\.solver"):
-        select_options(options, "solver")
+
+
+def test_a_word_finds_the_options_that_have_it_in_their_key_or_sentence():
+    options = options_of(Run)
+    places = ("sampler", "splits.<name>", "terms[]")
+    assert [option.key for option in select_options(options, "solver")] == [f"{place}.solver" for place in places]
+    assert [option.key for option in select_options(options, "DIVIDED")] == [f"{place}.temperature" for place in places]
+    with pytest.raises(UserError, match="no option 'ivided'"):  # words begin so
+        select_options(options, "ivided")
+
+
+def test_the_options_of_a_recipe_come_before_those_of_its_bases():
+    found = [option.key.partition(".")[0].partition("[")[0] for option in own_first(options_of(Run), Run)]
+    assert list(dict.fromkeys(found)) == ["splits", "terms", "limit", "extra", "sampler", "path"]
+    assert {option.key for option in own_first(options_of(Run), Run)} == {option.key for option in options_of(Run)}
+    defaults = RECIPES["papo"].load_defaults()
+    assert own_first(options_of(defaults), defaults)[0].key == "papo"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -171,7 +186,7 @@ class Recipe:
     [
         (["papp"], "unknown recipe 'papp'; did you mean 'papo'?"),
         (["papo", "trainr"], "there is no option 'trainr'; did you mean trainer"),
-        (["papo", "top_p"], "did you mean sampler.top_p?"),
+        (["papo", "lr"], "did you mean trainer.learning_rate?"),
         (["no.module:A:B"], "cannot be loaded"),
     ],
 )

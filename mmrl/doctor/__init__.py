@@ -86,16 +86,13 @@ def is_usable(findings: Iterable[Finding]) -> bool:
 
 
 def render(findings: Sequence[Finding], words: Words | None = None) -> None:
-    """Print the table, through rich where it is installed and as plain columns otherwise."""
-    try:
-        _print_rich(findings)
-    except ImportError:
-        sys.stdout.write(_plain_table(findings) + "\n")
-    sys.stdout.write(_closing_lines(findings, words or INSTALLATION) + "\n")
+    """Print the table, problems first, and what to do; no line is wrapped, so that paths and commands can be copied."""
+    ordered = sorted(findings, key=lambda finding: PROBLEMS.index(finding.state) if finding.state in PROBLEMS else 9)
+    sys.stdout.write(_table(ordered) + "\n")
+    sys.stdout.write(_closing_lines(ordered, words or INSTALLATION) + "\n")
 
 
 def _closing_lines(findings: Sequence[Finding], words: Words) -> str:
-    # Below the table and never wrapped, so that commands can be copied.
     advice = [f"  {finding.area} {finding.name}: {finding.advice}" for finding in findings if finding.advice]
     counts = {state: sum(finding.state == state for finding in findings) for state in ("fail", "warn", "note")}
     verdict = words.sound if is_usable(findings) else words.broken
@@ -104,33 +101,23 @@ def _closing_lines(findings: Sequence[Finding], words: Words) -> str:
     return "\n".join([*lines, "", f"{verdict}: {counts['fail']} failures, {counts['warn']} warnings, {noted}"])
 
 
-def _plain_table(findings: Sequence[Finding]) -> str:
+def _table(findings: Sequence[Finding]) -> str:
+    """Columns of state, area, name and what was found; states in colour on a terminal."""
     rows = [(finding.state, finding.area, finding.name) for finding in findings]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row, finding in zip(rows, findings, strict=True):
-        cells = [f"{text:<{width}}" for text, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([*cells, finding.found]))
+        state, *cells = [f"{text:<{width}}" for text, width in zip(row, widths, strict=True)]
+        shown = f"\033[{COLOURS[finding.state]}m{state}\033[0m" if sys.stdout.isatty() else state
+        lines.append("  ".join([shown, *cells, finding.found]))
     return "\n".join(lines)
-
-
-def _print_rich(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    previous = ""
-    for finding in findings:
-        area = finding.area if finding.area != previous else ""
-        state = Text(finding.state, style=COLOURS[finding.state])
-        table.add_row(state, area, Text(finding.name), Text(finding.found, overflow="fold"))
-        previous = finding.area
-    Console().print(table)
 
 
 ROOM_CHECKS = {"browser": "mmrl.gui.browser.doctor:check_browser"}
 """Checks that rooms bring along: area to `module:function`, imported when the check runs."""
 INSTALLATION = Words("ready to train", "something `mmrl train` needs is broken", "optional parts absent")
 RUN = Words("the run is sound", "something in the run is damaged", "notes")
-COLOURS = {"ok": "green", "note": "blue", "warn": "yellow", "fail": "bold red"}
+COLOURS = {"fail": "1;31", "warn": "33", "note": "34", "ok": "32"}
+"""Codes of the states' colours on a terminal."""
+PROBLEMS = ("fail", "warn")
+"""States that are shown first."""
