@@ -33,7 +33,7 @@ VelocityModel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 FLUX_PATCH = 2
 """Latent pixels on a side of one image token of FLUX."""
 INDEX_FILE = "model_index.json"
-ADDING = "a further family is a row of FAMILIES in diffusion/models/pipelines.py"
+ADDING = "a further family is a row of FAMILIES in diffusion/models/pipelines.py, see docs/adding.md"
 LIBRARIES = ("diffusers", "transformers")
 """Libraries whose classes a pipeline may name."""
 OWN_CLASSES = "diffusion."

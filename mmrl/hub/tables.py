@@ -16,6 +16,7 @@ from mmrl.files import expanded, is_file
 
 MAX_LINE_MB = 32
 """Longest line of a .jsonl file in 10^6 bytes, by default."""
+PUBLISHED = "docs/data.md has the columns, and where published sets are"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -77,7 +78,7 @@ def check_split(path: str, split: str, subset: str | None, where: str = "data") 
 
 def _missing(file: Path) -> str:
     if not file.parent.is_dir():
-        return f"no such file: {file} (the folder {file.parent} does not exist either)"
+        return f"no such file: {file} (the folder {file.parent} does not exist either); {PUBLISHED}"
     names = sorted(entry.name for entry in file.parent.iterdir() if not entry.name.startswith("."))
     listed = f"the folder holds: {', '.join(names[:12]) or 'nothing'}"
     return f"no such file: {file}; {did_you_mean(file.name, names)}{listed}"

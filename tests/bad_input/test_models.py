@@ -25,7 +25,7 @@ MODELS = {
     ),
     "other architecture": (
         lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
-        "is of architecture 'gpt2'; supported are: qwen2_5_vl, qwen3_vl",
+        "is of architecture 'gpt2'; supported are: qwen2_5_vl, qwen3_vl; docs/adding.md says how one is added",
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "weights truncated": (lambda folder: truncate(folder / "model.safetensors"), "cannot be loaded: Safetensor"),

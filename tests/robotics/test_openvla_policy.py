@@ -225,7 +225,7 @@ def test_what_cannot_be_used_is_named(folder, tmp_path):
         OpenVlaPolicy(OpenVlaConfig(str(folder), unnorm_key="bridge"))
     with pytest.raises(UserError, match="resizes images by 'letterbox'"):
         OpenVlaPolicy(changed("preprocessor_config.json", image_resize_strategy="letterbox"))
-    with pytest.raises(UserError, match="language model is of type 'phi'"):
+    with pytest.raises(UserError, match=r"language model is of type 'phi'.*docs/adding\.md"):
         OpenVlaPolicy(changed("config.json", text_config={"model_type": "phi"}))
     with pytest.raises(UserError, match=r"weights in .* are of another model: .*projector\.fc1"):
         OpenVlaPolicy(changed("config.json", use_fused_vision_backbone=False))

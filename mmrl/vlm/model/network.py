@@ -89,7 +89,9 @@ def load_network(config: ModelConfig, base: str) -> Any:
     model_type = _model_type(base)
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UserError(f"{base} is of architecture {model_type!r}; supported are: {known}")
+        raise UserError(
+            f"{base} is of architecture {model_type!r}; supported are: {known}; docs/adding.md says how one is added"
+        )
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForImageTextToText.from_pretrained(

@@ -322,7 +322,10 @@ def open_policy(path: Path | str) -> ActionPolicy:
     check_model(Path(path))
     kind = read_config(Path(path)).get("kind")
     if not isinstance(kind, str) or kind not in SAVED_POLICIES:
-        raise UserError(f"{path} holds a policy of kind {kind!r}; known are: {', '.join(SAVED_POLICIES)}")
+        raise UserError(
+            f"{path} holds a policy of kind {kind!r}; known are: {', '.join(SAVED_POLICIES)}; docs/adding.md says how "
+            "one is added"
+        )
     module, name = SAVED_POLICIES[kind].split(":")
     policy: ActionPolicy = getattr(importlib.import_module(module), name).from_pretrained(path)
     return policy

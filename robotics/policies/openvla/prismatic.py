@@ -44,7 +44,10 @@ class Prismatic(nn.Module):
 
         text = dict(entries["text_config"])
         if text.get("model_type", "llama") != "llama":
-            raise UserError(f"the language model is of type {text['model_type']!r}; supported: llama")
+            raise UserError(
+                f"the language model is of type {text['model_type']!r}; supported: llama; docs/adding.md says how a "
+                "policy of another kind is added"
+            )
         config = LlamaConfig(**text)
         self.vision_backbone = _Vision(entries)
         self.projector = _Projector(self.vision_backbone.width, config.hidden_size, self.vision_backbone.count)

@@ -77,7 +77,7 @@ def test_other_pipelines_are_named_with_the_supported_ones(copied):
     said = message(copied)
     assert "StableDiffusionPipeline" in said
     assert "StableDiffusion3Pipeline, FluxPipeline" in said
-    assert "a further family is a row of FAMILIES in diffusion/models/pipelines.py" in said
+    assert "a further family is a row of FAMILIES in diffusion/models/pipelines.py, see docs/adding.md" in said
 
 
 @pytest.mark.parametrize("part", ["transformer", "text_encoder_2", "scheduler", "tokenizer_3"])

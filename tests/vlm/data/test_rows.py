@@ -303,7 +303,7 @@ def test_text_only_can_be_allowed_or_forbidden(folder):
     [
         ({}, "path is not set"),
         ({"path": "dat.jsonl"}, "did you mean 'data.jsonl'"),
-        ({"path": "nowhere/at/all.jsonl"}, "does not exist either"),
+        ({"path": "nowhere/at/all.jsonl"}, "does not exist either.*docs/data.md"),
         ({"path": "red.png"}, r"unknown extension '.png'; known are .jsonl, .json, .parquet"),
         ({"path": "empty.jsonl"}, "is empty"),
         ({"path": "empty.json"}, "is empty"),
