@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mmrl.compare.plans import RunPlan, is_finished
 from mmrl.compare.results import Comparison, Difference
 from mmrl.compare.summary import plan_comparison
 from mmrl.report.charts import INK, colour_cycle, draw_legend, save_png, style_axes
+from mmrl.runs.statistics import SHARES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,12 +57,16 @@ def comparison_figure(comparison: Comparison, curves: Mapping[str, Sequence[Line
     """Three views of arms on shared seeds: values seed by seed, paired differences, curves over steps."""
     from matplotlib.figure import Figure
 
-    metric = comparison.metric
+    metric, factor = _axis(comparison.metric)
     values = {
-        arm: {seed: value for seed, value in entry.values.items() if value is not None}
+        arm: {seed: factor * value for seed, value in entry.values.items() if value is not None}
         for arm, entry in comparison.arms.items()
     }
-    curves = {arm: [run for run in runs if len(run[0]) > 1] for arm, runs in curves.items()}
+    # two evaluations are the start and the end, which the first panel shows
+    curves = {
+        arm: [(steps, [factor * value for value in run]) for steps, run in runs if len(steps) > 2]
+        for arm, runs in curves.items()
+    }
     panels = 3 if any(curves.values()) else 2
     figure = Figure(figsize=(4.6 * panels, 4.2), layout="constrained", facecolor="white")
     axes = np.atleast_1d(figure.subplots(1, panels))
@@ -69,11 +74,16 @@ def comparison_figure(comparison: Comparison, curves: Mapping[str, Sequence[Line
         style_axes(panel)
     colours = dict(zip(values, colour_cycle(), strict=False))
     _draw_pairs(axes[0], values, metric, colours)
-    _draw_differences(axes[1], comparison.differences, comparison.baseline, colours)
+    _draw_differences(axes[1], comparison.differences, comparison.baseline, colours, factor)
     if panels == 3:
         _draw_bands(axes[2], curves, metric, colours)
-    figure.suptitle(comparison.name)
+    figure.suptitle(comparison.name.replace("_", " "))
     return figure
+
+
+def _axis(metric: str) -> tuple[str, float]:
+    """A metric's name on an axis, and the factor of its values: shares are in per cent."""
+    return (f"{metric.replace('/', ', ')}, %", 100.0) if metric.startswith(SHARES) else (metric, 1.0)
 
 
 def work_figure(
@@ -84,20 +94,24 @@ def work_figure(
 ) -> Figure:
     """A metric over its cost, one panel a cost and one colour an arm, with the mean target as a dashed line."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
+    metric, factor = _axis(metric)
     figure = Figure(figsize=(4.6 * len(curves), 4.2), layout="constrained", facecolor="white")
     panels = np.atleast_1d(figure.subplots(1, len(curves), sharey=True))
     for axes, (cost, arms) in zip(panels, curves.items(), strict=True):
         style_axes(axes)
         for (arm, runs), colour in zip(arms.items(), colour_cycle(), strict=False):
-            _draw_cost_band(axes, runs, arm, colour)
+            scaled = [(costs, [factor * value for value in values]) for costs, values in runs]
+            _draw_cost_band(axes, scaled, arm, colour)
         if targets:
-            axes.axhline(float(np.mean(targets)), color=INK, linewidth=1, linestyle="--", label="target, mean")
+            axes.axhline(factor * float(np.mean(targets)), color=INK, linewidth=1, linestyle="--", label="target, mean")
         axes.set_xlabel(cost, color=INK)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     panels[0].set_ylabel(metric, color=INK)
     if panels[0].get_legend_handles_labels()[0]:
         draw_legend(panels[0])
-    figure.suptitle(f"{title}: mean and range of seeds")
+    figure.suptitle(f"{title.replace('_', ' ')}: mean and range of seeds")
     return figure
 
 
@@ -129,21 +143,22 @@ def _name_columns(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _draw_differences(
-    axes: Axes, differences: Mapping[str, Difference], baseline: str, colours: Mapping[str, str]
+    axes: Axes, differences: Mapping[str, Difference], baseline: str, colours: Mapping[str, str], factor: float
 ) -> None:
     axes.axhline(0, color=INK, linewidth=1)
     for index, (arm, found) in enumerate(differences.items()):
-        pairs = list(found.per_seed.values())
+        pairs = [factor * value for value in found.per_seed.values()]
         spread = np.linspace(-0.08, 0.08, len(pairs)) if len(pairs) > 1 else np.zeros(len(pairs))
         axes.scatter(index - 0.18 + spread, pairs, color=colours[arm], s=20, alpha=0.55)
         if found.mean is not None:
-            reach = np.nan_to_num(np.array([[found.mean - _number(found.low)], [_number(found.high) - found.mean]]))
-            axes.errorbar(
-                [index + 0.12], [found.mean], yerr=reach, color=colours[arm], marker="D", capsize=5, linewidth=2
-            )
+            ends = [[found.mean - _number(found.low)], [_number(found.high) - found.mean]]
+            reach = factor * np.nan_to_num(np.array(ends))
+            look: dict[str, Any] = {"marker": "D", "capsize": 5, "linewidth": 2}
+            axes.errorbar([index + 0.12], [factor * found.mean], yerr=reach, color=colours[arm], **look)
     _name_columns(axes, [f"{arm}\n− {baseline}" for arm in differences])
     axes.set_xlim(-0.5, max(len(differences), 1) - 0.5)
-    axes.set_title("paired differences, mean with 95 % interval", fontsize=10, color=INK)
+    unit = " in points" if factor != 1 else ""
+    axes.set_title(f"paired differences{unit}, mean with 95 % interval", fontsize=10, color=INK)
 
 
 def _draw_bands(
@@ -162,7 +177,8 @@ def _draw_bands(
             continue
         steps = sorted(by_step)
         means = [float(np.mean(by_step[step])) for step in steps]
-        axes.plot(steps, means, color=colours[arm], linewidth=2, label=f"{arm} ({len(runs)} seeds)")
+        label = f"{arm} ({len(runs)} seeds)"
+        axes.plot(steps, means, "o-", color=colours[arm], linewidth=2, markersize=4, label=label)
         lows, highs = ([pick(by_step[step]) for step in steps] for pick in (min, max))
         axes.fill_between(steps, lows, highs, color=colours[arm], alpha=0.15, linewidth=0)
     axes.set_xlabel("step", color=INK)

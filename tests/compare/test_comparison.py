@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -8,7 +9,8 @@ from PIL import Image
 
 from mmrl.compare import plans as run_status
 from mmrl.compare.experiment import load_experiment
-from mmrl.compare.figures import work_figure
+from mmrl.compare.figures import comparison_figure, work_figure
+from mmrl.compare.results import ArmResult, Comparison, Difference
 from mmrl.compare.run import run_experiment
 from mmrl.compare.summary import plan_comparison, summarise
 from mmrl.errors import UserError
@@ -341,6 +343,26 @@ def test_bands_are_the_mean_of_joined_lines_where_all_seeds_have_costs():
     assert target.get_ydata() == pytest.approx([0.6, 0.6])
     assert images.lines[0].get_color() == mean.get_color() != images.lines[1].get_color()
     assert (seconds.get_xlabel(), images.get_xlabel(), seconds.get_ylabel()) == ("seconds", "images", "score")
+
+
+def test_shares_are_drawn_in_per_cent_and_their_differences_in_points():
+    arms = {name: ArmResult({1: value}, mean=value, n=1) for name, value in (("old_one", 0.25), ("new", 0.5))}
+    differences = {"new": Difference({1: 0.25}, [], 0, mean=0.25, low=0.125, high=0.375, n=1)}
+    comparison = Comparison(
+        *("done", "", "a_name", "", "accuracy/greedy", True, "old_one", [1], None), arms, differences, None, None, None
+    )
+    curves = {"new": [([0, 5, 9], [0.25, 0.25, 0.5])], "old_one": [([0, 9], [0.25, 0.25])]}
+    figure = comparison_figure(comparison, curves)
+    values, pairs, bands = figure.axes
+    assert figure.get_suptitle() == "a name"
+    assert values.get_ylabel() == "accuracy, greedy, %"
+    assert sorted(float(y) for dots in values.collections[-4::2] for _, y in dots.get_offsets()) == [25, 50]
+    assert "in points" in pairs.get_title()
+    assert [25.0] in [list(line.get_ydata()) for line in pairs.lines]
+    assert [list(line.get_ydata()) for line in bands.lines] == [[25, 25, 50]]  # two evaluations are no curve
+    plain = comparison_figure(dataclasses.replace(comparison, metric="score/graded"), curves)
+    assert plain.axes[0].get_ylabel() == "score/graded"
+    assert list(plain.axes[2].lines[0].get_ydata()) == [0.25, 0.25, 0.5]
 
 
 @pytest.mark.parametrize(
