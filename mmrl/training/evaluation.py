@@ -36,13 +36,16 @@ Row = dict[str, Any]
 """Outcome of one trial, with the keys "index" and "repeat" of the trial and whatever else its measure reads."""
 
 
-def parts_of_tasks(columns: Sequence[Mapping[str, Any]], by: Sequence[str] | None) -> list[dict[str, str]]:
-    """Value of each task in the columns that the evaluation is broken down by."""
+def parts_of_tasks(
+    columns: Sequence[Mapping[str, Any]], by: Sequence[str] | None, answers: Collection[str] = NOT_PARTS
+) -> list[dict[str, str]]:
+    """Value of each task in the columns that the evaluation is broken down by; never those of `answers` by itself."""
     names = list(dict.fromkeys(name for task in columns for name in task))
     missing = [name for name in by or () if name not in names]
     if missing and columns:
         raise ValueError(f"evaluation.by names '{missing[0]}'; columns of the data: {', '.join(names) or 'none'}")
-    chosen = [name for name in names if _is_part(name, columns)] if by is None else list(by)
+    kinds = [name for name in names if name not in answers and _is_part(name, columns)]
+    chosen = kinds if by is None else list(by)
     return [{name: str(task[name]) for name in chosen if task.get(name) is not None} for task in columns]
 
 
@@ -52,10 +55,10 @@ def part_metric(metric: str, column: str, value: str) -> str:
 
 
 def _is_part(name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
-    if name in NOT_PARTS:
-        return False
     values = [task[name] for task in columns if task.get(name) is not None]
     if not all(isinstance(value, str | bool) and len(str(value)) <= LONGEST_VALUE for value in values):
+        return False
+    if all(task.get(name) == task.get("answer") for task in columns):  # such as the column of data.answer_key
         return False
     different = len(set(values))
     return 2 <= different <= MOST_VALUES and len(values) >= 2 * different

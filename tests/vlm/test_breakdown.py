@@ -33,6 +33,9 @@ def test_columns_with_few_shared_short_values_are_taken():
         for n, hint in enumerate(hints)
     ]
     assert parts_of_tasks(columns, None) == [{"hint": hint} for hint in hints]
+    labelled = [row | {"label": row["answer"], "worked": f"so {row['answer']}"} for row in columns]
+    assert parts_of_tasks(labelled, None, {"answer", "worked"}) == [{"hint": hint} for hint in hints]
+    assert parts_of_tasks(labelled, ["label"])[:2] == [{"label": "a"}, {"label": "b"}]
     assert parts_of_tasks(columns, []) == [{}] * 6
     assert parts_of_tasks(columns, ["level"])[:2] == [{"level": "0"}, {"level": "1"}]
     with pytest.raises(ValueError, match=r"evaluation\.by names 'knid'; columns of the data: hint, answer, kind"):
