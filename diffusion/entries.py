@@ -84,6 +84,7 @@ RECIPES = (
 METRICS = {
     "score/<reward>": "Mean of an optimised reward over held-out images.",
     "heldout/<reward>": "Mean over held-out images of a reward that is never optimised.",
+    "policy/entropy": "Mean minus log-density of the sampled denoising steps, in nats for each number of the latent.",
     "diversity/latent": "Mean root-mean-square distance between the latents of images of one prompt.",
     "distance/base": "Mean squared distance between the velocities of policy and start model on held-out images.",
     "cost/forward_rows": "Rows that the denoiser evaluated without gradient for training so far.",

@@ -70,7 +70,7 @@ def _by_kind(run: RunFolder, title: str, names: Sequence[str]) -> list[dict[str,
         _figure(
             title if len(kinds) == 1 else f"{title}, {kind}",
             chosen,
-            line_chart(_series(run, chosen), log_scale=title in LOGARITHMIC, smooth=smooth),
+            line_chart(_series(run, chosen), unit=UNITS.get(kind, ""), log_scale=title in LOGARITHMIC, smooth=smooth),
         )
         for kind, chosen in kinds.items()
     ]
@@ -90,7 +90,7 @@ def _time_charts(run: RunFolder) -> list[dict[str, Any]]:
         return []
     charts = [_figure("Seconds by stage", stages, stacked_chart(_series(run, stages)))] if stages else []
     if parts:
-        charts.append(_figure("Seconds of parts of stages", parts, line_chart(_series(run, parts))))
+        charts.append(_figure("Seconds of parts of stages", parts, line_chart(_series(run, parts), unit="s")))
     return charts
 
 
@@ -236,6 +236,8 @@ KINDS = {
     ),
 }
 """Kind of number to how the definitions of such metrics begin; the first that fits."""
+UNITS = {"seconds": "s", "shares": "%", "megabytes": "MB"}
+"""Kind of number to the unit on its axis."""
 CHARTS: dict[str, tuple[str, ...]] = {
     "Reward": ("reward/mean", "reward/std"),
     "Reward terms": ("reward/*",),
@@ -246,13 +248,9 @@ CHARTS: dict[str, tuple[str, ...]] = {
     "Log-probabilities of the two sides": ("logps/chosen", "logps/rejected"),
     "Order of pairs": ("rewards/accuracies", "logps/accuracies"),
     "Importance ratio": ("policy/ratio_mean", "policy/ratio_max"),
-    "Shares": (
-        "reward/zero_variance_groups",
-        "update/zero_advantage_groups",
-        "response/finished_fraction",
-        "policy/clip_fraction_low",
-        "policy/clip_fraction_high",
-    ),
+    "Groups without a learning signal": ("reward/zero_variance_groups", "update/zero_advantage_groups"),
+    "Finished answers": ("response/finished_fraction",),
+    "Clipped decisions": ("policy/clip_fraction_low", "policy/clip_fraction_high"),
     "Response length": ("response/length_mean", "response/length_max"),
     "Gradient norm": ("optim/grad_norm",),
     "Learning rate": ("optim/lr",),
@@ -261,6 +259,6 @@ CHARTS: dict[str, tuple[str, ...]] = {
     "APO": ("apo/*",),
     "Questions made easier or harder": ("augment/hinted", "augment/noised"),
     "Decisions per second": ("tokens/per_second",),
-    "Peak memory in megabytes": ("memory/peak_mb",),
+    "Peak memory": ("memory/peak_mb",),
 }
 LOGARITHMIC = {"Gradient norm"}

@@ -118,6 +118,15 @@ def evaluation_points(runs: Sequence[RunFolder], split: str) -> list[EvaluationP
     return points
 
 
+def repeated_end(earlier: RunFolder, run: RunFolder) -> dict[str, Any] | None:
+    """Last evaluation of an earlier run, where the first one of a run only measured the same model again."""
+    for split in run.splits:
+        before, records = earlier.of_split(split), run.of_split(split)
+        if before and len(records) > 1 and _repeats(records[0], before[-1]):
+            return before[-1]
+    return None
+
+
 def estimate(record: Mapping[str, Any], name: str) -> tuple[float, float, float]:
     """Value, low and high end of a metric; NaN if missing."""
     value, low, high = (float(record.get(key, math.nan)) for key in (name, f"{name}/low", f"{name}/high"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.report.charts import save_png
-from mmrl.report.folder import read_run
+from mmrl.report.folder import read_run, repeated_end
 from mmrl.runs.records import STEP_NAME, SampleRecord, read_samples, sample_steps
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def evaluation_columns(
 ) -> list[tuple[str, dict[str, list[SampleRecord]]]]:
     """Saved samples of the first evaluation of each run, and of the last evaluation of the last run."""
     columns = []
+    folders = [read_run(folder) for _, folder in runs]
     for index, (name, folder) in enumerate(runs):
         steps = sample_steps(folder, "eval")
         between = [] if index < len(runs) - 1 else _spread(steps[1:-1], during)
@@ -109,11 +110,13 @@ def evaluation_columns(
         for step in [*steps[:1], *between, *end]:
             when = "before" if step == 0 else "during" if step in between else "after"
             label = f"{when} {name}" if len(runs) > 1 else f"{when} training"
-            if read_run(folder).only_evaluated:
+            if folders[index].only_evaluated:
                 label = "evaluated"
+            same = repeated_end(folders[index - 1], folders[index]) if index and when == "before" else None
+            shown = f"{label} (step {step})" if same is None else f"after {runs[index - 1][0]} (step {same['step']})"
             groups = _by_task(read_samples(folder, step, "eval"))
             if groups:
-                columns.append((f"{label} (step {step})", groups))
+                columns.append((shown, groups))
     return columns
 
 

@@ -257,8 +257,9 @@ class RunWarnings:
                 continue
             label = "the total reward" if name == "reward" else f"reward {name!r}"
             due[_constant(name)] = (
-                f"{label} was {streak.value:g} for all {streak.samples} samples of {streak.steps} steps, so it teaches "
-                "nothing; look at the samples in the report, and at what the reward expects"
+                f"{label} was {streak.value:g} for all {streak.samples} samples of {streak.steps} steps, so it tells "
+                "none from another; unless that is its best value, look at the samples in the report, and at what the "
+                "reward expects"
             )
         if self._streaks.get("groups", _Streak()).steps >= PATIENCE and "constant_reward" not in due:
             more = ", ".join(filter(None, ("more samples_per_task", self.variety, "easier or harder tasks")))

@@ -1,4 +1,8 @@
-from mmrl.report.charts import line_chart
+import re
+from importlib import resources
+
+from mmrl.report import curves
+from mmrl.report.charts import COLOURS, INK, INK_ON_DARK, line_chart
 from mmrl.report.page import write_report
 from mmrl.runs.tracking import Tracker
 from tests.report.pages import Page, headings_of
@@ -51,7 +55,7 @@ def test_the_success_of_a_task_is_not_drawn_over_the_length_of_episodes(tmp_path
 def test_the_learning_rate_is_drawn_as_it_was(tmp_path, monkeypatch):
     drawn = {}
 
-    def draw(series, *, log_scale=False, smooth=True):
+    def draw(series, *, unit, log_scale, smooth):
         drawn.update(dict.fromkeys(series, smooth))
         return b"<svg/>"
 
@@ -63,3 +67,59 @@ def test_the_learning_rate_is_drawn_as_it_was(tmp_path, monkeypatch):
     assert drawn == {"lr": False, "grad_norm": True}
     rates = [0.0] * 50 + [1.0] * 50
     assert line_chart({"lr": (range(100), rates)}, smooth=False) != line_chart({"lr": (range(100), rates)})
+
+
+def test_shares_are_in_per_cent_and_seconds_and_megabytes_have_their_units(tmp_path, monkeypatch):
+    units = {}
+
+    def draw(series, *, unit="", **_):
+        units[", ".join(series)] = unit
+        return b"<svg/>"
+
+    monkeypatch.setattr(curves, "line_chart", draw)
+    tracker = Tracker(tmp_path)
+    for step in (1, 2, 3):
+        shares = {"reward/zero_variance_groups": 0.1 * step, "policy/clip_fraction_low": 0.01 * step}
+        others = {"memory/peak_mb": 9.0 * step, "policy/entropy": 1.0 / step, "time/decode": 0.1 * step}
+        tracker.log(step, shares | others)
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert units == {
+        "zero_variance_groups": "%",
+        "clip_fraction_low": "%",
+        "peak_mb": "MB",
+        "entropy": "",
+        "decode": "s",
+    }
+    assert "Groups without a learning signal" in page.text
+    share = {"a": ([1, 2], [0.25, 0.75])}
+    assert line_chart(share, unit="%") != line_chart(share)
+
+
+def luminance(colour):
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(first, second):
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_lines_and_text_of_charts_have_the_contrast_that_wcag_asks_for():
+    style = resources.files("mmrl.report").joinpath("report.css").read_text()
+    light, dark = re.findall("--card: (#[0-9a-f]{6})", style)
+    assert all(contrast(colour, card) >= 3 for colour in COLOURS for card in (light, dark))
+    assert contrast(INK, light) >= 4.5
+    assert contrast(INK_ON_DARK, dark) >= 4.5
+    chart = line_chart({"a": ([1, 2], [0.25, 0.75])}).decode()
+    assert f'[style*="fill: {INK}"] {{ fill: {INK_ON_DARK} !important }}' in chart
+    assert f"fill: {INK}" in chart.partition("</style>")[2]
+
+
+def test_the_fifth_curve_differs_from_the_first_by_more_than_its_colour():
+    chart = line_chart({str(number): ([1, 2, 3], [number] * 3) for number in range(5)}).decode()
+    strokes = [style for style in re.findall('style="(fill: none; [^"]*)"', chart) if "stroke-width: 1.8" in style]
+    dashed = [style for style in strokes if "dasharray" in style]
+    assert [COLOURS[4] in style for style in dashed] == [True, True]  # the curve, and its line among the names
+    assert len({re.search("stroke: (#[0-9a-f]{6})", style)[1] for style in strokes}) == 5

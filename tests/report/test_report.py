@@ -190,6 +190,13 @@ def test_rollouts_are_grouped_and_carry_rewards_and_advantages(page):
     assert "<think>0 plus 1</think>" in text
 
 
+def test_every_header_cell_has_its_scope_and_every_table_a_caption(page):
+    scopes = [attributes.get("scope") for tag, attributes in page.attributes if tag == "th"]
+    assert set(scopes) == {"row", "col"}  # and rowgroup, where a table has groups
+    assert page.tags.count("caption") == page.tags.count("table") > 2
+    assert page.tags.count("main") == 1
+
+
 def test_before_and_after_are_side_by_side(page):
     text = page.text
     assert "before training (step 0)" in text

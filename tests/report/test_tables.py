@@ -2,7 +2,7 @@ import pytest
 
 from mmrl.report.gallery import readable_answer
 from mmrl.report.page import write_report
-from mmrl.runs.records import Outcome, write_outcomes
+from mmrl.runs.records import Outcome, SampleRecord, write_outcomes, write_samples
 from mmrl.runs.statistics import difference_interval, paired_difference, wilson_interval
 from mmrl.runs.tracking import Tracker
 from tests.report.pages import Page, log_evaluation
@@ -68,6 +68,19 @@ def test_the_start_of_a_run_that_repeats_the_end_of_the_one_before_is_left_out(t
     assert "after sft 20 400 40.0 %" in text
     assert "before papo" not in text
     assert "after papo 30 400 60.0 % [55.0, 65.0] +20.0" in text
+
+
+def test_the_gallery_calls_a_model_what_the_tables_call_it(tmp_path):
+    sft, run = tmp_path / "sft", tmp_path / "papo"
+    for folder, points in ((sft, ((0, 0.1), (20, 0.4))), (run, ((0, 0.4), (30, 0.6)))):
+        tracker = Tracker(folder)
+        for step, value in points:
+            log_evaluation(tracker, step, "during", value)
+            write_samples(folder, step, "eval", [SampleRecord("q", "what?", f"{value}")])
+    text = Page(write_report(run, chain=[sft]).read_text(encoding="utf-8")).text
+    columns = ("before sft (step 0) 0.1", "after sft (step 20) 0.4", "after papo (step 30) 0.6")
+    assert [text.count(column) for column in columns] == [1, 1, 1]
+    assert "before papo" not in text
 
 
 def test_a_run_that_changed_nothing_still_shows_its_end(tmp_path):

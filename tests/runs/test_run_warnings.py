@@ -75,6 +75,7 @@ def test_a_constant_reward_is_named_with_its_value(tmp_path):
     assert rows[-1] == {"warnings/constant_format": PATIENCE}
     (message,) = read_warnings(tmp_path)
     assert f"reward 'format' was 0.5 for all {3 * PATIENCE} samples of {PATIENCE} steps" in message
+    assert "unless that is its best value, look at the samples" in message
 
 
 def test_a_constant_total_is_reported_instead_of_equal_groups(tmp_path):
