@@ -67,6 +67,7 @@ class DiffusionDomain:
     """Model, prompts, rewards, evaluation and reports of recipes on a diffusion or flow model."""
 
     config: Any
+    supervised: ClassVar[bool]
     policy: DiffusionPolicy
     train_tasks: Sequence[Any]
     eval_tasks: Mapping[str, Sequence[DiffusionTask]]
@@ -136,7 +137,7 @@ class DiffusionDomain:
         from PIL import Image
 
         payload = DiffusionPayload.of(rollouts)
-        advantage = rollouts.advantage
+        advantage = None if self.supervised else rollouts.advantage
         found = []
         for row in range(min(limit, rollouts.num_rows)):
             task = payload.tasks[int(rollouts.group[row])]
@@ -146,7 +147,7 @@ class DiffusionDomain:
                     prompt=task.prompt,
                     response="",
                     outputs=[Image.fromarray(payload.images[row])],
-                    reward=float(rollouts.reward[row]),
+                    reward=None if self.supervised else float(rollouts.reward[row]),
                     terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
                     advantage=None if advantage is None else float(advantage[row].mean()),
                     finish="image" if payload.finite[row] else "overflow",

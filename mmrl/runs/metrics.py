@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-STAGES = ("rollout", "score", "old_logp", "ref_logp", "masked_logp", "advantages", "update")
+STAGES = ("batch", "rollout", "score", "old_logp", "ref_logp", "masked_logp", "advantages", "update")
 """Stages that follow one another within a step; every other stage is a part of one of them."""
 STAGES_BETWEEN = ("evaluate", "checkpoint")
 """Stages that take place since the step before, not inside the step's seconds."""
@@ -25,6 +25,7 @@ def label(name: str) -> str:
 
 
 METRICS: dict[str, str] = {
+    "time/batch": "Seconds of a supervised step spent in making its batch out of given data.",
     "time/rollout": "Seconds spent sampling: encode, prefill, decode and what lies between them.",
     "time/score": "Seconds spent in reward functions.",
     "time/old_logp": "Seconds of the pass for old log-probs and values; 0 where the update needs none.",

@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 _HEADER_EVERY = 25
 QUIET_S = 10.0
 """Seconds between two lines where there is no terminal, such as in the log of a batch job."""
+COLUMNS = {
+    "reward": (8, ".4f", "reward/mean"),
+    "loss": (9, ".4f", "loss/total"),
+    "KL": (9, ".2e", "policy/kl_ref", "policy/kl_old"),
+    "entropy": (8, ".3f", "policy/entropy"),
+    "tok/s": (7, ".0f", "tokens/per_second"),
+}
+"""Columns of the console: width, format, and the metrics of which the first that a step has is shown."""
 ENDS = {"low": "Lower", "high": "Upper"}
 WILDCARD = re.compile("<(.+?)>")
 
@@ -88,6 +96,7 @@ class ConsoleSink:
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
         self._total_steps = total_steps
         self._every = max(1, every)
+        self._columns: list[str] = []
         self._lines = 0
         self._began: tuple[int, float] | None = None
         self._shown_s = -math.inf
@@ -98,7 +107,7 @@ class ConsoleSink:
             self._bar.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar and show reward, KL, entropy, tokens a second and the seconds of each stage."""
+        """Move the bar and show those of `COLUMNS` that the run has, and the seconds of each stage."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         now = time.monotonic()
@@ -106,11 +115,13 @@ class ConsoleSink:
         due = step % self._every == 0 and (self._bar is not None or now - self._shown_s >= QUIET_S)
         if due or step == self._total_steps or self._lines == 0:
             self._shown_s = now
-            if self._lines % _HEADER_EVERY == 0:
-                self._console.print(_header(self._total_steps), style="bold", markup=False)
+            columns = [name for name in COLUMNS if name in self._columns or _value(name, metrics) is not None]
+            if columns != self._columns or self._lines % _HEADER_EVERY == 0:
+                self._columns = columns
+                self._console.print(_header(columns, self._total_steps), style="bold", markup=False)
             self._lines += 1
             left = "" if self._bar is not None else _left(self._began, (step, now), self._total_steps)
-            self._console.print(_step_line(step, self._total_steps, metrics) + left, markup=False)
+            self._console.print(_step_line(columns, step, self._total_steps, metrics) + left, markup=False)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
         """Show each accuracy and score with its interval, then held-out rewards and diversity without."""
@@ -242,22 +253,19 @@ def _progress_bar(console: Any) -> Progress:
     )
 
 
-def _header(total_steps: int) -> str:
-    return f"{'step':>{_step_width(total_steps)}}   reward      loss        KL  entropy   tok/s  seconds"
+def _header(columns: Sequence[str], total_steps: int) -> str:
+    cells = [f"{name:>{COLUMNS[name][0]}}" for name in columns]
+    return " ".join([f"{'step':>{_step_width(total_steps)}}", *cells, " seconds"])
 
 
-def _step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    kl = next((metrics[name] for name in ("policy/kl_ref", "policy/kl_old") if name in metrics), None)
-    cells = [
-        f"{f'{step}/{total_steps}':>{_step_width(total_steps)}}",
-        _cell(metrics.get("reward/mean"), 8, ".4f"),
-        _cell(metrics.get("loss/total"), 9, ".4f"),
-        _cell(kl, 9, ".2e"),
-        _cell(metrics.get("policy/entropy"), 8, ".3f"),
-        _cell(metrics.get("tokens/per_second"), 7, ".0f"),
-        _seconds_by_stage(metrics),
-    ]
-    return " ".join(cells).rstrip()
+def _step_line(columns: Sequence[str], step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+    cells = [_cell(_value(name, metrics), *COLUMNS[name][:2]) for name in columns]
+    first = f"{f'{step}/{total_steps}':>{_step_width(total_steps)}}"
+    return " ".join([first, *cells, _seconds_by_stage(metrics)]).rstrip()
+
+
+def _value(column: str, metrics: Mapping[str, float]) -> float | None:
+    return next((metrics[name] for name in COLUMNS[column][2:] if name in metrics), None)
 
 
 def _left(began: tuple[int, float], current: tuple[int, float], total_steps: int) -> str:

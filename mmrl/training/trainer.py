@@ -294,7 +294,7 @@ class Trainer:
         count = self.config.trainer.tasks_per_step
         tasks, places = shard(self.tasks.next(count), self.accelerator), shard(range(count), self.accelerator)
         streams = Streams(stream_seed(self.config.seed, "rollout", self.step, attempt, draw), places)
-        with stopwatch("rollout"), torch.no_grad(), self.accelerator.autocast():
+        with stopwatch("batch" if self.recipe.supervised else "rollout"), torch.no_grad(), self.accelerator.autocast():
             try:
                 return self.recipe.rollout(self.policy, tasks, streams, self.position), None
             except NoUsableTasksError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from accelerate import Accelerator
@@ -20,6 +20,7 @@ from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.run_log import LONGER, metric_label
 from mmrl.training.evaluation import (
+    NOT_PARTS,
     Evaluation,
     Measure,
     Row,
@@ -75,6 +76,7 @@ class VlmDomain:
     train_tasks: Sequence[VlmTask]
     eval_tasks: Mapping[str, Sequence[VlmTask]]
     parts: dict[str, Stateful]
+    supervised: ClassVar[bool]
     longest: int = 0
     """Longest response in tokens; 0 where none is sampled."""
 
@@ -163,7 +165,7 @@ class VlmDomain:
                     response=payload.texts[row],
                     answer=str(task.columns.get("answer", "")),
                     images=images_of[group],
-                    reward=float(rollouts.reward[row]),
+                    reward=None if self.supervised else float(rollouts.reward[row]),
                     terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
                     advantage=None if advantage is None else float(advantage[row].sum()) / length,
                     finish=payload.finish[row],
@@ -249,7 +251,8 @@ class AnswerMeasure(Measure[VlmTask]):
             self.domain.evaluation_sampler, temperature=self.evaluation.temperature, top_p=1.0, top_k=0
         )
         """Sampling of answers from the whole distribution, whatever training samples from."""
-        self.parts = parts_of_tasks(columns, self.evaluation.by)
+        given = (getattr(config, key, "") for key in ("target_key", "chosen_key", "rejected_key"))
+        self.parts = parts_of_tasks(columns, self.evaluation.by, {*NOT_PARTS, *given})
         """Value of each question of the split in the columns that it is broken down by."""
 
     @property

@@ -227,14 +227,34 @@ def test_console_line_of_an_image_evaluation_keeps_intervals_for_what_is_optimis
     )
 
 
-def test_console_columns_stay_aligned_when_values_are_missing():
+def test_console_columns_stay_aligned_when_values_are_missing(monkeypatch):
+    now = itertools.count(0.0, 20.0)
+    monkeypatch.setattr("mmrl.runs.tracking.time.monotonic", lambda: next(now))
     stream = io.StringIO()
-    console = ConsoleSink(2, stream=stream)
-    console.log(1, {"time/step": 1.0})
-    console.log(2, {**STEP, "policy/kl_old": 1e-5, "policy/entropy": 0.2})
+    console = ConsoleSink(3, stream=stream)
+    console.log(1, {**STEP, "policy/kl_old": 1e-5, "policy/entropy": 0.2})
+    console.log(2, {"time/step": 1.0})
+    console.log(3, {**STEP, "policy/entropy": 0.2})
     header, *rows = stream.getvalue().splitlines()
     assert {len(row.split("(")[0].rstrip()[:48]) for row in rows} == {48}
-    assert header.index("tok/s") + len("tok/s") == rows[1].index("812") + len("812")
+    assert [row.split()[1:6].count("-") for row in rows] == [0, 5, 1]
+    assert header.index("tok/s") + len("tok/s") == rows[0].index("812") + len("812")
+
+
+def test_console_has_no_columns_for_what_a_run_does_not_measure(monkeypatch):
+    now = itertools.count(0.0, 20.0)
+    monkeypatch.setattr("mmrl.runs.tracking.time.monotonic", lambda: next(now))
+    stream = io.StringIO()
+    console = ConsoleSink(3, stream=stream)
+    supervised = {"loss/total": 2.0, "tokens/per_second": 300.0, "time/rollout": 0.0, "time/batch": 0.5}
+    console.log(1, supervised)
+    console.log(2, supervised)
+    console.log(3, {**supervised, "policy/entropy": 1.0})  # such as the first step after a critic's warm-up
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert lines[0] == ["step", "loss", "tok/s", "seconds"]
+    assert lines[1] == ["1/3", "2.0000", "300", "(batch", "0.50)"]
+    assert lines[3] == ["step", "loss", "entropy", "tok/s", "seconds"]
+    assert len(lines) == 5
 
 
 @pytest.mark.parametrize(
@@ -251,7 +271,7 @@ def test_console_shows_every_nth_step_at_most_every_10_seconds_and_the_time_left
     for step in range(1, 26):
         console.log(step, {})
     lines = stream.getvalue().splitlines()[1:]
-    assert [line.split()[0] for line in lines] == shown
+    assert [line.split()[0].rstrip(",") for line in lines] == shown
     left = timedelta(seconds=seconds * (25 - int(shown[1].split("/")[0])))
     assert lines[1].endswith(f", {left} left")
     assert [line.endswith("left") for line in lines] == [False, *[True] * (len(shown) - 2), False]

@@ -11,6 +11,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
+from mmrl.runs.records import read_samples
 from mmrl.runs.run_log import read_warnings
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Step
@@ -65,6 +66,8 @@ def test_supervised_run_learns_its_answers(tmp_path, tiny_folders):
     run_dir = train(RECIPES["sft"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert rows[-1]["loss/nll"] < 0.3 * rows[0]["loss/nll"]
+    assert rows[0]["time/batch"] > 0 == rows[0]["time/rollout"]  # nothing is sampled
+    assert {(sample.reward, sample.advantage) for sample in read_samples(run_dir, 60, "train")} == {(None, None)}
     evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()]
     assert evaluations[0]["accuracy/greedy"] == 0.0
     assert evaluations[-1]["accuracy/greedy"] >= 1 / 3  # the image decides which of six answers

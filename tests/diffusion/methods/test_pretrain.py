@@ -87,6 +87,12 @@ def test_pretraining_on_digits_lowers_the_loss(tmp_path, digit_model):
     assert np.mean(losses[-10:]) < 0.75 * np.mean(losses[:5])
 
 
+def test_samples_show_the_given_images_without_a_reward(tmp_path, digit_model):
+    recipe = build(pretraining(tmp_path, digit_model))
+    rollouts = recipe.batch(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
+    assert [(sample.reward, sample.advantage) for sample in recipe.records(rollouts, 2)] == [(None, None)] * 2
+
+
 def test_loss_is_the_matching_error_of_numpy(tmp_path, digit_model):
     config = pretraining(tmp_path, digit_model, tasks_per_step=6)
     config.timesteps.count = 2
