@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mmrl.cli import COMMANDS, _parse
 from mmrl.errors import UserError
@@ -67,20 +68,36 @@ def as_set_up(tmp_path):
     return {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{ROOT}"}
 
 
+ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2")
+LAUNCHERS = {
+    "mmrl": (("-m", "mmrl.cli"), ("--processes", "2")),
+    "accelerate": ((*ACCELERATE, "--main_process_port", "0", "-m", "mmrl.cli"), ()),
+    "torchrun": (("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "mmrl.cli"), ()),
+}
+
+
+def trained_and_resumed(folder, launcher, words, processes, variables):
+    """Weights of a run after its two steps, and after two more."""
+    found = []
+    for more in ((), ("trainer.steps=4", "--resume")):
+        done = mmrl(folder, *words, *more, launcher=launcher, **variables)
+        assert done.returncode == 0, done.stderr
+        result = json.loads((folder / "run/result.json").read_text())
+        steps = 2 * len(found) + 2
+        assert (result["status"], result["processes"], result["steps"]) == ("done", processes, steps)
+        found.append(torch.load(folder / f"run/checkpoints/step-{steps:06}/model/weights.pt"))
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "processes"),
-    [
-        (("-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1", "-m", "mmrl.cli"), 1),
-        (("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "mmrl.cli"), 2),
-    ],
-    ids=["accelerate", "torchrun"],
-)
-def test_other_launchers_start_a_run(launcher, processes, tmp_path, as_set_up):
-    done = mmrl(tmp_path, launcher=launcher, **as_set_up)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "run/result.json").read_text())
-    assert (result["status"], result["processes"]) == ("done", processes)
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launchers_train_and_resume_as_one_process_does(name, tmp_path, as_set_up):
+    (tmp_path / "alone").mkdir()
+    alone = trained_and_resumed(tmp_path / "alone", ("-m", "mmrl.cli"), (), 1, as_set_up)
+    for one, two in zip(alone, trained_and_resumed(tmp_path, *LAUNCHERS[name], 2, as_set_up), strict=True):
+        for key, value in one.items():
+            assert value.abs().max() > 0
+            torch.testing.assert_close(two[key], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
