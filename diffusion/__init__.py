@@ -14,6 +14,14 @@ _NAMES = {
         "PromptConfig",
         "load_prompts",
     ),
+    "diffusion.families.base": (
+        "Family",
+        "FamilyOptions",
+    ),
+    "diffusion.families.table": (
+        "families",
+        "family_of",
+    ),
     "diffusion.matching.losses": (
         "NoisyRows",
         "nft_loss",
@@ -65,8 +73,6 @@ _NAMES = {
     ),
     "diffusion.models.ema": ("EMAWeights",),
     "diffusion.models.pipelines": (
-        "FluxTransformer",
-        "Sd3Transformer",
         "decode_latents",
         "encode_images",
         "load_pipeline",
@@ -89,10 +95,7 @@ _NAMES = {
         "sample_latents",
         "sample_trajectories",
     ),
-    "diffusion.sampling.schedule": (
-        "make_solver",
-        "sigma_grid",
-    ),
+    "diffusion.sampling.schedule": ("make_solver",),
     "diffusion.sampling.steps": (
         "CpsStep",
         "DanceSdeStep",

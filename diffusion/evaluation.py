@@ -87,7 +87,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         latents = sample_latents(
             self.policy, text, seeds, sampler, steps=sampler.eval_steps, guidance=guidance, solver="euler"
         )
-        images, finite = decode_latents(self.policy.pipeline, latents, batch=sampler.batch_rows)
+        images, finite = decode_latents(self.policy.family, latents, batch=sampler.batch_rows)
         scored = self.score([task for task in tasks for _ in range(count)], images, finite.tolist())
         usable = latents.nan_to_num(0.0, 0.0, 0.0)
         failure = failure_of(scored)

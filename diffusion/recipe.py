@@ -90,6 +90,7 @@ class DiffusionDomain:
             self.policy = load_policy(config.model, config.seed)
             check_guidance(self.policy, scoring.sampler, "sampler" if config is scoring else "evaluation.sampler")
             self._leave_out_long_prompts()
+            self.policy.embeddings.pad_to(self._prompts(), (scoring.sampler.negative_prompt, ""))
             undone.pop_all()
         if config.model.free_text_encoders:
             self._free_text_encoders()
@@ -179,13 +180,17 @@ class DiffusionDomain:
         self.policy.embeddings.close()
 
     def _free_text_encoders(self) -> None:
-        tasks = [*self.train_tasks, *(task for tasks in self.eval_tasks.values() for task in tasks)]
         embeddings = self.policy.embeddings
         embeddings.negative(self.scoring.sampler.negative_prompt)
         embeddings.negative("")
-        for prompt in dict.fromkeys(prompt for task in tasks for prompt in self.prompts_of(task)):
+        for prompt in self._prompts():
             embeddings.rows([prompt])
         LOGGER.info("text encoders freed: %.0f MB", embeddings.free_encoders() / 1e6)
+
+    def _prompts(self) -> dict[str, None]:
+        """All prompts of the run."""
+        tasks = [*self.train_tasks, *(task for tasks in self.eval_tasks.values() for task in tasks)]
+        return dict.fromkeys(prompt for task in tasks for prompt in self.prompts_of(task))
 
     def prompts_of(self, task: Any) -> list[str]:
         """Prompts that a training or evaluation task needs."""
@@ -254,7 +259,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
             rollouts = self.process.draw(policy, tasks, self.config.trainer.samples_per_task, streams)
         payload = DiffusionPayload.of(rollouts)
         with stopwatch("decode"):
-            decoded = decode_latents(policy.pipeline, payload.latents, batch=self.config.sampler.batch_rows)
+            decoded = decode_latents(policy.family, payload.latents, batch=self.config.sampler.batch_rows)
         payload = dataclasses.replace(payload, images=decoded.pixels, finite=decoded.finite.tolist())
         return rollouts.replace(payload=payload.without_nonfinite())
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import Stopwatch, repeat
+from diffusion.families.base import VelocityModel
+from diffusion.families.table import family_of
 from diffusion.matching.losses import stack_timesteps
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.pipelines import Sd3Transformer
 from diffusion.sampling.sampler import GuidedVelocity, euler_ode
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
@@ -132,10 +133,10 @@ def _rollout_by_row(pipeline: Any, start: Tensor, options: dict[str, Any], watch
 def _rollout_shared(pipeline: Any, start: Tensor, options: dict[str, Any], watch: Stopwatch) -> Tensor:
     """Embed each prompt once, starting with an empty cache; one transformer call for each step of a batch."""
     with watch.stage("embed"):
-        cache = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"])
+        cache = PromptEmbeddings(family_of(pipeline, max_sequence_length=options["text_tokens"]))
         text, negative = cache.rows([PROMPT], samples=len(start)), cache.negative()
     sigmas = sigma_grid(pipeline, options["steps"])
-    model = Sd3Transformer(pipeline.transformer)
+    model = family_of(pipeline).model()
     found = []
     for rows in torch.arange(len(start)).split(options["image_batch"]):
         velocity = GuidedVelocity(model, text.select(rows), negative, options["scale"])
@@ -154,7 +155,7 @@ def encode_arm(options: dict[str, Any]) -> dict[str, Any]:
     def once(watch: Stopwatch) -> None:
         counted.reset()
         if options["way"] == "each prompt":
-            PromptEmbeddings(pipeline, max_sequence_length=length).rows(prompts, samples=options["images"])
+            PromptEmbeddings(family_of(pipeline, max_sequence_length=length)).rows(prompts, samples=options["images"])
             return
         with torch.no_grad():
             for first in range(0, len(rows), options["image_batch"]):
@@ -163,7 +164,7 @@ def encode_arm(options: dict[str, Any]) -> dict[str, Any]:
 
     measured = repeat(once, options["repetitions"], options["device"])
     counts = counted.per_image(len(rows))
-    freed = PromptEmbeddings(pipeline).free_encoders()
+    freed = PromptEmbeddings(family_of(pipeline)).free_encoders()
     return measured | {"counts": counts | {"text_encoder_mb": freed / 2**20}}
 
 
@@ -171,10 +172,10 @@ def guidance_arm(options: dict[str, Any]) -> dict[str, Any]:
     """Evaluate the guided velocity of a batch, or of each of its images alone."""
     pipeline = open_pipeline(options)
     counted, latents = RowCount(pipeline), noise(pipeline, options["rows"])
-    cache = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"])
+    cache = PromptEmbeddings(family_of(pipeline, max_sequence_length=options["text_tokens"]))
     text, negative = cache.rows([PROMPT], samples=len(latents)), cache.negative()
     sigma = torch.linspace(0.9, 0.3, len(latents), device=latents.device)
-    model: Any = Sd3Transformer(pipeline.transformer)
+    model: Any = family_of(pipeline).model()
     if options["detach"] == "after":
         model = partial(_with_negative_detached, model)
     velocities = [
@@ -201,7 +202,7 @@ def guidance_arm(options: dict[str, Any]) -> dict[str, Any]:
     return measured | {"counts": counted.per_image(options["rows"] * options["calls"])}
 
 
-def _with_negative_detached(model: Sd3Transformer, *inputs: Tensor) -> Tensor:
+def _with_negative_detached(model: VelocityModel, *inputs: Any) -> Tensor:
     """Detach the first half of a call that has computed both with a graph."""
     negative, positive = model(*inputs).chunk(2)
     return torch.cat([negative.detach(), positive])
@@ -211,8 +212,10 @@ def stack_arm(options: dict[str, Any]) -> dict[str, Any]:
     """Forward and backward pass of the matching loss of a few images, K draws of time and noise for each."""
     pipeline = open_pipeline(options)
     counted, images, draws = RowCount(pipeline), noise(pipeline, options["rows"]), options["draws"]
-    text = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"]).rows([PROMPT], samples=len(images))
-    model = Sd3Transformer(pipeline.transformer)
+    text = PromptEmbeddings(family_of(pipeline, max_sequence_length=options["text_tokens"])).rows(
+        [PROMPT], samples=len(images)
+    )
+    model = family_of(pipeline).model()
     together = len(images) * (draws if options["way"] == "stacked" else 1)
 
     def once(watch: Stopwatch) -> None:
@@ -272,9 +275,9 @@ def recipe_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 def _trajectory_passes(pipeline: Any, start: Tensor, options: dict[str, Any], watch: Stopwatch) -> None:
     """Flow-GRPO: guided steps, then for each trained step the policy with a graph and the reference without."""
-    cache = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"])
+    cache = PromptEmbeddings(family_of(pipeline, max_sequence_length=options["text_tokens"]))
     text = cache.rows([PROMPT], samples=len(start))
-    velocity = GuidedVelocity(Sd3Transformer(pipeline.transformer), text, cache.negative(), options["scale"])
+    velocity = GuidedVelocity(family_of(pipeline).model(), text, cache.negative(), options["scale"])
     sigmas = sigma_grid(pipeline, options["steps"])
     with watch.stage("rollout"), torch.no_grad():
         euler_ode(velocity, start, sigmas)
@@ -289,8 +292,10 @@ def _trajectory_passes(pipeline: Any, start: Tensor, options: dict[str, Any], wa
 
 def _matching_passes(pipeline: Any, start: Tensor, options: dict[str, Any], watch: Stopwatch) -> None:
     """AWM: steps without guidance, then K draws of each image through policy, reference and EMA as one batch."""
-    text = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"]).rows([PROMPT], samples=len(start))
-    model = Sd3Transformer(pipeline.transformer)
+    text = PromptEmbeddings(family_of(pipeline, max_sequence_length=options["text_tokens"])).rows(
+        [PROMPT], samples=len(start)
+    )
+    model = family_of(pipeline).model()
     steps, draws = (AWM_STEPS, AWM_DRAWS) if options["steps"] >= 10 else (options["steps"], 2)
     with watch.stage("rollout"), torch.no_grad():
         images = euler_ode(GuidedVelocity(model, text), start, sigma_grid(pipeline, steps))

@@ -267,7 +267,8 @@ class StateCritic(CriticTrainer):
         seed: int,
         states: Callable[[Rollouts], tuple[Tensor, Tensor, TrainedDecisions]],
     ) -> None:
-        pooled = text_of(policy, tasks[:1], torch.zeros(1, dtype=torch.int64)).pooled.shape[1]
+        text = text_of(policy, tasks[:1], torch.zeros(1, dtype=torch.int64))
+        pooled = policy.family.summary(text.values).shape[1]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "critic"))
             critic = Critic(policy.latent_shape[0], pooled, config.width)
@@ -301,7 +302,7 @@ class StateCritic(CriticTrainer):
     def _inputs(self, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor, Tensor], TrainedDecisions]:
         latents, sigma, decisions = self.states(rollouts)
         text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.group[decisions.row])
-        return (latents.float(), sigma, text.expanded()[1].float()), decisions
+        return (latents.float(), sigma, self.policy.family.summary(text.expanded()).float()), decisions
 
 
 def explained_by_time(rollouts: Rollouts, returns: Tensor, values: Tensor) -> dict[str, float]:

@@ -129,7 +129,7 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
     def batch(self, policy: DiffusionPolicy, tasks: Sequence[ImagePair], streams: Streams, step: Step) -> Rollouts:
         """Encode both images of each pair, and draw the times and noises that they share."""
         kept, pixels = self._read(tasks)
-        latents = encode_images(policy.pipeline, pixels, batch=self.scoring.sampler.batch_rows)
+        latents = encode_images(policy.family, pixels, batch=self.scoring.sampler.batch_rows)
         count, streams = len(kept), streams.among(tasks, kept)
         shown = (streams.uniform(count, 1, purpose="caption") >= self.config.drop_caption).tolist()
         captions = [pair.caption if keep else "" for pair, keep in zip(kept, shown, strict=True)]

@@ -90,7 +90,7 @@ class PretrainRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Diffusi
     def batch(self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], streams: Streams, step: Step) -> Rollouts:
         """Encode the images of a step, and draw which of them lose their caption."""
         pixels = _pixels(tasks)
-        latents = encode_images(policy.pipeline, pixels, batch=self.scoring.sampler.batch_rows)
+        latents = encode_images(policy.family, pixels, batch=self.scoring.sampler.batch_rows)
         rows = len(tasks)
         kept = streams.uniform(rows, 1, purpose="caption") >= self.config.drop_caption
         captions = [task.caption if keep else "" for task, keep in zip(tasks, kept.tolist(), strict=True)]

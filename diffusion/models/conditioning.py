@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 import tempfile
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from diffusion.models.pipelines import TextPart, family_of, quiet_diffusers
+from diffusion.families.base import MASK, Cut, Family, Text, padded
+from diffusion.models.pipelines import quiet_diffusers
 from mmrl.errors import UserError
 from mmrl.files import expanded
 
@@ -24,53 +24,24 @@ LOGGER = logging.getLogger("mmrl")
 SHOWN_CHARACTERS = 60
 
 
-class Embedding(NamedTuple):
-    """Embedding of one prompt."""
-
-    tokens: Tensor
-    """(L, D) in the encoders' dtype."""
-    pooled: Tensor
-    """(P,) in the encoders' dtype."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.tokens.nbytes + self.pooled.nbytes
-
-
-class Cut(NamedTuple):
-    """The end of a prompt that a tokenizer drops."""
-
-    tokenizer: str
-    """Name of the tokenizer in the pipeline."""
-    tokens: int
-    """Tokens of the whole prompt, start and end counted."""
-    limit: int
-    """Tokens that are read."""
-    text: str
-    """The text that is dropped."""
-
-
 class TextEncoders:
     """The text encoders and tokenizers of one pipeline."""
 
-    def __init__(self, pipeline: Any, max_sequence_length: int | None = None) -> None:
-        self.pipeline = pipeline
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self.pipeline = family.pipeline
         self.freed = False
-        self._family = family_of(pipeline)
-        default = self._family.text_length
-        self.max_sequence_length = default if max_sequence_length is None else max_sequence_length
-        for part in self._family.text:
-            if getattr(pipeline, part.encoder) is None and not part.optional:
-                raise UserError(f"{type(pipeline).__name__} has no {part.encoder}; it cannot embed prompts")
-        self._parts = [part for part in self._family.text if getattr(pipeline, part.encoder) is not None]
-        for part in self._parts:
-            if not part.is_t5:  # CLIP pools at the first end token
-                getattr(pipeline, part.tokenizer).split_special_tokens = True
+        for part in family.text_parts:
+            if getattr(self.pipeline, part.encoder) is None and not part.optional:
+                raise UserError(f"{type(self.pipeline).__name__} has no {part.encoder}; it cannot embed prompts")
+        self.parts = [part for part in family.text_parts if getattr(self.pipeline, part.encoder) is not None]
+        for part in self.parts:
+            if part.is_clip:  # it pools at the first end token
+                getattr(self.pipeline, part.tokenizer).split_special_tokens = True
 
     def modules(self) -> dict[str, Any]:
         """Encoders by their name in the pipeline; none after `free`."""
-        return {} if self.freed else {part.encoder: getattr(self.pipeline, part.encoder) for part in self._parts}
+        return {} if self.freed else {part.encoder: getattr(self.pipeline, part.encoder) for part in self.parts}
 
     def check_constant(self) -> None:
         """Refuse encoders that could still change or are random; raises UserError with the culprit's name."""
@@ -84,20 +55,18 @@ class TextEncoders:
             if encoder.training:
                 raise UserError(f"{name} is in training mode and its dropout would be cached; call .eval() on it")
 
-    def encode(self, prompt: str) -> Embedding:
+    def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Embed one prompt with the pipeline's own `encode_prompt`, without gradient."""
-        t5 = next((self._text_of(part, prompt) for part in self._parts if part.is_t5), prompt)
         with torch.no_grad(), quiet_diffusers():  # which would warn of every prompt that CLIP cuts
-            tokens, pooled = self._family.encode(self.pipeline, prompt, t5, self.max_sequence_length)
-        return Embedding(tokens[0], pooled[0])
+            return self.family.encode(prompt, negative=negative)
 
     def cuts(self, prompt: str) -> list[Cut]:
         """Find the ends of a prompt that diffusers would drop with only a warning."""
         found = []
-        for part in self._parts:
-            limit = self.max_sequence_length if part.is_t5 else self.pipeline.tokenizer_max_length
+        for part in self.parts:
+            limit = self.pipeline.tokenizer_max_length if part.is_clip else self.family.max_sequence_length
             tokenizer = getattr(self.pipeline, part.tokenizer)
-            ids = tokenizer(self._text_of(part, prompt), truncation=False, verbose=False).input_ids
+            ids = self.family.token_ids(part, prompt)
             if len(ids) > limit:
                 # the end token is kept, so one more token of text is lost
                 found.append(Cut(part.tokenizer, len(ids), limit, tokenizer.decode(ids[limit - 1 : -1])))
@@ -106,18 +75,8 @@ class TextEncoders:
     def lost(self, prompt: str) -> list[Cut]:
         """Find the ends of a prompt that no encoder reads; a T5 encoder reads what is too long for CLIP."""
         found = self.cuts(prompt)
-        whole = {part.tokenizer for part in self._parts if part.is_t5} - {cut.tokenizer for cut in found}
+        whole = {part.tokenizer for part in self.parts if not part.is_clip} - {cut.tokenizer for cut in found}
         return [] if whole else found
-
-    def _text_of(self, part: TextPart, prompt: str) -> str:
-        """What a tokenizer is given: control tokens of T5, which its vocabulary has as pieces, with a space in them."""
-        if not part.is_t5:
-            return prompt
-        tokenizer = getattr(self.pipeline, part.tokenizer)
-        normalizer = tokenizer.backend_tokenizer.normalizer
-        text = prompt if normalizer is None else normalizer.normalize_str(prompt)
-        control = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
-        return control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if control.search(text) else prompt
 
     def free(self) -> int:
         """Take the encoders out of the pipeline; returns their bytes, free unless something else holds them."""
@@ -142,15 +101,18 @@ def shortened(prompt: str) -> str:
 class TextRows:
     """Embeddings of U distinct prompts and which of them each of B rows takes; read only, the cache holds the same."""
 
-    tokens: Tensor
-    """Text tokens (U, L, D)."""
-    pooled: Tensor
-    """Pooled text embeddings (U, P)."""
+    values: Text
+    """Entries (U, ...) by name."""
     index: Tensor
     """Prompt of each row (B,) int64, on the CPU."""
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @property
+    def tokens(self) -> Tensor:
+        """Text tokens (U, L, D)."""
+        return self.values["tokens"]
 
     def select(self, rows: Tensor | slice) -> TextRows:
         """Other rows of the same prompts; the embeddings are shared.
@@ -161,31 +123,28 @@ class TextRows:
         Returns:
             The B' rows.
         """
-        return TextRows(self.tokens, self.pooled, self.index[rows])
+        return TextRows(self.values, self.index[rows])
 
     def followed_by(self, other: TextRows) -> TextRows:
         """These rows and then those of another object.
 
         Args:
-            other: rows with tokens of the same length and width.
+            other: rows of the same family; where one has longer prompts than the other, masked entries are padded.
 
         Returns:
             Both, over U + U' prompts.
         """
-        return TextRows(
-            torch.cat([self.tokens, other.tokens]),
-            torch.cat([self.pooled, other.pooled]),
-            torch.cat([self.index, other.index + len(self.tokens)]),
-        )
+        joined = {name: _joined(name, self.values, other.values) for name in self.values}
+        return TextRows(joined, torch.cat([self.index, other.index + len(self.tokens)]))
 
-    def expanded(self) -> tuple[Tensor, Tensor]:
+    def expanded(self) -> Text:
         """One embedding for each row.
 
         Returns:
-            Tokens (B, L, D) and pooled (B, P). Where all rows have one prompt, or each prompt has one row in order,
-            they are views and cost no memory; rows of several prompts are no strides over one tensor and are gathered.
+            Entries (B, ...). Where all rows have one prompt, or each prompt has one row in order, they are views and
+            cost no memory; rows of several prompts are no strides over one tensor and are gathered.
         """
-        return self._for_rows(self.tokens), self._for_rows(self.pooled)
+        return {name: self._for_rows(value) for name, value in self.values.items()}
 
     def _for_rows(self, values: Tensor) -> Tensor:
         first = int(self.index[0]) if len(self) else 0
@@ -196,6 +155,21 @@ class TextRows:
         return values.index_select(0, self.index.to(values.device))
 
 
+def _joined(name: str, one: Text, other: Text) -> Tensor:
+    values = [one[name], other[name]]
+    if name.endswith(MASK) or name + MASK in one:
+        size = max(value.shape[1] for value in values)
+        values = [padded(value.transpose(0, 1), size).transpose(0, 1) for value in values]
+    return torch.cat(values)
+
+
+class _Key(NamedTuple):
+    """One prompt as a positive or a negative one."""
+
+    prompt: str
+    negative: bool = False
+
+
 class PromptEmbeddings:
     """Embeddings of a pipeline's frozen text encoders, made once per distinct prompt by its own `encode_prompt`.
 
@@ -204,41 +178,51 @@ class PromptEmbeddings:
     files where there is a folder; `close` deletes these.
 
     Args:
-        pipeline: StableDiffusion3Pipeline or FluxPipeline with frozen text encoders in evaluation mode.
+        family: of a pipeline with frozen text encoders in evaluation mode.
         max_bytes: embeddings kept in memory; the newest always stays.
-        max_sequence_length: tokens of the T5 encoder; None = the pipeline's own default.
         folder: where embeddings go that leave memory; None = they are made again.
 
     Raises:
-        UserError: unknown pipeline, a missing text encoder, or text encoders that could still change.
+        UserError: a missing text encoder, or text encoders that could still change.
     """
 
-    def __init__(
-        self,
-        pipeline: Any,
-        *,
-        max_bytes: int = 2**28,
-        max_sequence_length: int | None = None,
-        folder: Path | str | None = None,
-    ) -> None:
-        self.encoders = TextEncoders(pipeline, max_sequence_length)
+    def __init__(self, family: Family, *, max_bytes: int = 2**28, folder: Path | str | None = None) -> None:
+        self.family = family
+        self.encoders = TextEncoders(family)
         self.encoders.check_constant()
         self.encoded = 0
         """Prompts that went through the text encoders."""
         self.max_bytes = max_bytes
-        self._held: OrderedDict[str, Embedding] = OrderedDict()
-        self._evicted: set[str] = set()
+        self._lengths: dict[str, int] = {}
+        self._held: OrderedDict[_Key, Text] = OrderedDict()
+        self._evicted: set[_Key] = set()
         self._warned = False
         self._folder = None if folder is None else _temporary(folder)
-        self._filed: dict[str, Path] = {}
+        self._filed: dict[_Key, Path] = {}
 
-    def rows(self, prompts: Sequence[str], samples: int = 1, *, allow_empty: bool = False) -> TextRows:
+    def pad_to(self, prompts: Iterable[str], negatives: Iterable[str] = ("",)) -> None:
+        """Give all later rows one length, that of the longest of these prompts.
+
+        In low precision the padding is part of a policy: the same prompt beside longer ones is rounded differently.
+        Only families with masked text need it, and only their tokenizers are asked.
+        """
+        if not self.family.ragged:
+            return
+        for side, texts in ((False, prompts), (True, negatives)):
+            for prompt in texts:
+                for name, length in self.family.lengths(prompt, negative=side).items():
+                    self._lengths[name] = max(length, self._lengths.get(name, 0))
+
+    def rows(
+        self, prompts: Sequence[str], samples: int = 1, *, allow_empty: bool = False, negative: bool = False
+    ) -> TextRows:
         """Embeddings of prompts, of each distinct one once.
 
         Args:
             prompts: prompts, at least one, repeated ones allowed.
             samples: consecutive rows of each prompt, the group size.
             allow_empty: whether a prompt may be empty, as it is without a caption.
+            negative: whether they are negative prompts, which some families embed otherwise.
 
         Returns:
             len(prompts) * samples rows.
@@ -254,15 +238,14 @@ class PromptEmbeddings:
                 raise UserError(f"prompt {number} of {len(prompts)} is empty: {prompt!r}")
         self.encoders.check_constant()
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-        found = [self._embedding(prompt) for prompt in numbers]
+        side = negative and self.family.negative_differs
+        found = [self._embedding(_Key(prompt, side)) for prompt in numbers]
         index = torch.tensor([numbers[prompt] for prompt in prompts]).repeat_interleave(samples)
-        if len(found) == 1:
-            return TextRows(found[0].tokens[None], found[0].pooled[None], index)
-        return TextRows(torch.stack([one.tokens for one in found]), torch.stack([one.pooled for one in found]), index)
+        return TextRows(self.family.collate(found, self._lengths), index)
 
     def negative(self, prompt: str = "", rows: int = 1) -> TextRows:
         """Rows of the negative prompt of classifier-free guidance, which may be empty."""
-        return self.rows([prompt], rows, allow_empty=True)
+        return self.rows([prompt], rows, allow_empty=True, negative=True)
 
     def free_encoders(self) -> int:
         """Take the text encoders out of the pipeline, so that they leave memory.
@@ -278,7 +261,7 @@ class PromptEmbeddings:
         if self._evicted:
             raise UserError(
                 f"{len(self._evicted)} prompts left the {self.max_bytes} bytes of memory and could not be embedded "
-                f"again, the first {shortened(min(self._evicted))}; give a folder or raise max_bytes"
+                f"again, the first {shortened(min(self._evicted).prompt)}; give a folder or raise max_bytes"
             )
         return self.encoders.free()
 
@@ -288,14 +271,15 @@ class PromptEmbeddings:
             self._folder.cleanup()
             self._filed.clear()
 
-    def _embedding(self, prompt: str) -> Embedding:
-        if prompt not in self._held:
-            filed = self._filed.get(prompt)
-            self._hold(prompt, self._encode(prompt) if filed is None else _read(filed))
-        self._held.move_to_end(prompt)
-        return self._held[prompt]
+    def _embedding(self, key: _Key) -> Text:
+        if key not in self._held:
+            filed = self._filed.get(key)
+            self._hold(key, self._encode(key) if filed is None else _read(filed))
+        self._held.move_to_end(key)
+        return self._held[key]
 
-    def _encode(self, prompt: str) -> Embedding:
+    def _encode(self, key: _Key) -> Text:
+        prompt = key.prompt
         cuts = self.encoders.cuts(prompt)
         where = "; ".join(
             f"{cut.tokenizer} reads {cut.limit} of {cut.tokens} tokens and drops {cut.text!r}" for cut in cuts
@@ -314,12 +298,12 @@ class PromptEmbeddings:
                 f"{shortened(prompt)} is not cached and the text encoders were freed; ask for it before that"
             )
         self.encoded += 1
-        return self.encoders.encode(prompt)
+        return self.encoders.encode(prompt, negative=key.negative)
 
-    def _hold(self, prompt: str, embedding: Embedding) -> None:
-        self._held[prompt] = embedding
-        self._evicted.discard(prompt)
-        while len(self._held) > 1 and sum(held.nbytes for held in self._held.values()) > self.max_bytes:
+    def _hold(self, key: _Key, embedding: Text) -> None:
+        self._held[key] = embedding
+        self._evicted.discard(key)
+        while len(self._held) > 1 and sum(map(_bytes, self._held.values())) > self.max_bytes:
             oldest, leaving = self._held.popitem(last=False)
             if self._folder is None:
                 self._evicted.add(oldest)
@@ -337,17 +321,21 @@ def _temporary(folder: Path | str) -> tempfile.TemporaryDirectory[str]:
         raise UserError(f"embeddings cannot be kept in {place}: {error}; set model.embedding_cache") from error
 
 
-def _write(embedding: Embedding, file: Path) -> Path:
+def _bytes(embedding: Text) -> int:
+    return sum(value.nbytes for value in embedding.values())
+
+
+def _write(embedding: Text, file: Path) -> Path:
     from safetensors.torch import save_file
 
     try:
-        save_file({name: value.cpu().contiguous() for name, value in embedding._asdict().items()}, file)
+        save_file({name: value.cpu().contiguous() for name, value in embedding.items()}, file)
     except (OSError, SafetensorError) as error:  # a full disk
         raise UserError(f"an embedding cannot be written to {file}: {error}; set model.embedding_cache") from error
     return file
 
 
-def _read(file: Path) -> Embedding:
+def _read(file: Path) -> Text:
     from safetensors.torch import load_file
 
-    return Embedding(**load_file(file))
+    return dict(load_file(file))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ import torch
 from omegaconf import MISSING
 from torch import Tensor, nn
 
+from diffusion.families.base import Family, Text, blocks_of
+from diffusion.families.table import find_family
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.pipelines import family_of, image_tokens, latent_shape, load_pipeline, quiet_diffusers
+from diffusion.models.pipelines import load_pipeline, quiet_diffusers
 from diffusion.models.saved import (
     ADAPTER,
     BASE_FILE,
@@ -27,9 +30,10 @@ from diffusion.models.saved import (
     merged,
     read_adapter,
     read_base,
-    read_transformer,
+    read_network,
     save_adapter,
 )
+from mmrl.config import from_values
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
 from mmrl.files import expanded, follow_umask, replaced, write_atomically
@@ -39,6 +43,8 @@ from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
 from mmrl.training.processes import avoid_refused_instructions
 from mmrl.training.recipe import Tally
+
+LOGGER = logging.getLogger("mmrl")
 
 
 @dataclass
@@ -54,12 +60,12 @@ class LoraSettings:
     dropout: float = rare(bounded(0.0, at_least=0, below=1))
     """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
     targets: list[str] | None = rare(None)
-    """Linear layers that get an adapter, by the end of their name; empty: all attention projections of both streams."""
+    """Linear layers that get an adapter, by the end of their name; empty: those of the family."""
 
     def validate(self) -> None:
         """Refuse an empty list of layers; raises UserError."""
         if self.targets is not None and not self.targets:
-            raise UserError("model.lora.targets names no layer; leave it out for all attention projections")
+            raise UserError("model.lora.targets names no layer; leave it out for those of the family")
 
 
 @dataclass
@@ -73,6 +79,10 @@ class ModelConfig:
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
+    family: str | None = rare(None)
+    """`module:Class` of a `diffusion.families.base.Family` for a pipeline that the suite has none for."""
+    family_options: dict[str, Any] = rare(field(default_factory=dict))
+    """Further options of the family; `mmrl list families` has them."""
     dtype: str = choice("float32", lambda: DTYPES)
     """Precision of all weights but the adapters, which are float32: float32 or bfloat16."""
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -83,10 +93,15 @@ class ModelConfig:
     """Image height in pixels; empty: the size that the pipeline was trained for."""
     width: int | None = bounded(None, at_least=1)
     """Image width in pixels; empty: the size that the pipeline was trained for."""
+    frames: int | None = bounded(None, at_least=1)
+    """Frames of a video; empty: the family's default. Families of images have none."""
+    networks: list[str] | None = rare(None)
+    """Networks that are trained where a family has several; empty: all of them."""
     guidance_embedding: float = rare(bounded(3.5, at_least=0, finite=True))
     """Guidance scale, an input of guidance-distilled FLUX transformers; others have none."""
     max_sequence_length: int | None = bounded(None, at_least=1)
-    """Tokens of the T5 encoder; empty: the pipeline's own default, 256 for Stable Diffusion 3 and 512 for FLUX."""
+    """Tokens of the long text encoder; empty: the pipeline's own default, 256 for Stable Diffusion 3 and 512 for
+    FLUX."""
     free_text_encoders: bool = False
     """Embed all prompts at the start of the run and drop the text encoders; no other prompt can be drawn then."""
     embedding_memory_mb: int = rare(bounded(256, at_least=1))
@@ -104,15 +119,15 @@ def full_model() -> ModelConfig:
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def add_adapter(transformer: Any, settings: LoraSettings, seed: int) -> None:
+def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int) -> None:
     """Add adapters to linear layers; the random half is Gaussian, and both are float32."""
     ensure_torchvision()
     import peft
 
-    targets = _targets(transformer, settings.targets)
+    targets = _targets(network, settings.targets, family.lora_targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        transformer.add_adapter(
+        network.add_adapter(
             peft.LoraConfig(
                 r=settings.rank,
                 lora_alpha=settings.alpha,
@@ -122,60 +137,50 @@ def add_adapter(transformer: Any, settings: LoraSettings, seed: int) -> None:
             ),
             ADAPTER,
         )
-    for weight in transformer.parameters():
+    for weight in network.parameters():
         if weight.requires_grad:
             # optimiser steps are smaller than bfloat16 can add
             weight.data = weight.data.float()
+    blocks = blocks_of(network).values()
+    reached = sum(any(".lora_" in name for name, _ in block.named_parameters()) for block in blocks)
+    LOGGER.info("adapters in %d of %d blocks", reached, len(blocks))
 
 
-def _targets(transformer: Any, wanted: list[str] | None) -> list[str]:
-    layers = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+def _targets(network: nn.Module, wanted: list[str] | None, of_family: Sequence[str]) -> list[str]:
+    """Targets for peft: ends of names, or whole names where an end also fits a module that is no linear layer."""
+    modules = dict(network.named_modules())
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
 
-    def exists(target: str) -> bool:
-        return any(f".{name}".endswith(f".{target}") for name in layers)
+    def ends(names: Iterable[str], target: str) -> list[str]:
+        return [name for name in names if f".{name}".endswith(f".{target}")]
 
-    if wanted is None:
-        return [target for target in ATTENTION_PROJECTIONS if exists(target)]
-    unknown = [target for target in wanted if not exists(target)]
+    targets = [*of_family] if wanted is None else wanted
+    unknown = [target for target in targets if not ends(linear, target)]
     if unknown:
-        known = dict.fromkeys(re.sub(r"^.*blocks\.\d+\.", "", name) for name in layers if "blocks." in name)
-        raise UserError(f"model.lora.targets names {unknown}; a block of the transformer has: {', '.join(known)}")
-    return wanted
-
-
-ATTENTION_PROJECTIONS = (
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_add_out",
-)
-"""Targets of adapters in the image stream and in the text stream.
-
-Source: yifan123/flow_grpo scripts/train_sd3.py, scxue/advantage_weighted_matching."""
+        known = dict.fromkeys(re.sub(r"^.*blocks\.\d+\.", "", name) for name in linear if "blocks." in name)
+        raise UserError(f"model.lora.targets names {unknown}; a block of the network has: {', '.join(known)}")
+    if all(len(ends(modules, target)) == len(ends(linear, target)) for target in targets):
+        return targets
+    return list(dict.fromkeys(name for target in targets for name in ends(linear, target)))
 
 
 class DiffusionPolicy(nn.Module):
     """A velocity model with weights to train. It is a `VelocityModel`.
 
-    Only the transformer is a submodule. The frozen autoencoder and text encoders stay in `pipeline`: they move with the
-    policy but are neither saved nor copied nor put into training mode. A deep copy shares them with the original, and
-    beside an adapter every weight of the transformer too.
+    Only the networks of `Family.networks` are submodules, under their names in the pipeline. The frozen autoencoder and
+    text encoders stay in `pipeline`: they move with the policy but are neither saved nor copied nor put into training
+    mode. A deep copy shares them with the original, and beside an adapter every other weight too.
 
     Args:
-        pipeline: Stable Diffusion 3 or FLUX pipeline, frozen, as `load_pipeline` gives it; its transformer is trained.
+        pipeline: frozen pipeline, as `load_pipeline` gives it; its networks are trained.
         config: how it is trained; the path is only recorded beside saved weights.
         seed: seed of the adapters' random half; the other half starts at zero, so the policy is the pipeline at first.
             The global generator is left alone.
 
     Raises:
-        UserError: settings that do not fit the transformer.
+        UserError: settings that do not fit the pipeline.
     """
 
-    transformer: Any
     starts_from_adapter: bool = False
     """Whether the adapters were trained before, so that the policy at the start is not the pipeline."""
 
@@ -186,42 +191,50 @@ class DiffusionPolicy(nn.Module):
         self.config = config
         self.base_path = str(config.path)
         """Source of the pipeline."""
-        self.transformer = pipeline.transformer
-        self.latent_shape = latent_shape(pipeline, config.height, config.width)
-        """C, H, W of one image's latents at the configured size."""
-        self.image_tokens = image_tokens(pipeline, self.latent_shape)
-        """Tokens that the transformer sees of one image."""
-        self.even_steps = family_of(pipeline).even_steps
-        """Whether the scheduler is given equal steps, see `sigma_grid`."""
+        self.family = _make_family(pipeline, config)
+        """Translates between this policy and the pipeline."""
+        self.latent_shape: tuple[int, ...] = self.family.latent_shape(config.height, config.width, config.frames)
+        """C, H, W of one image's latents at the configured size; C, T, H, W of a video's."""
         self.cost = Tally(forward_rows=0, train_rows=0)
-        """Rows that went through the transformer without and with a graph, copies of the policy included."""
+        """Rows that went through the network without and with a graph, copies of the policy included."""
         self.embeddings = PromptEmbeddings(
-            pipeline,
+            self.family,
             max_bytes=config.embedding_memory_mb * 2**20,
-            max_sequence_length=config.max_sequence_length,
             folder=(config.embedding_cache or tempfile.gettempdir()) if config.free_text_encoders else None,
         )
-        if config.lora.enabled:
-            add_adapter(self.transformer, config.lora, seed)
-        else:
-            self.transformer.requires_grad_(True)
-        if config.gradient_checkpointing:
-            self.transformer.enable_gradient_checkpointing()
-        self.distilled = bool(self.transformer.config.get("guidance_embeds"))
-        """Whether the guidance scale is an input of the transformer."""
+        present = [name for name in self.family.networks if getattr(pipeline, name, None) is not None]
+        self.trained_networks = tuple(present if config.networks is None else config.networks)
+        """Names of the networks that are trained."""
+        if unknown := [name for name in self.trained_networks if name not in present]:
+            raise UserError(f"model.networks names {unknown}; {config.path} has {', '.join(present)}")
+        for name in present:
+            network = getattr(pipeline, name)
+            self.add_module(name, network)
+            if name not in self.trained_networks:
+                continue
+            if config.lora.enabled:
+                add_adapter(network, config.lora, self.family, seed)
+            else:
+                network.requires_grad_(True)
+            if config.gradient_checkpointing:
+                network.enable_gradient_checkpointing()
+        self.distilled = self.family.embedded_guidance
+        """Whether the guidance scale is an input of the network."""
         if not self.distilled and config.guidance_embedding != ModelConfig.guidance_embedding:
             raise UserError(
                 f"model.guidance_embedding is {config.guidance_embedding}, but the transformer of {config.path} has no "
                 "such input; leave it out, and set sampler.guidance"
             )
-        self._velocity = family_of(pipeline).velocity(self.transformer, config.guidance_embedding)
+        weights = ((weight.numel(), name) for name, weight in self.named_parameters() if ".lora_" not in name)
+        self._largest = max(weights)[1]
         self._adapter_off = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiffusionPolicy:
-        shared = [self.pipeline, self.embeddings, self.cost]
-        if self.has_adapter:
-            weights = (*self.transformer.named_parameters(), *self.transformer.named_buffers())
-            shared += [weight for name, weight in weights if ".lora_" not in name]
+        shared = [self.pipeline, self.family, self.embeddings, self.cost]
+        for name, network in self.named_children():
+            weights = (*network.named_parameters(), *network.named_buffers())
+            if self.has_adapter or name not in self.trained_networks:
+                shared += [weight for key, weight in weights if ".lora_" not in key]
         memo.update({id(part): part for part in shared})
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -229,9 +242,9 @@ class DiffusionPolicy(nn.Module):
         return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DiffusionPolicy:
-        for part in self.pipeline.components.values():
-            # the pipeline's transformer is this policy's, or that of the policy of which this is a copy
-            if isinstance(part, nn.Module) and part is not self.pipeline.transformer:
+        # the pipeline's networks are this policy's, or those of the policy of which this is a copy
+        for name, part in self.pipeline.components.items():
+            if isinstance(part, nn.Module) and name not in self.family.networks:
                 part._apply(fn)
         super()._apply(fn, recurse)
         return self
@@ -243,37 +256,51 @@ class DiffusionPolicy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the transformer."""
-        return self.transformer.proj_out.weight.device
+        """Device of the networks."""
+        return self.get_parameter(self._largest).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the transformer's own weights."""
-        return self.transformer.proj_out.weight.dtype
+        """Precision of the networks' own weights; a few kinds of layer may stay in float32."""
+        return self.get_parameter(self._largest).dtype
 
-    def forward(self, latents: Tensor, sigma: Tensor, tokens: Tensor, pooled: Tensor) -> Tensor:
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The networks that are trained, by their names in the pipeline."""
+        return {name: getattr(self, name) for name in self.trained_networks}
+
+    def forward(self, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity at noisy latents.
 
         Args:
-            latents: x_t (B, C, H, W).
+            latents: x_t (B, C, H, W), of videos (B, C, T, H, W).
             sigma: time (B,) float32, 1 (noise) to 0 (image).
-            tokens: text tokens (B, L, D).
-            pooled: pooled text embeddings (B, P).
+            text: embeddings of B rows, as `TextRows.expanded` gives them.
 
         Returns:
-            Velocity noise - image (B, C, H, W), in the transformer's precision or that of autocast.
+            Velocity noise - image of the latents' shape, in the network's precision or that of autocast.
 
         Gradient: into the trained weights and the latents.
         """
         device, dtype = self.device, self.dtype
         self.cost["train_rows" if torch.is_grad_enabled() else "forward_rows"] += len(latents)
-        return self._velocity(
-            latents.to(device, dtype), sigma.to(device), tokens.to(device, dtype), pooled.to(device, dtype)
-        )
+        latents, sigma = latents.to(device, dtype), sigma.to(device)
+        text = {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in text.items()}
+        which = self.family.network_of(sigma)
+        if which is None:
+            return self.family.velocity(getattr(self, self.family.networks[0]), latents, sigma, text)
+        parts, order = [], []
+        for number, name in enumerate(self.family.networks):
+            rows = (which == number).nonzero().flatten()
+            if len(rows):
+                own = {key: value[rows] for key, value in text.items()}
+                parts.append(self.family.velocity(getattr(self, name), latents[rows], sigma[rows], own))
+                order.append(rows)
+        return torch.cat(parts)[torch.cat(order).argsort()]
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Run the transformer without its LoRA adapters, as the reference of a KL term.
+        """Run the networks without their LoRA adapters, as the reference of a KL term.
 
         Raises:
             UserError: there is no adapter.
@@ -284,13 +311,15 @@ class DiffusionPolicy(nn.Module):
             yield
             return
         # peft also switches requires_grad, off with the adapter and then on, even if it was off before
-        trained = {weight: weight.requires_grad for weight in self.transformer.parameters()}
-        self.transformer.disable_adapters()
+        trained = {weight: weight.requires_grad for weight in self.parameters()}
+        for network in self.trained.values():
+            network.disable_adapters()
         self._adapter_off = True
         try:
             yield
         finally:
-            self.transformer.enable_adapters()
+            for network in self.trained.values():
+                network.enable_adapters()
             self._adapter_off = False
             for weight, flag in trained.items():
                 weight.requires_grad_(flag)
@@ -300,29 +329,31 @@ class DiffusionPolicy(nn.Module):
 
         Args:
             path: folder, created with its parents. With LoRA it holds the adapter, which the base pipeline's
-                `load_lora_weights` reads; without it, it is an ordinary transformer folder.
+                `load_lora_weights` reads; without it, it is an ordinary folder of the network. Further networks lie in
+                folders of their names.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        if self.has_adapter:
-            save_adapter(self.transformer, self.pipeline, folder)
-        else:
-            self.transformer.save_pretrained(folder)
+        for name, network in self.trained.items():
+            if self.has_adapter:
+                save_adapter(network, name, self.pipeline, self._place(folder, name))
+            else:
+                network.save_pretrained(self._place(folder, name))
         text = json.dumps(_base(self) | base_entries(self.base_path, folder), indent=2, sort_keys=True)
         write_atomically(folder / BASE_FILE, text + "\n")
         follow_umask(folder)
 
     def save_pipeline(self, path: Path | str) -> None:
-        """Write an ordinary pipeline folder with the trained transformer, adapters added into its weights.
+        """Write an ordinary pipeline folder with the trained networks, adapters added into their weights.
 
         Text encoders that were freed are left out.
 
         Args:
             path: folder, created with its parents.
         """
-        transformer = merged(self.transformer) if self.has_adapter else self.transformer
-        parts = {**self.pipeline.components, "transformer": transformer}
-        pipeline = type(self.pipeline)(**parts)
+        trained = {name: merged(part) if self.has_adapter else part for name, part in self.trained.items()}
+        given = {name: getattr(self.pipeline.config, name) for name in self.family.settings}
+        pipeline = type(self.pipeline)(**self.pipeline.components | trained, **given)
         with replaced(Path(path)) as draft, quiet_transformers(), quiet_diffusers():
             pipeline.save_pretrained(draft)
 
@@ -342,9 +373,27 @@ class DiffusionPolicy(nn.Module):
         """
         folder = Path(path)
         _check_kind(self, folder)
-        own = read_adapter if self.has_adapter else partial(read_transformer, self.transformer)
-        state = guarded(folder, lambda: own(folder))
-        copy_into(self.transformer, state, folder, adapter_only=self.has_adapter)
+        read = read_adapter if self.has_adapter else read_network
+        for name, network in self.trained.items():
+            place = self._place(folder, name)
+            state = guarded(place, partial(read, network, place))
+            copy_into(network, state, place, adapter_only=self.has_adapter)
+
+    def _place(self, folder: Path, name: str) -> Path:
+        """Folder of a network's weights."""
+        return folder if name == self.family.networks[0] else folder / name
+
+
+def _make_family(pipeline: Any, config: ModelConfig) -> Family:
+    """The family of a pipeline with its options, old names of `ModelConfig` among them."""
+    kind = find_family(type(pipeline).__name__, config.family, str(config.path))
+    names = {item.name for item in fields(kind.options_class)}
+    given = {name: getattr(config, name) for name in ("max_sequence_length", "guidance_embedding") if name in names}
+    if both := [name for name in given if name in config.family_options]:
+        raise UserError(f"model.family_options names {both}, which is model.{both[0]}; give it there")
+    options = from_values(kind.options_class, given | config.family_options, "model.family_options")
+    check_config(options, "model.family_options")
+    return kind(pipeline, options)
 
 
 def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
@@ -366,7 +415,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
         avoid_refused_instructions()
     if config.build is not None:
         build_if_missing(config, "model")
-    start = _find_start(model_folder(config.path), DTYPES[config.dtype])
+    start = _find_start(model_folder(config.path), config)
     policy = DiffusionPolicy(start.pipeline, config, seed)
     policy.base_path = start.base if config.lora.enabled else start.root
     if start.adapter is not None:
@@ -387,31 +436,36 @@ class _Start(NamedTuple):
     """Folder of a saved adapter on top of it."""
 
 
-def _find_start(path: str, dtype: torch.dtype) -> _Start:
+def _find_start(path: str, config: ModelConfig) -> _Start:
     """Follow saved weights down to their pipeline."""
     file = expanded(path) / BASE_FILE
     if not file.is_file():
         # relative paths would end with this process
         place = str(Path(path).absolute()) if Path(path).is_dir() else str(path)
-        return _Start(load_pipeline(path, dtype), place, place, None)
+        return _Start(load_pipeline(path, DTYPES[config.dtype], family=config.family), place, place, None)
     check_model(file.parent)
     saved = read_base(file)
-    below = _find_start(str(saved["path"]), dtype)
+    below = _find_start(str(saved["path"]), config)
     if below.adapter is not None:
         raise UserError(f"{file} goes on from an adapter, {below.adapter}; save_pipeline makes a pipeline of one")
     if saved.get("kind") == "lora":
         return below._replace(adapter=file.parent)
-    transformer = below.pipeline.transformer
-    state = guarded(file.parent, lambda: read_transformer(transformer, file.parent))
-    copy_into(transformer, state, file.parent, adapter_only=False)
+    kind = find_family(type(below.pipeline).__name__, config.family)
+    for name in saved.get("networks", kind.networks[:1]):
+        network, place = getattr(below.pipeline, name), file.parent / ("" if name == kind.networks[0] else name)
+        copy_into(network, guarded(place, partial(read_network, network, place)), place, adapter_only=False)
     return below._replace(base=str(file.parent.absolute()))
 
 
 def _base(policy: DiffusionPolicy) -> dict[str, Any]:
     """Description of the saved weights."""
     lora = policy.config.lora
-    kind = {"kind": "lora", "rank": lora.rank, "alpha": lora.alpha} if lora.enabled else {"kind": "full"}
-    parts = {"pipeline": policy.pipeline, "transformer": policy.transformer}
+    kind: dict[str, Any] = {"kind": "full"}
+    if lora.enabled:
+        kind = {"kind": "lora", "rank": lora.rank, "alpha": lora.alpha}
+    if policy.trained_networks != policy.family.networks[:1]:
+        kind["networks"] = list(policy.trained_networks)
+    parts = {"pipeline": policy.pipeline, "transformer": getattr(policy, policy.family.networks[0])}
     return {"path": policy.base_path, **{name: type(part).__name__ for name, part in parts.items()}, **kind}
 
 
@@ -422,7 +476,7 @@ def _check_kind(policy: DiffusionPolicy, folder: Path) -> None:
         raise UserError(f"{folder} is not a saved policy: it has no {BASE_FILE}")
     saved = read_base(file)
     own = _base(policy)
-    different = [key for key in ("transformer", "kind", "rank", "alpha") if saved.get(key) != own.get(key)]
+    different = [key for key in ("transformer", "kind", "rank", "alpha", "networks") if saved.get(key) != own.get(key)]
     if different:
         said = ", ".join(f"{key} {saved.get(key)} instead of {own.get(key)}" for key in different)
         raise UserError(f"the weights in {folder} do not fit this policy: they have {said}; adapt model.lora")

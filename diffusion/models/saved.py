@@ -1,4 +1,4 @@
-"""Files of a trained transformer: an adapter or all weights, written for diffusers and read back bit for bit."""
+"""Files of a trained network: an adapter or all weights, written for diffusers and read back bit for bit."""
 
 from __future__ import annotations
 
@@ -37,46 +37,44 @@ def guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Te
         raise UserError(f"the weights in {folder} cannot be read: {first_line(error)}") from error
 
 
-def save_adapter(transformer: Any, pipeline: Any, folder: Path) -> None:
-    """Write a transformer's adapter as a file for its pipeline's `load_lora_weights`."""
+def save_adapter(network: Any, name: str, pipeline: Any, folder: Path) -> None:
+    """Write a network's adapter as a file for its pipeline's `load_lora_weights`."""
     from peft import get_peft_model_state_dict
 
-    weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
+    weights = get_peft_model_state_dict(network, adapter_name=ADAPTER)
     # rank and alpha go into the file's header; without them diffusers takes alpha = rank
-    settings = transformer.peft_config[ADAPTER].to_dict()
+    settings = network.peft_config[ADAPTER].to_dict()
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
-    type(pipeline).save_lora_weights(
-        folder,
-        transformer_lora_layers={name: weight.detach().cpu() for name, weight in weights.items()},
-        transformer_lora_adapter_metadata=settings,
-    )
+    role = "unet" if name == "unet" else "transformer"  # a second transformer has a file of its own
+    layers = {f"{role}_lora_layers": {key: weight.detach().cpu() for key, weight in weights.items()}}
+    type(pipeline).save_lora_weights(folder, **layers, **{f"{role}_lora_adapter_metadata": settings})
     sort_header(folder / LORA_FILE)
 
 
-def merged(transformer: Any) -> Any:
-    """A transformer with the adapters merged; weights without an adapter are shared."""
+def merged(network: Any) -> Any:
+    """A network with the adapters merged; weights without an adapter are shared."""
     with torch.device("meta"):
-        merged = type(transformer).from_config(transformer.config)
-    merged.load_state_dict(merged_weights(transformer, ADAPTER), assign=True)
+        merged = type(network).from_config(network.config)
+    merged.load_state_dict(merged_weights(network, ADAPTER), assign=True)
     return merged
 
 
-def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Weights of an adapter file, under the names that they have in the transformer."""
+def read_adapter(network: Any, folder: Path) -> dict[str, Tensor]:
+    """Weights of an adapter file, under the names that they have in the network."""
     from safetensors.torch import load_file
 
     state = {}
     for key, weight in load_file(folder / LORA_FILE).items():
-        stem, _, last = key.removeprefix("transformer.").rpartition(".")
+        stem, _, last = key.removeprefix("transformer.").removeprefix("unet.").rpartition(".")
         state[f"{stem}.{ADAPTER}.{last}"] = weight
     return state
 
 
-def read_transformer(transformer: Any, folder: Path) -> dict[str, Tensor]:
-    """Weights of a transformer folder, through diffusers, which reads sharded files."""
+def read_network(network: Any, folder: Path) -> dict[str, Tensor]:
+    """Weights of a network's folder, through diffusers, which reads sharded files."""
     with quiet_diffusers():
-        saved, report = type(transformer).from_pretrained(
-            folder, torch_dtype=transformer.dtype, local_files_only=True, output_loading_info=True
+        saved, report = type(network).from_pretrained(
+            folder, torch_dtype=network.dtype, local_files_only=True, output_loading_info=True
         )
     wrong = {key: sorted(map(str, value))[:4] for key, value in report.items() if value}
     if wrong:
@@ -84,9 +82,9 @@ def read_transformer(transformer: Any, folder: Path) -> dict[str, Tensor]:
     return dict(saved.state_dict())
 
 
-def copy_into(transformer: Any, state: dict[str, Tensor], folder: Path, *, adapter_only: bool) -> None:
-    """Copy saved weights into a transformer bit for bit; raises UserError where they do not fit."""
-    own = {key: value for key, value in transformer.state_dict().items() if not adapter_only or ".lora_" in key}
+def copy_into(network: Any, state: dict[str, Tensor], folder: Path, *, adapter_only: bool) -> None:
+    """Copy saved weights into a network bit for bit; raises UserError where they do not fit."""
+    own = {key: value for key, value in network.state_dict().items() if not adapter_only or ".lora_" in key}
     different = sorted(set(state) ^ set(own))
     different += [key for key in own if key in state and own[key].shape != state[key].shape]
     if different:

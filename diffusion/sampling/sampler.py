@@ -1,7 +1,7 @@
 """Sampling from a flow model: guided velocities, trajectories with log-probabilities, images without.
 
-Shapes: B rows (images), C channels, H x W latent pixels, L text tokens of width D, P width of the pooled embedding.
-sigma runs from 1 (noise) to 0 (image); velocity = noise - image, as Stable Diffusion 3 and FLUX have it.
+Shapes: B rows (images), C channels, H x W latent pixels; latents of videos are (B, C, T, H, W). sigma runs from 1
+(noise) to 0 (image); velocity = noise - image.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from diffusion.data.prompts import DiffusionTask
+from diffusion.families.base import Combine, Text, VelocityModel, linear_guidance
 from diffusion.models.conditioning import TextRows
-from diffusion.models.pipelines import VelocityModel
 from diffusion.sampling.schedule import (
     RANDOM_SOLVERS,
     SOLVERS,
     Solver,
     make_solver,
     sde_window,
-    sigma_grid,
     trained_steps,
 )
 from diffusion.sampling.steps import KERNELS, OdeStep, StepKernel, sample_step
@@ -35,7 +34,7 @@ from mmrl.training.processes import Streams
 
 
 class GuidedVelocity:
-    """Velocity of fixed text rows, negative + scale * (positive - negative), from one call of twice the rows.
+    """Velocity of fixed text rows under guidance, negative + scale (positive - negative), from one call of both.
 
     The text rows are laid out at the first step and then serve every one. Scale 1 needs the positive half only, scale 0
     the negative half only; the other half is then not computed.
@@ -48,6 +47,7 @@ class GuidedVelocity:
         together: whether both halves go through the model in one call of 2 B rows or in two of B.
         detach_negative: leave the negative half out of the gradient. It then gets a call of its own without a graph
             wherever gradients are on, which saves its backward pass.
+        combine: the family's own formula in place of the linear one.
 
     Raises:
         UserError: the scale is not finite, or guidance without a negative prompt for every row.
@@ -64,6 +64,7 @@ class GuidedVelocity:
         *,
         together: bool = True,
         detach_negative: bool = False,
+        combine: Combine = linear_guidance,
     ) -> None:
         if not math.isfinite(scale):
             raise UserError(f"guidance scale is {scale}; must be finite")
@@ -71,7 +72,8 @@ class GuidedVelocity:
         self.scale = scale
         self.together = together
         self.detach_negative = detach_negative
-        self._positive = None if scale == 0.0 else text
+        self.combine = combine
+        self._positive = None if scale == 0.0 and combine is linear_guidance else text
         self._negative = None if scale == 1.0 else _negative_rows(negative, len(text), scale)
 
     @property
@@ -93,32 +95,32 @@ class GuidedVelocity:
         """
         sigma = sigma.expand(len(latents))
         if self._negative is None:
-            return self.model(latents, sigma, *self._positive_text)
+            return self.model(latents, sigma, self._positive_text)
         if self._positive is None:
-            return self.model(latents, sigma, *self._negative_text)
+            return self.model(latents, sigma, self._negative_text)
         apart = not self.together or (self.detach_negative and torch.is_grad_enabled())
         if apart:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach_negative):
-                negative = self.model(latents, sigma, *self._negative_text)
-            positive = self.model(latents, sigma, *self._positive_text)
+                negative = self.model(latents, sigma, self._negative_text)
+            positive = self.model(latents, sigma, self._positive_text)
         else:
-            both = self.model(torch.cat([latents, latents]), torch.cat([sigma, sigma]), *self._both_texts)
+            both = self.model(torch.cat([latents, latents]), torch.cat([sigma, sigma]), self._both_texts)
             negative, positive = both.chunk(2)
-        return negative + self.scale * (positive - negative)
+        return self.combine(positive, negative, self.scale, sigma)
 
     # expanded at first use: a half that is never evaluated is never laid out
     @cached_property
-    def _positive_text(self) -> tuple[Tensor, Tensor]:
+    def _positive_text(self) -> Text:
         assert self._positive is not None
         return self._positive.expanded()
 
     @cached_property
-    def _negative_text(self) -> tuple[Tensor, Tensor]:
+    def _negative_text(self) -> Text:
         assert self._negative is not None
         return self._negative.expanded()
 
     @cached_property
-    def _both_texts(self) -> tuple[Tensor, Tensor]:
+    def _both_texts(self) -> Text:
         assert self._negative is not None
         assert self._positive is not None
         return self._negative.followed_by(self._positive).expanded()
@@ -265,7 +267,7 @@ def guided(
 ) -> GuidedVelocity:
     """Velocity of rows under classifier-free guidance, with the policy's embeddings of the negative prompt."""
     other = None if scale == 1.0 else policy.embeddings.negative(negative)
-    return GuidedVelocity(velocity_of, text, other, scale, **options)
+    return GuidedVelocity(velocity_of, text, other, scale, combine=policy.family.combine, **options)
 
 
 def check_guidance(policy: Any, config: SamplerConfig, key: str = "sampler") -> None:
@@ -283,7 +285,8 @@ def check_guidance(policy: Any, config: SamplerConfig, key: str = "sampler") -> 
 
 def times_of(policy: Any, steps: int) -> Tensor:
     """The grid (S + 1,) on which the policy's own pipeline would sample."""
-    return sigma_grid(policy.pipeline.scheduler, steps, policy.image_tokens, even_steps=policy.even_steps)
+    grid: Tensor = policy.family.sigma_grid(steps, policy.latent_shape)
+    return grid
 
 
 def make_kernel(config: SamplerConfig, grid: Tensor) -> StepKernel:
@@ -409,8 +412,7 @@ def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerCon
 
 def _solver(policy: Any, config: SamplerConfig, name: str, steps: int) -> Solver:
     noise_level = config.noise_level if name in RANDOM_SOLVERS else 0.0
-    scheduler = policy.pipeline.scheduler
-    return make_solver(name, scheduler, steps, noise_level, policy.image_tokens, even_steps=policy.even_steps)
+    return make_solver(name, times_of(policy, steps), noise_level)
 
 
 def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor) -> Iterator[Tensor]:

@@ -5,7 +5,6 @@ Shapes: S steps, B rows (images), C channels, H x W latent pixels. A grid (S + 1
 
 from __future__ import annotations
 
-import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -22,58 +21,6 @@ Noise = torch.Generator | list[torch.Generator] | None
 
 RANDOM_FROM, RANDOM_TO = 0.3, 0.9  # times between which SA-Solver may add noise
 SA_FIRST_SIGMA = 0.999
-
-
-def sigma_grid(scheduler: Any, steps: int, image_tokens: int | None = None, *, even_steps: bool = False) -> Tensor:
-    """Return the times at which the scheduler's pipeline would call the model.
-
-    The pipeline of Stable Diffusion 3 lets the scheduler space the times; that of FLUX hands it S equal steps from 1 to
-    1 / S. Either kind is then shifted by a fixed number or, with `use_dynamic_shifting`, by `dynamic_shift`.
-
-    Args:
-        scheduler: a diffusers FlowMatchEulerDiscreteScheduler; it is not changed.
-        steps: S, at least 1.
-        image_tokens: tokens that the transformer sees of an image, (H / 2) (W / 2) with patches of 2 x 2; needed by a
-            scheduler with `use_dynamic_shifting` and read by no other.
-        even_steps: equal steps, as FLUX has them.
-
-    Returns:
-        (S + 1,) float32 on the CPU, descending, the last 0.
-
-    Raises:
-        UserError: another scheduler, or a missing number of tokens.
-
-    Source: diffusers FlowMatchEulerDiscreteScheduler.set_timesteps; StableDiffusion3Pipeline and FluxPipeline.__call__.
-    """
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    known = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
-    if not known or scheduler.config.invert_sigmas:
-        raise UserError(
-            f"the scheduler is a {type(scheduler).__name__}; supported is FlowMatchEulerDiscreteScheduler, with "
-            "sigmas that fall from 1 to 0 (invert_sigmas=False)"
-        )
-    own = copy.deepcopy(scheduler)
-    options: dict[str, Any] = {}
-    if own.config.use_dynamic_shifting:
-        if image_tokens is None:
-            raise UserError("the scheduler shifts its times by the image size; give image_tokens")
-        options["mu"] = dynamic_shift(own, image_tokens)
-    if even_steps and not own.config.get("use_flow_sigmas"):
-        options["sigmas"] = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64).tolist()
-    own.set_timesteps(steps, **options)
-    grid: Tensor = own.sigmas.to("cpu", torch.float32).clone()
-    return grid
-
-
-def dynamic_shift(scheduler: Any, image_tokens: int) -> float:
-    """Return mu, the logarithm of the shift for an image size: a line through two sizes of the scheduler's config.
-
-    Source: diffusers pipelines/flux/pipeline_flux.py, calculate_shift.
-    """
-    config = scheduler.config
-    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-    return float(config.base_shift + slope * (image_tokens - config.base_image_seq_len))
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
@@ -212,16 +159,8 @@ class _MultistepSolver(Solver):
         return moved
 
 
-def make_solver(
-    name: str,
-    scheduler: Any,
-    steps: int,
-    noise_level: float = 0.0,
-    image_tokens: int | None = None,
-    *,
-    even_steps: bool = False,
-) -> Solver:
-    """Build a solver on the scheduler's grid.
+def make_solver(name: str, sigmas: Tensor, noise_level: float = 0.0) -> Solver:
+    """Build a solver on a grid.
 
     * euler: first order, deterministic
     * sa_solver: second-order predictor and corrector on `sa_solver_grid`, with noise tau = noise_level where
@@ -234,22 +173,19 @@ def make_solver(
 
     Args:
         name: one of `SOLVERS`.
-        scheduler: a diffusers FlowMatchEulerDiscreteScheduler; it is not changed.
-        steps: S, which is also the number of model calls.
+        sigmas: times (S + 1,) as `Family.sigma_grid` gives them; S is also the number of model calls.
         noise_level: tau of SA-Solver or the noise of a stochastic step, at least 0; 0 for the others.
-        image_tokens: of `sigma_grid`.
-        even_steps: of `sigma_grid`.
 
     Returns:
         The solver.
 
     Raises:
-        UserError: noise for a solver without it, or what `sigma_grid` refuses.
+        UserError: noise for a solver without it, or too few steps.
 
     Source: SA-Solver, arXiv 2309.05019, as scxue/advantage_weighted_matching sets it up; DPM-Solver++, arXiv
         2211.01095, as NVlabs/DiffusionNFT does; steps by diffusers.
     """
-    return SOLVERS[name](sigma_grid(scheduler, steps, image_tokens, even_steps=even_steps), noise_level)
+    return SOLVERS[name](sigmas, noise_level)
 
 
 def _sa_solver(sigmas: Tensor, noise_level: float) -> Solver:

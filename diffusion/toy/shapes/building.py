@@ -183,7 +183,7 @@ def _draw(policy: Any, captions: Sequence[str], rng: np.random.Generator, steps:
     config = SamplerConfig(steps=steps, guidance=guidance)
     with torch.no_grad():
         latents = sample_latents(policy, text, seeds, config)
-        return np.asarray(decode_latents(policy.pipeline, latents, batch=config.batch_rows).pixels)
+        return np.asarray(decode_latents(policy.family, latents, batch=config.batch_rows).pixels)
 
 
 def _garble(caption: str, rng: np.random.Generator) -> str:

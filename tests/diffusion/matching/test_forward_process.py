@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from diffusion.families.table import family_of
 from diffusion.matching.losses import stack_timesteps
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.pipelines import Sd3Transformer
 from diffusion.sampling.sampler import GuidedVelocity
 from mmrl.errors import UserError
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3
@@ -74,8 +74,8 @@ def test_matching_error_is_the_mean_square_by_row():
 @pytest.fixture
 def trained(folder):
     pipeline = load_sd3(folder)
-    cache = PromptEmbeddings(pipeline, max_sequence_length=T5_TOKENS)
-    return pipeline.transformer, Sd3Transformer(pipeline.transformer), cache.rows(["a red circle", "a blue square"])
+    cache = PromptEmbeddings(family_of(pipeline, max_sequence_length=T5_TOKENS))
+    return pipeline.transformer, family_of(pipeline).model(), cache.rows(["a red circle", "a blue square"])
 
 
 def test_stacked_draws_equal_one_call_for_each(trained):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from diffusion.families.grids import scheduler_grid
 from diffusion.matching.states import towards
 from diffusion.matching.times import TimestepConfig
 from diffusion.methods.critic import CREDITS, explained_variance
@@ -46,7 +47,7 @@ def test_states_are_those_of_the_solvers_own_images(solver, tmp_path):
     with torch.no_grad():
         run = sample_states(recipe.policy, text, seeds, sampler, torch.arange(6).expand(4, -1))
         assert torch.equal(run.latents, sample_latents(recipe.policy, text, seeds, sampler))
-        velocity = recipe.policy(run.states[:, -1], run.sigma[:, -1], *text.expanded())
+        velocity = recipe.policy(run.states[:, -1], run.sigma[:, -1], text.expanded())
     assert torch.equal(run.states[0, 0], run.states[1, 0])
     assert torch.equal(run.states[0], run.states[1]) == (solver in ("euler", "dpm"))
     # the last step goes straight to the image: there the target is the model's own velocity
@@ -127,7 +128,7 @@ def test_unweighted_targets_have_the_mean_that_theory_says(solver, noise_level):
     """E[u | x_t] on exact paths to N(MEAN, SPREAD^2): mean velocity of the ODE's rest, or the velocity itself."""
     steps, kept = 200, 100
     source = torch.Generator().manual_seed(0)
-    made = make_solver(solver, FlowMatchEulerDiscreteScheduler(shift=1.0), steps, noise_level)
+    made = make_solver(solver, scheduler_grid(FlowMatchEulerDiscreteScheduler(shift=1.0), steps, tokens=1), noise_level)
     x = torch.randn(20000, 1, 1, 1, generator=source)
     for index in range(steps):
         if index == kept:
@@ -186,7 +187,7 @@ def velocities(recipe, rollouts):
     payload = rollouts.payload
     text = text_of(recipe.policy, payload.tasks, rollouts.group.repeat_interleave(3))
     with torch.no_grad():
-        v = recipe.policy(payload.states.flatten(0, 1), payload.sigma.flatten(), *text.expanded())
+        v = recipe.policy(payload.states.flatten(0, 1), payload.sigma.flatten(), text.expanded())
     v = v.double().numpy().reshape(payload.states.shape)
     x, clean, t = (value.double().numpy() for value in (payload.states, payload.latents, payload.sigma))
     target = (x - clean[:, None]) / t[..., None, None, None]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.sampling.sampler import row_noise, text_of
-from diffusion.sampling.schedule import sigma_grid
+from diffusion.sampling.sampler import row_noise, text_of, times_of
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
@@ -30,7 +29,7 @@ def velocities(recipe, rollouts):
     text = text_of(recipe.policy, payload.tasks, rollouts.group.repeat_interleave(draws))
     with torch.no_grad():
         x = torch.from_numpy(noisy).float().flatten(0, 1)
-        v = recipe.policy(x, payload.sigma.flatten(), *text.expanded()).double().numpy().reshape(noisy.shape)
+        v = recipe.policy(x, payload.sigma.flatten(), text.expanded()).double().numpy().reshape(noisy.shape)
     error = ((v - (noise - clean)) ** 2).mean((2, 3, 4))
     return v, error
 
@@ -198,7 +197,7 @@ def test_times_are_shared_as_configured(share, distinct, tmp_path):
     times = recipe.process.times(2, 4, Streams(0))
     assert times.shape == (8, 6)
     assert len({tuple(row) for row in times.tolist()}) == distinct
-    grid = sigma_grid(recipe.policy.pipeline.scheduler, 60, recipe.policy.image_tokens)
+    grid = times_of(recipe.policy, 60)
     assert set(times.flatten().tolist()) <= set(grid[1:54].tolist())
     if share == "group":
         assert torch.equal(times[:4], times[:1].expand(4, -1))

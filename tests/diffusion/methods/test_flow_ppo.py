@@ -67,7 +67,7 @@ def test_critic_is_asked_before_it_learns_and_of_the_states_before_the_steps(tmp
     rollouts = collected(recipe)
     payload = rollouts.payload
     recipe = opinionated(build(ppo(tmp_path)))
-    pooled = text_of(recipe.policy, payload.tasks, rollouts.group.repeat_interleave(3)).expanded()[1]
+    pooled = text_of(recipe.policy, payload.tasks, rollouts.group.repeat_interleave(3)).expanded()["pooled"]
     expected = recipe.critic.values(payload.states[:, :3].flatten(0, 1), payload.sigma.flatten(), pooled)
     torch.testing.assert_close(rollouts.values.flatten(), expected, rtol=1e-4, atol=1e-5)
 

@@ -100,13 +100,13 @@ def test_loss_is_the_matching_error_of_numpy(tmp_path, digit_model):
     rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:6], Streams(0), Step())
     output = recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step())
     payload = rollouts.payload
-    clean = encode_images(recipe.policy.pipeline, payload.images).double().numpy()[:, None]
+    clean = encode_images(recipe.policy.family, payload.images).double().numpy()[:, None]
     noise = row_noise(payload.noise_seed, 2, (1, 8, 8)).double().numpy()
     sigma = payload.sigma.double().numpy()[..., None, None, None]
     noisy = torch.from_numpy((1 - sigma) * clean + sigma * noise).float().flatten(0, 1)
     text = text_of(recipe.policy, payload.tasks, rollouts.group.repeat_interleave(2))
     with torch.no_grad():
-        v = recipe.policy(noisy, payload.sigma.flatten(), *text.expanded()).double().numpy()
+        v = recipe.policy(noisy, payload.sigma.flatten(), text.expanded()).double().numpy()
     expected = ((v.reshape(noise.shape) - (noise - clean)) ** 2).mean()
     assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-4)
     assert metric_values(output.metrics)["loss/total"] == pytest.approx(expected, rel=1e-4)

@@ -25,7 +25,7 @@ def opened():
 def loads_each_folder_once(monkeypatch, opened, folder, flux_folder):
     """A policy with a new transformer and cached other parts, since most tests change only the transformer."""
 
-    def load(path, dtype=torch.float32):
+    def load(path, dtype=torch.float32, family=None):
         if path not in (str(folder), str(flux_folder)):
             return load_pipeline(path, dtype)
         if (path, dtype) not in opened:

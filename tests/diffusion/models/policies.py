@@ -26,7 +26,7 @@ def text(policy):
 
 def velocity(policy, seed=0):
     with torch.no_grad():
-        return policy(noise(seed), SIGMA, *text(policy).expanded())
+        return policy(noise(seed), SIGMA, text(policy).expanded())
 
 
 def disturb(policy, size=0.05, seed=1):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from diffusion.families.table import family_of
 from diffusion.models.conditioning import PromptEmbeddings, TextEncoders
-from diffusion.models.pipelines import family_of
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, SIZES, T5_TOKENS, RowCounter, load_sd3
 
@@ -19,26 +19,26 @@ LONG = " ".join([ONE] * 8)
 
 
 def embeddings(pipeline, **options):
-    return PromptEmbeddings(pipeline, max_sequence_length=T5_TOKENS, **options)
+    return PromptEmbeddings(family_of(pipeline, max_sequence_length=T5_TOKENS), **options)
 
 
-def fresh(pipeline, prompt):
+def fresh(pipeline, prompt, length=T5_TOKENS):
     """The pipeline's own embedding of one prompt: tokens (1, L, D), pooled (1, P)."""
     with torch.no_grad():
         if type(pipeline).__name__ == "FluxPipeline":
-            tokens, pooled, _ = pipeline.encode_prompt(prompt, max_sequence_length=T5_TOKENS)
+            tokens, pooled, _ = pipeline.encode_prompt(prompt, max_sequence_length=length)
             return tokens, pooled
-        tokens, _, pooled, _ = pipeline.encode_prompt(prompt, None, None, max_sequence_length=T5_TOKENS)
+        tokens, _, pooled, _ = pipeline.encode_prompt(prompt, None, None, max_sequence_length=length)
         return tokens, pooled
 
 
 def encoder_modules(pipeline):
-    return list(TextEncoders(pipeline).modules().values())
+    return list(TextEncoders(family_of(pipeline)).modules().values())
 
 
 def test_rows_are_those_of_the_pipeline_bit_for_bit(pipeline):
     rows = embeddings(pipeline).rows([ONE, TWO, ONE], samples=2)
-    tokens, pooled = rows.expanded()
+    tokens, pooled = rows.expanded().values()
     assert len(rows) == 6
     for number, prompt in enumerate([ONE, ONE, TWO, TWO, ONE, ONE]):
         expected_tokens, expected_pooled = fresh(pipeline, prompt)
@@ -49,7 +49,7 @@ def test_rows_are_those_of_the_pipeline_bit_for_bit(pipeline):
 
 def test_a_prompt_that_spells_a_control_token_is_read_to_its_end(pipeline):
     """CLIP pools at the first end token."""
-    TextEncoders(pipeline)
+    TextEncoders(family_of(pipeline))
     for tokenizer in (getattr(pipeline, name) for name in ("tokenizer", "tokenizer_2")):
         if tokenizer is not None and "T5" not in type(tokenizer).__name__:
             ids = tokenizer(f"{ONE} {tokenizer.eos_token}").input_ids
@@ -58,8 +58,8 @@ def test_a_prompt_that_spells_a_control_token_is_read_to_its_end(pipeline):
 
 def test_a_prompt_that_spells_control_tokens_of_t5_means_their_characters(pipeline):
     """T5's vocabulary has them as ordinary pieces."""
-    encoders = TextEncoders(pipeline)
-    part = next(part for part in family_of(pipeline).text if part.is_t5)
+    encoders = TextEncoders(family_of(pipeline))
+    part = next(part for part in family_of(pipeline).text_parts if part.is_t5)
     tokenizer, given = getattr(pipeline, part.tokenizer), []
     encoder = getattr(pipeline, part.encoder)
     with encoder.register_forward_pre_hook(lambda _, args: given.append(args[0])):
@@ -95,30 +95,30 @@ def test_negative_rows_are_the_pipelines_own(sd3):
             ONE, None, None, negative_prompt="blurred", max_sequence_length=T5_TOKENS
         )
     rows = embeddings(sd3).negative("blurred", rows=3)
-    assert torch.equal(rows.expanded()[0], negative.expand(3, -1, -1))
-    assert torch.equal(rows.expanded()[1], pooled.expand(3, -1))
+    assert torch.equal(rows.expanded()["tokens"], negative.expand(3, -1, -1))
+    assert torch.equal(rows.expanded()["pooled"], pooled.expand(3, -1))
 
 
 def test_rows_of_one_prompt_are_views(sd3):
     cache = embeddings(sd3)
     first, second = cache.rows([ONE], samples=24), cache.rows([ONE], samples=8)
-    tokens, pooled = first.expanded()
+    tokens, pooled = first.expanded().values()
     assert tokens.shape[0] == pooled.shape[0] == 24
     assert tokens.stride(0) == pooled.stride(0) == 0
-    assert tokens.data_ptr() == second.expanded()[0].data_ptr()
+    assert tokens.data_ptr() == second.expanded()["tokens"].data_ptr()
     several = cache.rows([ONE, TWO])
-    assert several.expanded()[0].data_ptr() == several.tokens.data_ptr()
+    assert several.expanded()["tokens"].data_ptr() == several.tokens.data_ptr()
 
 
 def test_selected_and_joined_rows_keep_their_prompts(sd3):
     cache = embeddings(sd3)
     rows = cache.rows([ONE, TWO], samples=2)
     picked = rows.select(torch.tensor([3, 0, 3]))
-    assert torch.equal(picked.expanded()[0], rows.expanded()[0][[3, 0, 3]])
+    assert torch.equal(picked.expanded()["tokens"], rows.expanded()["tokens"][[3, 0, 3]])
     assert picked.tokens.data_ptr() == rows.tokens.data_ptr()
     joined = cache.negative(rows=2).followed_by(rows.select(slice(1, 3)))
-    expected = torch.cat([cache.negative(rows=2).expanded()[0], rows.expanded()[0][1:3]])
-    assert torch.equal(joined.expanded()[0], expected)
+    expected = torch.cat([cache.negative(rows=2).expanded()["tokens"], rows.expanded()["tokens"][1:3]])
+    assert torch.equal(joined.expanded()["tokens"], expected)
 
 
 def test_least_recently_used_leaves_first(sd3):
@@ -158,9 +158,9 @@ def test_freed_encoders_leave_memory_and_the_pipeline_still_draws(folder):
     assert torch.equal(again.tokens, positive.tokens)
     drawn = pipeline(
         prompt_embeds=again.tokens,
-        pooled_prompt_embeds=again.pooled,
+        pooled_prompt_embeds=again.values["pooled"],
         negative_prompt_embeds=negative.tokens,
-        negative_pooled_prompt_embeds=negative.pooled,
+        negative_pooled_prompt_embeds=negative.values["pooled"],
         generator=torch.Generator().manual_seed(0),
         **options,
     ).images
@@ -226,28 +226,28 @@ def test_importing_loads_neither_diffusers_nor_transformers():
 
 
 def test_unknown_pipelines_and_missing_encoders_are_named(folder):
-    with pytest.raises(UserError, match="there are: StableDiffusion3Pipeline, FluxPipeline"):
-        PromptEmbeddings(nn.Identity())
+    with pytest.raises(UserError, match=r"is a Identity; supported are: FluxPipeline, .*StableDiffusion3Pipeline"):
+        family_of(nn.Identity())
     pipeline = load_sd3(folder)
     pipeline.text_encoder_2 = None
     with pytest.raises(UserError, match="has no text_encoder_2"):
-        PromptEmbeddings(pipeline)
+        PromptEmbeddings(family_of(pipeline))
 
 
 def test_a_prompt_that_t5_reads_whole_is_cut_for_clip_alone_with_one_warning(pipeline, caplog):
-    cache = PromptEmbeddings(pipeline, max_sequence_length=30)
+    cache = PromptEmbeddings(family_of(pipeline, max_sequence_length=30))
     with torch.no_grad():
-        expected = cache.encoders._family.encode(pipeline, LONG, LONG, 30)
+        expected = fresh(pipeline, LONG, 30)
     rows = cache.rows([LONG])
     cache.rows([LONG + " circle"])
     assert torch.equal(rows.tokens, expected[0])
-    assert torch.equal(rows.pooled, expected[1])
+    assert torch.equal(rows.values["pooled"], expected[1])
     assert [record.message for record in caplog.records if record.name == "mmrl"] == [
         "prompt 'a red circle a red circle a red circle a red circle a red ci'... is too long for CLIP alone: "
         + "; ".join(
             f"{part.tokenizer} reads 16 of 26 tokens and drops 'circle a red circle a red circle a red circle'"
-            for part in cache.encoders._parts
-            if not part.is_t5
+            for part in cache.encoders.parts
+            if part.is_clip
         )
         + "; T5 reads all of it, so such prompts are used"
     ]
@@ -256,7 +256,7 @@ def test_a_prompt_that_t5_reads_whole_is_cut_for_clip_alone_with_one_warning(pip
 def test_without_t5_what_clip_drops_is_lost(folder):
     pipeline = load_sd3(folder, text_encoder_3=None, tokenizer_3=None)
     with pytest.raises(UserError, match="tokenizer reads 16 of 26 tokens"):
-        PromptEmbeddings(pipeline).rows([LONG])
+        PromptEmbeddings(family_of(pipeline)).rows([LONG])
 
 
 def test_freed_encoders_leave_more_prompts_than_fit_into_memory(folder, tmp_path):
@@ -269,7 +269,7 @@ def test_freed_encoders_leave_more_prompts_than_fit_into_memory(folder, tmp_path
     for _ in range(2):
         found = [cache.rows([caption]) for caption in CAPTIONS]
         assert torch.equal(torch.cat([rows.tokens for rows in found]), expected.tokens)
-        assert torch.equal(torch.cat([rows.pooled for rows in found]), expected.pooled)
+        assert torch.equal(torch.cat([rows.values["pooled"] for rows in found]), expected.values["pooled"])
     assert len([*(tmp_path / "new/folder").rglob("*.safetensors")]) == len(CAPTIONS)
     cache.close()
     assert [*(tmp_path / "new/folder").iterdir()] == []

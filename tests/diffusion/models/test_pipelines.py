@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffusion.models.pipelines import decode_latents, encode_images, image_tokens, latent_shape, load_pipeline
+from diffusion.families.table import family_of
+from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, SIZES, T5_TOKENS
@@ -73,11 +74,10 @@ def message(path):
 
 
 def test_other_pipelines_are_named_with_the_supported_ones(copied):
-    edit(copied / "model_index.json", _class_name="StableDiffusionPipeline")
+    edit(copied / "model_index.json", _class_name="PixArtAlphaPipeline")
     said = message(copied)
-    assert "StableDiffusionPipeline" in said
-    assert "StableDiffusion3Pipeline, FluxPipeline" in said
-    assert "a further family is a row of FAMILIES in diffusion/models/pipelines.py, see docs/adding.md" in said
+    assert "is a PixArtAlphaPipeline; supported are: FluxPipeline, " in said
+    assert "StableDiffusion3Pipeline; a further family is one class: docs/adding.md" in said
 
 
 @pytest.mark.parametrize("part", ["transformer", "text_encoder_2", "scheduler", "tokenizer_3"])
@@ -146,7 +146,7 @@ def test_decoding_gives_the_pipelines_own_pixels(loaded):
     )
     if latents.ndim == 3:
         latents = loaded._unpack_latents(latents, 32, 32, FACTOR)
-    decoded = decode_latents(loaded, latents)
+    decoded = decode_latents(family_of(loaded), latents)
     np.testing.assert_array_equal(decoded.pixels, (images * 255).round().astype("uint8"))
     assert decoded.finite.tolist() == [True]
     assert decoded.pixels.std() > 1
@@ -164,18 +164,19 @@ def test_scale_and_shift_of_the_autoencoder(folder, tmp_path, loaded):
     plain = load_pipeline(folder)
     latents = noise(2)
     np.testing.assert_array_equal(
-        decode_latents(scaled, (latents - 0.06) * 1.5).pixels, decode_latents(plain, latents).pixels
+        decode_latents(family_of(scaled), (latents - 0.06) * 1.5).pixels,
+        decode_latents(family_of(plain), latents).pixels,
     )
-    encoded = encode_images(plain, pictures(2))
-    torch.testing.assert_close(encode_images(scaled, pictures(2)), (encoded - 0.06) * 1.5)
+    encoded = encode_images(family_of(plain), pictures(2))
+    torch.testing.assert_close(encode_images(family_of(scaled), pictures(2)), (encoded - 0.06) * 1.5)
 
 
 def test_latents_that_are_not_numbers_are_reported(loaded):
     latents = noise(4)
-    whole = decode_latents(loaded, latents)
+    whole = decode_latents(family_of(loaded), latents)
     latents[1, 0, 3, 3] = float("nan")
     latents[3, 2, 0, 0] = float("inf")
-    decoded = decode_latents(loaded, latents)
+    decoded = decode_latents(family_of(loaded), latents)
     assert decoded.finite.tolist() == [True, False, True, False]
     assert not decoded.pixels[[1, 3]].any()
     np.testing.assert_array_equal(decoded.pixels[[0, 2]], whole.pixels[[0, 2]])
@@ -183,9 +184,11 @@ def test_latents_that_are_not_numbers_are_reported(loaded):
 
 def test_smaller_batches_change_nothing(loaded):
     latents, images = noise(5), pictures(5)
-    at_once, in_parts = (decode_latents(loaded, latents, batch=batch).pixels.astype(int) for batch in (8, 2))
+    at_once, in_parts = (decode_latents(family_of(loaded), latents, batch=batch).pixels.astype(int) for batch in (8, 2))
     assert abs(at_once - in_parts).max() <= 1  # the last bit before rounding may differ
-    one, two = (encode_images(loaded, images, torch.Generator().manual_seed(3), batch=batch) for batch in (8, 2))
+    one, two = (
+        encode_images(family_of(loaded), images, torch.Generator().manual_seed(3), batch=batch) for batch in (8, 2)
+    )
     assert_equal_up_to_rounding(one, two)
 
 
@@ -194,39 +197,39 @@ def test_encoding_takes_the_mode_or_draws_from_the_gaussian(loaded):
     scaled = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
     with torch.no_grad():
         gaussian = loaded.vae.encode(scaled).latent_dist
-    mode = encode_images(loaded, images)
+    mode = encode_images(family_of(loaded), images)
     assert_equal_up_to_rounding(mode, gaussian.mode())
-    sample = encode_images(loaded, images, torch.Generator().manual_seed(3))
+    sample = encode_images(family_of(loaded), images, torch.Generator().manual_seed(3))
     assert_equal_up_to_rounding(sample, gaussian.sample(torch.Generator().manual_seed(3)))
     assert (sample - mode).abs().max() > 0.01
 
 
 def test_wrong_shapes_and_types_are_named(sd3):
     with pytest.raises(ValueError, match=r"must be \(B, 4, H, W\)"):
-        decode_latents(sd3, torch.zeros(1, 16, 8, 8))
+        decode_latents(family_of(sd3), torch.zeros(1, 16, 8, 8))
     for images in (np.zeros((1, 32, 32, 3)), np.zeros((1, 30, 32, 3), np.uint8), np.zeros((32, 32, 3), np.uint8)):
         with pytest.raises(ValueError, match="must be uint8"):
-            encode_images(sd3, images)
+            encode_images(family_of(sd3), images)
 
 
 def test_latent_shape_and_tokens(loaded):
-    assert latent_shape(loaded) == (4, 8, 8)
-    assert latent_shape(loaded, 16, 24) == (4, 4, 6)
-    assert latent_shape(loaded, width=16) == (4, 8, 4)
-    assert image_tokens(loaded, (4, 4, 6)) == 6
+    assert family_of(loaded).latent_shape() == (4, 8, 8)
+    assert family_of(loaded).latent_shape(16, 24) == (4, 4, 6)
+    assert family_of(loaded).latent_shape(width=16) == (4, 8, 4)
+    assert family_of(loaded).tokens((4, 4, 6)) == 6
     for height in (0, 20, -8):
         with pytest.raises(UserError, match=f"height={height} must be a positive multiple of 8"):
-            latent_shape(loaded, height)
+            family_of(loaded).latent_shape(height)
 
 
 def test_stable_diffusion_has_a_largest_size_and_flux_has_none(folder, flux_folder):
     with pytest.raises(UserError, match="width=40 is more than the transformer has positions for: 32"):
-        latent_shape(load_pipeline(folder), width=40)
-    assert latent_shape(load_pipeline(flux_folder), width=40) == (4, 8, 10)
+        family_of(load_pipeline(folder)).latent_shape(width=40)
+    assert family_of(load_pipeline(flux_folder)).latent_shape(width=40) == (4, 8, 10)
 
 
 def test_default_size_is_that_of_the_transformer(tmp_path):
     sizes = TinySd3Sizes(layers=1, latent_size=4, latent_channels=8, vae_widths=(4, 8), t5_layers=0)
     pipeline = load_pipeline(build_tiny_sd3(tmp_path / "model", corpus=CAPTIONS, sizes=sizes))
-    assert latent_shape(pipeline) == (8, 4, 4)
-    assert image_tokens(pipeline, latent_shape(pipeline)) == 4
+    assert family_of(pipeline).latent_shape() == (8, 4, 4)
+    assert family_of(pipeline).tokens((8, 4, 4)) == 4

@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 
-from diffusion.models.pipelines import FluxTransformer, Sd3Transformer, load_pipeline
-from diffusion.models.policy import ATTENTION_PROJECTIONS, DiffusionPolicy, LoraSettings, ModelConfig, load_policy
+from diffusion.families.sd3 import ATTENTION as ATTENTION_PROJECTIONS
+from diffusion.families.table import family_of
+from diffusion.models.pipelines import load_pipeline
+from diffusion.models.policy import DiffusionPolicy, LoraSettings, ModelConfig, load_policy
 from diffusion.sampling.sampler import GuidedVelocity, SamplerConfig, check_guidance, euler_ode
 from mmrl.config import load
 from mmrl.errors import UserError
@@ -21,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("loads_each_folder_once")
 def test_starts_as_the_pipeline(config):
     policy = load_policy(config)
     pipeline = load_pipeline(config.path)
-    model = (Sd3Transformer if "StableDiffusion" in type(pipeline).__name__ else FluxTransformer)(pipeline.transformer)
+    model = family_of(pipeline).model()
     with torch.no_grad():
-        expected = model(noise(), SIGMA, *text(policy).expanded())
+        expected = model(noise(), SIGMA, text(policy).expanded())
     assert_equal_up_to_rounding(velocity(policy), expected)
     assert not torch.equal(velocity(disturb(policy)), expected)
 
@@ -34,7 +36,7 @@ def test_is_a_velocity_model_for_guidance(base):
     with torch.no_grad():
         latents = euler_ode(guided, noise(), torch.tensor([1.0, 0.5, 0.0]))
     assert latents.shape == (2, *policy.latent_shape)
-    assert policy.image_tokens == 16
+    assert policy.family.tokens(policy.latent_shape) == 16
 
 
 def test_adapters_are_at_all_attention_projections_that_exist(base):
@@ -70,7 +72,7 @@ def test_adapters_start_gaussian_and_zero_from_their_seed(folder):
 def test_only_the_transformer_is_a_submodule_and_gets_gradients(config):
     policy = load_policy(config)
     assert {name.split(".")[0] for name, _ in policy.named_parameters()} == {"transformer"}
-    policy(noise(), SIGMA, *text(policy).expanded()).square().mean().backward()
+    policy(noise(), SIGMA, text(policy).expanded()).square().mean().backward()
     for name, weight in policy.named_parameters():
         if policy.has_adapter and ".lora_" not in name:
             assert not weight.requires_grad
@@ -147,7 +149,7 @@ def test_checkpointing_changes_no_gradient(base):
         config.gradient_checkpointing = checkpointing
         policy = disturb(load_policy(config))
         assert policy.transformer.is_gradient_checkpointing == checkpointing
-        policy(noise(), SIGMA, *text(policy).expanded()).square().mean().backward()
+        policy(noise(), SIGMA, text(policy).expanded()).square().mean().backward()
         found[checkpointing] = torch.cat([weight.grad.flatten() for weight in trained(policy).values()])
     torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-7)
     assert found[True].any()
@@ -158,7 +160,7 @@ def test_gradient_is_that_of_finite_differences(folder):
     rows, weights = text(policy).expanded(), list(trained(policy).values())
 
     def loss():
-        return policy(noise(), SIGMA, *rows).double().square().mean()
+        return policy(noise(), SIGMA, rows).double().square().mean()
 
     gradients = torch.autograd.grad(loss(), weights)
     slope = sum(gradient.square().sum() for gradient in gradients).sqrt()
@@ -168,7 +170,7 @@ def test_gradient_is_that_of_finite_differences(folder):
         with torch.no_grad():
             for weight, gradient in zip(trained(moved).values(), gradients, strict=True):
                 weight.add_(sign * step / slope * gradient)
-            values.append(moved(noise(), SIGMA, *rows).double().square().mean())
+            values.append(moved(noise(), SIGMA, rows).double().square().mean())
     assert slope.item() == pytest.approx(((values[0] - values[1]) / (2 * step)).item(), rel=2e-3)
 
 
@@ -185,7 +187,7 @@ def test_rows_are_counted_with_and_without_a_graph(folder):
     policy = load_policy(config_of(folder))
     velocity(policy)
     velocity(copy.deepcopy(policy))
-    policy(noise(), SIGMA, *text(policy).expanded())
+    policy(noise(), SIGMA, text(policy).expanded())
     assert policy.cost == {"forward_rows": 4, "train_rows": 2}
 
 
@@ -231,7 +233,7 @@ def test_size_is_that_of_the_settings(folder):
     config.height, config.width = 16, 24
     policy = load_policy(config)
     assert policy.latent_shape == (4, 4, 6)
-    assert policy.image_tokens == 6
+    assert policy.family.tokens(policy.latent_shape) == 6
     config.height = 18
     with pytest.raises(UserError, match="height=18"):
         load_policy(config)
@@ -256,9 +258,7 @@ def test_settings_out_of_range_are_named(folder, change, culprit):
 
 
 def test_unknown_targets_are_named_with_existing_ones(base):
-    with pytest.raises(
-        UserError, match=r"\['q_proj'\]; a block of the transformer has: .*attn\.to_q.*attn\.add_q_proj"
-    ):
+    with pytest.raises(UserError, match=r"\['q_proj'\]; a block of the network has: .*attn\.to_q.*attn\.add_q_proj"):
         load_policy(config_of(base, targets=["to_k", "q_proj"]))
     policy = load_policy(config_of(base, targets=["ff.net.2"]))
     assert all(".ff.net.2.lora_" in name for name in trained(policy))

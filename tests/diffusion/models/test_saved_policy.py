@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffusion.models.pipelines import FluxTransformer, Sd3Transformer, load_pipeline
+from diffusion.families.table import family_of
+from diffusion.models.pipelines import load_pipeline
 from diffusion.models.policy import DiffusionPolicy, load_policy
 from mmrl.errors import UserError
 from mmrl.training.recipe import Reference
@@ -79,9 +80,9 @@ def test_pipeline_reads_the_saved_adapter(base, tmp_path):
     policy.save_pretrained(tmp_path)
     pipeline = load_pipeline(base)
     pipeline.load_lora_weights(str(tmp_path))
-    other = (Sd3Transformer if "StableDiffusion" in type(pipeline).__name__ else FluxTransformer)(pipeline.transformer)
+    other = family_of(pipeline).model()
     with torch.no_grad():
-        found = other(noise(), SIGMA, *text(policy).expanded())
+        found = other(noise(), SIGMA, text(policy).expanded())
     assert_equal_up_to_rounding(found, velocity(policy))
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from diffusion.families.table import family_of
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.pipelines import Sd3Transformer
 from diffusion.sampling.sampler import GuidedVelocity, euler_ode
 from mmrl.errors import UserError
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3
@@ -18,12 +18,12 @@ ONE, TWO = "a red circle", "a blue square"
 
 @pytest.fixture
 def cache(sd3):
-    return PromptEmbeddings(sd3, max_sequence_length=T5_TOKENS)
+    return PromptEmbeddings(family_of(sd3, max_sequence_length=T5_TOKENS))
 
 
 @pytest.fixture
 def model(sd3):
-    return Sd3Transformer(sd3.transformer)
+    return family_of(sd3).model()
 
 
 def noise(rows, seed=0):
@@ -85,7 +85,7 @@ def test_one_call_of_both_halves_equals_two_calls(cache, model, sd3):
     # guidance multiplies the rounding of each half
     assert_equal_up_to_rounding(found[True], found[False], passes=2 * 5)
     with torch.no_grad():
-        by_hand = [model(latents, sigma, *rows.expanded()) for rows in (cache.negative(rows=4), text)]
+        by_hand = [model(latents, sigma, rows.expanded()) for rows in (cache.negative(rows=4), text)]
     assert_equal_up_to_rounding(found[False], by_hand[0] + 4.5 * (by_hand[1] - by_hand[0]), passes=2 * 5)
 
 
@@ -98,7 +98,7 @@ def test_scale_one_and_zero_need_one_half(cache, model, sd3, scale, side):
         found = velocity(latents, sigma)
         assert counter.rows == 3
         rows = text if side == "positive" else cache.negative(rows=3)
-        assert torch.equal(found, model(latents, sigma.expand(3), *rows.expanded()))
+        assert torch.equal(found, model(latents, sigma.expand(3), rows.expanded()))
     assert GuidedVelocity(model, text, scale=1.0).halves == 1
     assert GuidedVelocity(model, text, cache.negative(), 2.0).halves == 2
 
@@ -123,12 +123,12 @@ def gradient(transformer, loss):
 def test_detached_negative_half_is_constant_for_the_gradient(folder):
     pipeline = load_sd3(folder)
     transformer, scale = pipeline.transformer, 3.0
-    cache, model = PromptEmbeddings(pipeline, max_sequence_length=T5_TOKENS), Sd3Transformer(transformer)
+    cache, model = PromptEmbeddings(family_of(pipeline, max_sequence_length=T5_TOKENS)), family_of(pipeline).model()
     text, latents, sigma = cache.rows([ONE], samples=2), noise(2), torch.tensor([0.8, 0.4])
     velocity = GuidedVelocity(model, text, cache.negative(), scale, detach_negative=True)
     value = velocity(latents, sigma)
-    positive = model(latents, sigma, *text.expanded())
-    negative = model(latents, sigma, *cache.negative(rows=2).expanded()).detach()
+    positive = model(latents, sigma, text.expanded())
+    negative = model(latents, sigma, cache.negative(rows=2).expanded()).detach()
     expected = negative + scale * (positive - negative)
     assert_equal_up_to_rounding(value, expected, passes=2 * 3)
     found, wanted = gradient(transformer, value.square().sum()), gradient(transformer, expected.square().sum())
@@ -142,7 +142,7 @@ def test_detached_negative_half_is_constant_for_the_gradient(folder):
 
 def test_gradient_of_one_call_equals_that_of_two(folder):
     pipeline = load_sd3(folder)
-    cache, model = PromptEmbeddings(pipeline, max_sequence_length=T5_TOKENS), Sd3Transformer(pipeline.transformer)
+    cache, model = PromptEmbeddings(family_of(pipeline, max_sequence_length=T5_TOKENS)), family_of(pipeline).model()
     text, latents, sigma = cache.rows([ONE], samples=2), noise(2), torch.tensor([0.8, 0.4])
     one, two = (
         gradient(

@@ -12,9 +12,9 @@ from diffusion.sampling.sampler import (
     row_noise,
     sample_latents,
     sample_trajectories,
+    times_of,
     trained_window,
 )
-from diffusion.sampling.schedule import sigma_grid
 from mmrl.fields import check_config
 from tests.diffusion.runs import build, run_config
 from tests.rounding import assert_equal_up_to_rounding
@@ -44,7 +44,7 @@ def test_euler_is_the_ode_from_the_rows_noise(policy):
     config = SamplerConfig(steps=4, guidance=3.0, solver="euler")
     found = sample_latents(policy, text_of(policy, 2), seeds, config)
     start = row_noise(seeds[:, 0], 1, policy.latent_shape)[:, 0]
-    grid = sigma_grid(policy.pipeline.scheduler, 4, policy.image_tokens)
+    grid = times_of(policy, 4)
     velocity = guided(policy, policy, text_of(policy, 2), 3.0, "")
     with torch.no_grad():
         assert_equal_up_to_rounding(found, euler_ode(velocity, start, grid), passes=2 * config.steps)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.sampling.sampler import guided, make_kernel, sample_trajectories, text_of, trained_window
-from diffusion.sampling.schedule import sigma_grid
+from diffusion.sampling.sampler import guided, make_kernel, sample_trajectories, text_of, times_of, trained_window
 from diffusion.sampling.steps import FlowSdeStep
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.rewards import RewardConfig
@@ -94,7 +93,7 @@ def test_ratio_is_one_bit_for_bit_on_bfloat16_weights_where_the_batch_is_the_sam
     rollouts = collected(recipe)
     assert rollouts.payload.states.dtype == torch.bfloat16
     text = text_of(recipe.policy, rollouts.payload.tasks, rollouts.group)
-    kernel = make_kernel(config.sampler, sigma_grid(recipe.policy.pipeline.scheduler, 4, recipe.policy.image_tokens))
+    kernel = make_kernel(config.sampler, times_of(recipe.policy, 4))
     apart = {"together": recipe.process.halves_together}
     velocity_of = guided(recipe.policy, recipe.policy, text, config.sampler.guidance, "", **apart)
     for step in range(rollouts.num_decisions):
@@ -147,7 +146,7 @@ def test_divergences_have_closed_forms_and_known_relations(tmp_path):
         found[form] = policy_kl(recipe, rollouts).double().numpy()
     s, sigma_next = (getattr(rollouts.payload, name).double().numpy() for name in ("sigma", "sigma_next"))
     dt = s - sigma_next
-    grid = sigma_grid(recipe.policy.pipeline.scheduler, 4, recipe.policy.image_tokens)
+    grid = times_of(recipe.policy, 4)
     noise = config.sampler.noise_level * np.sqrt(s / (1 - np.where(s >= 1, float(grid[1]), s)))
     np.testing.assert_allclose(found["flow_grpo_head"], found["exact"] * dt, rtol=1e-5)
     # |dt| / 2 (g (1 - s) / (2 s) + 1 / g)^2 |v - v_ref|^2, the paper's form
@@ -216,7 +215,7 @@ def test_fast_records_the_window_only_and_follows_the_ode_elsewhere(tmp_path):
     recipe = build(config)
     text = text_of(recipe.policy, recipe.train_tasks[:1], torch.zeros(2, dtype=torch.int64))
     seeds = torch.tensor([[1, 5], [1, 6]])
-    grid = sigma_grid(recipe.policy.pipeline.scheduler, 6, recipe.policy.image_tokens)
+    grid = times_of(recipe.policy, 6)
     with torch.no_grad():
         run = sample_trajectories(recipe.policy, text, seeds, config.sampler, range(1, 3))
     assert run.states.shape[1] == 3
@@ -227,7 +226,7 @@ def test_fast_records_the_window_only_and_follows_the_ode_elsewhere(tmp_path):
     x = run.states[:, 2]
     for sigma, sigma_next in pairwise(grid[3:]):
         with torch.no_grad():
-            v = recipe.policy(x, sigma.expand(2), *text.expanded())
+            v = recipe.policy(x, sigma.expand(2), text.expanded())
         x = x + (sigma_next - sigma) * v
     assert_equal_up_to_rounding(run.latents, x, passes=config.sampler.steps)
     places = {trained_window(config.sampler, torch.Generator().manual_seed(seed)).start for seed in range(40)}

@@ -79,6 +79,6 @@ def test_digit_pipeline_draws_grey_eight_by_eight(tmp_path):
     from diffusion.models.pipelines import decode_latents, encode_images
 
     pixels = np.repeat(np.random.default_rng(0).integers(0, 256, (2, 8, 8, 1), dtype=np.uint8), 3, 3)
-    images, finite = decode_latents(policy.pipeline, encode_images(policy.pipeline, pixels))
+    images, finite = decode_latents(policy.family, encode_images(policy.family, pixels))
     assert finite.all()
     assert np.abs(images.astype(int) - pixels).max() <= 1

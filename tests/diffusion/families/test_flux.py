@@ -1,25 +1,18 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from diffusion.families.grids import pack_latents, unpack_latents
+from diffusion.families.table import family_of
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.models.pipelines import (
-    FluxTransformer,
-    family_of,
-    image_tokens,
-    latent_shape,
-    load_pipeline,
-    pack_latents,
-    unpack_latents,
-)
+from diffusion.models.pipelines import load_pipeline
 from diffusion.models.policy import ModelConfig, load_policy
-from diffusion.sampling.sampler import GuidedVelocity, SamplerConfig, euler_ode, row_noise, sample_latents, times_of
+from diffusion.sampling.sampler import SamplerConfig, row_noise, sample_latents
 from diffusion.toy.pipelines.tiny import TinyFluxSizes, build_tiny_flux
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, T5_TOKENS
@@ -36,28 +29,12 @@ def flux(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache(flux):
-    return PromptEmbeddings(flux, max_sequence_length=T5_TOKENS)
+    return PromptEmbeddings(family_of(flux, max_sequence_length=T5_TOKENS))
 
 
 def noise(rows, height=8, width=8, seed=0):
     shape = (rows, FLUX_SIZES.latent_channels, height, width)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def drawn_by_pipeline(pipeline, start, **options):
-    """Latents (B, C, H, W) of the pipeline's own loop."""
-    factor = pipeline.vae_scale_factor
-    height, width = start.shape[-2:]
-    packed = pipeline(
-        latents=pipeline._pack_latents(start, *start.shape),
-        height=height * factor,
-        width=width * factor,
-        num_inference_steps=STEPS,
-        max_sequence_length=T5_TOKENS,
-        output_type="latent",
-        **options,
-    ).images
-    return pipeline._unpack_latents(packed, height * factor, width * factor, factor)
 
 
 def packed_by_hand(latents):
@@ -86,55 +63,25 @@ def test_shapes_that_cannot_be_packed_are_named():
         unpack_latents(torch.zeros(1, 5, 16), 4, 6)
 
 
-@pytest.mark.parametrize("size", [(8, 8), (4, 10)])
-def test_gives_the_pipelines_own_latents(flux, cache, size):
-    start = noise(3, *size)
-    expected = drawn_by_pipeline(flux, start.clone(), prompt=ONE, num_images_per_prompt=3, guidance_scale=2.5)
-    velocity = GuidedVelocity(FluxTransformer(flux.transformer, 2.5), cache.rows([ONE], samples=3))
-    with torch.no_grad():
-        latents = euler_ode(velocity, start, flux.scheduler.sigmas)
-    assert_equal_up_to_rounding(latents, expected, passes=len(flux.scheduler.sigmas))
-    assert (latents - start).abs().max() > 0.1
-
-
-def test_gives_the_pipelines_own_latents_with_a_negative_prompt(flux, cache):
-    start = noise(2)
-    expected = drawn_by_pipeline(
-        flux, start.clone(), prompt=[ONE, TWO], negative_prompt=["a square"] * 2, true_cfg_scale=3.0
-    )
-    text, negative = cache.rows([ONE, TWO]), cache.negative("a square")
-    velocity = GuidedVelocity(FluxTransformer(flux.transformer), text, negative, 3.0)
-    with torch.no_grad():
-        latents = euler_ode(velocity, start, flux.scheduler.sigmas)
-    # the pipeline encodes both prompts as one batch, so the text may differ in its last bit
-    assert_equal_up_to_rounding(latents, expected, passes=len(flux.scheduler.sigmas))
-
-
 def test_guidance_embedding_is_an_input_of_distilled_transformers_only(flux, cache, tmp_path):
     sizes = TinyFluxSizes(layers=1, single_layers=1, guidance=False)
     plain = load_pipeline(build_tiny_flux(tmp_path / "model", corpus=CAPTIONS, sizes=sizes))
     rows = cache.rows([ONE]).expanded()
-    with torch.no_grad():
-        distilled, undistilled = (
-            [FluxTransformer(pipeline.transformer, scale)(noise(1), torch.tensor([0.5]), *rows) for scale in (1.0, 8.0)]
-            for pipeline in (flux, plain)
-        )
-    assert (distilled[0] - distilled[1]).abs().max() > 1e-3
-    assert torch.equal(undistilled[0], undistilled[1])
-    start = noise(1)
-    expected = drawn_by_pipeline(plain, start.clone(), prompt=ONE)
-    text = PromptEmbeddings(plain, max_sequence_length=T5_TOKENS).rows([ONE])
-    with torch.no_grad():
-        found = euler_ode(GuidedVelocity(FluxTransformer(plain.transformer), text), start, plain.scheduler.sigmas)
-    assert_equal_up_to_rounding(found, expected, passes=len(plain.scheduler.sigmas))
+
+    def found(pipeline, scale):
+        with torch.no_grad():
+            return family_of(pipeline, guidance_embedding=scale).model()(noise(1), torch.tensor([0.5]), rows)
+
+    assert (found(flux, 1.0) - found(flux, 8.0)).abs().max() > 1e-3
+    assert torch.equal(found(plain, 1.0), found(plain, 8.0))
 
 
 def test_each_row_has_its_own_time_and_index(flux, cache):
-    model, latents, sigma = FluxTransformer(flux.transformer), noise(2, 4, 6), torch.tensor([0.2, 0.9])
+    model, latents, sigma = family_of(flux).model(), noise(2, 4, 6), torch.tensor([0.2, 0.9])
     with torch.no_grad():
-        both = model(latents, sigma, *cache.rows([ONE], samples=2).expanded())
-        alone = [model(latents[[row]], sigma[[row]], *cache.rows([ONE]).expanded()) for row in range(2)]
-        turned = model(latents.mT, sigma, *cache.rows([ONE], samples=2).expanded())
+        both = model(latents, sigma, cache.rows([ONE], samples=2).expanded())
+        alone = [model(latents[[row]], sigma[[row]], cache.rows([ONE]).expanded()) for row in range(2)]
+        turned = model(latents.mT, sigma, cache.rows([ONE], samples=2).expanded())
     assert_equal_up_to_rounding(both, torch.cat(alone))
     assert both.shape == latents.shape
     assert (turned.mT - both).abs().max() > 1e-3
@@ -146,8 +93,7 @@ def test_times_are_those_of_the_pipeline_with_either_shift(flux, shared_pipeline
     # FLUX.1-schnell has a fixed shift, later releases of Stable Diffusion 3 one that depends on the size
     pipeline = copy.copy(flux if family == "flux" else shared_pipeline)
     pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic)
-    tokens = image_tokens(pipeline, latent_shape(pipeline, 16, 32))
-    policy = SimpleNamespace(pipeline=pipeline, image_tokens=tokens, even_steps=family_of(pipeline).even_steps)
+    family = family_of(pipeline)
     pipeline(
         ONE,
         num_inference_steps=STEPS,
@@ -156,7 +102,7 @@ def test_times_are_those_of_the_pipeline_with_either_shift(flux, shared_pipeline
         max_sequence_length=T5_TOKENS,
         output_type="latent",
     )
-    assert torch.equal(times_of(policy, STEPS), pipeline.scheduler.sigmas)
+    assert torch.equal(family.sigma_grid(STEPS, family.latent_shape(16, 32)), pipeline.scheduler.sigmas)
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (16, 32)])

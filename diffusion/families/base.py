@@ -1,0 +1,315 @@
+"""A model family: how prompts are embedded, how the network is called, which times it is called at, how it decodes.
+
+A family is one class in one file of this folder, or in a file of yours that `model.family` names. Everything else in
+the package works on the same conventions, into which the class translates: latents as they are stored, (B, C, H, W) or
+for video (B, C, T, H, W); sigma from 1 (noise) to 0 (image); velocity = noise - image; guidance scale 1 = none.
+
+Shapes: B rows (images or videos), C latent channels, T latent frames, H x W latent pixels, F x h x w frames and pixels,
+L text tokens of width D, P width of a pooled text embedding, S steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+
+Text = dict[str, Tensor]
+"""Embeddings of prompts by name: "tokens", where the model has one "pooled", and what else the family needs."""
+VelocityModel = Callable[[Tensor, Tensor, Text], Tensor]
+"""(latents (B, C, H, W), sigma (B,), text of B rows) -> velocity (B, C, H, W)."""
+Combine = Callable[[Tensor, Tensor, float, Tensor], Tensor]
+"""(positive, negative, scale, sigma (B,)) -> guided velocity."""
+MASK = "_mask"
+"""End of the name of a padded entry's mask."""
+
+
+class LatentSides(NamedTuple):
+    """Sizes that a network can represent, in latent pixels."""
+
+    patch: int
+    default: int
+    most: int | None = None
+
+
+class TextPart(NamedTuple):
+    """Attribute names of a text encoder and its tokenizer in a pipeline."""
+
+    encoder: str
+    tokenizer: str
+    is_clip: bool = False
+    """Whether it pools at its end token and reads `tokenizer_max_length` tokens instead of `max_sequence_length`."""
+    is_t5: bool = False
+    """Whether its control tokens are pieces of its vocabulary, also where a prompt spells them."""
+    optional: bool = False
+
+
+class Cut(NamedTuple):
+    """The end of a prompt that a tokenizer drops."""
+
+    tokenizer: str
+    """Name of the tokenizer in the pipeline."""
+    tokens: int
+    """Tokens of the whole prompt, start and end counted."""
+    limit: int
+    """Tokens that are read."""
+    text: str
+    """The text that is dropped."""
+
+
+@dataclass
+class FamilyOptions:
+    """Options of every family."""
+
+    max_sequence_length: int | None = bounded(None, at_least=1)
+    """Tokens of the long text encoder; empty: the pipeline's own default."""
+
+
+def linear_guidance(positive: Tensor, negative: Tensor, scale: float, sigma: Tensor | None = None) -> Tensor:
+    """Classifier-free guidance, negative + scale (positive - negative)."""
+    return negative + scale * (positive - negative)
+
+
+class Family(ABC):
+    """One model family, made for one pipeline.
+
+    Args:
+        pipeline: of the class that `pipeline_class` names.
+        options: of `options_class`; None are its defaults.
+    """
+
+    pipeline_class: ClassVar[str]
+    """Name in the pipeline's model_index.json."""
+    released: ClassVar[str]
+    """Released models, for the list of families."""
+    schedulers: ClassVar[tuple[str, ...]] = ("FlowMatchEulerDiscreteScheduler",)
+    """Classes of schedulers whose times `sigma_grid` knows; steps are the suite's own."""
+    networks: ClassVar[tuple[str, ...]] = ("transformer",)
+    """Names in the pipeline of the networks that predict the velocity; all but the first may be absent."""
+    lora_targets: Sequence[str]
+    """Linear layers that get an adapter, by the end of their name; each must exist."""
+    text_parts: ClassVar[tuple[TextPart, ...]]
+    text_length: ClassVar[int]
+    """Default of `max_sequence_length`."""
+    ragged: ClassVar[tuple[str, ...]] = ()
+    """Entries of the text whose length L depends on the prompt; they get zeros behind them and a mask (B, L) bool."""
+    negative_differs: ClassVar[bool] = False
+    """Whether a negative prompt is embedded otherwise than a positive one."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Arguments of the pipeline's class that are no parts of it, such as the time at which two networks change over."""
+    video: ClassVar[bool] = False
+    """Whether a sample is a video, latents (C, T, H, W)."""
+    options_class: ClassVar[type[FamilyOptions]] = FamilyOptions
+
+    def __init__(self, pipeline: Any, options: Any = None) -> None:
+        self.pipeline = pipeline
+        self.options = self.options_class() if options is None else options
+
+    # text
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the long text encoder."""
+        return self.options.max_sequence_length or self.text_length
+
+    @abstractmethod
+    def encode(self, prompt: str, *, negative: bool = False) -> Text:
+        """Embed one prompt, entries without the batch axis, by the pipeline's own `encode_prompt`."""
+
+    def token_ids(self, part: TextPart, prompt: str, *, negative: bool = False) -> list[int]:
+        """Tokens of a prompt that count towards its encoder's limit, none of them cut off."""
+        tokenizer = getattr(self.pipeline, part.tokenizer)
+        ids: list[int] = tokenizer(self.read_text(part, prompt), truncation=False, verbose=False).input_ids
+        return ids
+
+    def read_text(self, part: TextPart, prompt: str) -> str:
+        """What a tokenizer is given: control tokens of T5, which its vocabulary has as pieces, with a space in them."""
+        tokenizer = getattr(self.pipeline, part.tokenizer)
+        if not part.is_t5 or tokenizer is None:
+            return prompt
+        normalizer = tokenizer.backend_tokenizer.normalizer
+        text = prompt if normalizer is None else normalizer.normalize_str(prompt)
+        control = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+        return control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if control.search(text) else prompt
+
+    def lengths(self, prompt: str, *, negative: bool = False) -> dict[str, int]:
+        """Length L of each ragged entry, from the tokenizer alone."""
+        part = self.text_parts[0]
+        ids = self.token_ids(part, prompt, negative=negative) if self.ragged else []
+        return dict.fromkeys(self.ragged, min(len(ids), self.max_sequence_length))
+
+    def collate(self, rows: Sequence[Text], lengths: Mapping[str, int] | None = None) -> Text:
+        """Stack prompts, ragged entries padded to `lengths` or to the longest of them, whichever is more."""
+        found: Text = {}
+        for name in rows[0]:
+            values = [row[name] for row in rows]
+            if name in self.ragged:
+                size = max(int((lengths or {}).get(name, 0)), *(len(value) for value in values))
+                found[name] = torch.stack([padded(value, size) for value in values])
+                real = torch.tensor([len(value) for value in values], device=found[name].device)
+                found[name + MASK] = torch.arange(size, device=real.device) < real[:, None]
+            else:
+                found[name] = values[0][None] if len(values) == 1 else torch.stack(values)
+        return found
+
+    def summary(self, text: Text) -> Tensor:
+        """One vector (B, P) of each row's text, for critics and distances between prompts."""
+        if "pooled" in text:
+            return text["pooled"]
+        tokens = text["tokens"]
+        mask = text.get("tokens" + MASK)
+        if mask is None:
+            return tokens.mean(1)
+        weight = mask.to(tokens)[..., None]
+        return (tokens * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+    # the network
+
+    @property
+    def embedded_guidance(self) -> bool:
+        """Whether the guidance scale is an input of the network."""
+        return False
+
+    @abstractmethod
+    def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        """Velocity of latents at times (B,), of their shape and in the network's dtype."""
+
+    def model(self, network: Any = None) -> VelocityModel:
+        """A network, by default the pipeline's first, as a velocity model."""
+        return partial(self.velocity, getattr(self.pipeline, self.networks[0]) if network is None else network)
+
+    def network_of(self, sigma: Tensor) -> Tensor | None:
+        """Index in `networks` (B,) of each row's network; None = the first for all."""
+        return None
+
+    combine: Combine = staticmethod(linear_guidance)
+    """Combine the velocities of a prompt and of the negative prompt."""
+
+    # sizes and times
+
+    @property
+    def factor(self) -> int:
+        """Pixels on a side of a latent pixel."""
+        return int(self.pipeline.vae_scale_factor)
+
+    @property
+    def channels(self) -> int:
+        """Latent channels."""
+        return int(self.pipeline.vae.config.latent_channels)
+
+    @property
+    def frame_factor(self) -> int:
+        """Frames of a latent frame but the first, which stands for one."""
+        return 1
+
+    default_frames: ClassVar[int] = 1
+    """Frames of a video where none are asked for."""
+
+    @abstractmethod
+    def sides(self) -> LatentSides:
+        """Sides of the latent that the network can represent."""
+
+    def latent_shape(self, height: int | None = None, width: int | None = None, frames: int | None = None) -> Any:
+        """Shape of one sample's latents, (C, H, W) or (C, T, H, W), from its size in pixels; None = the default."""
+        limits = self.sides()
+        multiple = self.factor * limits.patch
+        sides = []
+        for name, pixels in (("height", height), ("width", width)):
+            side = limits.default * self.factor if pixels is None else pixels
+            if side < 1 or side % multiple:
+                near = _near(side, multiple, multiple)
+                raise UserError(f"{name}={side} must be a positive multiple of {multiple} pixels; {near}")
+            if limits.most is not None and side > limits.most * self.factor:
+                most = limits.most * self.factor
+                raise UserError(f"{name}={side} is more than the transformer has positions for: {most}")
+            sides.append(side // self.factor)
+        if not self.video:
+            if frames is not None:
+                raise UserError(f"frames={frames}, but {self.pipeline_class} draws images; leave model.frames out")
+            return self.channels, *sides
+        count = self.default_frames if frames is None else frames
+        if count < 1 or (count - 1) % self.frame_factor:
+            near = _near(count, self.frame_factor, 1)
+            raise UserError(f"frames={count} must be 1 more than a multiple of {self.frame_factor}; {near}")
+        return self.channels, (count - 1) // self.frame_factor + 1, *sides
+
+    def tokens(self, shape: Sequence[int]) -> int:
+        """Tokens that the network sees of one sample with latents of `shape`."""
+        count = 1
+        for side in shape[1:]:
+            count *= side
+        return count // self.sides().patch ** 2
+
+    @abstractmethod
+    def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
+        """Times (S + 1,) float32 on the CPU at which the pipeline calls the network for latents of `shape`, and 0."""
+
+    # pixels
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels (B, h, w, 3) or (B, F, h, w, 3) float32, 0..1 but not yet clamped."""
+        autoencoder = self.pipeline.vae
+        encoded = self.denormalise(latents.to(autoencoder.device, autoencoder.dtype))
+        return channels_last(autoencoder.decode(encoded, return_dict=False)[0])
+
+    def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the autoencoder's Gaussian float32, from images (B, 3, h, w) in -1..1."""
+        gaussian = self.pipeline.vae.encode(pixels).latent_dist
+        return gaussian.mean.float(), gaussian.std.float()
+
+    def normalise(self, encoded: Tensor) -> Tensor:
+        """Latents of the network from those of the autoencoder."""
+        scale, shift = self._normalisation()
+        return (encoded - shift) * scale
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """The inverse of `normalise`."""
+        scale, shift = self._normalisation()
+        return latents / scale + shift
+
+    def _normalisation(self) -> tuple[float, float]:
+        config = self.pipeline.vae.config
+        return float(config.scaling_factor), float(config.get("shift_factor") or 0.0)
+
+
+def _near(value: int, multiple: int, smallest: int) -> str:
+    """End of a message: the legal values on both sides of one that is not."""
+    below = smallest + (value - smallest) // multiple * multiple
+    return f"the smallest is {smallest}" if below < smallest else f"the nearest are {below} and {below + multiple}"
+
+
+def padded(values: Tensor, size: int) -> Tensor:
+    """Values (L, ...) with zeros behind them, (size, ...)."""
+    return torch.cat([values, values.new_zeros(size - len(values), *values.shape[1:])])
+
+
+def channel_statistics(source: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """`latents_mean` and `latents_std` of an autoencoder or its configuration, to go with latents (B, C, ...)."""
+    column = (1, -1, *[1] * (like.ndim - 2))
+    mean, deviation = (torch.as_tensor(getattr(source, name)) for name in ("latents_mean", "latents_std"))
+    return mean.to(like).reshape(column), deviation.to(like).reshape(column)
+
+
+def channels_last(samples: Tensor) -> Tensor:
+    """Decoded samples (B, 3, ..., h, w) in -1..1 as (B, ..., h, w, 3) in 0..1, float32."""
+    return (samples.float() / 2 + 0.5).movedim(1, -1)
+
+
+def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
+    """Blocks of a network by name: the outermost entries of its module lists that hold linear layers."""
+    lists = [name for name, module in network.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    entries = itertools.chain.from_iterable(
+        ((f"{name}.{key}", entry) for key, entry in network.get_submodule(name).named_children()) for name in outer
+    )
+    return {name: entry for name, entry in entries if any(isinstance(part, nn.Linear) for part in entry.modules())}

@@ -1,0 +1,86 @@
+"""FLUX.1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.families.base import Family, FamilyOptions, LatentSides, Text, TextPart
+from diffusion.families.grids import PATCH, pack_latents, scheduler_grid, unpack_latents
+from mmrl.fields import bounded
+
+
+@dataclass
+class FluxOptions(FamilyOptions):
+    """Options of FLUX."""
+
+    guidance_embedding: float = bounded(3.5, at_least=0, finite=True)
+    """Guidance scale, an input of guidance-distilled transformers."""
+
+
+class FluxFamily(Family):
+    """FLUX.1: tokens of T5, pooled CLIP, equal steps.
+
+    A guidance-distilled transformer takes the guidance scale as an input and costs one row an image whatever its value.
+    Guidance with a negative prompt is of the other kind.
+
+    Source: black-forest-labs/flux src/flux/sampling.py (`prepare`, `denoise`, `unpack`).
+    """
+
+    pipeline_class = "FluxPipeline"
+    released = "FLUX.1 dev and schnell"
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    text_parts = (
+        TextPart("text_encoder", "tokenizer", is_clip=True),
+        TextPart("text_encoder_2", "tokenizer_2", is_t5=True),
+    )
+    text_length = 512
+    options_class = FluxOptions
+
+    @property
+    def embedded_guidance(self) -> bool:
+        """True for dev, false for schnell."""
+        return bool(self.pipeline.transformer.config.guidance_embeds)
+
+    def encode(self, prompt: str, *, negative: bool = False) -> Text:
+        """Tokens (L, D) of T5 and the pooled CLIP embedding (P,)."""
+        t5 = self.read_text(self.text_parts[1], prompt)
+        tokens, pooled, _ = self.pipeline.encode_prompt(prompt, t5, max_sequence_length=self.max_sequence_length)
+        return {"tokens": tokens[0], "pooled": pooled[0]}
+
+    def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        """Velocity (B, C, H, W)."""
+        height, width = latents.shape[-2:]
+        guidance = None
+        if network.config.guidance_embeds:
+            scale = self.options.guidance_embedding
+            guidance = torch.full((len(latents),), scale, dtype=torch.float32, device=latents.device)
+        velocity = network(
+            hidden_states=pack_latents(latents),
+            timestep=sigma,  # the transformer multiplies by 1000 itself
+            guidance=guidance,
+            encoder_hidden_states=text["tokens"],
+            pooled_projections=text["pooled"],
+            txt_ids=torch.zeros(text["tokens"].shape[1], 3, device=latents.device),
+            img_ids=_image_ids(height // PATCH, width // PATCH, latents.device),
+            return_dict=False,
+        )[0]
+        return unpack_latents(velocity, height, width)
+
+    def sides(self) -> LatentSides:
+        """Positions are rotary, so the transformer has no size of its own."""
+        return LatentSides(PATCH, self.pipeline.vae.config.sample_size // self.factor)
+
+    def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
+        """Equal steps, shifted."""
+        return scheduler_grid(self.pipeline.scheduler, steps, tokens=self.tokens(shape), even=True)
+
+
+def _image_ids(down: int, across: int, device: torch.device) -> Tensor:
+    """Position of each image token (down * across, 3): 0, row, column; text tokens are all at 0, 0, 0."""
+    row, column = torch.meshgrid(torch.arange(down, device=device), torch.arange(across, device=device), indexing="ij")
+    return torch.stack([torch.zeros_like(row), row, column], dim=-1).flatten(0, 1).float()

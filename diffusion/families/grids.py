@@ -1,0 +1,81 @@
+"""Times at which pipelines call their networks, and latents cut into patches: parts that several families share."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+PATCH = 2
+"""Latent pixels on a side of one image token."""
+
+
+def scheduler_grid(scheduler: Any, steps: int, *, tokens: int, even: bool = False) -> Tensor:
+    """Times of a flow-matching Euler scheduler, spaced by itself or given as S equal steps from 1 to 1 / S.
+
+    Either kind is then shifted by a fixed number or, with `use_dynamic_shifting`, by `dynamic_shift`. Times that the
+    scheduler spaces itself end at its already shifted `sigma_min`, so they are shifted twice.
+
+    Args:
+        scheduler: it is not changed.
+        steps: S, at least 1.
+        tokens: tokens that the network sees of a sample.
+        even: equal steps.
+
+    Returns:
+        (S + 1,) float32 on the CPU, descending, the last 0.
+
+    Source: diffusers FlowMatchEulerDiscreteScheduler.set_timesteps.
+    """
+    options: dict[str, Any] = {}
+    if scheduler.config.use_dynamic_shifting:
+        options["mu"] = dynamic_shift(scheduler, tokens)
+    if even and not scheduler.config.get("use_flow_sigmas"):
+        options["sigmas"] = even_sigmas(steps)
+    return grid_of(scheduler, steps, **options)
+
+
+def grid_of(scheduler: Any, steps: int, **options: Any) -> Tensor:
+    """The scheduler's times (S + 1,) after `set_timesteps` with `options`; the scheduler is not changed."""
+    own = copy.deepcopy(scheduler)
+    own.set_timesteps(steps, **options)
+    grid: Tensor = own.sigmas.to("cpu", torch.float32).clone()
+    return grid
+
+
+def even_sigmas(steps: int) -> list[float]:
+    """S equal steps from 1 to 1 / S."""
+    return torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64).tolist()
+
+
+def dynamic_shift(scheduler: Any, tokens: int) -> float:
+    """Return mu, the logarithm of the shift for a size: a line through two sizes of the scheduler's config.
+
+    Source: diffusers pipelines/flux/pipeline_flux.py, calculate_shift.
+    """
+    config = scheduler.config
+    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+    return float(config.base_shift + slope * (tokens - config.base_image_seq_len))
+
+
+def pack_latents(latents: Tensor) -> Tensor:
+    """Cut latents (B, C, H, W) into patches of 2 x 2, row by row, each a token (B, H/2 * W/2, 4 C), channels first."""
+    rows, channels, height, width = latents.shape
+    if height % PATCH or width % PATCH:
+        raise UserError(f"latents of {height} x {width} cannot be cut into patches of {PATCH} x {PATCH}")
+    patches = latents.reshape(rows, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
+    """The inverse of `pack_latents`: tokens (B, H/2 * W/2, 4 C) to latents (B, C, H, W)."""
+    rows, count, channels = tokens.shape
+    down, across = height // PATCH, width // PATCH
+    if height % PATCH or width % PATCH or count != down * across or channels % PATCH**2:
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} are not those of {height} x {width} latent pixels.")
+    patches = tokens.reshape(rows, down, across, channels // PATCH**2, PATCH, PATCH)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(rows, -1, height, width)

@@ -1,0 +1,58 @@
+"""Z-Image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.families.base import Family, LatentSides, Text, TextPart
+from diffusion.families.grids import PATCH, scheduler_grid
+
+DEFAULT_SIDE = 1024
+"""Pixels on a side where none are asked for, as in the pipeline's call."""
+
+
+class ZImageFamily(Family):
+    """Z-Image: ragged tokens of Qwen3, lists in place of batches, time 1 - sigma and the velocity's sign turned round.
+
+    The pipeline's guidance scale g is the suite's g + 1: it adds g times the difference to the positive half.
+    """
+
+    pipeline_class = "ZImagePipeline"
+    released = "Z-Image, Z-Image-Turbo"
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    text_parts = (TextPart("text_encoder", "tokenizer"),)
+    text_length = 512
+    ragged = ("tokens",)
+
+    def encode(self, prompt: str, *, negative: bool = False) -> Text:
+        """Tokens (L, D) of the prompt in its chat template."""
+        # a new list: the pipeline writes the template into it
+        tokens, _ = self.pipeline.encode_prompt(
+            [prompt], do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
+        )
+        return {"tokens": tokens[0]}
+
+    def token_ids(self, part: TextPart, prompt: str, *, negative: bool = False) -> list[int]:
+        """Tokens of the prompt in its chat template."""
+        message = [{"role": "user", "content": prompt}]
+        options: dict[str, Any] = {"add_generation_prompt": True, "enable_thinking": True}
+        return super().token_ids(part, self.pipeline.tokenizer.apply_chat_template(message, tokenize=False, **options))
+
+    def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        """Velocity (B, C, H, W) in the latents' dtype."""
+        lengths = text["tokens_mask"].sum(1).tolist()
+        prompts = [tokens[:length] for tokens, length in zip(text["tokens"], lengths, strict=True)]
+        found = network([*latents[:, :, None]], 1 - sigma, prompts, return_dict=False)[0]
+        return -torch.stack([*found])[:, :, 0].to(latents.dtype)
+
+    def sides(self) -> LatentSides:
+        """Positions are rotary; the default is the pipeline's."""
+        return LatentSides(PATCH, DEFAULT_SIDE // self.factor)
+
+    def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
+        """Equal steps, shifted once."""
+        return scheduler_grid(self.pipeline.scheduler, steps, tokens=self.tokens(shape), even=True)

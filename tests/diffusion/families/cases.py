@@ -1,0 +1,141 @@
+"""The tiny pipelines of all families, and how the call of each pipeline says what the suite says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from diffusion.families.table import family_of
+from diffusion.toy.pipelines.tiny import TinyFluxSizes, TinySd3Sizes, build_tiny_flux, build_tiny_sd3
+from tests.diffusion.families import tiny
+from tests.diffusion.families.tiny import CORPUS, NEGATIVE
+
+
+def _guidance_scale(scale: float) -> dict[str, Any]:
+    return {"guidance_scale": scale}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny pipeline of a family and what it is compared with."""
+
+    build: Callable[[Path], Path]
+    scales: tuple[float, ...] = (1.0, 4.0)
+    """Guidance scales, of which 1 is none."""
+    height: int = 32
+    width: int = 24
+    frames: int | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `ModelConfig`."""
+    call: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the pipeline's call."""
+    guidance: Callable[[float], dict[str, Any]] = _guidance_scale
+    """Arguments of the pipeline's call for a scale."""
+    negative: str | None = NEGATIVE
+    """The negative prompt; None where the pipeline's call takes none and has its own, the empty one."""
+    prepare: Callable[[Any], None] = lambda pipeline: None
+    """Changes to the pipeline before its call, such as Euler in place of its solver."""
+    pack: Callable[[Any, Tensor], Tensor] = lambda pipeline, latents: latents
+    """What the call takes as latents."""
+    unpack: Callable[[Any, Tensor, Tensor], Tensor] = lambda pipeline, found, start: found
+    """Latents from what the call gives, for the start of their shape."""
+    silent: tuple[str, ...] = ()
+    """Parts of names of adapters that get no gradient, since the network drops what they compute."""
+
+
+def _sd3(path: Path) -> Path:
+    return build_tiny_sd3(path, corpus=CORPUS, sizes=TinySd3Sizes(layers=2))
+
+
+def _flux(*, guidance: bool) -> Callable[[Path], Path]:
+    sizes = TinyFluxSizes(layers=1, single_layers=1, guidance=guidance)
+    return lambda path: build_tiny_flux(path, corpus=CORPUS, sizes=sizes)
+
+
+def _pack(pipeline: Any, latents: Tensor) -> Tensor:
+    return pipeline._pack_latents(latents, *latents.shape)
+
+
+def _unpack(pipeline: Any, found: Tensor, start: Tensor) -> Tensor:
+    factor = pipeline.vae_scale_factor
+    return pipeline._unpack_latents(found, start.shape[-2] * factor, start.shape[-1] * factor, factor)
+
+
+T5 = {"max_sequence_length": 20}
+KLEIN = {"max_sequence_length": 96}
+KLEIN_CALL = KLEIN | {"text_encoder_out_layers": (1, 2, 3)}
+INSTRUCTION = ["Given a prompt, enhance it:", "User Prompt: "]
+CASES = {
+    "sd3": Case(_sd3, model=T5, call=T5, silent=("transformer_blocks.1.attn.add_q_proj",)),
+    "flux": Case(
+        _flux(guidance=False),
+        model=T5,
+        call=T5,
+        guidance=lambda scale: {"true_cfg_scale": scale},
+        pack=_pack,
+        unpack=_unpack,
+    ),
+    "flux_distilled": Case(
+        _flux(guidance=True),
+        scales=(1.0,),
+        model=T5 | {"guidance_embedding": 2.5},
+        call=T5 | {"guidance_scale": 2.5},
+        guidance=lambda scale: {"true_cfg_scale": scale},
+        pack=_pack,
+        unpack=_unpack,
+    ),
+    "qwen_image": Case(
+        tiny.qwen_image,
+        guidance=lambda scale: {"true_cfg_scale": scale},
+        pack=_pack,
+        unpack=lambda *args: _unpack(*args)[:, :, 0],
+        height=64,
+        width=96,
+        silent=("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"),
+    ),
+    "klein": Case(
+        lambda path: tiny.klein(path, distilled=False),
+        model=KLEIN | {"family_options": {"text_layers": [1, 2, 3]}},
+        call=KLEIN_CALL,
+        negative=None,
+        unpack=lambda pipeline, found, start: family_of(pipeline).normalise(found),
+        height=64,
+        width=96,
+    ),
+    "klein_distilled": Case(
+        lambda path: tiny.klein(path, distilled=True),
+        scales=(1.0,),
+        model=KLEIN | {"family_options": {"text_layers": [1, 2, 3]}},
+        call=KLEIN_CALL,
+        unpack=lambda pipeline, found, start: family_of(pipeline).normalise(found),
+        height=64,
+        width=96,
+    ),
+    "z_image": Case(
+        tiny.z_image,
+        scales=(1.0, 5.0),
+        model={"max_sequence_length": 128},
+        call={"max_sequence_length": 128},
+        guidance=lambda scale: {"guidance_scale": scale - 1},
+        height=64,
+        width=96,
+    ),
+    "sana": Case(
+        tiny.sana,
+        scales=(1.0, 4.5),
+        model={"max_sequence_length": 64, "family_options": {"instruction": INSTRUCTION}},
+        call={
+            "max_sequence_length": 64,
+            "complex_human_instruction": INSTRUCTION,
+            "use_resolution_binning": False,
+        },
+        prepare=tiny.with_euler,
+        height=64,
+        width=96,
+    ),
+}
+"""One row for each family and each kind of its models that its class tells apart."""

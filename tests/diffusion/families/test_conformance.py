@@ -1,0 +1,166 @@
+"""Every family does what its own pipeline in diffusers does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from diffusion.families.base import blocks_of
+from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
+from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
+from diffusion.sampling.sampler import euler_ode, guided, times_of
+from tests.diffusion.families.cases import CASES
+from tests.diffusion.families.tiny import LONG, SHORT
+
+STEPS = 3
+SIGMA = torch.tensor([0.37, 0.8])
+PROMPTS = [SHORT, LONG]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folder of each case, built when first asked for."""
+    return functools.cache(lambda name: CASES[name].build(tmp_path_factory.mktemp("families") / name))
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+@pytest.fixture
+def config(request, case, folders):
+    name = next(name for name, other in CASES.items() if other is case)
+    sizes = {"height": case.height, "width": case.width, "frames": case.frames}
+    lora = LoraSettings(rank=2, alpha=4)
+    return ModelConfig(path=str(folders(name)), lora=lora, **sizes, **case.model)
+
+
+@pytest.fixture
+def policy(config):
+    return load_policy(config)
+
+
+def noise(policy, rows=2, seed=0):
+    return torch.randn((rows, *policy.latent_shape), generator=torch.Generator().manual_seed(seed))
+
+
+def relative(found, expected):
+    """Largest difference over the largest number."""
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def disturb(policy, size=0.05):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight.add_(size * torch.randn(weight.shape, generator=generator))
+    return policy
+
+
+def velocity(policy, prompts=PROMPTS, rows=slice(None), seed=0):
+    text = policy.embeddings.rows(prompts)
+    with torch.no_grad():
+        return policy(noise(policy, seed=seed)[rows], SIGMA[rows], text.select(rows).expanded())
+
+
+def called(case, pipeline, start, scale, kind):
+    """What the pipeline's own call gives, as latents or as pixels."""
+    negative = {"negative_prompt": [case.negative] * len(start)} if scale != 1 and case.negative else {}
+    sizes = {"height": case.height, "width": case.width} | ({"num_frames": case.frames} if case.frames else {})
+    options = {"prompt": [*PROMPTS], "num_inference_steps": STEPS, **sizes, **negative, **case.call}
+    options |= case.guidance(scale)
+    latents = case.pack(pipeline, start.clone())
+    found = pipeline(latents=latents, output_type=kind, return_dict=False, **options)[0]
+    return case.unpack(pipeline, found, start) if kind == "latent" else torch.as_tensor(found)
+
+
+def test_the_loop_is_the_pipelines_own(case, policy):
+    start, pipeline = noise(policy), policy.pipeline
+    case.prepare(pipeline)
+    for scale in case.scales:
+        negative = case.negative or ""
+        follow = guided(policy, policy, policy.embeddings.rows(PROMPTS), scale, negative)
+        with torch.no_grad():
+            latents = euler_ode(follow, start, times_of(policy, STEPS))
+            pixels = policy.family.decode(latents).clamp(0, 1)
+        assert relative(latents, called(case, pipeline, start, scale, "latent")) < 1e-5
+        assert relative(pixels, called(case, pipeline, start, scale, "np")) < 1e-5
+        assert relative(latents, start) > 0.01
+        assert pixels.std() > 0.01
+
+
+def test_rows_alone_equal_rows_together_at_two_times(policy):
+    disturb(policy)
+    both = velocity(policy)
+    for row in (0, 1):
+        assert relative(velocity(policy, rows=slice(row, row + 1)), both[row : row + 1]) < 1e-5
+    policy.embeddings.pad_to([LONG + " " + LONG])
+    assert relative(velocity(policy), both) < 1e-5
+
+
+def test_lengths_are_those_of_the_embeddings(policy):
+    family = policy.family
+    for negative in (False, True):
+        for prompt in (SHORT, LONG, ""):
+            with torch.no_grad():
+                text = family.encode(prompt, negative=negative)
+            assert family.lengths(prompt, negative=negative) == {name: len(text[name]) for name in family.ragged}
+    assert family.summary(policy.embeddings.rows(PROMPTS).values).ndim == 2
+
+
+def test_every_adapter_has_a_gradient(case, policy):
+    disturb(policy)
+    policy(noise(policy), SIGMA, policy.embeddings.rows(PROMPTS).expanded()).square().mean().backward()
+    trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+    without = [name for name, weight in trained.items() if weight.grad is None or not weight.grad.any()]
+    assert [name for name in without if not any(part in name for part in case.silent)] == []
+    for part in case.silent:
+        assert any(part in name for name in without)
+    for name in policy.trained:
+        for block in blocks_of(getattr(policy, name)).values():
+            assert any(".lora_" in key for key, _ in block.named_parameters()), f"no adapter in {type(block).__name__}"
+
+
+def test_bfloat16_is_close(config):
+    whole = velocity(disturb(load_policy(config)))
+    low = disturb(load_policy(dataclasses.replace(config, dtype="bfloat16")))
+    found = velocity(low)
+    assert found.dtype == torch.bfloat16
+    assert relative(found, whole) < 0.1
+    assert decode_latents(low.family, noise(low).bfloat16()).finite.all()
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["lora", "full"])
+def test_saved_weights_and_pipelines_are_the_policy(config, tmp_path, enabled):
+    config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, enabled=enabled))
+    policy = disturb(load_policy(config), 0.02)
+    expected = velocity(policy)
+    policy.save_pretrained(tmp_path / "weights")
+    again = load_policy(dataclasses.replace(config, path=str(tmp_path / "weights")), seed=5)
+    assert torch.equal(velocity(again), expected)
+    policy.save_pipeline(tmp_path / "pipeline")
+    plain = dataclasses.replace(config, path=str(tmp_path / "pipeline"), lora=LoraSettings(enabled=False))
+    assert relative(velocity(load_policy(plain)), expected) < 1e-5
+    if enabled:
+        pipeline = load_pipeline(config.path)
+        pipeline.load_lora_weights(str(tmp_path / "weights"))
+        text = policy.embeddings.rows(PROMPTS).expanded()
+        model = policy.family.model(getattr(pipeline, policy.family.networks[0]))
+        with torch.no_grad():
+            assert relative(model(noise(policy), SIGMA, text), expected) < 1e-5
+
+
+def test_pixels_become_latents_and_pixels_again(policy):
+    images = decode_latents(policy.family, noise(policy)).pixels
+    if policy.family.video:
+        return
+    latents = encode_images(policy.family, images)
+    assert latents.shape == (2, *policy.latent_shape)
+    sampled = encode_images(policy.family, images, torch.Generator().manual_seed(0))
+    assert sampled.shape == latents.shape
+    assert relative(policy.family.normalise(policy.family.denormalise(latents)), latents) < 1e-5
