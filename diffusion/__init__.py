@@ -19,7 +19,7 @@ _NAMES = {
         "FamilyOptions",
     ),
     "diffusion.families.table": (
-        "families",
+        "FAMILIES",
         "family_of",
     ),
     "diffusion.matching.losses": (

@@ -86,6 +86,7 @@ METRICS = {
     "heldout/<reward>": "Mean over held-out images of a reward that is never optimised.",
     "policy/entropy": "Mean minus log-density of the sampled denoising steps, in nats for each number of the latent.",
     "diversity/latent": "Mean root-mean-square distance between the latents of images of one prompt.",
+    "video/flicker": "Mean absolute difference of neighbouring kept frames of held-out videos, 0 to 1.",
     "distance/base": "Mean squared distance between the velocities of policy and start model on held-out images.",
     "cost/forward_rows": "Rows that the denoiser evaluated without gradient for training so far.",
     "cost/train_rows": "Rows that it evaluated with gradient; each costs about three without, for the backward pass.",

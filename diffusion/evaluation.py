@@ -16,6 +16,7 @@ from diffusion.matching.losses import stack_timesteps
 from diffusion.models.conditioning import TextRows
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy
+from diffusion.rewards.video import flicker
 from diffusion.sampling.sampler import GuidedVelocity, SamplerConfig, sample_latents, text_of
 from mmrl.rewards import RewardResult
 from mmrl.runs.records import Outcome, SampleRecord
@@ -87,7 +88,9 @@ class ImageMeasure(Measure[DiffusionTask]):
         latents = sample_latents(
             self.policy, text, seeds, sampler, steps=sampler.eval_steps, guidance=guidance, solver="euler"
         )
-        images, finite = decode_latents(self.policy.family, latents, batch=sampler.batch_rows)
+        images, finite = decode_latents(
+            self.policy.family, latents, batch=sampler.batch_rows, frames=sampler.kept_frames
+        )
         scored = self.score([task for task in tasks for _ in range(count)], images, finite.tolist())
         usable = latents.nan_to_num(0.0, 0.0, 0.0)
         failure = failure_of(scored)
@@ -122,6 +125,8 @@ class ImageMeasure(Measure[DiffusionTask]):
         if rows:
             metrics["diversity/latent"] = float(np.mean([row["diversity"] for row in rows]))
             metrics["distance/base"] = float(np.mean([row["distance"] for row in rows]))
+        if rows and rows[0]["images"].ndim == 5:
+            metrics["video/flicker"] = float(np.mean([flicker(video) for row in rows for video in row["images"]]))
         return metrics | {"unscored": float(missing)}
 
     def failure(self, rows: Sequence[Row]) -> str:
@@ -137,7 +142,7 @@ class ImageMeasure(Measure[DiffusionTask]):
             id=row["task"].id,
             prompt=row["task"].prompt,
             response="",
-            outputs=[Image.fromarray(image) for image in row["images"][shown]],
+            outputs=[Image.fromarray(film_strip(image)) for image in row["images"][shown]],
             reward=float(np.mean(row["total"][shown])),
             terms={name: float(np.mean(values[shown])) for name, values in row["terms"].items()},
         )
@@ -152,6 +157,11 @@ class ImageMeasure(Measure[DiffusionTask]):
     def _seeds(self, index: int) -> Tensor:
         generator = make_generator(self.seed, "evaluate", self.split, index)
         return torch.randint(2**62, (self.evaluation.samples, 2), generator=generator)
+
+
+def film_strip(image: np.ndarray) -> np.ndarray:
+    """The frames (K, h, w, 3) of a video side by side, (h, K w, 3); an image (h, w, 3) as it is."""
+    return image if image.ndim == 3 else np.concatenate([*image], axis=1)
 
 
 @contextmanager

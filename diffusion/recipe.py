@@ -20,7 +20,7 @@ from torch import nn
 
 from diffusion.config import DiffusionConfig, GivenEvaluationConfig, TrajectoryParts
 from diffusion.data.prompts import DiffusionTask, LoadedRows, PromptConfig, load_prompts
-from diffusion.evaluation import ImageMeasure, training_cost
+from diffusion.evaluation import ImageMeasure, film_strip, training_cost
 from diffusion.models.ema import EvalAverage, KeepsEvalAverage
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
@@ -147,7 +147,7 @@ class DiffusionDomain:
                     id=task.id,
                     prompt=task.prompt,
                     response="",
-                    outputs=[Image.fromarray(payload.images[row])],
+                    outputs=[Image.fromarray(film_strip(payload.images[row]))],
                     reward=None if self.supervised else float(rollouts.reward[row]),
                     terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
                     advantage=None if advantage is None else float(advantage[row].mean()),
@@ -258,8 +258,11 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
         with self.sampling_weights(policy):
             rollouts = self.process.draw(policy, tasks, self.config.trainer.samples_per_task, streams)
         payload = DiffusionPayload.of(rollouts)
+        sampler = self.config.sampler
         with stopwatch("decode"):
-            decoded = decode_latents(policy.family, payload.latents, batch=self.config.sampler.batch_rows)
+            decoded = decode_latents(
+                policy.family, payload.latents, batch=sampler.batch_rows, frames=sampler.kept_frames
+            )
         payload = dataclasses.replace(payload, images=decoded.pixels, finite=decoded.finite.tolist())
         return rollouts.replace(payload=payload.without_nonfinite())
 

@@ -1,4 +1,4 @@
-"""Lists of recipes, objectives and rewards for `mmrl list` and the documentation: name, sentence and source."""
+"""Lists of recipes, objectives, rewards and families for `mmrl list` and the documentation: name, sentence, source."""
 
 from __future__ import annotations
 
@@ -73,5 +73,6 @@ LISTINGS = {
     "preferences": ("mmrl.core.catalogue:PREFERENCES", ("preference objective", "parts", "source"), "pairs"),
     "rewards": ("mmrl.rewards:REWARDS", ("reward", "what earns it", "source"), "answers"),
     "image_rewards": ("diffusion.rewards:IMAGE_REWARDS", ("reward", "what earns it", "source"), "images"),
+    "families": ("diffusion.families.table:FAMILIES", ("pipeline", "released models", "source"), ""),
 }
 """Lists by name: the table as `module:name`, imported when it is shown, the columns in Markdown, and the group."""

@@ -39,7 +39,9 @@ class LatentSides(NamedTuple):
 
     patch: int
     default: int
+    """Height, and width where `width` is None."""
     most: int | None = None
+    width: int | None = None
 
 
 class TextPart(NamedTuple):
@@ -90,10 +92,14 @@ class Family(ABC):
 
     pipeline_class: ClassVar[str]
     """Name in the pipeline's model_index.json."""
-    released: ClassVar[str]
-    """Released models, for the list of families."""
+    summary: ClassVar[str]
+    """Released models."""
+    citation: ClassVar[str]
+    """Paper or repository of the models."""
     schedulers: ClassVar[tuple[str, ...]] = ("FlowMatchEulerDiscreteScheduler",)
     """Classes of schedulers whose times `sigma_grid` knows; steps are the suite's own."""
+    predictions: ClassVar[tuple[str, ...]] = ("flow_prediction",)
+    """Values of `prediction_type`, where the scheduler has one."""
     networks: ClassVar[tuple[str, ...]] = ("transformer",)
     """Names in the pipeline of the networks that predict the velocity; all but the first may be absent."""
     lora_targets: Sequence[str]
@@ -162,7 +168,7 @@ class Family(ABC):
                 found[name] = values[0][None] if len(values) == 1 else torch.stack(values)
         return found
 
-    def summary(self, text: Text) -> Tensor:
+    def text_vector(self, text: Text) -> Tensor:
         """One vector (B, P) of each row's text, for critics and distances between prompts."""
         if "pooled" in text:
             return text["pooled"]
@@ -178,6 +184,11 @@ class Family(ABC):
     @property
     def embedded_guidance(self) -> bool:
         """Whether the guidance scale is an input of the network."""
+        return False
+
+    @property
+    def few_steps(self) -> bool:
+        """Whether the model was distilled to few steps and knows no guidance."""
         return False
 
     @abstractmethod
@@ -224,8 +235,11 @@ class Family(ABC):
         limits = self.sides()
         multiple = self.factor * limits.patch
         sides = []
-        for name, pixels in (("height", height), ("width", width)):
-            side = limits.default * self.factor if pixels is None else pixels
+        for name, pixels, default in (
+            ("height", height, limits.default),
+            ("width", width, limits.width or limits.default),
+        ):
+            side = default * self.factor if pixels is None else pixels
             if side < 1 or side % multiple:
                 near = _near(side, multiple, multiple)
                 raise UserError(f"{name}={side} must be a positive multiple of {multiple} pixels; {near}")

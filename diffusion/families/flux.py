@@ -32,7 +32,8 @@ class FluxFamily(Family):
     """
 
     pipeline_class = "FluxPipeline"
-    released = "FLUX.1 dev and schnell"
+    summary = "FLUX.1 dev and schnell"
+    citation = "black-forest-labs/flux"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     text_parts = (
         TextPart("text_encoder", "tokenizer", is_clip=True),

@@ -32,7 +32,8 @@ class KleinFamily(Family):
     """
 
     pipeline_class = "Flux2KleinPipeline"
-    released = "FLUX.2-klein 4B and 9B, distilled and base"
+    summary = "FLUX.2-klein 4B and 9B, distilled and base"
+    citation = "black-forest-labs/flux2"
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
@@ -44,7 +45,7 @@ class KleinFamily(Family):
     options_class = KleinOptions
 
     @property
-    def distilled(self) -> bool:
+    def few_steps(self) -> bool:
         """Whether the model was distilled to few steps without guidance."""
         return bool(self.pipeline.config.is_distilled)
 

@@ -19,7 +19,8 @@ class QwenImageFamily(Family):
     """
 
     pipeline_class = "QwenImagePipeline"
-    released = "Qwen-Image, Qwen-Image-2512"
+    summary = "Qwen-Image, Qwen-Image-2512"
+    citation = "Qwen-Image, arXiv 2508.02324"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 1024

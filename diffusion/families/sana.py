@@ -29,7 +29,8 @@ class SanaFamily(Family):
     """
 
     pipeline_class = "SanaPipeline"
-    released = "SANA 0.6B and 1.6B"
+    summary = "SANA 0.6B and 1.6B"
+    citation = "SANA, arXiv 2410.10629"
     schedulers = ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     text_parts = (TextPart("text_encoder", "tokenizer"),)

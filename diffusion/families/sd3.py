@@ -20,7 +20,8 @@ class Sd3Family(Family):
     """Stable Diffusion 3: two CLIP encoders and an optional T5, times spaced by the scheduler, linear guidance."""
 
     pipeline_class = "StableDiffusion3Pipeline"
-    released = "Stable Diffusion 3, 3.5 medium and large"
+    summary = "Stable Diffusion 3, 3.5 medium and large"
+    citation = "Esser et al., arXiv 2403.03206"
     lora_targets = ATTENTION
     text_parts = (
         TextPart("text_encoder", "tokenizer", is_clip=True),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping
 from typing import Any
 
 import diffusion.families
@@ -16,17 +14,22 @@ from mmrl.rewards.loading import load_function
 ADDING = "a further family is one class: docs/adding.md, and model.family=module:Class for your own"
 
 
-@functools.cache
-def families() -> Mapping[str, type[Family]]:
-    """Families of the suite by the class name of their pipeline, in alphabetical order of their files."""
+def _found() -> dict[str, type[Family]]:
+    """The families of this folder's files, in the order of their names."""
     found: dict[str, type[Family]] = {}
     for file in sorted(entry.name for entry in pkgutil.iter_modules(diffusion.families.__path__)):
+        if f"{diffusion.families.__name__}.{file}" == __name__:
+            continue
         module = importlib.import_module(f"{diffusion.families.__name__}.{file}")
         for kind in vars(module).values():
             own = isinstance(kind, type) and kind.__module__ == module.__name__
             if own and issubclass(kind, Family) and "pipeline_class" in vars(kind):
                 found[kind.pipeline_class] = kind
     return found
+
+
+FAMILIES = _found()
+"""Families of the suite by the class name of their pipeline."""
 
 
 def find_family(pipeline_class: str, spec: str | None = None, where: str = "the pipeline") -> type[Family]:
@@ -38,14 +41,14 @@ def find_family(pipeline_class: str, spec: str | None = None, where: str = "the 
         if kind.pipeline_class != pipeline_class:
             raise UserError(f"model.family {spec!r} is for {kind.pipeline_class}, but {where} is a {pipeline_class}")
         return kind
-    if pipeline_class not in families():
-        raise UserError(f"{where} is a {pipeline_class}; supported are: {', '.join(families())}; {ADDING}")
-    return families()[pipeline_class]
+    if pipeline_class not in FAMILIES:
+        raise UserError(f"{where} is a {pipeline_class}; supported are: {', '.join(FAMILIES)}; {ADDING}")
+    return FAMILIES[pipeline_class]
 
 
 def family_of(pipeline: Any, **options: Any) -> Family:
     """The family of a pipeline, with options of its `options_class`; raises UserError for others."""
-    known = [base.__name__ for base in type(pipeline).__mro__ if base.__name__ in families()]
+    known = [base.__name__ for base in type(pipeline).__mro__ if base.__name__ in FAMILIES]
     name = known[0] if known else type(pipeline).__name__
     kind = find_family(name)
     return kind(pipeline, kind.options_class(**options))

@@ -22,7 +22,8 @@ class ZImageFamily(Family):
     """
 
     pipeline_class = "ZImagePipeline"
-    released = "Z-Image, Z-Image-Turbo"
+    summary = "Z-Image, Z-Image-Turbo"
+    citation = "Z-Image, arXiv 2511.22699"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 512

@@ -118,7 +118,10 @@ class CriticConfig:
 
 
 class Critic(nn.Module):
-    """V(x_t, t, c), a small convolutional network on C channels and a pooled text embedding of width P."""
+    """V(x_t, t, c), a small convolutional network on C channels and a pooled text embedding of width P.
+
+    The latent frames of a video are channels, C T of them.
+    """
 
     def __init__(self, channels: int, pooled_width: int, width: int) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class Critic(nn.Module):
         """Expected return (M,) of latents x_t (M, C, H, W) float32 at times (M,) with pooled text (M, P)."""
         frequency = 2.0 ** torch.arange(TIME_FEATURES // 2, device=sigma.device)
         angle = math.pi * sigma[:, None] * frequency
-        features = torch.cat([self.image(latents), self.text(pooled), angle.sin(), angle.cos()], 1)
+        features = torch.cat([self.image(latents.flatten(1, -3)), self.text(pooled), angle.sin(), angle.cos()], 1)
         value: Tensor = self.head(features)[:, 0]
         return value
 
@@ -268,10 +271,10 @@ class StateCritic(CriticTrainer):
         states: Callable[[Rollouts], tuple[Tensor, Tensor, TrainedDecisions]],
     ) -> None:
         text = text_of(policy, tasks[:1], torch.zeros(1, dtype=torch.int64))
-        pooled = policy.family.summary(text.values).shape[1]
+        pooled = policy.family.text_vector(text.values).shape[1]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "critic"))
-            critic = Critic(policy.latent_shape[0], pooled, config.width)
+            critic = Critic(math.prod(policy.latent_shape[:-2]), pooled, config.width)
         super().__init__(critic.to(policy.device), config)
         self.policy, self.seed, self.states = policy, seed, states
 
@@ -302,7 +305,7 @@ class StateCritic(CriticTrainer):
     def _inputs(self, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor, Tensor], TrainedDecisions]:
         latents, sigma, decisions = self.states(rollouts)
         text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.group[decisions.row])
-        return (latents.float(), sigma, self.policy.family.summary(text.expanded()).float()), decisions
+        return (latents.float(), sigma, self.policy.family.text_vector(text.expanded()).float()), decisions
 
 
 def explained_by_time(rollouts: Rollouts, returns: Tensor, values: Tensor) -> dict[str, float]:

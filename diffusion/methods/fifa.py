@@ -160,7 +160,7 @@ def embed_captions(policy: Any) -> Callable[[Sequence[str]], Tensor]:
 
     def embed(captions: Sequence[str]) -> Tensor:
         rows = policy.embeddings.rows(list(captions), allow_empty=True)
-        return policy.family.summary(rows.values)[rows.index].float().cpu()
+        return policy.family.text_vector(rows.values)[rows.index].float().cpu()
 
     return embed
 

@@ -38,7 +38,7 @@ class DecodedImages(NamedTuple):
     """Images of B latents."""
 
     pixels: NDArray[np.uint8]
-    """RGB (B, h, w, 3); black where `finite` is False."""
+    """RGB (B, h, w, 3), or (B, K, h, w, 3) of videos; black where `finite` is False."""
     finite: NDArray[np.bool_]
     """(B,) whether latents and decoded pixels are numbers. A black row that is not finite is no image of a policy."""
 
@@ -75,6 +75,11 @@ def load_pipeline(
             f"{' or '.join(kind.schedulers)}"
         )
     pipeline = _from_pretrained(where, index, dtype, absent)
+    predicted = pipeline.scheduler.config.get("prediction_type", kind.predictions[0])
+    if predicted not in kind.predictions:
+        raise UserError(
+            f"the scheduler in {where} has prediction_type={predicted}, not {' or '.join(kind.predictions)}"
+        )
     for name, reason in SCHEDULER_OPTIONS.items():
         if pipeline.scheduler.config.get(name):
             raise UserError(f"the scheduler in {where} has {name}=true, {reason}; set it to false")
@@ -86,13 +91,14 @@ def load_pipeline(
     return pipeline.to(device)
 
 
-def decode_latents(family: Family, latents: Tensor, batch: int = 8) -> DecodedImages:
+def decode_latents(family: Family, latents: Tensor, batch: int = 8, frames: int = 0) -> DecodedImages:
     """Decode latents to images or videos, some at a time.
 
     Args:
         family: the family whose autoencoder decodes.
         latents: (B, C, H, W) or (B, C, T, H, W), as the network works on them.
-        batch: samples decoded together; it limits memory and changes nothing else.
+        batch: images decoded together, videos one at a time; it limits memory and changes nothing else.
+        frames: frames of a video that are kept, evenly spaced from the first to the last; 0 = all.
 
     Returns:
         The images and which of them are numbers.
@@ -107,10 +113,12 @@ def decode_latents(family: Family, latents: Tensor, batch: int = 8) -> DecodedIm
         raise ValueError(f"latents have the shape {tuple(latents.shape)}; must be {expected}.")
     pixels, finite = [], []
     with torch.no_grad():
-        for part in latents.split(batch):
+        for part in latents.split(1 if family.video else batch):
             images = family.decode(part)
             whole = images.isfinite().flatten(1).all(1) & part.to(images.device).isfinite().flatten(1).all(1)
             shown = images.clamp(0, 1).where(whole.reshape(-1, *[1] * (images.ndim - 1)), images.new_zeros(()))
+            if family.video and 0 < frames < shown.shape[1]:
+                shown = shown[:, torch.linspace(0, shown.shape[1] - 1, frames).round().long()]
             pixels.append((shown * 255).round().to(torch.uint8).cpu())
             finite.append(whole.cpu())
     return DecodedImages(torch.cat(pixels).numpy(), torch.cat(finite).numpy())
@@ -136,6 +144,8 @@ def encode_images(
 
     Gradient: none.
     """
+    if family.video:
+        raise UserError(f"{family.pipeline_class} draws videos; only images are learned from as they are given")
     autoencoder, factor = family.pipeline.vae, family.factor
     fits = images.ndim == 4 and images.shape[3] == 3 and not (images.shape[1] % factor or images.shape[2] % factor)
     if not fits or images.dtype != np.uint8:
@@ -215,7 +225,8 @@ def _absent_parts(index: dict[str, Any], family: type[Family], where: str, folde
     """Parts that the index leaves out; diffusers needs each of them named."""
     import diffusers
 
-    names = list(inspect.signature(getattr(diffusers, family.pipeline_class).__init__).parameters)[1:]
+    arguments = list(inspect.signature(getattr(diffusers, family.pipeline_class).__init__).parameters)[1:]
+    names = [name for name in arguments if name not in family.settings]
     absent = [name for name in names if not (isinstance(index.get(name), list) and index[name][0])]
     for name in (family.networks[0], "vae", "scheduler"):
         if name in absent:

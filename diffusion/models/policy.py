@@ -82,7 +82,7 @@ class ModelConfig:
     family: str | None = rare(None)
     """`module:Class` of a `diffusion.families.base.Family` for a pipeline that the suite has none for."""
     family_options: dict[str, Any] = rare(field(default_factory=dict))
-    """Further options of the family; `mmrl list families` has them."""
+    """Further options of the family, the fields of its `options_class` in `diffusion/families`."""
     dtype: str = choice("float32", lambda: DTYPES)
     """Precision of all weights but the adapters, which are float32: float32 or bfloat16."""
     lora: LoraSettings = field(default_factory=LoraSettings)

@@ -30,6 +30,8 @@ class ImageReward:
     """Lowest and highest value; None where there is no bound."""
     offline: bool = True
     """Whether it works without weights or a server of the user."""
+    video: bool = False
+    """Whether it scores videos; of others the mean over a video's frames counts."""
     needs: str = "nothing"
     """Requirements beyond the installed package."""
 
@@ -37,7 +39,11 @@ class ImageReward:
         """Import the function."""
         module, _, name = self.function.partition(":")
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return function
+        if self.video:
+            return function
+        from diffusion.rewards.video import over_frames
+
+        return over_frames(function)
 
 
 def load_image_rewards(
@@ -148,6 +154,15 @@ _TABLE = (
     ImageReward(
         "jpeg_compressibility", "diffusion.rewards.jpeg:jpeg_compressibility",
         "minus the size in kB of the image as a JPEG file", "DDPO, arXiv 2305.13301", (None, 0.0),
+    ),
+    ImageReward(
+        "smoothness", "diffusion.rewards.video:smoothness", "likeness of neighbouring frames of a video", "this suite",
+        (0.0, 1.0), video=True,
+    ),
+    ImageReward(
+        "motion", "diffusion.rewards.video:motion",
+        "way of the bright parts of a video in the direction that the prompt names", "this suite", (-1.0, 1.0),
+        video=True,
     ),
     ImageReward(
         "ocr", "diffusion.rewards.ocr:ocr",

@@ -6,6 +6,7 @@ Shapes: B rows (images), C channels, H x W latent pixels; latents of videos are 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from diffusion.sampling.steps import KERNELS, OdeStep, StepKernel, sample_step
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.processes import Streams
+
+LOGGER = logging.getLogger("mmrl")
 
 
 class GuidedVelocity:
@@ -182,6 +185,8 @@ class SamplerConfig:
     stochastic steps flow_sde, dance_sde and cps, of which the last has no noise."""
     same_noise: bool = rare(False)
     """Whether the images of a group start from the same noise (DanceGRPO)."""
+    kept_frames: int = rare(bounded(4, at_least=0))
+    """Frames of a video that are kept for rewards and reports, evenly spaced; 0 = all, which takes much memory."""
     batch_rows: int = bounded(64, at_least=1)
     """Most images drawn or decoded at a time; for memory only, the images do not depend on it."""
     eval_steps: int = bounded(40, at_least=1)
@@ -275,6 +280,12 @@ def check_guidance(policy: Any, config: SamplerConfig, key: str = "sampler") -> 
     embedded = policy.config.guidance_embedding
     for name in ("guidance", "eval_guidance"):
         scale = getattr(config, name)
+        if policy.family.few_steps and scale not in (None, 1.0):
+            LOGGER.warning(
+                "%s.%s is %s, but this model is distilled to few steps without guidance: twice the cost, and images "
+                "that its own pipeline does not draw; set it to 1",
+                *(key, name, scale),
+            )
         if policy.distilled and embedded != 1.0 and scale not in (None, 1.0):
             raise UserError(
                 f"{key}.{name} is {scale}, but guidance is distilled into this transformer and applied by "

@@ -52,7 +52,7 @@ class DiffusionPayload(Payload):
     latents: Tensor = per_row()
     """x_0 (B, C, H, W), the finished latents."""
     images: np.ndarray = per_row()
-    """uint8 (B, height, width, 3)."""
+    """uint8 (B, height, width, 3), of videos (B, K, height, width, 3), the kept frames."""
     sigma: Tensor = per_decision()
     """(B, T) float32, the time at which each decision is taken."""
     sigma_next: Tensor | None = per_decision(default=None)

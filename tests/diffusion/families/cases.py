@@ -69,6 +69,26 @@ T5 = {"max_sequence_length": 20}
 KLEIN = {"max_sequence_length": 96}
 KLEIN_CALL = KLEIN | {"text_encoder_out_layers": (1, 2, 3)}
 INSTRUCTION = ["Given a prompt, enhance it:", "User Prompt: "]
+
+
+def _wan(kind: str, **options: Any) -> Case:
+    factor = 16 if kind == "5b" else 8
+    return Case(
+        lambda path: tiny.wan(path, kind),
+        scales=(1.0, 5.0),
+        height=4 * factor,
+        width=6 * factor,
+        frames=5,
+        model={"max_sequence_length": 32, "family_options": options},
+        call={"max_sequence_length": 32},
+        guidance=lambda scale: {
+            "guidance_scale": scale,
+            **({"guidance_scale_2": 3.0} if options and scale > 1 else {}),
+        },
+        prepare=tiny.with_euler,
+    )
+
+
 CASES = {
     "sd3": Case(_sd3, model=T5, call=T5, silent=("transformer_blocks.1.attn.add_q_proj",)),
     "flux": Case(
@@ -137,5 +157,8 @@ CASES = {
         height=64,
         width=96,
     ),
+    "wan": _wan("21"),
+    "wan_two_networks": _wan("a14b", guidance_2=3.0),
+    "wan_times_of_tokens": _wan("5b"),
 }
 """One row for each family and each kind of its models that its class tells apart."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from diffusion.models.pipelines import quiet_diffusers
+from diffusion.toy.pipelines.tiny import t5_tokenizer
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 SHORT, LONG, NEGATIVE = "a red circle", "two blue squares on a large green table", "blurry"
@@ -257,6 +258,53 @@ def sana(path: Path) -> Path:
                 caption_channels=32,
                 sample_size=8,
             ),
+        )
+
+    return written(assemble, path)
+
+
+def umt5() -> tuple[Any, Any]:
+    """Tokenizer of words and an encoder of width 32."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    tokenizer = t5_tokenizer(CORPUS, 400)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    marks = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = UMT5Config(vocab_size=len(tokenizer), feed_forward_proj="gated-gelu", **sizes, **marks)
+    return tokenizer, UMT5EncoderModel(config).eval()
+
+
+def wan(path: Path, kind: str) -> Path:
+    """Wan 2.1; "a14b", two networks; "5b", times of each token and an autoencoder of patches."""
+    ensure_torchvision()
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+
+    def transformer() -> Any:
+        return WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=4,
+            out_channels=4,
+            text_dim=32,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=2,
+            rope_max_seq_len=64,
+        )
+
+    def assemble() -> Any:
+        tokenizer, encoder = umt5()
+        patches: dict[str, Any] = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
+        sizes: dict[str, Any] = patches | {"scale_factor_spatial": 16} if kind == "5b" else {}
+        return WanPipeline(
+            tokenizer=tokenizer,
+            text_encoder=encoder,
+            vae=AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **STATISTICS, **sizes),
+            scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+            transformer=transformer(),
+            transformer_2=transformer() if kind == "a14b" else None,
+            boundary_ratio=0.875 if kind == "a14b" else None,
+            expand_timesteps=kind == "5b",
         )
 
     return written(assemble, path)

@@ -38,6 +38,8 @@ def test_values_lie_in_the_range_of_the_table(name):
     scenes = all_scenes(["single", "position"])
     images = list(render_dataset(scenes, 40, seed=0)[0])
     images += list(np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), dtype=np.uint8))
+    if IMAGE_REWARDS[name].video:
+        images = [np.stack([image, image[::-1]]) for image in images]
     digits = name.startswith("class")
     prompts = [f"a {row % 10}" if digits else scenes[row % len(scenes)].caption for row in range(len(images))]
     values = [value for value in load_image_rewards([name])[name](prompts, images) if value is not None]

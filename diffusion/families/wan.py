@@ -1,0 +1,115 @@
+"""Wan 2.1 and 2.2, text to video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.families.base import Family, FamilyOptions, LatentSides, Text, TextPart, channel_statistics, padded
+from diffusion.families.grids import grid_of
+from mmrl.fields import bounded
+
+HEIGHT, WIDTH = 480, 832
+"""Pixels where none are asked for, as in the pipeline's call."""
+
+
+@dataclass
+class WanOptions(FamilyOptions):
+    """Options of Wan."""
+
+    guidance_2: float | None = bounded(None, at_least=0)
+    """Guidance scale of the second network, at low noise; empty: as that of the first."""
+
+
+class WanFamily(Family):
+    """Wan: tokens of UMT5, zeros behind them and no mask, videos of latents (C, T, H, W), linear guidance.
+
+    The 14B model of Wan 2.2 is two networks: one from noise to `boundary_ratio`, one from there on. The released
+    scheduler, UniPC on flow times, is Euler at first order, on the same times.
+    """
+
+    pipeline_class = "WanPipeline"
+    summary = "Wan 2.1 1.3B and 14B, Wan 2.2 A14B and TI2V-5B (text to video)"
+    citation = "Wan, arXiv 2503.20314"
+    schedulers = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
+    networks = ("transformer", "transformer_2")
+    settings = ("boundary_ratio", "expand_timesteps")
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    text_parts = (TextPart("text_encoder", "tokenizer"),)
+    text_length = 512
+    video = True
+    default_frames = 81
+    options_class = WanOptions
+
+    @property
+    def factor(self) -> int:
+        """Pixels on a side of a latent pixel."""
+        return int(self.pipeline.vae_scale_factor_spatial)
+
+    @property
+    def frame_factor(self) -> int:
+        """Frames of a latent frame."""
+        return int(self.pipeline.vae_scale_factor_temporal)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the autoencoder's latents."""
+        return int(self.pipeline.vae.config.z_dim)
+
+    def encode(self, prompt: str, *, negative: bool = False) -> Text:
+        """Tokens (L, D) without the zeros behind them."""
+        tokens, _ = self.pipeline.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
+        )
+        return {"tokens": tokens[0, : int(tokens[0].any(-1).sum())]}
+
+    def collate(self, rows: Sequence[Text], lengths: Any = None) -> Text:
+        """Tokens (B, L, D) with zeros up to the full length."""
+        return {"tokens": torch.stack([padded(row["tokens"], self.max_sequence_length) for row in rows])}
+
+    def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        """Velocity (B, C, T, H, W)."""
+        time = sigma * 1000
+        if self.pipeline.config.expand_timesteps:  # one time a token
+            time = time[:, None].expand(-1, self.tokens(latents.shape[1:]))
+        velocity: Tensor = network(
+            hidden_states=latents, timestep=time, encoder_hidden_states=text["tokens"], return_dict=False
+        )[0]
+        return velocity
+
+    def network_of(self, sigma: Tensor) -> Tensor | None:
+        """The first network above the boundary, the second below."""
+        if self.pipeline.config.boundary_ratio is None:
+            return None
+        return (sigma < self.pipeline.config.boundary_ratio).long()
+
+    def combine(self, positive: Tensor, negative: Tensor, scale: float, sigma: Tensor) -> Tensor:
+        """Linear guidance, by another scale for the second network."""
+        which = self.network_of(sigma)
+        if which is None or self.options.guidance_2 is None:
+            return negative + scale * (positive - negative)
+        scales = torch.where(which == 1, self.options.guidance_2, scale).to(positive)
+        return negative + scales.reshape(-1, 1, 1, 1, 1) * (positive - negative)
+
+    def sides(self) -> LatentSides:
+        """Positions are rotary; the default is the pipeline's."""
+        patch = self.pipeline.transformer.config.patch_size[1]
+        return LatentSides(patch, HEIGHT // self.factor, width=WIDTH // self.factor)
+
+    def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
+        """The scheduler's own times."""
+        return grid_of(self.pipeline.scheduler, steps)
+
+    def normalise(self, encoded: Tensor) -> Tensor:
+        """By mean and standard deviation of each channel."""
+        mean, deviation = channel_statistics(self.pipeline.vae.config, encoded)
+        return (encoded - mean) / deviation
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """By mean and standard deviation of each channel."""
+        mean, deviation = channel_statistics(self.pipeline.vae.config, latents)
+        return latents * deviation + mean

@@ -1,0 +1,114 @@
+"""What a family cannot do is refused or said, with what is allowed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+
+from diffusion.families.flux import FluxFamily
+from diffusion.families.sd3 import ATTENTION, Sd3Family
+from diffusion.families.table import FAMILIES, family_of
+from diffusion.models.pipelines import load_pipeline
+from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
+from diffusion.sampling.sampler import SamplerConfig, check_guidance
+from mmrl.errors import UserError
+from mmrl.listings import rows_of
+from tests.diffusion.families.cases import CASES
+
+
+class Renamed(Sd3Family):
+    """Stable Diffusion 3 with one target, as a user may write it."""
+
+    lora_targets = ("to_q",)
+
+
+class Lacking(Sd3Family):
+    """A family whose list has a layer that the network has not."""
+
+    lora_targets = ("to_q", "to_qkv_mlp_proj")
+
+
+@pytest.fixture(scope="module")
+def klein(tmp_path_factory):
+    return CASES["klein_distilled"].build(tmp_path_factory.mktemp("refused") / "klein")
+
+
+def config_of(folder, **options):
+    return ModelConfig(**{"path": str(folder), "lora": LoraSettings(rank=2), "max_sequence_length": 12} | options)
+
+
+def test_the_list_is_that_of_the_files():
+    assert [row.name for row in rows_of("families")] == list(FAMILIES)
+    assert all(row.summary and row.source for row in rows_of("families"))
+    assert FAMILIES["FluxPipeline"] is FluxFamily
+
+
+def test_a_family_of_the_users_takes_the_place_of_the_suites(folder):
+    policy = load_policy(config_of(folder, family=f"{__name__}:Renamed"))
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name, w in policy.named_parameters() if w.requires_grad} == {
+        "to_q"
+    }
+    with pytest.raises(UserError, match="is no class that inherits from"):
+        load_policy(config_of(folder, family=f"{__name__}:config_of"))
+    with pytest.raises(UserError, match=r"is for FluxPipeline, but .* is a StableDiffusion3Pipeline"):
+        load_policy(config_of(folder, family="diffusion.families.flux:FluxFamily"))
+
+
+def test_a_target_of_the_family_without_a_layer_is_an_error(folder):
+    with pytest.raises(UserError, match=r"names \['to_qkv_mlp_proj'\]; a block of the network has: .*attn.to_q"):
+        load_policy(config_of(folder, family=f"{__name__}:Lacking"))
+
+
+def test_blocks_with_adapters_are_counted(folder, caplog):
+    with caplog.at_level(logging.INFO, "mmrl"):
+        load_policy(config_of(folder))
+        load_policy(config_of(folder, lora=LoraSettings(rank=2, targets=["transformer_blocks.1.attn.to_q"])))
+    assert [r.getMessage() for r in caplog.records if "adapters" in r.getMessage()] == [
+        "adapters in 2 of 2 blocks",
+        "adapters in 1 of 2 blocks",
+    ]
+    assert len(ATTENTION) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"frames": 5}, "frames=5, but StableDiffusion3Pipeline draws images"),
+        ({"height": 20}, "height=20 must be a positive multiple of 8 pixels; the nearest are 16 and 24"),
+        ({"width": 4}, "width=4 must be a positive multiple of 8 pixels; the smallest is 8"),
+        ({"family_options": {"shift": 3}}, "shift"),
+        ({"family_options": {"max_sequence_length": 3}}, "which is model.max_sequence_length"),
+        ({"networks": ["unet"]}, r"model.networks names \['unet'\]; .* has transformer"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(folder, options, culprit):
+    with pytest.raises(UserError, match=culprit):
+        load_policy(config_of(folder, **options))
+
+
+def test_other_schedulers_are_refused_with_those_that_fit(folder, tmp_path):
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    index = json.loads((copied / "model_index.json").read_text())
+    (copied / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", "DDIMScheduler"]}))
+    with pytest.raises(UserError, match="DDIMScheduler; StableDiffusion3Pipeline here needs FlowMatchEulerDiscrete"):
+        load_pipeline(copied)
+
+
+def test_guidance_of_a_model_distilled_to_few_steps_warns(klein, caplog):
+    policy = load_policy(config_of(klein, family_options={"text_layers": [1, 2, 3]}))
+    check_guidance(policy, SamplerConfig(guidance=1.0))
+    assert not caplog.records
+    check_guidance(policy, SamplerConfig(guidance=4.0))
+    assert "sampler.guidance is 4.0, but this model is distilled to few steps" in caplog.text
+
+
+def test_reading_a_family_draws_nothing_from_the_global_generator(folder):
+    pipeline = load_pipeline(folder)
+    before = torch.get_rng_state()
+    family = family_of(pipeline)
+    family.latent_shape()
+    assert torch.equal(torch.get_rng_state(), before)
