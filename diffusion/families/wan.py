@@ -39,7 +39,7 @@ class WanFamily(Family):
     networks = ("transformer", "transformer_2")
     settings = ("boundary_ratio", "expand_timesteps")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
-    text_parts = (TextPart("text_encoder", "tokenizer"),)
+    text_parts = (TextPart("text_encoder", "tokenizer", is_t5=True),)
     text_length = 512
     video = True
     default_frames = 81
@@ -63,7 +63,9 @@ class WanFamily(Family):
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D) without the zeros behind them."""
         tokens, _ = self.pipeline.encode_prompt(
-            prompt, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
+            self.read_text(self.text_parts[0], prompt),
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
         )
         return {"tokens": tokens[0, : int(tokens[0].any(-1).sum())]}
 
