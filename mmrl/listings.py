@@ -73,6 +73,6 @@ LISTINGS = {
     "preferences": ("mmrl.core.catalogue:PREFERENCES", ("preference objective", "parts", "source"), "pairs"),
     "rewards": ("mmrl.rewards:REWARDS", ("reward", "what earns it", "source"), "answers"),
     "image_rewards": ("diffusion.rewards:IMAGE_REWARDS", ("reward", "what earns it", "source"), "images"),
-    "families": ("diffusion.families.table:FAMILIES", ("pipeline", "released models", "source"), ""),
+    "families": ("diffusion.families.table:FAMILIES", ("pipeline", "released models", "source"), "pipelines"),
 }
 """Lists by name: the table as `module:name`, imported when it is shown, the columns in Markdown, and the group."""
