@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HEADER_EVERY = 25
 QUIET_S = 10.0
 """Seconds between two lines where there is no terminal, such as in the log of a batch job."""
-COLUMNS = {
+COLUMNS: dict[str, tuple[int, str, *tuple[str, ...]]] = {
     "reward": (8, ".4f", "reward/mean"),
     "loss": (9, ".4f", "loss/total"),
     "KL": (9, ".2e", "policy/kl_ref", "policy/kl_old"),
