@@ -151,7 +151,7 @@ def half_dead_reward(prompts: list[Any], completions: list[str], *, id: list[str
 
 def suppressed_tokens(model: str, tokenizer: Any) -> list[int]:
     """Tokens that no arm may sample, so that every completion has exactly T tokens: ends of turn and image markup."""
-    from mmrl.vlm.data.task import MEDIA_TOKENS
+    from mmrl.vlm.families import MEDIA_TOKENS
 
     config = json.loads((Path(model) / "generation_config.json").read_text(encoding="utf-8"))
     ends = config["eos_token_id"]
@@ -170,13 +170,15 @@ def _corpus(vocab_size: int) -> list[str]:
 
 def _processor_and_layout(model: Path) -> tuple[Any, PromptLayout]:
     """Processor of a model, and what encodes prompts of any length for it."""
+    from mmrl.vlm.families.qwen_vl import grid_tables
     from mmrl.vlm.model.processor import load_processor
 
     processor = load_processor(str(model))
     images = processor.image_processor
     vision = json.loads((model / "config.json").read_text(encoding="utf-8"))["vision_config"]
     per_second = vision.get("tokens_per_second")
-    return processor, PromptLayout(int(images.patch_size), 10**9, "", int(images.merge_size), per_second)
+    tables = grid_tables(int(images.merge_size), per_second)
+    return processor, PromptLayout(int(images.patch_size), 10**9, "", int(images.merge_size), tables)
 
 
 def _write_medium(folder: Path, index: int, shape: Shape, layout: PromptLayout) -> Any:

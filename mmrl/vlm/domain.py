@@ -41,6 +41,7 @@ from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts, splits_by_key, task_images
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import Samples, sample
+from mmrl.vlm.model.network import auto_class
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -221,7 +222,8 @@ class VlmDomain:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
         policy = load_policy(replace(config.model, path=str(checkpoint / "model"), build=None))
         policy.save_merged(output)
-        return "transformers.AutoModelForImageTextToText.from_pretrained"
+        auto = auto_class(policy.network.config.model_type, str(output))
+        return f"transformers.{auto.__name__}.from_pretrained"
 
     def close(self) -> None:
         """End the reward workers."""

@@ -104,6 +104,7 @@ class VlmActionPolicy(TokenPolicy):
         tokenizer = ActionTokenizer(config.bins, config.token_mode)
         super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
         self.config, self.vlm = config, vlm
+        vlm.check_fast("an action head on a vision-language model")
         first = _first_id(vlm, config)
         self.register_buffer("action_ids", torch.arange(first, first + config.bins), persistent=False)
         self.extra = _Extra(config, int(vlm.network.config.text_config.hidden_size), self.decisions)

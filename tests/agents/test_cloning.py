@@ -105,7 +105,7 @@ def test_a_window_of_images_equals_a_separate_prompt(tmp_path, folder, recipes):
         states = recipe.policy.encode_prefix([context.prompt for context in last]).last_state
         expected = recipe.policy.next_logp(states, 1.0)
     for row, context in enumerate(last):
-        assert len([leaf for leaf in context.prompt.parts if leaf.image_grid_thw is not None]) == 1
+        assert len([leaf for leaf in context.prompt.parts if "image_grid_thw" in leaf.media]) == 1
         token = payload.response_ids[row, context.start]
         assert_equal_up_to_rounding(logp[row, context.start], expected[row, token])
 

@@ -212,7 +212,7 @@ def test_recorded_episodes_of_an_expert_are_read_as_the_policy_would_have_lived_
         assert episode.rewards == [0.0] * (len(row["turns"]) - 1) + [1.0]
         assert episode.success
         assert "Walk." in episode.prompt.text
-        assert episode.prompt.image_grid_thw is not None
+        assert "image_grid_thw" in episode.prompt.media
         sampled = [t for t, own in zip(episode.trajectory.ids, episode.trajectory.sampled, strict=True) if own]
         assert sampled.count(recipe.policy.eos_ids[0]) == len(row["turns"])
 

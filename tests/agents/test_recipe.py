@@ -123,7 +123,7 @@ def test_training_uses_the_window_of_images(tmp_path, folder, kept, monkeypatch)
     assert_equal_up_to_rounding(logp, rollouts.logp_old)
     assert [len(own) for own in payload.contexts] == [4 - kept] * 6
     for number, context in enumerate(payload.contexts[0], 1):
-        pictures = [leaf for leaf in context.prompt.parts if leaf.image_grid_thw is not None]
+        pictures = [leaf for leaf in context.prompt.parts if "image_grid_thw" in leaf.media]
         assert len(pictures) == kept
         assert context.prompt.text.count(OMITTED) == number
         assert "step 0" in context.prompt.text, "the text stays"
@@ -150,7 +150,7 @@ def test_a_screen_that_is_seen_again_is_encoded_once(tmp_path, folder):
         follow(Observation("look")),
     ]
     assert len({first, *others}) == 5
-    assert not torch.equal(first.pixel_values, others[0].pixel_values)
+    assert not torch.equal(first.media["pixel_values"], others[0].media["pixel_values"])
 
 
 def test_different_first_images_get_separate_prompts(tmp_path, folder):

@@ -147,7 +147,7 @@ def test_nothing_is_read_twice(folder):
     rollouts = converse(policy, GROUP, 4)
     payload = VlmPayload.of(rollouts)
     given = [insert.prompt for own in payload.inserts for insert in own]
-    pixels = [p.pixel_values for p in (*payload.prompts, *given) if p.pixel_values is not None]
+    pixels = [p.media["pixel_values"] for p in (*payload.prompts, *given) if "pixel_values" in p.media]
     assert sum(patches) == sum(map(len, pixels))
     # of a sampled turn, the decoder reads all tokens but the last, which is read with what comes next
     assert sum(tokens) == sum(map(len, (*payload.prompts, *given))) + len(given)
@@ -175,7 +175,7 @@ def test_rotary_positions_are_those_of_the_whole_conversation(family, policy):
         length = int(reading.lengths[row])
         prompt = payload.prompts[int(reading.group[row])]
         whole = join_prompts([prompt, *split_row(reading.tokens[row, :length], inserts)])
-        grids = [leaf.image_grid_thw for leaf in whole.parts if leaf.image_grid_thw is not None]
+        grids = [leaf.media["image_grid_thw"] for leaf in whole.parts if "image_grid_thw" in leaf.media]
         expected = policy.network.model.get_rope_index(
             whole.input_ids[None], mm_token_type_ids=whole.mm_token_type_ids[None], image_grid_thw=torch.cat(grids)
         )[0][:, 0]

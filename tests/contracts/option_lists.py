@@ -25,6 +25,7 @@ CANNOT = {
     "SamplerConfig.keep_prefill": "time",
     "AnswerSampling.batch_rows": "memory",
     "AnswerSampling.lean": "time",
+    "FrozenModelConfig.lane": "time",
     "FrozenModelConfig.shared_prefix": "time",
     "PreferenceRunConfig.precompute_reference": "memory and time",
     "CriticConfig.batch_rows": "memory",

@@ -106,7 +106,7 @@ def test_the_model_sees_the_size_that_the_prompt_names(family, tmp_path):
     policy = load_policy(config)
     for size in ((300, 200), (200, 300), (90, 31), (1000, 700)):
         task = grounding_task(screen(size, bbox=[1, 1, 20, 20]), settings, settings.resize(config))
-        grid = policy.encode(task).image_grid_thw
+        grid = policy.encode(task).media["image_grid_thw"]
         patch = policy.layout.patch_size
         assert (grid[0, [2, 1]] * patch).tolist() == list(task.image_wh[0])
     other = grounding_task(screen((1000, 700)), settings, replace(settings.resize(config), max_pixels=200_000))
@@ -122,7 +122,7 @@ def test_pixels_are_those_of_the_resized_image(tmp_path):
     ours = policy.encode(grounding_task(task, GroundingSettings(), Resize(28)))
     resized = image.resize((224, 168))
     direct = policy.encode(replace(task, images=[resized]))
-    assert torch.equal(ours.pixel_values, direct.pixel_values)
+    assert torch.equal(ours.media["pixel_values"], direct.media["pixel_values"])
 
 
 def test_the_space_is_that_of_the_family_unless_it_is_named():

@@ -26,7 +26,7 @@ def test_text_only_positions_count_up(policy):
     count = torch.arange(len(prompt))
     assert torch.equal(prompt.position_ids, count.expand(3, -1))
     assert prompt.next_position == len(prompt)
-    assert prompt.pixel_values is None
+    assert "pixel_values" not in prompt.media
     assert not prompt.has_vision
     assert tokens(policy, prompt)[-2:] == ["assistant", "Ċ"]
 
@@ -36,7 +36,7 @@ def test_image_tokens_types_and_positions(policy, family):
     side = {"qwen2_5_vl": 28, "qwen3_vl": 32}[family]
     prompt = policy.encode(make_task("t", "Sum?", [(2 * side, 3 * side)]))
     start = tokens(policy, prompt).index("<|image_pad|>")
-    assert prompt.image_grid_thw.tolist() == [[1, 4, 6]]
+    assert prompt.media["image_grid_thw"].tolist() == [[1, 4, 6]]
     assert prompt.mm_token_type_ids.tolist() == [int(start <= place < start + 6) for place in range(len(prompt))]
     time, height, width = prompt.position_ids[:, start : start + 6].tolist()
     assert time == [start] * 6
@@ -51,10 +51,11 @@ def test_two_images_keep_their_order(policy):
     task = make_task("t", "Sum?", [(64, 64), (64, 128)])
     prompt = policy.encode(task)
     alone = [policy.encode(make_task("t", "Sum?", [(64, 64)])), policy.encode(task, images=[task.images[1]] * 2)]
-    count = alone[0].pixel_values.shape[0]
-    assert torch.equal(prompt.pixel_values[:count], alone[0].pixel_values)
-    assert torch.equal(prompt.pixel_values[count:], alone[1].pixel_values[-(len(prompt.pixel_values) - count) :])
-    assert len(prompt.image_grid_thw) == 2
+    pixels, first, second = (one.media["pixel_values"] for one in (prompt, *alone))
+    count = len(first)
+    assert torch.equal(pixels[:count], first)
+    assert torch.equal(pixels[count:], second[-(len(pixels) - count) :])
+    assert len(prompt.media["image_grid_thw"]) == 2
 
 
 def test_other_pixels_same_tokens(policy):
@@ -63,7 +64,7 @@ def test_other_pixels_same_tokens(policy):
     original, masked = policy.encode(task), policy.encode(task, images=[Image.new("RGB", (70, 100))])
     assert torch.equal(original.input_ids, masked.input_ids)
     assert torch.equal(original.position_ids, masked.position_ids)
-    assert not torch.equal(original.pixel_values, masked.pixel_values)
+    assert not torch.equal(original.media["pixel_values"], masked.media["pixel_values"])
 
 
 @pytest.mark.parametrize(

@@ -301,9 +301,9 @@ def test_folders_that_are_not_models(tmp_path, tiny_folders, monkeypatch):
     assert "readme.txt" in message
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "'llama'" in refuse(other)
-    assert "qwen2_5_vl, qwen3_vl" in refuse(other)
+    (other / "config.json").write_text(json.dumps({"model_type": "clip"}))
+    assert "'clip'" in refuse(other)
+    assert "AutoModelForImageTextToText nor of AutoModelForCausalLM" in refuse(other)
     (other / "config.json").write_text("{")
     assert "not valid JSON" in refuse(other)
     shutil.copytree(tiny_folders["qwen2_5_vl"], tmp_path / "mute")

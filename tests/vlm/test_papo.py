@@ -195,9 +195,9 @@ def test_one_masked_image_a_question_and_the_same_tokens(papo):
     assert len(masked) == len(original) == 3
     for dark, clear in zip(masked, original, strict=True):
         assert torch.equal(dark.input_ids, clear.input_ids)
-        assert not torch.equal(dark.pixel_values, clear.pixel_values)
+        assert not torch.equal(dark.media["pixel_values"], clear.media["pixel_values"])
     again = prepared(papo())
-    assert torch.equal(again.payload.views["masked"][0].pixel_values, masked[0].pixel_values)
+    assert torch.equal(again.payload.views["masked"][0].media["pixel_values"], masked[0].media["pixel_values"])
 
 
 def test_questions_without_image_weigh_nothing(papo, tmp_path):

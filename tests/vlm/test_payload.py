@@ -16,8 +16,9 @@ def make_prompt(value: int, pixels: bool = True) -> Prompt:
         mm_token_type_ids=torch.zeros_like(ids),
         position_ids=torch.zeros(3, 3, dtype=torch.int64),
         next_position=3,
-        pixel_values=torch.full((4, 2), float(value)) if pixels else None,
-        image_grid_thw=torch.tensor([[1, 2, 2]]) if pixels else None,
+        media={"pixel_values": torch.full((4, 2), float(value)), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+        if pixels
+        else {},
         text=str(value),
     )
 
@@ -79,10 +80,10 @@ def test_to_moves_pixels_and_keeps_prompts_that_are_there_already():
     assert all(new is old for new, old in zip(payload.to("cpu").prompts, payload.prompts, strict=True))
     moved = payload.to("meta")
     assert moved.response_ids.device.type == "meta"
-    assert moved.prompts[0].pixel_values.device.type == "meta"
-    assert moved.views["masked"][1].pixel_values.device.type == "meta"
+    assert moved.prompts[0].media["pixel_values"].device.type == "meta"
+    assert moved.views["masked"][1].media["pixel_values"].device.type == "meta"
     assert moved.prompts[0].input_ids.device.type == "cpu"
-    assert make_prompt(1, pixels=False).to("meta").pixel_values is None
+    assert make_prompt(1, pixels=False).to("meta").media == {}
 
 
 @pytest.mark.parametrize(

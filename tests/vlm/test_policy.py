@@ -29,12 +29,8 @@ def reference_logits(policy: VlmPolicy, prompt: Prompt, response: torch.Tensor) 
     inputs = {
         "input_ids": torch.cat([prompt.input_ids, response])[None],
         "mm_token_type_ids": torch.cat([prompt.mm_token_type_ids, torch.zeros_like(response)])[None],
-        "pixel_values": prompt.pixel_values,
-        "image_grid_thw": prompt.image_grid_thw,
-        "pixel_values_videos": prompt.pixel_values_videos,
-        "video_grid_thw": prompt.video_grid_thw,
     }
-    output = policy.network(**{name: value for name, value in inputs.items() if value is not None})
+    output = policy.network(**inputs, **prompt.media)
     return output.logits[0, len(prompt) - 1 : -1]
 
 
@@ -156,7 +152,7 @@ def test_a_shared_prompt_has_the_gradient_of_one_prompt_for_each_row(folder):
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in tower]))
     hook.remove()
     assert [len(pixels) for pixels in patches] == [
-        sum(len(prompt.pixel_values) for prompt in some.payload.prompts if prompt.has_vision)
+        sum(len(prompt.media["pixel_values"]) for prompt in some.payload.prompts if prompt.has_vision)
         for some in (shared, separate)
     ]
     assert gradients[0].norm() > 0
@@ -319,8 +315,7 @@ def test_values_are_those_of_the_state_before_each_token(folder):
         hidden = policy.network.model(
             input_ids=torch.cat([prompt.input_ids, response])[None],
             mm_token_type_ids=torch.cat([prompt.mm_token_type_ids, torch.zeros_like(response)])[None],
-            pixel_values=prompt.pixel_values,
-            image_grid_thw=prompt.image_grid_thw,
+            **prompt.media,
         ).last_hidden_state
         expected = policy.value_head(hidden[0, len(prompt) - 1 : -1])[:, 0]
     assert_equal_up_to_rounding(values[3, :length], expected)

@@ -184,8 +184,8 @@ def test_training_is_on_the_question_as_it_was_asked(make_recipe):
     payload = VlmPayload.of(rollouts)
     assert len(payload.prompts) == 2
     plain = [recipe.policy.encode(task) for task in recipe.train_tasks[:2]]
-    assert not torch.equal(payload.prompts[0].pixel_values, plain[0].pixel_values)
-    assert torch.equal(payload.prompts[1].pixel_values, plain[1].pixel_values)
+    assert not torch.equal(payload.prompts[0].media["pixel_values"], plain[0].media["pixel_values"])
+    assert torch.equal(payload.prompts[1].media["pixel_values"], plain[1].media["pixel_values"])
     scored = recipe.advantages(recipe.score(rollouts, Step()), make_accelerator(), Step())
     metrics = collect_metrics(recipe, scored, Step())
     assert metrics["augment/noised"] == 0.5

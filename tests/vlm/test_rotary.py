@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.vlm.data.prompt import IMAGE, TEXT, VIDEO, rotary_positions, split_frames
+from mmrl.vlm.families.positions import IMAGE, TEXT, VIDEO, rotary_positions, split_frames
 
 MERGE = 2
 

@@ -55,7 +55,7 @@ def test_greedy_decoding_equals_transformers_generate(policy, lean):
             "mm_token_type_ids": prompt.mm_token_type_ids[None],
         }
         if prompt.has_vision:
-            inputs |= {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
+            inputs |= prompt.media
         expected = policy.network.generate(
             **inputs, max_new_tokens=12, do_sample=False, suppress_tokens=policy.banned_ids.tolist()
         )[0, len(prompt) :]
@@ -115,7 +115,7 @@ def test_each_prompt_and_image_is_read_once(policy, lean):
     lengths = [len(prompt) for prompt in prompts]
     with watched(policy) as (patches, tokens):
         run(policy, group=8, lean=lean)
-    assert patches == [sum(len(prompt.pixel_values) for prompt in prompts if prompt.has_vision)]
+    assert patches == [sum(len(prompt.media["pixel_values"]) for prompt in prompts if prompt.has_vision)]
     if lean:
         assert tokens == [(1, sum(lengths))]
     else:

@@ -59,7 +59,7 @@ def test_prompts_are_those_of_transformers(policy, folder, clip, options):
     for name in ("input_ids", "mm_token_type_ids"):
         assert torch.equal(getattr(prompt, name), expected[name][0])
     for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
-        assert torch.equal(getattr(prompt, name), expected[name])
+        assert torch.equal(prompt.media[name], expected[name])
     assert torch.equal(prompt.position_ids, expected["position_ids"][:, 0])
     assert prompt.next_position == int(expected["position_ids"].max()) + 1
 
@@ -90,7 +90,7 @@ def test_a_list_of_frames_is_a_video(policy, tmp_path):
         "t", [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "x"}]}], videos=[clip]
     )
     prompt = policy.encode(task)
-    assert prompt.video_grid_thw[0, 0] == 2  # the last frame is repeated
+    assert prompt.media["video_grid_thw"][0, 0] == 2  # the last frame is repeated
     (loaded,) = load_videos(task, policy.layout.patch_size)
     assert frame_times(loaded) == [0.0, 0.5, 1.0, 1.5]
     assert torch.equal(loaded[0][2], loaded[0][3])
@@ -135,7 +135,7 @@ def test_other_frames_same_tokens(policy, clip):
     original, masked = policy.encode(task), policy.encode(task, videos=[(torch.zeros_like(frames), metadata)])
     assert torch.equal(original.input_ids, masked.input_ids)
     assert torch.equal(original.position_ids, masked.position_ids)
-    assert not torch.equal(original.pixel_values_videos, masked.pixel_values_videos)
+    assert not torch.equal(original.media["pixel_values_videos"], masked.media["pixel_values_videos"])
 
 
 def test_images_alone_do_not_load_the_video_library(policy, monkeypatch):
@@ -143,4 +143,4 @@ def test_images_alone_do_not_load_the_video_library(policy, monkeypatch):
 
     monkeypatch.setattr(video_sampling, "qwen_vl_utils", None)
     task = VlmTask("t", [{"role": "user", "content": [{"type": "image"}]}], [Image.new("RGB", (56, 56))])
-    assert policy.encode(task).pixel_values is not None
+    assert "pixel_values" in policy.encode(task).media

@@ -159,8 +159,8 @@ def test_a_video_is_computed_once_for_its_group(clip, family, folder):
     logp, gradient = backward(shared, [(rollouts, weights(rollouts))])
     hook.remove()
     prompts = VlmPayload.of(rollouts).prompts
-    media = [pixels for prompt in prompts for pixels in (prompt.pixel_values, prompt.pixel_values_videos)]
-    assert sum(patches) == sum(len(pixels) for pixels in media if pixels is not None)
+    media = [prompt.media.get(name, ()) for prompt in prompts for name in ("pixel_values", "pixel_values_videos")]
+    assert sum(patches) == sum(map(len, media))
     expected_logp, expected = backward(flat, [(rollouts, weights(rollouts))])
     assert_equal_up_to_rounding(logp, expected_logp)
     assert_same_gradient(gradient, expected)

@@ -350,8 +350,5 @@ def _with_shared_prompt(episode: Episode, group: Sequence[Episode]) -> Episode:
 def _equal(one: Prompt, other: Prompt) -> bool:
     if not torch.equal(one.input_ids, other.input_ids):
         return False
-    for name in ("pixel_values", "pixel_values_videos"):
-        mine, its = getattr(one, name), getattr(other, name)
-        if (mine is None) != (its is None) or (mine is not None and not torch.equal(mine.cpu(), its.cpu())):
-            return False
-    return True
+    same = one.media.keys() == other.media.keys()
+    return same and all(torch.equal(value.cpu(), other.media[name].cpu()) for name, value in one.media.items())

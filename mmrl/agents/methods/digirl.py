@@ -184,7 +184,7 @@ class DigirlRecipe(AgentRecipe):
         settings = config.digirl
         self.terms = [KeptSteps()]
         self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))
-        size = int(self.policy.network.config.text_config.hidden_size)
+        size = self.policy.width
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(config.seed, "critics"))
             self.instruction_critic = Fitter(InstructionCritic(size), settings.critic)

@@ -20,9 +20,10 @@ from torch.nn.functional import cross_entropy
 from mmrl.agents.rollout.episodes import Episode, pack_episodes
 from mmrl.core.returns import turn_starts
 from mmrl.fields import bounded, rare
-from mmrl.vlm.data.prompt import TEXT, Prompt
+from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.rows import text_prompt
+from mmrl.vlm.families.positions import TEXT
 
 CriticT = TypeVar("CriticT", bound=nn.Module)
 
@@ -222,7 +223,7 @@ def _text_states(policy: VlmPolicy, prompts: Sequence[Prompt]) -> list[Tensor]:
     texts = [text_prompt(prompt.input_ids[prompt.mm_token_type_ids == TEXT]) for prompt in prompts]
     keys = [tuple(text.input_ids.tolist()) for text in texts]
     distinct = dict(zip(keys, texts, strict=True))
-    states = policy.encode_prefix(list(distinct.values())).last_state.float().cpu()
+    states = policy.last_states(list(distinct.values())).float().cpu()
     found = dict(zip(distinct, states, strict=True))
     return [found[key] for key in keys]
 

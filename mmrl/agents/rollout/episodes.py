@@ -194,8 +194,7 @@ class Writer:
             mm_token_type_ids=prompt.mm_token_type_ids[:kept],
             position_ids=prompt.position_ids[:, :kept],
             next_position=prompt.next_position - len(ids),
-            pixel_values=None,
-            image_grid_thw=None,
+            media={},
             text=prompt.text.removesuffix(start),
             parts=leaves(prompt),
         )

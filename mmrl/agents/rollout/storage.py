@@ -35,9 +35,9 @@ from mmrl.vlm.engine.policy import VlmPolicy
 Record = dict[str, Any]
 """Tensors, numbers, texts, and lists and dictionaries of them."""
 
-PIXELS = ("pixel_values", "pixel_values_videos")
-GRIDS = ("image_grid_thw", "video_grid_thw")
-TABLES = ("input_ids", "mm_token_type_ids", "position_ids", *GRIDS)
+TABLES = ("input_ids", "mm_token_type_ids", "position_ids")
+OLDER_MEDIA = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+"""Media that older files have beside the tables."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8)}
 FASTEST = 1
 """Level of zlib; higher ones take several times as long to save a few per cent."""
@@ -121,11 +121,11 @@ class _PromptTable:
         if id(prompt) not in self._number:
             parts = [self.add(part) for part in prompt.parts]
             record: Record = {"next_position": int(prompt.next_position), "text": prompt.text, "parts": parts}
-            for name in (*TABLES, *PIXELS):
-                value = getattr(prompt, name)
-                if value is not None:
-                    value = _compressed(value) if name in PIXELS else value.cpu().clone()
-                record[name] = value
+            record |= {name: getattr(prompt, name).cpu().clone() for name in TABLES}
+            record["media"] = {
+                name: _compressed(value) if value.is_floating_point() else value.cpu().clone()
+                for name, value in prompt.media.items()
+            }
             self._number[id(prompt)] = len(self.records)
             self.records.append(record)
         return self._number[id(prompt)]
@@ -136,9 +136,12 @@ def _restored_prompts(records: list[Record]) -> list[Prompt]:
     found: list[Prompt] = []
     for record in records:
         plain: dict[str, Any] = {name: record[name] for name in TABLES}
-        pixels: dict[str, Any] = {name: None if record[name] is None else _expanded(record[name]) for name in PIXELS}
+        stored = record.get("media") or {name: record[name] for name in OLDER_MEDIA if record.get(name) is not None}
+        media = {name: value if isinstance(value, Tensor) else _expanded(value) for name, value in stored.items()}
         parts = tuple(found[number] for number in record["parts"])
-        found.append(Prompt(**plain, **pixels, next_position=record["next_position"], text=record["text"], parts=parts))
+        found.append(
+            Prompt(**plain, next_position=record["next_position"], media=media, text=record["text"], parts=parts)
+        )
     return found
 
 

@@ -52,7 +52,7 @@ class Histories:
         """(B,) int64, tokens that each row has read."""
         self.next_position = torch.zeros(rows, dtype=torch.int64, device=device)
         """(B,) int64, rotary position of each row's next token."""
-        self._last_state = torch.zeros(rows, policy.network.lm_head.in_features, device=device)
+        self._last_state = torch.zeros(rows, policy.width, device=device)
 
     def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
         """Start or restart rows (b,) after prompts that they may share; each prompt is read once."""

@@ -1,4 +1,4 @@
-"""Tokenised prompts of tasks: chat template, pixels, placeholder tokens and rotary positions."""
+"""Tokenised prompts of tasks: chat template, media, placeholder tokens and positions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,32 +17,29 @@ from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.errors import UserError
 from mmrl.hub.video_sampling import Frames
 from mmrl.vlm.data.task import OPEN_THINK, TaskError, VlmTask, load_videos
+from mmrl.vlm.families.family import TokenTables
+from mmrl.vlm.families.positions import TEXT
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A tokenised question with its pixels and its rotary positions."""
+    """A tokenised question with its images and videos and its positions."""
 
     input_ids: Tensor
     """(P,) int64, with one placeholder token for each feature that the vision tower makes."""
     mm_token_type_ids: Tensor
     """(P,) int64: 0 text, 1 image, 2 video."""
     position_ids: Tensor
-    """(3, P) int64, rotary positions along time, height and width."""
+    """(3, P) int64, positions along time, height and width; the same on all three where the family has one axis."""
     next_position: int
-    """Rotary position of the first response token, the same along all three axes."""
-    pixel_values: Tensor | None
-    """(patches, features) float32, all images of the prompt; None without images."""
-    image_grid_thw: Tensor | None
-    """(images, 3) int64, patches of each image along time, height and width."""
-    pixel_values_videos: Tensor | None = None
-    """(patches, features) float32, all videos of the prompt; None without videos."""
-    video_grid_thw: Tensor | None = None
-    """(videos, 3) int64, patches of each video along time, height and width."""
+    """Position of the first response token, the same along all axes."""
+    media: dict[str, Tensor] = field(default_factory=dict)
+    """What the processor made of the images and videos, by the names of the model's arguments, such as `pixel_values`
+    and `image_grid_thw`; empty for text alone."""
     text: str = ""
     """The question as the chat template rendered it, with one placeholder for each image or video."""
     parts: tuple[Prompt, ...] = ()
-    """Prompts that this one was joined from, whose features it shares; see `join_prompts`. Its own pixels are None."""
+    """Prompts that this one was joined from, whose features it shares; see `join_prompts`. Its own `media` is empty."""
 
     def __len__(self) -> int:
         """Number of tokens P."""
@@ -58,18 +54,13 @@ class Prompt:
     @property
     def has_vision(self) -> bool:
         """Whether the prompt has an image or a video."""
-        own = self.pixel_values is not None or self.pixel_values_videos is not None
-        return own or any(part.has_vision for part in self.parts)
+        return bool(self.media) or any(part.has_vision for part in self.parts)
 
     def to(self, device: torch.device | str) -> Prompt:
         """Return the prompt with its pixels on a device; the small tables that rows are built from stay."""
-        pixels = {
-            name: value.to(device)
-            for name in ("pixel_values", "pixel_values_videos")
-            if (value := getattr(self, name)) is not None
-        }
-        moved = any(value is not getattr(self, name) for name, value in pixels.items())
-        return dataclasses.replace(self, **pixels) if moved else self
+        media = {name: value.to(device) if value.is_floating_point() else value for name, value in self.media.items()}
+        moved = any(value is not self.media[name] for name, value in media.items())
+        return dataclasses.replace(self, media=media) if moved else self
 
 
 @dataclass(eq=False)
@@ -149,8 +140,6 @@ def join_prompts(parts: Sequence[Prompt]) -> Prompt:
         mm_token_type_ids=torch.cat([part.mm_token_type_ids for part in parts]),
         position_ids=torch.cat(positions, 1),
         next_position=start,
-        pixel_values=None,
-        image_grid_thw=None,
         text="".join(part.text for part in parts),
         parts=tuple(leaf for part in parts for leaf in leaves(part)),
     )
@@ -176,65 +165,6 @@ def token_lists(response_ids: Tensor, mask: Tensor) -> list[list[int]]:
     return [row[:length] for row, length in zip(response_ids.tolist(), lengths, strict=True)]
 
 
-TEXT, IMAGE, VIDEO = range(3)
-"""Values of the token types."""
-
-
-def rotary_positions(
-    token_types: Tensor,
-    merge_size: int,
-    image_grids: Tensor | None = None,
-    video_grids: Tensor | None = None,
-    frame_steps: Sequence[float | Tensor] = (),
-) -> Tensor:
-    """Positions (3, P) int64 of a prompt's tokens along time, height and width, from their types (P,) int64.
-
-    A text token has the same position on all three axes, one more than the largest before it. The tokens of an image
-    form a grid that starts there; the text after it continues behind the longer side of the grid. The first response
-    token has the position `positions.max() + 1`.
-
-    `image_grids` (images, 3) and `video_grids` (videos, 3) int64 are patches along time, height and width in the order
-    of the tokens; Qwen3-VL, which has timestamps between frames, needs one grid a frame (`split_frames`). `frame_steps`
-    are positions from one frame of a video to the next, 1 where a video has none; in Qwen2.5-VL the tokens a second
-    times the seconds a frame. The tower merges `merge_size` patches on a side into one token.
-
-    Source: Qwen2-VL, arXiv 2409.12191, section 2.1; huggingface/transformers `get_rope_index` of both models.
-    """
-    grids = {IMAGE: iter([] if image_grids is None else image_grids.tolist())}
-    grids[VIDEO] = iter([] if video_grids is None else video_grids.tolist())
-    steps = iter(frame_steps)
-    parts: list[Tensor] = []
-    start = 0
-    for kind, run in groupby(token_types.tolist()):
-        count = len(list(run))
-        if kind == TEXT:
-            parts.append(torch.arange(start, start + count).expand(3, -1))
-            start += count
-            continue
-        grid = next(grids[kind], None)
-        step = next(steps, 1.0) if kind == VIDEO else 1.0
-        if grid is None or grid[0] * (grid[1] // merge_size) * (grid[2] // merge_size) != count:
-            name = {IMAGE: "image", VIDEO: "video"}[kind]
-            raise ValueError(f"{count} {name} tokens stand in a row, but their grid of patches is {grid}.")
-        parts.append(start + _grid_positions(grid, merge_size, step))
-        start += max(grid[1], grid[2]) // merge_size
-    return torch.cat(parts, 1)
-
-
-def split_frames(video_grids: Tensor) -> Tensor:
-    """Grids of videos as one grid a frame, for Qwen3-VL."""
-    frames = video_grids.repeat_interleave(video_grids[:, 0], 0)
-    frames[:, 0] = 1
-    return frames
-
-
-def _grid_positions(grid: Sequence[int], merge_size: int, step: float | Tensor) -> Tensor:
-    """(3, n) positions of the tokens of a grid, from 0."""
-    time = (torch.arange(grid[0]) * step).long()
-    height, width = (torch.arange(side // merge_size) for side in grid[1:])
-    return torch.stack(torch.meshgrid(time, height, width, indexing="ij")).flatten(1)
-
-
 EARLIER = "\u2063turn\u2063"
 """Stands for the text of earlier turns while the template is rendered."""
 HIDDEN = "\u2063hidden\u2063"
@@ -243,6 +173,10 @@ PLACEHOLDER = re.compile(f"{HIDDEN}(\\d+){HIDDEN}")
 MARKUP = re.compile(r"<\|(?:object_ref|box|quad)_(?:start|end)\|>")
 """Special tokens that mark a part of a text, as in referring questions; they keep their meaning."""
 MARKUP_OR_MEDIA = re.compile(rf"{MARKUP.pattern}|<\|(?:vision_(?:start|end|pad)|(?:image|video)_pad)\|>")
+
+
+TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "second_per_grid_ts")
+"""Outputs of processors that describe tokens; all others describe images and videos."""
 
 
 class PromptTooLong(TaskError):  # noqa: N818 - named after what it is, like the kinds of TaskError
@@ -270,8 +204,10 @@ class PromptLayout:
     """Name of the setting that `max_tokens` comes from, for errors."""
     merge_size: int
     """Patches on a side that the vision tower merges into one token."""
-    tokens_per_second: float | None
-    """Rotary positions that a video advances in a second; None with timestamps between its frames."""
+    tables: TokenTables
+    """Finds the types and positions of a prompt's tokens."""
+    reads_videos: bool = True
+    """Whether the suite knows how the model's frames are sampled."""
 
 
 def encode_prompt(
@@ -369,29 +305,28 @@ def _encode(
     videos: Sequence[Frames] | None = None,
 ) -> Prompt:
     loaded = task.load_images() if images is None else list(images)
-    for token, count, kind in (
-        (processor.image_token, len(loaded), "images"),
-        (processor.video_token, len(task.videos), "videos"),
-    ):
-        if (found := text.count(token)) != count:  # a question may also hold a literal one
+    for name, count, kind in (("image_token", len(loaded), "images"), ("video_token", len(task.videos), "videos")):
+        token = getattr(processor, name, None)
+        if token is None and count:
+            raise TaskError("placeholder_mismatch", task.id, f"it has {count} {kind}, and the model reads none")
+        if token is not None and (found := text.count(token)) != count:  # a question may also hold a literal one
             message = f"the rendered prompt has {found} {token} for {count} {kind}"
             raise TaskError("placeholder_mismatch", task.id, message)
+    if task.videos and not layout.reads_videos:
+        raise UserError(f"{task.id}: videos are read by Qwen-VL models only; this model answers questions on images")
     frames = load_videos(task, layout.patch_size) if videos is None else list(videos)
     inputs = _process(task, processor, text, hidden, loaded, frames)
     _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
-    ids, types = inputs["input_ids"][0], inputs["mm_token_type_ids"][0]
+    ids = inputs["input_ids"][0]
     if len(ids) > layout.max_tokens:
         raise PromptTooLong(task.id, len(ids), layout.max_tokens, layout.limit_source)
-    positions = _positions(inputs, layout)
+    types, positions = layout.tables(inputs)
     return Prompt(
         input_ids=ids,
         mm_token_type_ids=types,
         position_ids=positions,
         next_position=int(positions.max()) + 1,
-        pixel_values=inputs.get("pixel_values"),
-        image_grid_thw=inputs.get("image_grid_thw"),
-        pixel_values_videos=inputs.get("pixel_values_videos"),
-        video_grid_thw=inputs.get("video_grid_thw"),
+        media={name: value for name, value in inputs.items() if name not in TEXT_INPUTS and isinstance(value, Tensor)},
         text=PLACEHOLDER.sub(lambda found: hidden[int(found[1])], text),
     )
 
@@ -429,7 +364,9 @@ def _process(
         )
     text = PLACEHOLDER.sub(stand_in, text)
     try:
-        inputs = dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **options))
+        # the template has written the special tokens already
+        options |= {"add_special_tokens": False, "return_tensors": "pt"}
+        inputs = dict(processor(text=[text], images=list(images) or None, **options))
     except ValueError as error:  # for instance an aspect ratio above 200
         raise TaskError("unusable_image", task.id, f"the image processor refuses it: {error}") from error
     return inputs | _spelled(inputs, stand_in, spelled, processor.tokenizer) if spelled else inputs
@@ -440,7 +377,8 @@ def _spelled(inputs: dict[str, Any], stand_in: str, spelled: Sequence[str], toke
     number, left = tokenizer.convert_tokens_to_ids(stand_in), iter(spelled)
     ids: list[int] = []
     types: list[int] = []
-    for token, kind in zip(inputs["input_ids"][0].tolist(), inputs["mm_token_type_ids"][0].tolist(), strict=True):
+    kinds = inputs.get("mm_token_type_ids", torch.full_like(inputs["input_ids"], TEXT))
+    for token, kind in zip(inputs["input_ids"][0].tolist(), kinds[0].tolist(), strict=True):
         found = [token]
         if token == number:
             found = tokenizer.encode(next(left), add_special_tokens=False, split_special_tokens=True)
@@ -460,17 +398,6 @@ def _check_sizes(task: VlmTask, grids: Tensor | None, patch_size: int) -> None:
             f"{task.id}: image and model size differ, {sizes} pixels: the processor resizes again; give the model the "
             "pixel budget of the data (model.min_pixels, model.max_pixels) and the factor of its family"
         )
-
-
-def _positions(inputs: dict[str, Any], layout: PromptLayout) -> Tensor:
-    videos, steps = inputs.get("video_grid_thw"), []
-    if videos is not None and layout.tokens_per_second is not None:
-        seconds = inputs.get("second_per_grid_ts")
-        steps = [layout.tokens_per_second * s for s in ([1] * len(videos) if seconds is None else seconds)]
-    elif videos is not None:
-        videos = split_frames(videos)
-    types = inputs["mm_token_type_ids"][0]
-    return rotary_positions(types, layout.merge_size, inputs.get("image_grid_thw"), videos, steps)
 
 
 PROMPT_ERRORS: dict[str, str] = {

@@ -22,6 +22,7 @@ from mmrl.hub.video_reading import VideoError
 from mmrl.hub.video_sampling import FILE_OPTIONS, FRAME_LIST_OPTIONS, Frames, frame_times, sample_file, sample_frames
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.rewards.sum import IMAGES
+from mmrl.vlm.families import MEDIA_TOKENS
 
 LONGEST_NAME = 255
 """Characters that the usual file systems allow in a name."""
@@ -36,8 +37,6 @@ FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".ti
 OPEN_THINK = re.compile(r"<think>\s*\Z")
 """A thought that a text opens at its end."""
 MAY_BE_ZERO = ("video_start", "video_end")
-MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
-"""Tokens of images and videos, which no answer may hold: a model would look for their features."""
 STRIP_COLUMNS, STRIP_ROWS = 4, 4
 """Frames of a strip, and strips of a video; of more frames some are shown, spread evenly."""
 CELL, MARGIN, CAPTION = 112, 2, 16

@@ -1,11 +1,10 @@
-"""The policy: a vision-language model that scores rollouts and computes each prompt once for its whole group."""
+"""The policy: a model that scores rollouts and computes each prompt once for its whole group."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from mmrl.core.logprobs import linear_logprobs
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
@@ -33,9 +31,11 @@ from mmrl.vlm.engine.attention import (
     PromptRow,
     ResponseRow,
     prompt_index,
-    register_attention,
     response_index,
 )
+from mmrl.vlm.engine.generic import GenericLane
+from mmrl.vlm.engine.head import Head
+from mmrl.vlm.engine.loading import fast_lane_obstacle, prepare, set_pixels
 from mmrl.vlm.engine.prefix import Prefix, PrefixStore
 from mmrl.vlm.engine.rows import (
     PackedRows,
@@ -47,10 +47,10 @@ from mmrl.vlm.engine.rows import (
     pack_rows,
     tabulate,
 )
+from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.config import FrozenModelConfig, ModelConfig
 from mmrl.vlm.model.network import (
     VALUE_HEAD_FILE,
-    add_adapter,
     build_model_if_missing,
     load_model_weights,
     load_network,
@@ -59,12 +59,12 @@ from mmrl.vlm.model.network import (
     resolve_model,
     save_model,
     save_value_head,
+    vision_parameters,
 )
 from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor
-from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, multiply_patches, weights_state
+from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, weights_state
 
 OUTPUTS = frozenset({"logp", "entropy", "values"})
-LOGGER = logging.getLogger("mmrl")
 
 
 class VlmPolicy(nn.Module):
@@ -92,21 +92,25 @@ class VlmPolicy(nn.Module):
         self.processor = processor
         self.config = config
         self.value_head = value_head
+        self.family = family_of(self.network.config.model_type)
         tokenizer = processor.tokenizer
         self.eos_ids = eos_ids(self.network, tokenizer)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
         self.register_buffer("banned_ids", banned_ids(self.network, tokenizer), persistent=False)
         self.features = FeatureCache()
         self.prefixes = PrefixStore(self)
+        self.generic = None if fast_lane_obstacle(self.network, config) is None else GenericLane(self.network, config)
+        """The lane of models that the suite's own attention does not know; None in the fast lane."""
+        self.head = Head(self.network, plain=self.generic is None)
         self._adapter_off = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VlmPolicy:
         """A copy shares all weights beside adapters, and a frozen vision tower with its features, not prefixes."""
-        tower = self.network.model.visual
+        tower = vision_parameters(self.network)
         if self.has_adapter:
             memo |= {id(weight): weight for name, weight in self.model.named_parameters() if ".lora_" not in name}
-        if not any(parameter.requires_grad for parameter in tower.parameters()):
-            memo[id(tower)], memo[id(self.features)] = tower, self.features
+        if not any(weight.requires_grad for weight in tower):
+            memo |= {id(weight): weight for weight in tower} | {id(self.features): self.features}
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "prefixes"})
@@ -126,17 +130,27 @@ class VlmPolicy(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the language model's head."""
-        return self.network.lm_head.weight.device
+        return self.network.get_output_embeddings().weight.device  # type: ignore[no-any-return]
+
+    def check_fast(self, what: str) -> None:
+        """Refuse a model of the generic lane; raises UserError."""
+        if self.generic is not None:
+            raise UserError(f"{what} needs the fast lane (model.lane): Qwen2.5-VL or Qwen3-VL")
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether the prompt is computed once for its group; else once for each response."""
-        return self.network.config.text_config._attn_implementation == ATTENTION_NAME  # type: ignore[no-any-return]
+        """Whether the fast lane computes the prompt once for its group; else it does so once for each response."""
+        return self.network.config.get_text_config()._attn_implementation == ATTENTION_NAME  # type: ignore[no-any-return]
+
+    @property
+    def width(self) -> int:
+        """Entries of a state."""
+        return int(self.network.config.get_text_config().hidden_size)
 
     @property
     def positions(self) -> int:
         """Tokens of prompt and response that the model has positions for."""
-        return int(self.network.config.text_config.max_position_embeddings)
+        return int(self.network.config.get_text_config().max_position_embeddings)
 
     def check_response_length(self, max_new_tokens: int) -> None:
         """Refuse responses that fit after no prompt; raises UserError."""
@@ -149,15 +163,16 @@ class VlmPolicy(nn.Module):
     @property
     def layout(self) -> PromptLayout:
         """The model's sizes that the encoding of prompts depends on."""
-        vision = self.network.config.vision_config
+        patch_size, merge_size, _ = self.family.sizes(self.network.config)
         longest, limit = self.positions - 1, self.config.max_prompt_tokens
         own = limit is not None and limit <= longest
         return PromptLayout(
-            patch_size=int(vision.patch_size),
+            patch_size=patch_size,
             max_tokens=limit if own and limit is not None else longest,
             limit_source="model.max_prompt_tokens" if own else "what the model's positions leave for a prompt",
-            merge_size=int(vision.spatial_merge_size),
-            tokens_per_second=getattr(vision, "tokens_per_second", None),
+            merge_size=merge_size,
+            tables=self.family.token_tables(self.network),
+            reads_videos=self.family.reads_videos,
         )
 
     def encode(
@@ -235,11 +250,10 @@ class VlmPolicy(nn.Module):
             zeros = torch.zeros(rollouts.mask.shape, dtype=flat.dtype, device=flat.device)
             return zeros.index_put(row_and_step, flat)
 
-        read, head = states, self.network.lm_head.weight
-        if not outputs & {"logp", "entropy"}:
-            read, head = states.detach(), head.detach()
-        entropy = "entropy" in outputs
-        found = linear_logprobs(read, head, targets, temperature=temperature, banned=self.banned_ids, entropy=entropy)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(outputs & {"logp", "entropy"})):
+            found = self.head.logprobs(
+                states, targets, temperature=temperature, banned=self.banned_ids, entropy="entropy" in outputs
+            )
         values = None
         if "values" in outputs and self.value_head is not None:
             with _no_autocast(states):
@@ -266,7 +280,7 @@ class VlmPolicy(nn.Module):
         return self._states(rollouts, view)[0]
 
     def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
-        """Run N prompts through the vision tower and the language model, each once.
+        """Run N prompts through the vision tower and the language model, each once; in the fast lane only.
 
         Gradient: flows into all trainable weights.
         """
@@ -284,6 +298,12 @@ class VlmPolicy(nn.Module):
             last_state=hidden[0, lengths.cumsum(0) - 1],
         )
 
+    def last_states(self, prompts: Sequence[Prompt]) -> Tensor:
+        """States (N, H) of the last tokens of N prompts."""
+        return (
+            self.encode_prefix(prompts).last_state if self.generic is None else self.generic.last_states(self, prompts)
+        )
+
     def weights_state(self) -> tuple[object, ...]:
         """Changes whenever the same prompt would be computed to other numbers: weights, adapter, precision."""
         kind = self.device.type
@@ -295,6 +315,8 @@ class VlmPolicy(nn.Module):
         payload = VlmPayload.of(rollouts)
         mask = rollouts.mask.to(self.device)
         reading = make_reading(payload, view, rollouts.group.to(self.device), mask)
+        if self.generic is not None:
+            return self.generic.states(self, reading), reading.targets
         # responses that are alone with their prompt have nothing to share, and one row each is one pass less
         sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
         return (self._shared_states(reading) if sharing else self._flat_states(reading)), reading.targets
@@ -339,9 +361,7 @@ class VlmPolicy(nn.Module):
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) float32 of the next token, with the banned tokens and temperature of scoring."""
-        weight = self.network.lm_head.weight
-        with _no_autocast(states):
-            logits = nn.functional.linear(states, weight.to(states.dtype)).float() / temperature
+        logits = self.head.logits(states).float() / temperature
         return logits.index_fill(1, self.banned_ids, float("-inf")).log_softmax(-1)
 
     def embed(self, rows: PackedRows, features: VisionFeatures | None) -> tuple[Tensor, dict[str, Any]]:
@@ -377,7 +397,7 @@ class VlmPolicy(nn.Module):
         """Write model, processor and value head to a folder.
 
         Without LoRA it is an ordinary model folder. With LoRA it holds the adapter, whose configuration names the base
-        model; AutoModelForImageTextToText then loads the base model with the adapter.
+        model; transformers' AutoModel class then loads the base model with the adapter.
         """
         save_model(self.model, Path(path))
         self.processor.save_pretrained(path)
@@ -437,63 +457,11 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPo
     base, adapter = resolve_model(config.path)
     network = load_network(config, base)
     processor = load_processor(str(adapter or base))
-    _set_pixels(processor, config)
-    model = _prepare(network, config, adapter)
-    head = make_value_head(network.config.text_config.hidden_size, config.critic) if value_head else None
+    set_pixels(processor, config)
+    model = prepare(network, config, adapter)
+    head = make_value_head(network.config.get_text_config().hidden_size, config.critic) if value_head else None
     if head is not None and (folder / VALUE_HEAD_FILE).is_file():
         load_value_head(head, folder)
     policy = VlmPolicy(model, processor, config, head).eval()
     policy.starts_from_adapter = policy.has_adapter and adapter is not None
     return policy
-
-
-def _set_pixels(processor: Any, config: ModelConfig) -> None:
-    size = dict(processor.image_processor.size)
-    if config.min_pixels is not None:
-        size["shortest_edge"] = config.min_pixels
-    if config.max_pixels is not None:
-        size["longest_edge"] = config.max_pixels
-    if size["shortest_edge"] > size["longest_edge"]:
-        raise UserError(
-            f"the processor's pixel budget is {size['shortest_edge']} to {size['longest_edge']}; "
-            "set both model.min_pixels and model.max_pixels"
-        )
-    processor.image_processor.size = size
-
-
-def _prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
-    """Freeze the untrained weights, add adapters and switch on checkpointing and faster kernels."""
-    model = network
-    if config.lora.enabled or adapter is not None:
-        model = add_adapter(network, config.lora, adapter)
-    if config.freeze_vision:
-        network.model.visual.requires_grad_(False)
-    if config.patch_product:
-        multiply_patches(network.model.visual)
-    if reason := _unshareable_reason(network, config):
-        LOGGER.info("prompts are computed once for each response (flat rows): %s", reason)
-    else:
-        network.config.text_config._attn_implementation = register_attention()
-        LOGGER.info("each prompt is computed once for its group (shared prefix)")
-    if config.gradient_checkpointing:
-        # the reentrant form needs an input that requires grad, which frozen embeddings do not give
-        options = {"use_reentrant": False}
-        if hasattr(network, "activation_checkpointing_enable"):
-            network.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-        else:
-            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    return model
-
-
-def _unshareable_reason(network: Any, config: ModelConfig) -> str | None:
-    """Reason why the prompts of a model cannot be shared by their groups; None if they can."""
-    text = network.config.text_config
-    if not config.shared_prefix:
-        return "model.shared_prefix is false"
-    if config.attention != "sdpa":
-        return f"model.attention is {config.attention}, sharing needs sdpa"
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-        return "some layers attend through a sliding window"
-    if getattr(text, "attention_dropout", 0.0):
-        return f"the model's attention_dropout is {text.attention_dropout}"
-    return None

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.vlm.data.prompt import TEXT, Insert, Prompt, VlmPayload, join_prompts
+from mmrl.vlm.data.prompt import Insert, Prompt, VlmPayload, join_prompts
+from mmrl.vlm.families.positions import TEXT
 
 
 @dataclass
@@ -216,7 +217,7 @@ def split_row(tokens: Tensor, inserts: Sequence[Insert]) -> list[Prompt]:
 def text_prompt(tokens: Tensor) -> Prompt:
     """Tokens (T,) without images as a prompt; its positions begin at 0."""
     positions = torch.arange(len(tokens)).expand(3, -1)
-    return Prompt(tokens, torch.full_like(tokens, TEXT), positions, len(tokens), None, None)
+    return Prompt(tokens, torch.full_like(tokens, TEXT), positions, len(tokens))
 
 
 def _positions(length: int, start: int, inserts: Sequence[Insert]) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.decoder import LeanWeights, PrefixDecoder, lean_weights, unsupported_reason
+from mmrl.vlm.engine.generic import GenericDecoder, GenericLane, prompts_together
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import KeepPrefill, Prefix
 from mmrl.vlm.engine.rows import PromptTable, pack_rows, tabulate
@@ -156,10 +157,10 @@ class GenerationState:
         self.policy = policy
         self.config = config
         self.uniforms = None if uniforms is None else uniforms.t().to(device, torch.float64).contiguous()
-        text = policy.network.config.text_config
+        text = policy.network.config.get_text_config()
         self.is_eos = torch.zeros(text.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(policy.eos_ids)] = True
-        self.max_positions = int(text.max_position_embeddings)
+        self.max_positions = policy.positions
         self.ids = torch.full(shape, policy.pad_id, device=device)
         self.mask = torch.zeros(shape, device=device)
         self.logp = torch.zeros(shape, device=device)
@@ -364,7 +365,9 @@ def sample(
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
         with torch.no_grad():
-            if _is_lean(policy, config):
+            if policy.generic is not None:
+                _sample_generic(state, policy.generic, prompts, samples_per_prompt)
+            elif _is_lean(policy, config):
                 _sample_lean(state, prompts, samples_per_prompt, keep)
             else:
                 _sample_through_modules(state, prompts, samples_per_prompt)
@@ -415,6 +418,25 @@ def _decode_lean(state: GenerationState, weights: LeanWeights, prefix: Prefix, p
     prefix = prefix if len(live) == len(prefix) else prefix.select(live)
     decoder = PrefixDecoder(weights, prefix, own, state.config.max_new_tokens - 1, state.policy.banned_ids)
     decode(state, decoder, rows, state.max_positions - prefix.lengths[own], prefix.last_state[own])
+
+
+def _sample_generic(state: GenerationState, lane: GenericLane, prompts: Sequence[Prompt], group: int) -> None:
+    """Read prompts of one length together, each once, then decode their samples, at most `batch_rows` at a time."""
+    policy, most = state.policy, state.config.batch_rows
+    for chosen in prompts_together(prompts, max(most // group, 1)):
+        part, cache = [prompts[number] for number in chosen], lane.new_cache(policy)
+        with stopwatch("prefill"):
+            last = lane.read(policy, part, cache=cache)[:, -1]
+        numbers = torch.tensor(chosen, device=policy.device)
+        chunks = torch.arange(len(part) * group, device=policy.device).split(most)
+        with stopwatch("decode"):
+            for number, chunk in enumerate(chunks):
+                prompt = chunk // group
+                # decoding changes the cache, so all chunks but the last work on a copy
+                shared = cache if number == len(chunks) - 1 else copy.deepcopy(cache)
+                decoder = GenericDecoder(policy, lane, part, prompt, shared)
+                budget = torch.full_like(chunk, state.max_positions - len(part[0]))
+                decode(state, decoder, numbers[prompt] * group + chunk % group, budget, last[prompt])
 
 
 def _sample_through_modules(state: GenerationState, prompts: Sequence[Prompt], group: int) -> None:

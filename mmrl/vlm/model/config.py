@@ -12,6 +12,7 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP
 
 DTYPES = ("float32", "bfloat16")
+LANES = ("auto", "fast", "generic")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 
@@ -57,8 +58,12 @@ class FrozenModelConfig:
     """Precision of weights and activations: float32 or bfloat16; log-probabilities are float32 either way."""
     attention: str = rare(choice("sdpa", ATTENTION))
     """Attention kernels: sdpa, eager or flash_attention_2 (needs a GPU, bfloat16 and the flash-attn package)."""
+    lane: str = rare(choice("auto", LANES))
+    """Engine: fast is the suite's own attention and decoder (Qwen2.5-VL, Qwen3-VL), generic goes through transformers'
+    modules and cache with any image-text or language model; auto takes fast where it can."""
     shared_prefix: bool = rare(True)
-    """Compute each prompt once for all responses of its group, with the same gradients; needs attention sdpa."""
+    """Compute each prompt once for all responses of its group, with the same gradients; the fast lane needs attention
+    sdpa for it."""
     patch_product: bool = rare(True)
     """Compute the vision tower's patch embedding as the matrix product that it is, not as a convolution."""
     min_pixels: int | None = bounded(None, at_least=1)

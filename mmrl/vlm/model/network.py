@@ -28,10 +28,6 @@ BASE_FILE = "base.json"
 """File beside an adapter with the relative path of its base model."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
-ARCHITECTURES = {
-    "qwen2_5_vl": "Qwen2.5-VL (arXiv 2502.13923)",
-    "qwen3_vl": "Qwen3-VL (arXiv 2511.21631)",
-}
 
 
 def resolve_model(path: str) -> tuple[str, Path | None]:
@@ -81,20 +77,12 @@ def _listing(folder: Path) -> str:
 
 def load_network(config: ModelConfig, base: str) -> Any:
     """Load a transformers model with its language model head."""
-    import torch
-    from transformers import AutoModelForImageTextToText
-
     if (Path(base) / ADAPTER_CONFIG).is_file():  # which transformers would read, and its pickles, without a word
         raise UserError(f"{base} holds a model, and an adapter ({ADAPTER_CONFIG}) too; keep them apart")
-    model_type = _model_type(base)
-    if model_type not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UserError(
-            f"{base} is of architecture {model_type!r}; supported are: {known}; docs/adding.md says how one is added"
-        )
+    auto = auto_class(_model_type(base), base)
     try:
         with quiet_transformers():
-            loaded: Any = AutoModelForImageTextToText.from_pretrained(
+            loaded: Any = auto.from_pretrained(
                 base,
                 dtype=getattr(torch, config.dtype),
                 attn_implementation=config.attention,
@@ -102,7 +90,8 @@ def load_network(config: ModelConfig, base: str) -> Any:
                 trust_remote_code=False,
             )
     except Exception as error:  # damaged files, missing kernels and memory each raise their own kinds
-        raise UserError(f"the model in {base} cannot be loaded: {first_line(error)}") from error
+        other = f" (model.attention is {config.attention})" if "attn_implementation" in str(error) else ""
+        raise UserError(f"the model in {base} cannot be loaded: {first_line(error)}{other}") from error
     network, report = loaded
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -110,6 +99,21 @@ def load_network(config: ModelConfig, base: str) -> Any:
     check_finite(dict(network.named_parameters()), base)
     network.generation_config = _neutral(network.generation_config)
     return network
+
+
+def auto_class(model_type: str, base: str) -> Any:
+    """AutoModelForImageTextToText or, for language models, AutoModelForCausalLM."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    if model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return transformers.AutoModelForImageTextToText
+    if model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return transformers.AutoModelForCausalLM
+    raise UserError(
+        f"{base} is of architecture {model_type!r}, which is in transformers' tables neither of "
+        "AutoModelForImageTextToText nor of AutoModelForCausalLM; a newer transformers may have it"
+    )
 
 
 def _neutral(generation: Any) -> Any:
@@ -205,7 +209,7 @@ def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None) -> A
 def _check_adapter(model: Any, settings: LoraSettings, adapter: Path) -> None:
     """Refuse settings that are not those of the adapter from which training continues."""
     saved = model.active_peft_config
-    layers = model.base_model.model.model.language_model.named_modules()
+    layers = model.base_model.model.get_decoder().named_modules()
     targets = sorted({name.rpartition(".")[2] for name, layer in layers if hasattr(layer, "lora_A")})
     found = {"rank": saved.r, "alpha": saved.lora_alpha, "targets": targets or sorted(settings.targets)}
     given = {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(settings.targets)}
@@ -220,14 +224,23 @@ def _check_adapter(model: Any, settings: LoraSettings, adapter: Path) -> None:
 
 
 def _lora_pattern(network: Any, settings: LoraSettings) -> str:
-    layer = network.model.language_model.layers[0]
-    found = {name.rpartition(".")[2] for name, _ in layer.named_modules()}
+    decoder = network.get_decoder()
+    place = next(name for name, module in network.named_modules() if module is decoder).rpartition(".")[2]
+    layers = [dict(layer.named_modules()) for layer in decoder.layers]
+    found = {name.rpartition(".")[2] for layer in layers for name in layer}
     unknown = [name for name in settings.targets if name not in found]
     if unknown:
         known = ", ".join(name for name in LoraSettings().targets if name in found)
         raise UserError(f"model.lora.targets names {unknown}; a decoder layer has: {known}")
     names = "|".join(re.escape(name) for name in settings.targets)
-    return rf".*language_model\.layers\..*\.({names})"
+    return rf".*{re.escape(place)}\.layers\..*\.({names})"
+
+
+def vision_parameters(network: Any) -> list[nn.Parameter]:
+    """All weights that make features of images and videos: those outside the decoder, the embedding and the head."""
+    outer = (network.get_input_embeddings(), network.get_output_embeddings())
+    text = {weight for module in (network.get_decoder(), *outer) for weight in module.parameters()}
+    return [weight for weight in network.parameters() if weight not in text]
 
 
 def make_value_head(width: int, settings: CriticSettings) -> nn.Module:

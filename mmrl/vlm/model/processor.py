@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
-from mmrl.vlm.data.task import MEDIA_TOKENS
+from mmrl.vlm.families.family import family_of
 
 
 class ImageOnlyProcessor:
@@ -41,7 +41,12 @@ class ImageOnlyProcessor:
         return self.tokenizer.apply_chat_template(messages, **options)
 
     def __call__(
-        self, *, text: Sequence[str], images: Sequence[Any] | None = None, return_tensors: str = "pt"
+        self,
+        *,
+        text: Sequence[str],
+        images: Sequence[Any] | None = None,
+        return_tensors: str = "pt",
+        add_special_tokens: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Tokenise one rendered prompt and process its images."""
         prompt = text[0]
@@ -66,8 +71,41 @@ class ImageOnlyProcessor:
         return first + "".join(self.image_token * n + piece for n, piece in zip(counts, pieces, strict=True))
 
 
+class TextProcessor:
+    """A tokenizer behind the calls that this suite makes of a processor."""
+
+    image_token = video_token = image_processor = video_processor = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja template of the chat markup."""
+        return self.tokenizer.chat_template
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+        """Render chat turns; templates of language models read texts, not lists of parts."""
+        turns = [turn | {"content": _joined(turn["content"])} for turn in messages]
+        return self.tokenizer.apply_chat_template(turns, **options)
+
+    def __call__(self, *, text: Sequence[str], images: None = None, **options: Any) -> dict[str, torch.Tensor]:
+        """Tokenise one rendered prompt."""
+        return {"input_ids": self.tokenizer(list(text), **options)["input_ids"]}
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write the tokenizer."""
+        self.tokenizer.save_pretrained(path)
+
+
+def _joined(content: Any) -> Any:
+    """Parts of a message as one text; a part that is none stays, and the template refuses it."""
+    texts = content if isinstance(content, list) and all(part.get("type") == "text" for part in content) else None
+    return content if texts is None else "".join(part["text"] for part in texts)
+
+
 def load_processor(path: str) -> Any:
-    """Load the processor of a model; raises UserError."""
+    """Load the processor of a model, or the tokenizer of a language model as one; raises UserError."""
     absent = ensure_torchvision() == "absent"
     from transformers import AutoProcessor, AutoTokenizer, Qwen2VLImageProcessorPil
 
@@ -76,7 +114,8 @@ def load_processor(path: str) -> Any:
             images = Qwen2VLImageProcessorPil.from_pretrained(path)
             processor: Any = ImageOnlyProcessor(images, AutoTokenizer.from_pretrained(path, trust_remote_code=False))
         else:
-            processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+            found = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+            processor = found if hasattr(found, "tokenizer") else TextProcessor(found)
     except Exception as error:  # hub, JSON and tokenizer files each raise their own kinds
         raise UserError(f"the processor of {path} cannot be loaded: {type(error).__name__}: {error}") from error
     if processor.tokenizer.chat_template is None and processor.chat_template is None:
@@ -98,8 +137,9 @@ def eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
 
 def banned_ids(network: Any, tokenizer: Any) -> Tensor:
     """Ids that may never be sampled: image markup breaks the next forward pass, unused ids have no text."""
-    vocabulary = tokenizer.get_vocab()
-    ids = {vocabulary[token] for token in MEDIA_TOKENS if token in vocabulary}
-    ids |= {network.config.image_token_id, network.config.video_token_id}
-    ids |= set(range(len(tokenizer), network.config.text_config.vocab_size))
+    config, vocabulary = network.config, tokenizer.get_vocab()
+    family, entries = family_of(config.model_type), config.get_text_config().vocab_size
+    ids = {vocabulary[token] for token in family.media_tokens if token in vocabulary}
+    ids |= {token for token in family.banned(config) if token < entries}
+    ids |= set(range(len(tokenizer), entries))
     return torch.tensor(sorted(ids), dtype=torch.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ class FeatureCache:
     """Features of the vision tower, kept as long as its weights and the prompts they belong to."""
 
     def __init__(self) -> None:
-        self._features: weakref.WeakKeyDictionary[Prompt, VisionFeatures] = weakref.WeakKeyDictionary()
+        self._features: weakref.WeakKeyDictionary[Prompt, Any] = weakref.WeakKeyDictionary()
         self._weights: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureCache:
@@ -87,35 +87,45 @@ class FeatureCache:
         """Forget everything."""
         self._features.clear()
 
-    def gather(self, model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | None:
-        """Features of all prompts; only those not seen before pass the tower."""
-        # adapters of the tower may be switched off for a while
-        switches = (layer.disable_adapters for layer in model.visual.modules() if hasattr(layer, "disable_adapters"))
-        weights = (*weights_state(model.visual.parameters()), *switches)
-        if weights != self._weights:  # a weight of the tower was written: a reload, a moving average
+    def gather(
+        self, weights: tuple[int, ...], prompts: Sequence[Prompt], encode: Callable[[Sequence[Prompt]], Sequence[Any]]
+    ) -> list[Any]:
+        """Features of each prompt that has media of its own; only those not seen before are encoded.
+
+        `weights` changes with the weights of the tower: by a reload, or a moving average.
+        """
+        if weights != self._weights:
             self._features.clear()
             self._weights = weights
-        missing = list(dict.fromkeys(p for p in prompts if p.has_vision and p not in self._features))
+        missing = list(dict.fromkeys(p for p in prompts if p.media and p not in self._features))
         if missing:
             with torch.no_grad():
-                features = encode_vision(model, missing)
-            assert features is not None
-            counts = [int((prompt.mm_token_type_ids > 0).sum()) for prompt in missing]
-            rows = torch.arange(sum(counts), device=features.tokens.device).split(counts)
-            for prompt, index in zip(missing, rows, strict=True):
-                self._features[prompt] = features.select(index)
-        parts = [self._features[prompt] for prompt in prompts if prompt.has_vision]
-        return VisionFeatures.concat(parts) if parts else None
+                self._features.update(zip(missing, encode(missing), strict=True))
+        return [self._features[prompt] for prompt in prompts if prompt.media]
+
+
+def tower_state(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
+    """`weights_state` of a tower, and whether its adapters are switched off for a while."""
+    switches = (getattr(module, "disable_adapters", None) for module in modules)  # a method of whole models
+    return (*weights_state(parameters), *(switch for switch in switches if isinstance(switch, bool)))
 
 
 def gather_features(model: Any, prompts: Sequence[Prompt], cache: FeatureCache) -> VisionFeatures | None:
     """Features of all prompts, cached where no gradient flows into the tower."""
     prompts = [leaf for prompt in prompts for leaf in leaves(prompt)]
-    trained = any(parameter.requires_grad for parameter in model.visual.parameters())
-    if not (trained and torch.is_grad_enabled()):
-        return cache.gather(model, prompts)
-    cache.clear()
-    return encode_vision(model, prompts)
+    if any(parameter.requires_grad for parameter in model.visual.parameters()) and torch.is_grad_enabled():
+        cache.clear()
+        return encode_vision(model, prompts)
+
+    def encode(missing: Sequence[Prompt]) -> list[VisionFeatures]:
+        features = encode_vision(model, missing)
+        assert features is not None
+        counts = [int((prompt.mm_token_type_ids > 0).sum()) for prompt in missing]
+        rows = torch.arange(sum(counts), device=features.tokens.device).split(counts)
+        return [features.select(index) for index in rows]
+
+    parts = cache.gather(tower_state(model.visual.modules(), model.visual.parameters()), prompts, encode)
+    return VisionFeatures.concat(parts) if parts else None
 
 
 def encode_vision(model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | None:
@@ -124,8 +134,10 @@ def encode_vision(model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | Non
     Gradient: flows into the tower; rows that share a prompt add up there.
     """
     device = model.visual.patch_embed.proj.weight.device
-    images = [(p.pixel_values, p.image_grid_thw) for p in prompts if p.pixel_values is not None]
-    videos = [(p.pixel_values_videos, p.video_grid_thw) for p in prompts if p.pixel_values_videos is not None]
+    images, videos = (
+        [(p.media[pixels], p.media[grids]) for p in prompts if pixels in p.media]
+        for pixels, grids in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+    )
     parts = [
         _run_tower(tower, media, device)
         for tower, media in ((model.get_image_features, images), (model.get_video_features, videos))

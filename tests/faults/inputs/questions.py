@@ -47,12 +47,13 @@ def _prepare(folder: Path) -> _Lab:
 
 def _prepare_model(folder: Path) -> _Lab:
     from mmrl.vlm.data.prompt import PromptLayout
+    from mmrl.vlm.families.qwen_vl import grid_tables
     from mmrl.vlm.model.processor import load_processor
     from tests.contracts.domains import tiny_vlm
 
     lab = _prepare(folder)
     lab.processor = load_processor(str(tiny_vlm()))
-    lab.layout = PromptLayout(14, 512, "the limit", 2, 2.0)
+    lab.layout = PromptLayout(14, 512, "the limit", 2, grid_tables(2, 2.0))
     return lab
 
 

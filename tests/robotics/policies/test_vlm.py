@@ -21,7 +21,7 @@ def test_action_logits_are_rows_of_the_whole_head(policies):
     language, tokens = network.model.language_model, K * D
     with torch.no_grad():
         embeddings = network.get_input_embeddings()(prompt.input_ids[None])
-        seen = network.model.get_image_features(prompt.pixel_values, prompt.image_grid_thw, return_dict=True)
+        seen = network.model.get_image_features(**prompt.media, return_dict=True)
         embeddings[0, prompt.mm_token_type_ids > 0] = torch.cat(seen.pooler_output)
         embeddings = torch.cat([embeddings, torch.zeros(1, tokens, embeddings.shape[-1])], 1)
         following = prompt.next_position + torch.arange(tokens).expand(3, 1, -1)

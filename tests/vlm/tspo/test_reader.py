@@ -58,8 +58,8 @@ def test_a_frozen_reader_sees_the_picked_frames_and_is_no_decision(tmp_path, mod
     task = recipe.train_tasks[0]
     answers = recipe.answerer.answer([task, task], [[0, 1, 2], [3, 4, 5]], None)
     prompt = answers.prompts[0]
-    assert len(prompt.image_grid_thw) == 3
-    assert not torch.equal(answers.prompts[0].pixel_values, answers.prompts[1].pixel_values)
+    assert len(prompt.media["image_grid_thw"]) == 3
+    assert not torch.equal(answers.prompts[0].media["pixel_values"], answers.prompts[1].media["pixel_values"])
     again = recipe.answerer.answer([task], [[0, 1, 2]], None)
     assert again.texts == answers.texts[:1]
     recipe.close()

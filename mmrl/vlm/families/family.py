@@ -1,0 +1,87 @@
+"""A family of models, and how its file is found."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.vlm.families.positions import IMAGE, TEXT, VIDEO
+
+TokenTables = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
+"""From a processor's output for one prompt to the types (P,) and the positions (3, P) of its tokens."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between families of models; the defaults read it from the model's configuration and signatures."""
+
+    fast: bool = False
+    """Whether the suite's own attention and decoder know the family's modules (`model.lane`)."""
+    reads_videos: bool = False
+    """Whether videos are sampled and laid out as qwen-vl-utils does."""
+    media_tokens: tuple[str, ...] = ()
+    """Tokens that no answer may hold, besides those that the configuration names."""
+
+    def sizes(self, config: Any) -> tuple[int, int, float | None]:
+        """Pixels on a side of a patch, patches on a side of an image token, and positions of a second of video."""
+        vision = getattr(config, "vision_config", None)
+        patch = getattr(vision, "patch_size", None) or 14
+        merge = getattr(vision, "spatial_merge_size", None) or 1
+        return int(patch if isinstance(patch, int) else patch[0]), int(merge), None
+
+    def token_tables(self, network: Any) -> TokenTables:
+        """How the types and positions of a prompt's tokens are found.
+
+        Positions are those of the model's `get_rope_index` where it has one; else tokens are counted, the same along all
+        three axes.
+        """
+        config, find = network.config, getattr(network.base_model, "get_rope_index", None)
+
+        def tables(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+            ids = inputs["input_ids"][0]
+            types = torch.full_like(ids, TEXT)
+            for kind, name in ((IMAGE, "image_token_id"), (VIDEO, "video_token_id")):
+                if (token := getattr(config, name, None)) is not None:
+                    types[ids == token] = kind
+            if find is None:
+                return types, torch.arange(len(ids)).expand(3, -1)
+            grids = {name: inputs[name] for name in ("image_grid_thw", "video_grid_thw") if name in inputs}
+            positions, _ = find(inputs["input_ids"], mm_token_type_ids=types[None], **grids)
+            return types, positions[:, 0]
+
+        return tables
+
+    def token_inputs(self, types: Tensor, is_prompt: Tensor, accepted: Collection[str]) -> dict[str, Tensor]:
+        """Arguments of the model's forward with one entry a token.
+
+        Args:
+            types: (B, L), 0 for text, 1 for images, 2 for videos.
+            is_prompt: (B, L) bool, tokens of the prompt; the others belong to the response.
+            accepted: names of the arguments of the model's forward.
+        """
+        named = {"token_type_ids": (types == IMAGE).long(), "mm_token_type_ids": types}
+        return {name: value for name, value in named.items() if name in accepted}
+
+    def banned(self, config: Any) -> set[int]:
+        """Tokens of images, videos and sounds that the configuration names; the model would look for their features."""
+        names = [name for name in config.to_dict() if name.endswith(("_token_id", "_token_index"))]
+        text = ("bos_", "eos_", "pad_", "sep_", "unk_", "mask_", "decoder_")
+        found = (getattr(config, name, None) for name in names if not name.startswith(text))
+        return {token for token in found if isinstance(token, int) and token >= 0}
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a `model_type` of transformers; the default where it has no file."""
+    name = f"{__package__}.{model_type}"
+    try:
+        found: Family = importlib.import_module(name).FAMILY
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return Family()
+    return found

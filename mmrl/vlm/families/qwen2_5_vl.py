@@ -1,0 +1,5 @@
+"""Qwen2.5-VL (arXiv 2502.13923)."""
+
+from mmrl.vlm.families.qwen_vl import QwenVl
+
+FAMILY = QwenVl(fast=True)

@@ -1,0 +1,5 @@
+"""Qwen3-VL (arXiv 2511.21631)."""
+
+from mmrl.vlm.families.qwen_vl import QwenVl
+
+FAMILY = QwenVl(fast=True)
