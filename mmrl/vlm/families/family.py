@@ -37,8 +37,8 @@ class Family:
     def token_tables(self, network: Any) -> TokenTables:
         """How the types and positions of a prompt's tokens are found.
 
-        Positions are those of the model's `get_rope_index` where it has one; else tokens are counted, the same along all
-        three axes.
+        Positions are those of the model's `get_rope_index` where it has one; else tokens are counted, the same along
+        all three axes.
         """
         config, find = network.config, getattr(network.base_model, "get_rope_index", None)
 

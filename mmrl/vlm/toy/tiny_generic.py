@@ -1,0 +1,193 @@
+"""Tiny random models of the generic lane, saved as ordinary model folders: one language model, two that see images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.files import replaced
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.vlm.toy.tiny import CHAT_TEMPLATE, train_tokenizer
+
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+SIDE_PX, PATCH_PX, IMAGE_TOKENS = 56, 14, 4
+"""Side of the only image size, of a patch, and tokens of an image."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    placeholder: str = ""
+    """Token that stands for an image in a prompt."""
+    tokens: dict[str, str] | None = None
+    """Special tokens by the names that the processor looks for."""
+    config: Callable[[dict[str, Any], Any], Any] | None = None
+    """Configuration from that of the language model and the tokenizer; None for a language model alone."""
+    processor: Callable[[Any], Any] | None = None
+    """Processor around a tokenizer."""
+
+
+def build_tiny_generic(
+    path: Path | str,
+    *,
+    family: str = "qwen3",
+    corpus: Sequence[str],
+    hidden: int = 48,
+    layers: int = 2,
+    vocab_size: int = 400,
+    max_positions: int = 1024,
+    initializer_range: float = 0.1,
+    seed: int = 0,
+) -> Path:
+    """Build a small random model with its own tokenizer and save it as a model folder.
+
+    Args:
+        path: folder to write; created with its parents.
+        family: row of `FAMILIES`: `model_type` of a language model, smolvlm or gemma3.
+        corpus: texts that the byte-level BPE tokenizer learns its merges from.
+        hidden: width; a multiple of 8.
+        layers: decoder layers.
+        vocab_size: most tokens, without those of images.
+        max_positions: longest sequence in tokens.
+        initializer_range: standard deviation of the random weights.
+        seed: seed of the random weights.
+
+    Returns:
+        The folder, which loads with transformers' Auto classes.
+
+    Raises:
+        UserError: an unknown family.
+    """
+    import torch
+    import transformers
+
+    if family not in FAMILIES:
+        raise UserError(f"unknown model family {family!r}; there are: {', '.join(FAMILIES)}")
+    ensure_torchvision()
+    row = FAMILIES[family]
+    plain = train_tokenizer(corpus, vocab_size)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain.backend_tokenizer,
+        eos_token=plain.eos_token,
+        pad_token=plain.pad_token,
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE.replace(QWEN_IMAGE, row.placeholder),
+        extra_special_tokens=row.tokens or {},
+        clean_up_tokenization_spaces=False,
+    )
+    text = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 4,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": max_positions,
+        "initializer_range": initializer_range,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": True,
+    }
+    if row.config is None:
+        config, auto = transformers.AutoConfig.for_model(family, **text), transformers.AutoModelForCausalLM
+    else:
+        config, auto = row.config(text, tokenizer), transformers.AutoModelForImageTextToText
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto.from_config(config, dtype=torch.float32)
+    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=True, top_k=0, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+    )
+    with replaced(Path(path)) as draft, quiet_transformers():
+        model.save_pretrained(draft)
+        (tokenizer if row.processor is None else row.processor(tokenizer)).save_pretrained(draft)
+    return Path(path)
+
+
+def _vision(kind: str) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": SIDE_PX,
+        "patch_size": PATCH_PX,
+    }
+
+
+def _smolvlm_config(text: dict[str, Any], tokenizer: Any) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        "smolvlm",
+        text_config=text | {"model_type": "llama"},
+        vision_config=_vision("smolvlm_vision"),
+        image_token_id=tokenizer.image_token_id,
+        scale_factor=2,
+        tie_word_embeddings=True,
+    )
+
+
+def _smolvlm_processor(tokenizer: Any) -> Any:
+    from transformers import SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
+
+    size = {"longest_edge": SIDE_PX}
+    images = SmolVLMImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
+    videos = SmolVLMVideoProcessor(size=size, max_image_size=size, num_frames=2, fps=1)
+    return SmolVLMProcessor(
+        images, tokenizer, videos, image_seq_len=IMAGE_TOKENS, chat_template=tokenizer.chat_template
+    )
+
+
+def _gemma3_config(text: dict[str, Any], tokenizer: Any) -> Any:
+    from transformers import AutoConfig
+
+    kinds = [
+        "sliding_attention" if number % 2 == 0 else "full_attention" for number in range(text["num_hidden_layers"])
+    ]
+    return AutoConfig.for_model(
+        "gemma3",
+        text_config=text | {"model_type": "gemma3_text", "sliding_window": 16, "layer_types": kinds},
+        vision_config=_vision("siglip_vision_model"),
+        mm_tokens_per_image=IMAGE_TOKENS,
+        image_token_index=tokenizer.image_token_id,
+        boi_token_index=tokenizer.boi_token_id,
+        eoi_token_index=tokenizer.eoi_token_id,
+        tie_word_embeddings=True,
+    )
+
+
+def _gemma3_processor(tokenizer: Any) -> Any:
+    from transformers import Gemma3ImageProcessor, Gemma3Processor
+
+    images = Gemma3ImageProcessor(size={"height": SIDE_PX, "width": SIDE_PX})
+    return Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=IMAGE_TOKENS)
+
+
+FAMILIES = {
+    "qwen3": _Family(),
+    "llama": _Family(),
+    "smolvlm": _Family(
+        "<image>",
+        {
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+        _smolvlm_config,
+        _smolvlm_processor,
+    ),
+    "gemma3": _Family(
+        "<start_of_image>",
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        _gemma3_config,
+        _gemma3_processor,
+    ),
+}

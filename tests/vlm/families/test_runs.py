@@ -1,0 +1,162 @@
+"""Runs of the real recipes on models of the generic lane, from a saved folder to plain transformers and peft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.recipes import RECIPES
+from mmrl.training.run import train
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.task import TaskError
+from mmrl.vlm.engine.policy import VlmPolicy, load_policy
+from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.model.network import auto_class
+from mmrl.vlm.toy.tiny_generic import build_tiny_generic
+from tests.rounding import assert_equal_up_to_rounding
+from tests.vlm.builders import CORPUS, draw, make_task
+from tests.vlm.runs import run_config
+
+LORA = {"enabled": True, "rank": 4, "targets": ["q_proj", "v_proj"]}
+KINDS = ("smolvlm", "gemma3", "qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_generic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("generic")
+    ensure_torchvision()
+    from transformers.models.smolvlm import processing_smolvlm
+
+    # its processor writes lengths of videos in words, with a package that images do not need
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(processing_smolvlm, "num2words", str)
+        return {kind: build_tiny_generic(root / kind, family=kind, corpus=CORPUS) for kind in KINDS}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    return request.param
+
+
+@pytest.fixture
+def folder(kind: str, tiny_generic: dict[str, Path]) -> Path:
+    return tiny_generic[kind]
+
+
+def sizes(kind: str) -> list[tuple[int, int]]:
+    return [] if kind == "qwen3" else [(56, 56)]
+
+
+def run_of(kind: str, folder: Path, tmp_path: Path, **lora) -> tuple[Path, VlmConfig]:
+    config = run_config(VlmConfig, tmp_path, folder, steps=1, samples_per_task=3, learning_rate=1e-2)
+    if kind == "qwen3":
+        file = Path(config.data.path)
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [row | {"images": [], "problem": "What is 3 plus 4?"} for row in rows]
+        file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    config.model.lora = LoraSettings(**lora) if lora else config.model.lora
+    config.rewards[0].name = "tests.vlm.families.test_runs:letters"
+    config.rewards[0].weight = 1.0
+    return train(RECIPES["vlm"], config), config
+
+
+def letters(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """A reward that differs between answers."""
+    return [sum(map(ord, text)) % 7 / 6 for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [("smolvlm", LORA), ("gemma3", {}), ("qwen3", LORA)]
+    + [pytest.param(*pair, marks=pytest.mark.slow) for pair in (("smolvlm", {}), ("gemma3", LORA), ("qwen3", {}))],
+    indirect=["kind"],
+)
+def test_a_step_of_grpo_is_saved_for_plain_transformers(kind, folder, tmp_path, lora):
+    run_dir, config = run_of(kind, folder, tmp_path, **lora)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[0]["policy/ratio_mean"] == 1.0
+    assert rows[0]["optim/grad_norm"] > 0
+    saved = run_dir / "checkpoints/step-000001/model"
+    policy = load_policy(ModelConfig(path=str(saved), lora=config.model.lora))
+    task = make_task("t", "Sum?", sizes(kind))
+    prompt = policy.encode(task)
+    expected = own_logits(policy.network, prompt)
+    with quiet_transformers():
+        plain = auto_class(policy.network.config.model_type, "").from_pretrained(saved).eval()
+    assert sum("lora_" in name for name in plain.state_dict()) == (8 if lora else 0)
+    assert_equal_up_to_rounding(own_logits(plain, prompt), expected)
+    before = load_policy(ModelConfig(path=str(folder)))
+    assert (own_logits(before.network, prompt) - expected).abs().max() > 1e-4
+
+
+def own_logits(model, prompt) -> torch.Tensor:
+    types = {}
+    if model.config.model_type == "gemma3":
+        types = {"token_type_ids": prompt.mm_token_type_ids[None]}
+    with torch.no_grad():
+        return model(input_ids=prompt.input_ids[None], **types, **prompt.media).logits
+
+
+def test_prompts_are_those_of_the_processor(kind, folder):
+    policy = load_policy(ModelConfig(path=str(folder)))
+    assert policy.generic is not None
+    task = make_task("t", "What is the sum?", sizes(kind) * 2)
+    prompt = policy.encode(task)
+    assert int((prompt.mm_token_type_ids == 1).sum()) == 4 * len(task.images)
+    assert policy.processor.tokenizer.decode(prompt.input_ids).endswith("<|im_start|>assistant\n")
+    assert prompt.has_vision is bool(task.images)
+    assert set(policy.banned_ids.tolist()).isdisjoint(policy.eos_ids)
+    if task.images:
+        assert policy.network.config.image_token_id in policy.banned_ids.tolist()
+
+
+def test_a_language_model_reads_no_images(tiny_generic):
+    policy = load_policy(ModelConfig(path=str(tiny_generic["qwen3"])))
+    with pytest.raises(TaskError, match="it has 1 images, and the model reads none"):
+        policy.encode(make_task("t", "Sum?", [(56, 56)]))
+
+
+def test_options_that_fit_no_such_model(kind, folder):
+    with pytest.raises(UserError, match=r"model\.lane is fast, but .* does not know the architecture"):
+        load_policy(ModelConfig(path=str(folder), lane="fast"))
+    with pytest.raises(UserError, match=r"model\.min_pixels and model\.max_pixels are areas"):
+        load_policy(ModelConfig(path=str(folder), max_pixels=5000))
+    with pytest.raises(UserError, match="needs the fast lane"):
+        load_policy(ModelConfig(path=str(folder))).check_fast("This")
+
+
+def test_a_frozen_tower_is_encoded_once(kind, folder):
+    if kind == "qwen3":
+        pytest.skip("it has no tower")
+    policy = load_policy(ModelConfig(path=str(folder), freeze_vision=True))
+    passes = []
+    tower = next(module for name, module in policy.network.named_modules() if name.endswith(("vision_model", "tower")))
+    tower.register_forward_hook(lambda *_: passes.append(1))
+    rollouts = draw(policy, [make_task(name, "Sum?", sizes(kind)) for name in "ab"])
+    policy(rollouts).logp.sum().backward()
+    assert len(passes) == 2
+    assert all(weight.grad is None for weight in tower.parameters())
+
+
+def checkpointed(folder: Path) -> VlmPolicy:
+    return load_policy(ModelConfig(path=str(folder), gradient_checkpointing=True)).train()
+
+
+def test_checkpointing_and_values(kind, folder):
+    """Layers that are computed again in the backward pass use no cache, and the numbers are the same."""
+    policy, other = load_policy(ModelConfig(path=str(folder)), value_head=True), checkpointed(folder)
+    rollouts = draw(policy, [make_task(name, "Sum?", sizes(kind)) for name in "ab"])
+    assert not other.generic.shares(other)
+    found = policy(rollouts, outputs=frozenset({"logp", "entropy", "values"}))
+    assert found.values.shape == rollouts.mask.shape
+    again = other(rollouts)
+    assert_equal_up_to_rounding(again.logp, found.logp)
+    assert_equal_up_to_rounding(found.logp.detach(), rollouts.logp_old)
