@@ -24,8 +24,8 @@ MODELS = {
         "config.json cannot be read, it is not valid JSON",
     ),
     "other architecture": (
-        lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
-        "is of architecture 'gpt2'; supported are: qwen2_5_vl, qwen3_vl; docs/adding.md says how one is added",
+        lambda folder: (folder / "config.json").write_text('{"model_type": "clip"}'),
+        "is of architecture 'clip', which is in transformers' tables neither of AutoModelForImageTextToText nor",
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "weights truncated": (lambda folder: truncate(folder / "model.safetensors"), "cannot be loaded: Safetensor"),
