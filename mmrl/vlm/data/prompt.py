@@ -316,7 +316,8 @@ def _encode(
         raise UserError(f"{task.id}: videos are read by Qwen-VL models only; this model answers questions on images")
     frames = load_videos(task, layout.patch_size) if videos is None else list(videos)
     inputs = _process(task, processor, text, hidden, loaded, frames)
-    _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
+    if loaded:
+        _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
     ids = inputs["input_ids"][0]
     if len(ids) > layout.max_tokens:
         raise PromptTooLong(task.id, len(ids), layout.max_tokens, layout.limit_source)
@@ -389,8 +390,13 @@ def _spelled(inputs: dict[str, Any], stand_in: str, spelled: Sequence[str], toke
 
 def _check_sizes(task: VlmTask, grids: Tensor | None, patch_size: int) -> None:
     """Coordinates in a prompt or an answer are pixels of `image_wh`, so the model must see exactly that size."""
-    if not task.image_wh or grids is None:
+    if not task.image_wh:
         return
+    if grids is None:
+        raise UserError(
+            f"{task.id}: its points are pixels of the image as the model sees it, whose size this model's processor "
+            "does not tell (image_grid_thw); use a Qwen-VL model"
+        )
     found = [(int(width) * patch_size, int(height) * patch_size) for _, height, width in grids.tolist()]
     if found != [tuple(size) for size in task.image_wh]:
         sizes = " and ".join(", ".join(f"{w} x {h}" for w, h in pairs) for pairs in (task.image_wh, found))

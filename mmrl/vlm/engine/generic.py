@@ -61,7 +61,7 @@ class GenericLane:
     def __init__(self, network: Any, config: ModelConfig) -> None:
         body = network.base_model
         self._accepted = frozenset(inspect.signature(body.forward).parameters)
-        self._cache_name = "cache" if "cache" in self._accepted else "past_key_values"  # renamed in transformers 5.24
+        self._cache_name = cache_argument(body)
         self._positions_given = hasattr(body, "get_rope_index")
         self._family = family_of(network.config.model_type)
         self._config = config
@@ -188,6 +188,11 @@ class GenericLane:
             output = encode(**(media | floats), return_dict=True)
             made[kind] = MediaFeatures(output.pooler_output, getattr(output, "deepstack_features", None))
         return made
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the cache among the arguments of a model's forward; transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _of_one_length(prompts: Sequence[Prompt], numbers: Sequence[int]) -> Iterator[list[int]]:

@@ -19,7 +19,7 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.decoder import LeanWeights, PrefixDecoder, lean_weights, unsupported_reason
-from mmrl.vlm.engine.generic import GenericDecoder, GenericLane, prompts_together
+from mmrl.vlm.engine.generic import GenericDecoder, GenericLane, cache_argument, prompts_together
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import KeepPrefill, Prefix
 from mmrl.vlm.engine.rows import PromptTable, pack_rows, tabulate
@@ -253,10 +253,9 @@ def fill_cache(policy: VlmPolicy, prompts: Sequence[Prompt], table: PromptTable)
     nothing = torch.zeros((len(prompts), 0), dtype=torch.int64, device=policy.device)
     packed = pack_rows(table, own, nothing, torch.zeros_like(own), policy.pad_id)
     embeddings, extra = policy.embed(packed, gather_features(network.model, prompts, policy.features))
-    cache = DynamicCache(config=network.config.text_config)
-    output = network.model.language_model(
-        inputs_embeds=embeddings, position_ids=packed.positions, past_key_values=cache, use_cache=True, **extra
-    )
+    cache, model = DynamicCache(config=network.config.text_config), network.model.language_model
+    extra |= {cache_argument(model): cache, "use_cache": True}
+    output = model(inputs_embeds=embeddings, position_ids=packed.positions, **extra)
     return cache, output.last_hidden_state[own, table.lengths - 1]
 
 
@@ -282,15 +281,15 @@ class ModuleDecoder:
 
     def advance(self, token: Tensor) -> Tensor:
         """Read one token of each row and return the states (b, H) that predict the next."""
-        network = self.policy.network
+        network, model = self.policy.network, self.policy.network.model.language_model
         position = self.next_position + self.read
         self.read += 1
-        output = network.model.language_model(
+        output = model(
             inputs_embeds=network.get_input_embeddings()(token[:, None]),
             position_ids=position[None, :, None].expand(3, -1, -1),
             attention_mask=None if self.visible is None else self.visible[:, : self.width + self.read],
-            past_key_values=self.cache,
             use_cache=True,
+            **{cache_argument(model): self.cache},
         )
         return output.last_hidden_state[:, -1]
 

@@ -124,6 +124,14 @@ def test_a_language_model_reads_no_images(tiny_generic):
         policy.encode(make_task("t", "Sum?", [(56, 56)]))
 
 
+def test_points_in_pixels_need_the_size_that_the_model_sees(tiny_generic):
+    policy = load_policy(ModelConfig(path=str(tiny_generic["gemma3"])))
+    task = make_task("t", "Where?", [(56, 56)])
+    task.image_wh = [(56, 56)]
+    with pytest.raises(UserError, match="whose size this model's processor does not tell"):
+        policy.encode(task)
+
+
 def test_options_that_fit_no_such_model(kind, folder):
     with pytest.raises(UserError, match=r"model\.lane is fast, but .* does not know the architecture"):
         load_policy(ModelConfig(path=str(folder), lane="fast"))
