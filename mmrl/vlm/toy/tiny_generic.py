@@ -92,10 +92,8 @@ def build_tiny_generic(
         "pad_token_id": tokenizer.pad_token_id,
         "tie_word_embeddings": True,
     }
-    if row.config is None:
-        config, auto = transformers.AutoConfig.for_model(family, **text), transformers.AutoModelForCausalLM
-    else:
-        config, auto = row.config(text, tokenizer), transformers.AutoModelForImageTextToText
+    config = transformers.AutoConfig.for_model(family, **text) if row.config is None else row.config(text, tokenizer)
+    auto: Any = transformers.AutoModelForCausalLM if row.config is None else transformers.AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=torch.float32)
