@@ -51,8 +51,6 @@ class TextPart(NamedTuple):
     tokenizer: str
     is_clip: bool = False
     """Whether it pools at its end token and reads `tokenizer_max_length` tokens instead of `max_sequence_length`."""
-    is_t5: bool = False
-    """Whether its control tokens are pieces of its vocabulary, also where a prompt spells them."""
     optional: bool = False
 
 
@@ -134,18 +132,26 @@ class Family(ABC):
 
     def token_ids(self, part: TextPart, prompt: str, *, negative: bool = False) -> list[int]:
         """Tokens of a prompt that count towards its encoder's limit, none of them cut off."""
+        return self.tokenized(part, self.read_text(part, prompt))
+
+    def tokenized(self, part: TextPart, text: str) -> list[int]:
+        """Tokens of a text, none of them cut off."""
         tokenizer = getattr(self.pipeline, part.tokenizer)
-        ids: list[int] = tokenizer(self.read_text(part, prompt), truncation=False, verbose=False).input_ids
+        ids: list[int] = tokenizer(text, truncation=False, verbose=False).input_ids
         return ids
 
     def read_text(self, part: TextPart, prompt: str) -> str:
-        """What a tokenizer is given: control tokens of T5, which its vocabulary has as pieces, with a space in them."""
+        """What a tokenizer other than CLIP's is given: a prompt with a space in the control tokens that it spells.
+
+        T5's vocabulary has them as ordinary pieces, and a chat template needs its own.
+        """
         tokenizer = getattr(self.pipeline, part.tokenizer)
-        if not part.is_t5 or tokenizer is None:
+        if part.is_clip or tokenizer is None:
             return prompt
         normalizer = tokenizer.backend_tokenizer.normalizer
         text = prompt if normalizer is None else normalizer.normalize_str(prompt)
-        control = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        control = re.compile("|".join(map(re.escape, [*tokenizer.all_special_tokens, *added])) or "(?!)")
         return control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if control.search(text) else prompt
 
     def lengths(self, prompt: str, *, negative: bool = False) -> dict[str, int]:

@@ -37,7 +37,7 @@ class FluxFamily(Family):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     text_parts = (
         TextPart("text_encoder", "tokenizer", is_clip=True),
-        TextPart("text_encoder_2", "tokenizer_2", is_t5=True),
+        TextPart("text_encoder_2", "tokenizer_2"),
     )
     text_length = 512
     options_class = FluxOptions

@@ -63,15 +63,17 @@ class KleinFamily(Family):
         """Tokens (L, D), padding among them."""
         layers = tuple(self.options.text_layers)
         tokens, _ = self.pipeline.encode_prompt(
-            prompt, max_sequence_length=self.max_sequence_length, text_encoder_out_layers=layers
+            self.read_text(self.text_parts[0], prompt),
+            max_sequence_length=self.max_sequence_length,
+            text_encoder_out_layers=layers,
         )
         return {"tokens": tokens[0]}
 
     def token_ids(self, part: TextPart, prompt: str, *, negative: bool = False) -> list[int]:
         """Tokens of the prompt in its chat template."""
-        message = [{"role": "user", "content": prompt}]
+        message = [{"role": "user", "content": self.read_text(part, prompt)}]
         options: dict[str, Any] = {"add_generation_prompt": True, "enable_thinking": False}
-        return super().token_ids(part, self.pipeline.tokenizer.apply_chat_template(message, tokenize=False, **options))
+        return self.tokenized(part, self.pipeline.tokenizer.apply_chat_template(message, tokenize=False, **options))
 
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, 4 C, H, W)."""

@@ -33,12 +33,14 @@ class QwenImageFamily(Family):
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D) of the prompt and of the rest of its template; its start is dropped."""
-        tokens, _ = self.pipeline.encode_prompt(prompt, max_sequence_length=self.max_sequence_length)
+        tokens, _ = self.pipeline.encode_prompt(
+            self.read_text(self.text_parts[0], prompt), max_sequence_length=self.max_sequence_length
+        )
         return {"tokens": tokens[0]}
 
     def token_ids(self, part: TextPart, prompt: str, *, negative: bool = False) -> list[int]:
         """Tokens behind the start of the template."""
-        ids = super().token_ids(part, self.pipeline.prompt_template_encode.format(prompt))
+        ids = self.tokenized(part, self.pipeline.prompt_template_encode.format(self.read_text(part, prompt)))
         return ids[self.pipeline.prompt_template_encode_start_idx :]
 
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:

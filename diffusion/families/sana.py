@@ -41,7 +41,7 @@ class SanaFamily(Family):
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D), the first and the last of all, and their mask (L,) bool."""
         tokens, mask, _, _ = self.pipeline.encode_prompt(
-            prompt,
+            self.read_text(self.text_parts[0], prompt),
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
             complex_human_instruction=None if negative else self._instruction(),
@@ -60,7 +60,9 @@ class SanaFamily(Family):
         if negative or not self._instruction():
             return super().token_ids(part, prompt)
         start = "\n".join(self._instruction())
-        return super().token_ids(part, start + prompt)[len(self.pipeline.tokenizer.encode(start)) - 2 :]
+        return self.tokenized(part, start + self.read_text(part, prompt))[
+            len(self.pipeline.tokenizer.encode(start)) - 2 :
+        ]
 
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, C, H, W)."""

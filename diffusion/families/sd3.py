@@ -26,7 +26,7 @@ class Sd3Family(Family):
     text_parts = (
         TextPart("text_encoder", "tokenizer", is_clip=True),
         TextPart("text_encoder_2", "tokenizer_2", is_clip=True),
-        TextPart("text_encoder_3", "tokenizer_3", is_t5=True, optional=True),
+        TextPart("text_encoder_3", "tokenizer_3", optional=True),
     )
     text_length = 256
 

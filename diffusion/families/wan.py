@@ -39,7 +39,7 @@ class WanFamily(Family):
     networks = ("transformer", "transformer_2")
     settings = ("boundary_ratio", "expand_timesteps")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
-    text_parts = (TextPart("text_encoder", "tokenizer", is_t5=True),)
+    text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 512
     video = True
     default_frames = 81

@@ -33,15 +33,17 @@ class ZImageFamily(Family):
         """Tokens (L, D) of the prompt in its chat template."""
         # a new list: the pipeline writes the template into it
         tokens, _ = self.pipeline.encode_prompt(
-            [prompt], do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
+            [self.read_text(self.text_parts[0], prompt)],
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
         )
         return {"tokens": tokens[0]}
 
     def token_ids(self, part: TextPart, prompt: str, *, negative: bool = False) -> list[int]:
         """Tokens of the prompt in its chat template."""
-        message = [{"role": "user", "content": prompt}]
+        message = [{"role": "user", "content": self.read_text(part, prompt)}]
         options: dict[str, Any] = {"add_generation_prompt": True, "enable_thinking": True}
-        return super().token_ids(part, self.pipeline.tokenizer.apply_chat_template(message, tokenize=False, **options))
+        return self.tokenized(part, self.pipeline.tokenizer.apply_chat_template(message, tokenize=False, **options))
 
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, C, H, W) in the latents' dtype."""

@@ -68,6 +68,27 @@ def velocity(policy, prompts=PROMPTS, rows=slice(None), seed=0):
         return policy(noise(policy, seed=seed)[rows], SIGMA[rows], text.select(rows).expanded())
 
 
+def test_control_tokens_that_a_prompt_spells_are_characters(policy):
+    """Those of a chat template, of T5's vocabulary and of the others that are not CLIP's."""
+    family, given = policy.family, []
+    for part in (part for part in family.text_parts if not part.is_clip):
+        tokenizer = getattr(policy.pipeline, part.tokenizer)
+        control = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} - {tokenizer.pad_token_id}
+        encoder = getattr(policy.pipeline, part.encoder)
+        note = encoder.register_forward_pre_hook(
+            lambda _, args, named: given.append(named.get("input_ids", args[0] if args else None)), with_kwargs=True
+        )
+        spelled = " ".join(f"{SHORT}{tokenizer.convert_ids_to_tokens(token)}" for token in sorted(control)[:3])
+        with note, torch.no_grad():
+            for prompt in (SHORT, spelled):
+                family.encode(prompt)
+        counts = [sum(token in control for token in ids.flatten().tolist()) for ids in given]
+        counts += [sum(token in control for token in family.token_ids(part, prompt)) for prompt in (SHORT, spelled)]
+        assert counts[0] == counts[1]
+        assert counts[2] == counts[3]
+        given.clear()
+
+
 def called(case, pipeline, start, scale, kind):
     """What the pipeline's own call gives, as latents or as pixels."""
     negative = {"negative_prompt": [case.negative] * len(start)} if scale != 1 and case.negative else {}
