@@ -15,6 +15,7 @@ from diffusion.models.ema import EvalEmaConfig
 from diffusion.models.policy import ModelConfig
 from diffusion.sampling.sampler import TRAINED_STEPS, SamplerConfig
 from diffusion.sampling.schedule import RANDOM_SOLVERS
+from diffusion.sampling.steps import BOUNDED
 from diffusion.sampling.trajectories import StepConfig, check_trajectories
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
@@ -58,8 +59,8 @@ def check_matching(config: Any, sampler: SamplerConfig) -> None:
             "deterministic: the images of a prompt would be one image; leave same_noise out, or give noise to one of "
             f"{', '.join(RANDOM_SOLVERS)}"
         )
-    if sampler.solver == "cps" and sampler.noise_level > 1:
-        raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
+    if sampler.solver in BOUNDED and sampler.noise_level > 1:
+        raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for {sampler.solver}")
 
 
 @dataclass

@@ -34,6 +34,7 @@ LISTED = {
     "recipes": ("recipes",),
     "objectives": ("objectives", "preferences"),
     "rewards": ("rewards", "image_rewards"),
+    "families": ("families",),
 }
 """Kinds of `mmrl list`, with the lists of each."""
 LINE_WIDTH = 100

@@ -272,7 +272,18 @@ class Family(ABC):
 
     @abstractmethod
     def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
-        """Times (S + 1,) float32 on the CPU at which the pipeline calls the network for latents of `shape`, and 0."""
+        """Times (S + 1,) float32 on the CPU at which the pipeline calls the network for latents of `shape`.
+
+        They fall; the last, at which it is not called, is 0 but in a family whose paths end before it.
+        """
+
+    def first_latents(self, noise: Tensor, sigma: Tensor) -> Tensor:
+        """The first state (B, C, H, W) from standard normal noise, at the first time of the grid ()."""
+        return noise
+
+    def finished(self, latents: Tensor, sigma: Tensor) -> Tensor:
+        """x_0 from the last state, at the last time of the grid ()."""
+        return latents
 
     # pixels
 

@@ -4,10 +4,9 @@ Policy gradient over the denoising chain with PPO's clip, advantages from the hi
 and standard deviation of the last `history.size`, of the whole epoch while there are fewer than `history.min_count`),
 no KL.
 
-Difference from the public code: it trains noise-prediction models of Stable Diffusion 1 on DDIM steps with eta 1. The
-suite's models are flow models, so the steps are Flow-GRPO's; the DDIM step itself is
-`diffusion.sampling.steps.DdimStep`. Defaults: clip 1e-4, guidance 5 with gradient through both halves, history 16 of
-16, one pass.
+The public code trains Stable Diffusion 1 on DDIM steps with eta 1: `sampler: {kernel: ddim, noise_level: 1}`, which is
+the same step in a flow's coordinates (`diffusion.families.stable_diffusion`). The default steps are Flow-GRPO's.
+Defaults: clip 1e-4, guidance 5 with gradient through both halves, history 16 of 16, one pass.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class TextEncoders:
         """Find the ends of a prompt that diffusers would drop with only a warning."""
         found = []
         for part in self.parts:
-            limit = self.pipeline.tokenizer_max_length if part.is_clip else self.family.max_sequence_length
             tokenizer = getattr(self.pipeline, part.tokenizer)
+            limit = tokenizer.model_max_length if part.is_clip else self.family.max_sequence_length
             ids = self.family.token_ids(part, prompt)
             if len(ids) > limit:
                 # the end token is kept, so one more token of text is lost

@@ -352,7 +352,8 @@ class DiffusionPolicy(nn.Module):
             path: folder, created with its parents.
         """
         trained = {name: merged(part) if self.has_adapter else part for name, part in self.trained.items()}
-        given = {name: getattr(self.pipeline.config, name) for name in self.family.settings}
+        saved = self.pipeline.config
+        given = {name: saved[name] for name in self.family.settings if name in saved}
         pipeline = type(self.pipeline)(**self.pipeline.components | trained, **given)
         with replaced(Path(path)) as draft, quiet_transformers(), quiet_diffusers():
             pipeline.save_pretrained(draft)

@@ -167,7 +167,7 @@ class SamplerConfig:
     negative_prompt: str = rare("")
     """Negative prompt of classifier-free guidance."""
     kernel: str = rare(choice("flow_sde", lambda: KERNELS))
-    """Transition of the trained steps: flow_sde, dance_sde or cps; methods that learn from x_0 alone use `solver`."""
+    """Transition of the trained steps: flow_sde, dance_sde, cps or ddim; those that learn from x_0 use `solver`."""
     noise_level: float = bounded(0.7, at_least=0)
     """Noise of the stochastic steps, eta; the meaning is the kernel's (or sa_solver's tau). euler and dpm have none."""
     window: int = rare(bounded(0, at_least=0))
@@ -182,7 +182,7 @@ class SamplerConfig:
     """Train on this share of the trained steps, drawn for each image (DanceGRPO 0.6)."""
     solver: str = choice("euler", lambda: SOLVERS)
     """Solver of rollouts without log-probabilities: euler, sa_solver (2nd order, stochastic), dpm (2nd order), or the
-    stochastic steps flow_sde, dance_sde and cps, of which the last has no noise."""
+    stochastic steps flow_sde, dance_sde, cps and ddim, of which the last has no noise."""
     same_noise: bool = rare(False)
     """Whether the images of a group start from the same noise (DanceGRPO)."""
     kept_frames: int = rare(bounded(4, at_least=0))
@@ -343,7 +343,7 @@ def _trajectories(
     policy: Any, velocity: GuidedVelocity, seeds: Tensor, grid: Tensor, kernel: Any, window: range, keep_mean: bool
 ) -> Trajectory:
     pairs = _pairs(seeds)
-    latents = _first_latents(policy, pairs)
+    latents = _first_latents(policy, pairs, grid)
     # all of a row's noise from its own seed, so that the image does not depend on `batch_rows`
     noise = row_noise(pairs[:, 1], len(window), policy.latent_shape).to(policy.device)
     states: list[Tensor] = []
@@ -363,7 +363,7 @@ def _trajectories(
         means += [result.mean] if keep_mean else []
     rows = len(seeds)
     return Trajectory(
-        latents=latents,
+        latents=policy.family.finished(latents, grid[-1]),
         states=torch.stack(states, 1),
         sigma=grid[list(window)].expand(rows, -1).to(latents.device),
         sigma_next=grid[[index + 1 for index in window]].expand(rows, -1).to(latents.device),
@@ -429,14 +429,14 @@ def _solver(policy: Any, config: SamplerConfig, name: str, steps: int) -> Solver
 def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor) -> Iterator[Tensor]:
     """Latents (B, C, H, W) at each time of the solver, x_0 last."""
     pairs = _pairs(seeds)
-    latents = _first_latents(policy, pairs)
+    latents = _first_latents(policy, pairs, solver.sigmas)
     yield latents
     # a generator a row: solvers with noise draw step by step, and a shared one would tie rows to their batch
     sources = [torch.Generator().manual_seed(seed) for seed in pairs[:, 1].tolist()]
     for index in range(len(solver.sigmas) - 1):
         v = velocity(latents, solver.sigmas[index].to(latents.device))
         latents = solver.step(v, index, latents, sources)
-        yield latents
+        yield latents if index < len(solver.sigmas) - 2 else policy.family.finished(latents, solver.sigmas[-1])
 
 
 def trained_window(config: SamplerConfig, generator: torch.Generator) -> range:
@@ -458,9 +458,11 @@ def _pairs(seeds: Tensor) -> Tensor:
     return seeds if seeds.dim() == 2 else torch.stack([seeds, seeds ^ OTHER_STREAM], 1)
 
 
-def _first_latents(policy: Any, pairs: Tensor) -> Tensor:
-    """Initial noise (B, C, H, W)."""
-    return row_noise(pairs[:, 0], 1, policy.latent_shape)[:, 0].to(policy.device, policy.dtype)
+def _first_latents(policy: Any, pairs: Tensor, grid: Tensor) -> Tensor:
+    """The first states (B, C, H, W) of a grid of times."""
+    noise = row_noise(pairs[:, 0], 1, policy.latent_shape)[:, 0]
+    latents: Tensor = policy.family.first_latents(noise, grid[0])
+    return latents.to(policy.device, policy.dtype)
 
 
 _JOINED = ("latents", "states", "sigma", "sigma_next", "logp")

@@ -120,7 +120,8 @@ class _MultistepSolver(Solver):
     """A diffusers multistep scheduler on a separate grid."""
 
     def __init__(self, sigmas: Tensor, make_scheduler: Callable[[], Any], noise_level: float) -> None:
-        self.sigmas = sigmas
+        self.sigmas = sigmas.clone()
+        self.sigmas[-1] = 0.0  # the last step goes straight to x_0
         self._make_scheduler = make_scheduler
         self._noise_level = noise_level
         self._next = 0
@@ -168,7 +169,7 @@ def make_solver(name: str, sigmas: Tensor, noise_level: float = 0.0) -> Solver:
     * dpm: DPM-Solver++ of second order, deterministic; the last time before 0 is half of the one before it, because a
       rule that extrapolates from the step before overshoots in the grid's own step from 0.28 to 0.009, so far that
       Euler's is the better one
-    * flow_sde, dance_sde, cps: first order, the stochastic steps of `diffusion.sampling.steps` at every time but the
+    * flow_sde, dance_sde, cps, ddim: first order, stochastic steps of `diffusion.sampling.steps` at all times but the
       last
 
     Args:

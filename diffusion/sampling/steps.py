@@ -174,10 +174,11 @@ class CpsStep(StepKernel):
 
 @dataclass(frozen=True)
 class DdimStep(StepKernel):
-    """Step of a variance-preserving noise-prediction model such as Stable Diffusion 1, for DDPO.
+    """Step of DDIM, DDPO's for Stable Diffusion 1: fresh noise of the size that the true reverse step has.
 
-    Its path is x_t = sqrt(a) x_0 + sqrt(1 - a) noise. Where the interface says velocity, give the predicted noise;
-    where it says sigma and sigma_next, give a = alphas_cumprod before and after the step, which grows along the way.
+    On the path x_t = sqrt(a) x_0 + sqrt(1 - a) noise of such a model, std = eta sqrt((1 - a') / (1 - a) (1 - a / a')).
+    In the coordinates of a flow, `diffusion.families.stable_diffusion`, that is eta sigma' sqrt(1 - (r' / r)^2) with
+    r = sigma / (1 - sigma), and the mean is that of `CpsStep`.
 
     Source: DDIM, arXiv 2010.02502, eq. 12 and 16; kvablack/ddpo-pytorch
         ddpo_pytorch/diffusers_patch/ddim_with_logprob.py.
@@ -187,12 +188,12 @@ class DdimStep(StepKernel):
     """1 is the ancestral sampler of DDPM; 0 is deterministic."""
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
-        noise, a, a_next = v, s, s_next
-        clean = (x - (1 - a).sqrt() * noise) / a.sqrt()
-        variance = self.eta**2 * (1 - a_next) / (1 - a) * (1 - a / a_next)
+        ratio = s_next * (1 - s) / (s * (1 - s_next))
+        fresh = self.eta**2 * (1 - ratio.square())
         # With eta = 1 rounding may leave a difference just below 0.
-        kept = (1 - a_next - variance).clamp(min=0)
-        return a_next.sqrt() * clean + kept.sqrt() * noise, variance.sqrt()
+        kept = (1 - fresh).clamp(min=0)
+        mean = (1 - s_next) * (x - s * v) + s_next * kept.sqrt() * (x + (1 - s) * v)
+        return mean, s_next * fresh.clamp(min=0).sqrt()
 
 
 def sample_step(
@@ -323,8 +324,11 @@ KERNELS: dict[str, Callable[[float, float], StepKernel]] = {
     "flow_sde": lambda noise_level, sigma_max: FlowSdeStep(sigma_max, noise_level),
     "dance_sde": lambda noise_level, sigma_max: DanceSdeStep(noise_level),
     "cps": lambda noise_level, sigma_max: CpsStep(noise_level),
+    "ddim": lambda noise_level, sigma_max: DdimStep(noise_level),
 }
 """Stochastic steps of a flow model, from the noise level and the grid's second time."""
+BOUNDED = ("cps", "ddim")
+"""Kernels whose noise level is at most 1, and whose step to sigma 0 has no noise."""
 VELOCITY_KLS: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform": torch.ones_like,
     "elbo": lambda sigma: (1 - sigma.clamp(0, ELBO_SIGMA_LIMIT)) / (2 * ELBO_NOISE_LEVEL**2 * sigma),

@@ -32,7 +32,7 @@ from diffusion.sampling.sampler import (
     times_of,
     trained_window,
 )
-from diffusion.sampling.steps import flow_grpo_head_kl, gaussian_kl, velocity_kl
+from diffusion.sampling.steps import BOUNDED, flow_grpo_head_kl, gaussian_kl, velocity_kl
 from mmrl.core.loss import Denominators, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
@@ -136,8 +136,8 @@ def check_trajectories(sampler: SamplerConfig) -> None:
     """Refuse sampler options under which a step has no log-density; raises ValueError."""
     if sampler.noise_level == 0:
         raise ValueError("sampler.noise_level is 0, but a step without noise has no log-density")
-    if sampler.kernel == "cps" and sampler.noise_level > 1:
-        raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
+    if sampler.kernel in BOUNDED and sampler.noise_level > 1:
+        raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for {sampler.kernel}")
     if sampler.steps < 2:
         raise ValueError(f"sampler.steps is {sampler.steps}; needs at least 2, the last one is not trained")
     sampler.refuse_set(["solver"], "the steps of this method are those of sampler.kernel")
@@ -149,11 +149,11 @@ def check_trajectories(sampler: SamplerConfig) -> None:
         trained_window(sampler, torch.Generator())
     except UserError as error:
         raise ValueError(f"sampler: {error}") from error
-    if sampler.kernel == "cps" and last_trained(sampler) == sampler.steps - 1:
+    if sampler.kernel in BOUNDED and last_trained(sampler) == sampler.steps - 1:
         option = "window_high" if sampler.window else "fraction"
         raise ValueError(
             f"sampler.{option} is {getattr(sampler, option)}, which trains the last of {sampler.steps} steps, but that "
-            f"step of kernel 'cps' has no noise and so no gradient; use a smaller {option}, or flow_sde"
+            f"step of kernel '{sampler.kernel}' has no noise and so no gradient; use a smaller {option}, or flow_sde"
         )
 
 

@@ -55,8 +55,19 @@ def test_dance_grpo_steps():
 
 
 def test_ddpo_steps():
-    alphas = inputs_of("ddpo").alphas
-    agrees(DdimStep(eta=1.0), "ddpo", alphas[:, 0], alphas[:, 1])
+    b, (peer,) = inputs_of("ddpo"), load("ddpo").peers
+    signal, spread = b.alphas.sqrt(), (1 - b.alphas).sqrt()  # before and after each step
+    scale = (signal + spread)[:, :, None, None, None]
+    noise = b.velocity.requires_grad_()
+    clean = (b.latents - spread[:, 0, None, None, None] * noise) / signal[:, 0, None, None, None]
+    sigma = spread / (signal + spread)
+    kernel = DdimStep(eta=1.0)
+    mean, std = kernel.transition(noise - clean, b.latents / scale[:, 0], sigma[:, 0], sigma[:, 1])
+    assert_agrees(mean * scale[:, 1], peer, "mean", relative=1e-12)
+    logp = kernel.log_prob(tensor(peer["drawn"]) / scale[:, 1], mean, std)
+    (gradient,) = torch.autograd.grad(logp.sum(), noise)
+    assert_agrees(logp - scale[:, 1].flatten().log(), peer, "step_logp")
+    assert_agrees(gradient, peer, "step_gradient", relative=1e-10)
 
 
 def test_cps_steps():

@@ -43,6 +43,8 @@ class Case:
     """What the call takes as latents."""
     unpack: Callable[[Any, Tensor, Tensor], Tensor] = lambda pipeline, found, start: found
     """Latents from what the call gives, for the start of their shape."""
+    bare: bool = False
+    """Whether some blocks have no layer for an adapter."""
     silent: tuple[str, ...] = ()
     """Parts of names of adapters that get no gradient, since the network drops what they compute."""
 
@@ -160,5 +162,13 @@ CASES = {
     "wan": _wan("21"),
     "wan_two_networks": _wan("a14b", guidance_2=3.0),
     "wan_times_of_tokens": _wan("5b"),
+    "stable_diffusion": Case(tiny.stable_diffusion, scales=(1.0, 5.0), height=64, width=96, bare=True),
+    "stable_diffusion_v": Case(
+        lambda path: tiny.stable_diffusion(path, "v_prediction"), scales=(1.0, 5.0), height=64, width=96, bare=True
+    ),
+    "stable_diffusion_xl": Case(tiny.stable_diffusion_xl, scales=(1.0, 5.0), height=64, width=96, bare=True),
+    "stable_diffusion_xl_empty_negative": Case(
+        tiny.stable_diffusion_xl, scales=(5.0,), height=64, width=96, bare=True, negative=None
+    ),
 }
 """One row for each family and each kind of its models that its class tells apart."""

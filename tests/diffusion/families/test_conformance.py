@@ -107,7 +107,8 @@ def test_the_loop_is_the_pipelines_own(case, policy):
         negative = case.negative or ""
         follow = guided(policy, policy, policy.embeddings.rows(PROMPTS), scale, negative)
         with torch.no_grad():
-            latents = euler_ode(follow, start, times_of(policy, STEPS))
+            grid, family = times_of(policy, STEPS), policy.family
+            latents = family.finished(euler_ode(follow, family.first_latents(start, grid[0]), grid), grid[-1])
             pixels = policy.family.decode(latents).clamp(0, 1)
         assert relative(latents, called(case, pipeline, start, scale, "latent")) < 1e-5
         assert relative(pixels, called(case, pipeline, start, scale, "np")) < 1e-5
@@ -144,7 +145,7 @@ def test_every_adapter_has_a_gradient(case, policy):
         assert any(part in name for name in without)
     for name in policy.trained:
         for block in blocks_of(getattr(policy, name)).values():
-            assert any(".lora_" in key for key, _ in block.named_parameters()), f"no adapter in {type(block).__name__}"
+            assert case.bare or any(".lora_" in key for key, _ in block.named_parameters()), type(block).__name__
 
 
 def test_bfloat16_is_close(config):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from diffusion.models.pipelines import quiet_diffusers
-from diffusion.toy.pipelines.tiny import t5_tokenizer
+from diffusion.toy.pipelines.tiny import clip_text_model, clip_tokenizer, t5_tokenizer
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 SHORT, LONG, NEGATIVE = "a red circle", "two blue squares on a large green table", "blurry"
@@ -305,6 +305,72 @@ def wan(path: Path, kind: str) -> Path:
             transformer_2=transformer() if kind == "a14b" else None,
             boundary_ratio=0.875 if kind == "a14b" else None,
             expand_timesteps=kind == "5b",
+        )
+
+    return written(assemble, path)
+
+
+DDIM = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "clip_sample": False,
+    "set_alpha_to_one": False,
+    "steps_offset": 1,
+}
+
+
+def unet(width: int, **options: Any) -> Any:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        attention_head_dim=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=width,
+        **options,
+    )
+
+
+def stable_diffusion(path: Path, prediction: str = "epsilon") -> Path:
+    ensure_torchvision()
+    from diffusers import DDIMScheduler, StableDiffusionPipeline
+
+    def assemble() -> Any:
+        tokenizer = clip_tokenizer(CORPUS, 700, 32)
+        return StableDiffusionPipeline(
+            vae=autoencoder(scaling_factor=0.18215),
+            text_encoder=clip_text_model(tokenizer, 32, 2, 4, 32),
+            tokenizer=tokenizer,
+            unet=unet(32),
+            scheduler=DDIMScheduler(prediction_type=prediction, **DDIM),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+
+    return written(assemble, path)
+
+
+def stable_diffusion_xl(path: Path) -> Path:
+    ensure_torchvision()
+    from diffusers import DDIMScheduler, StableDiffusionXLPipeline
+
+    def assemble() -> Any:
+        tokenizer = clip_tokenizer(CORPUS, 700, 32)
+        sizes = {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 32 + 6 * 8}
+        return StableDiffusionXLPipeline(
+            vae=autoencoder(scaling_factor=0.13025),
+            text_encoder=clip_text_model(tokenizer, 32, 3, 4, 32),
+            text_encoder_2=clip_text_model(tokenizer, 32, 3, 4, 32, projection=32),
+            tokenizer=tokenizer,
+            tokenizer_2=tokenizer,
+            unet=unet(64, addition_embed_type="text_time", **sizes),
+            scheduler=DDIMScheduler(**DDIM),
         )
 
     return written(assemble, path)

@@ -32,7 +32,6 @@ OPTIONS = {
 }
 RANDOM = sorted(set(OPTIONS) - {"ode"})
 TIMES = [(1.0, SIGMA_MAX), (0.707278, 0.602151), (0.278049, 0.008929)]
-ALPHA_BARS = [(0.0047, 0.0155), (0.3, 0.55), (0.93, 0.999)]
 
 
 def drawn(seed=0, dtype=torch.float32, shape=SHAPE):
@@ -46,8 +45,7 @@ def kernel(name):
 
 
 def times(name, index=1, dtype=torch.float32):
-    pair = ALPHA_BARS[index] if name == "ddim" else TIMES[index]
-    return [torch.tensor(time, dtype=dtype) for time in pair]
+    return [torch.tensor(time, dtype=dtype) for time in TIMES[index]]
 
 
 def numpy_transition(name, v, x, s, n):
@@ -65,8 +63,10 @@ def numpy_transition(name, v, x, s, n):
     if name == "cps":
         std = n * np.sin(0.8 * np.pi / 2)
         return (1 - n) * (x - s * v) + np.sqrt(n**2 - std**2) * (x + (1 - s) * v), std
-    std = 0.9 * np.sqrt((1 - n) / (1 - s) * (1 - s / n))
-    return np.sqrt(n) * (x - np.sqrt(1 - s) * v) / np.sqrt(s) + np.sqrt(1 - n - std**2) * v, std
+    a, b = ((1 - t) ** 2 / ((1 - t) ** 2 + t**2) for t in (s, n))  # of x_0 and noise, before and after
+    std = 0.9 * np.sqrt((1 - b) / (1 - a) * (1 - a / b))
+    scale = np.sqrt(b) + np.sqrt(1 - b)
+    return (np.sqrt(b) * (x - s * v) + np.sqrt(1 - b - std**2) * (x + (1 - s) * v)) / scale, std / scale
 
 
 def numpy_log_prob(name, previous, mean, std):
@@ -82,9 +82,10 @@ def test_transitions_are_the_published_ones(name, index):
     v, x, _ = drawn()
     s, n = times(name, index)
     mean, std = kernel(name).transition(v, x, s, n)
-    pair = ALPHA_BARS[index] if name == "ddim" else TIMES[index]
     # float32 rounds the times first, which 1 - sigma amplifies near 1
-    expected = numpy_transition(name, v.double().numpy(), x.double().numpy(), *[float(np.float32(t)) for t in pair])
+    expected = numpy_transition(
+        name, v.double().numpy(), x.double().numpy(), *[float(np.float32(t)) for t in TIMES[index]]
+    )
     np.testing.assert_allclose(mean.numpy(), expected[0], rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(std.numpy(), np.full(3, expected[1]), rtol=2e-6, atol=0)
     assert mean.dtype == std.dtype == torch.float32
@@ -108,10 +109,13 @@ def test_ddim_steps_are_those_of_diffusers(eta):
     scheduler.set_timesteps(20)
     predicted, x, z = drawn()
     for t in (scheduler.timesteps[0], scheduler.timesteps[9], scheduler.timesteps[-2]):
-        a, a_next = scheduler.alphas_cumprod[t], scheduler.alphas_cumprod[t - 50]
-        result = sample_step(DdimStep(eta), predicted, x, a, a_next, z)
+        alphas = torch.stack([scheduler.alphas_cumprod[t], scheduler.alphas_cumprod[t - 50]]).double()
+        scale = alphas.sqrt() + (1 - alphas).sqrt()
+        sigma = (1 - alphas).sqrt() / scale
+        clean = (x - (1 - alphas[0]).sqrt() * predicted) / alphas[0].sqrt()
+        result = sample_step(DdimStep(eta), predicted - clean, x / scale[0], *sigma, z)
         expected = scheduler.step(predicted, int(t), x, eta=eta, variance_noise=z if eta else None).prev_sample
-        torch.testing.assert_close(result.previous, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close((result.previous * scale[1]).float(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_euler_steps_are_those_of_diffusers():
@@ -126,22 +130,13 @@ def test_euler_steps_are_those_of_diffusers():
     assert result.logp.isnan().all()
 
 
-@pytest.mark.parametrize("quiet", [FlowSdeStep(SIGMA_MAX, 0.0), DanceSdeStep(0.0), CpsStep(0.0)])
+@pytest.mark.parametrize("quiet", [FlowSdeStep(SIGMA_MAX, 0.0), DanceSdeStep(0.0), CpsStep(0.0), DdimStep(0.0)])
 def test_without_noise_every_kernel_is_the_ode(quiet):
     v, x, _ = drawn()
     for s, n in ([torch.tensor(t) for t in pair] for pair in TIMES):
         mean, std = quiet.transition(v, x, s, n)
         torch.testing.assert_close(mean, OdeStep().transition(v, x, s, n)[0], rtol=1e-5, atol=1e-5)
         assert (std == 0).all()
-
-
-def test_ddim_without_noise_is_the_ode_in_other_coordinates():
-    # x / sqrt(a) as a function of sqrt((1 - a) / a) moves along the predicted noise, in a straight line.
-    noise, x, _ = drawn(dtype=torch.float64)
-    a, a_next = times("ddim", dtype=torch.float64)
-    mean, _ = DdimStep(0.0).transition(noise, x, a, a_next)
-    level, level_next = (((1 - b) / b).sqrt() for b in (a, a_next))
-    torch.testing.assert_close(mean / a_next.sqrt(), x / a.sqrt() + (level_next - level) * noise)
 
 
 def gaussian_velocity(x, sigma, mean=0.7, spread=0.5):

@@ -1,0 +1,149 @@
+"""Stable Diffusion 1.5, 2 and XL as flow models.
+
+They are trained on x_t = sqrt(a) x_0 + sqrt(1 - a) noise, with a = alphas_cumprod of a step t of 1000. In other
+coordinates that is the path of a flow model: with k = sqrt(a) + sqrt(1 - a),
+
+    x = x_t / k,    sigma = sqrt(1 - a) / k,    velocity = noise - x_0,
+
+so x = (1 - sigma) x_0 + sigma noise, and deterministic DDIM is Euler's rule. Back, k = 1 / sqrt((1 - sigma)^2 +
+sigma^2) and a = ((1 - sigma) k)^2. DDPO's stochastic step is `diffusion.sampling.steps.DdimStep`. Paths neither start at
+pure noise, sigma 1, nor end at 0: the first state is unit noise at the first time, and the last one is taken for the
+image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffusion.families.base import Family, LatentSides, Text, TextPart
+
+NEAR = 0.05
+"""Distance of a time from a step of training, in steps, up to which it is that step and its difference rounding."""
+
+
+class StableDiffusionFamily(Family):
+    """Stable Diffusion 1.5 and 2: a UNet on tokens of CLIP, times of leading DDIM steps, linear guidance."""
+
+    pipeline_class = "StableDiffusionPipeline"
+    summary = "Stable Diffusion 1.5, 2 and 2.1"
+    citation = "Latent diffusion, arXiv 2112.10752"
+    schedulers = (
+        "DDIMScheduler",
+        "DDPMScheduler",
+        "PNDMScheduler",
+        "EulerDiscreteScheduler",
+        "EulerAncestralDiscreteScheduler",
+        "DPMSolverMultistepScheduler",
+    )
+    predictions = ("epsilon", "v_prediction")
+    networks = ("unet",)
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    text_parts = (TextPart("text_encoder", "tokenizer", is_clip=True),)
+    text_length = 77
+    settings: ClassVar[tuple[str, ...]] = ("requires_safety_checker",)
+
+    def encode(self, prompt: str, *, negative: bool = False) -> Text:
+        """Tokens (L, D)."""
+        tokens, _ = self.pipeline.encode_prompt(prompt, self.pipeline.text_encoder.device, 1, False)
+        return {"tokens": tokens[0]}
+
+    def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        """Velocity (B, C, H, W) in the latents' dtype."""
+        sigma = sigma.float().clamp(max=float(self._sigmas[-1]))
+        s = sigma.reshape(-1, 1, 1, 1)
+        k = 1 / (s.square() + (1 - s).square()).sqrt()
+        noisy = k * latents.float()
+        found = network(
+            noisy.to(latents.dtype), self._steps(sigma), text["tokens"], return_dict=False, **self._added(latents, text)
+        )[0].float()
+        signal, spread = (1 - s) * k, s * k  # sqrt(a) and sqrt(1 - a)
+        if self.pipeline.scheduler.config.prediction_type == "v_prediction":
+            noise, clean = signal * found + spread * noisy, signal * noisy - spread * found
+        else:
+            noise, clean = found, (noisy - spread * found) / signal
+        return (noise - clean).to(latents.dtype)
+
+    def _added(self, latents: Tensor, text: Text) -> dict[str, Any]:
+        return {}
+
+    @cached_property
+    def _scheduler(self) -> Any:
+        from diffusers import DDIMScheduler
+
+        return DDIMScheduler.from_config(self.pipeline.scheduler.config)
+
+    @cached_property
+    def _sigmas(self) -> Tensor:
+        """Times (1000,) of each step of training, rising."""
+        return _sigma_of(self._scheduler.alphas_cumprod.double())
+
+    def _steps(self, sigma: Tensor) -> Tensor:
+        """Step of training (B,) of each time, between steps by the logarithm of the ratio of noise to signal."""
+        table, times = (value.double().cpu().numpy() for value in (self._sigmas, sigma))
+        found = np.interp(np.log(times / (1 - times)), np.log(table / (1 - table)), np.arange(len(table)))
+        whole = np.round(found)
+        steps = np.where(np.abs(found - whole) < NEAR, whole, found)
+        return torch.from_numpy(steps).to(sigma.device, torch.float32)
+
+    def first_latents(self, noise: Tensor, sigma: Tensor) -> Tensor:
+        """Unit noise is the first state in the UNet's own coordinates."""
+        return noise * _root(sigma).to(noise)
+
+    def finished(self, latents: Tensor, sigma: Tensor) -> Tensor:
+        """The last state in the UNet's own coordinates is taken for the image."""
+        return latents / _root(sigma).to(latents)
+
+    def sides(self) -> LatentSides:
+        """The UNet halves its input several times; the default is its training size."""
+        config = self.pipeline.unet.config
+        return LatentSides(2 ** (len(config.block_out_channels) - 1), config.sample_size)
+
+    def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
+        """Times of DDIM's steps and its last one, which is above 0."""
+        scheduler = self._scheduler
+        scheduler.set_timesteps(steps)
+        alphas = torch.stack([*scheduler.alphas_cumprod[scheduler.timesteps], scheduler.final_alpha_cumprod])
+        return _sigma_of(alphas.double()).float()
+
+
+class StableDiffusionXlFamily(StableDiffusionFamily):
+    """Stable Diffusion XL: tokens of two CLIP encoders, a pooled one, and the size as an input."""
+
+    pipeline_class = "StableDiffusionXLPipeline"
+    summary = "Stable Diffusion XL"
+    citation = "SDXL, arXiv 2307.01952"
+    settings = ("force_zeros_for_empty_prompt", "add_watermarker")
+    text_parts = (
+        TextPart("text_encoder", "tokenizer", is_clip=True),
+        TextPart("text_encoder_2", "tokenizer_2", is_clip=True),
+    )
+    negative_differs = True
+
+    def encode(self, prompt: str, *, negative: bool = False) -> Text:
+        """Tokens (L, D) and pooled (P,); zeros for an empty negative prompt, where the pipeline has them."""
+        tokens, _, pooled, _ = self.pipeline.encode_prompt(prompt, do_classifier_free_guidance=False)
+        found = {"tokens": tokens[0], "pooled": pooled[0]}
+        if negative and not prompt and self.pipeline.config.force_zeros_for_empty_prompt:
+            return {name: torch.zeros_like(value) for name, value in found.items()}
+        return found
+
+    def _added(self, latents: Tensor, text: Text) -> dict[str, Any]:
+        """The image's size, no cut, and the size again."""
+        height, width = (self.factor * side for side in latents.shape[-2:])
+        size = torch.tensor([height, width, 0, 0, height, width], device=latents.device, dtype=latents.dtype)
+        return {"added_cond_kwargs": {"text_embeds": text["pooled"], "time_ids": size.expand(len(latents), -1)}}
+
+
+def _sigma_of(alphas: Tensor) -> Tensor:
+    return (1 - alphas).sqrt() / (alphas.sqrt() + (1 - alphas).sqrt())
+
+
+def _root(sigma: Tensor) -> Tensor:
+    """1 / k."""
+    return (sigma.square() + (1 - sigma).square()).sqrt()
