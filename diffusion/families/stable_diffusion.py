@@ -6,8 +6,8 @@ coordinates that is the path of a flow model: with k = sqrt(a) + sqrt(1 - a),
     x = x_t / k,    sigma = sqrt(1 - a) / k,    velocity = noise - x_0,
 
 so x = (1 - sigma) x_0 + sigma noise, and deterministic DDIM is Euler's rule. Back, k = 1 / sqrt((1 - sigma)^2 +
-sigma^2) and a = ((1 - sigma) k)^2. DDPO's stochastic step is `diffusion.sampling.steps.DdimStep`. Paths neither start at
-pure noise, sigma 1, nor end at 0: the first state is unit noise at the first time, and the last one is taken for the
+sigma^2) and a = ((1 - sigma) k)^2. DDPO's stochastic step is `diffusion.sampling.steps.DdimStep`. Paths neither start
+at pure noise, sigma 1, nor end at 0: the first state is unit noise at the first time, and the last one is taken for the
 image.
 """
 

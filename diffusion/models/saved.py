@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,20 @@ def guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Te
 def save_adapter(network: Any, name: str, pipeline: Any, folder: Path) -> None:
     """Write a network's adapter as a file for its pipeline's `load_lora_weights`."""
     from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
 
     weights = get_peft_model_state_dict(network, adapter_name=ADAPTER)
     # rank and alpha go into the file's header; without them diffusers takes alpha = rank
     settings = network.peft_config[ADAPTER].to_dict()
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
-    role = "unet" if name == "unet" else "transformer"  # a second transformer has a file of its own
-    layers = {f"{role}_lora_layers": {key: weight.detach().cpu() for key, weight in weights.items()}}
-    type(pipeline).save_lora_weights(folder, **layers, **{f"{role}_lora_adapter_metadata": settings})
+    layers = {key: weight.detach().cpu() for key, weight in weights.items()}
+    if hasattr(pipeline, "save_lora_weights"):
+        role = "unet" if name == "unet" else "transformer"  # a second transformer has a file of its own
+        options = {f"{role}_lora_layers": layers, f"{role}_lora_adapter_metadata": settings}
+        type(pipeline).save_lora_weights(folder, **options)
+    else:  # for the network's own `load_lora_adapter`
+        metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings, indent=2, sort_keys=True)}
+        save_file(layers, folder / LORA_FILE, metadata=metadata)
     sort_header(folder / LORA_FILE)
 
 

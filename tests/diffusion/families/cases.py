@@ -43,6 +43,10 @@ class Case:
     """What the call takes as latents."""
     unpack: Callable[[Any, Tensor, Tensor], Tensor] = lambda pipeline, found, start: found
     """Latents from what the call gives, for the start of their shape."""
+    guide: Callable[[Any, float], None] = lambda pipeline, scale: None
+    """Sets the scale of a pipeline whose call does not take it."""
+    alone: bool = False
+    """Whether the pipeline's autoencoder decodes one video at a time."""
     bare: bool = False
     """Whether some blocks have no layer for an adapter."""
     silent: tuple[str, ...] = ()
@@ -88,6 +92,20 @@ def _wan(kind: str, **options: Any) -> Case:
             **({"guidance_scale_2": 3.0} if options and scale > 1 else {}),
         },
         prepare=tiny.with_euler,
+    )
+
+
+def _ltx(*, timed: bool) -> Case:
+    return Case(
+        lambda path: tiny.ltx(path, timed=timed),
+        scales=(1.0, 3.0),
+        height=64,
+        width=96,
+        frames=9,
+        model={"max_sequence_length": 32},
+        call={"max_sequence_length": 32},
+        pack=lambda pipeline, latents: pipeline._pack_latents(latents),
+        unpack=lambda pipeline, found, start: pipeline._unpack_latents(found, *start.shape[2:]),
     )
 
 
@@ -169,6 +187,21 @@ CASES = {
     "stable_diffusion_xl": Case(tiny.stable_diffusion_xl, scales=(1.0, 5.0), height=64, width=96, bare=True),
     "stable_diffusion_xl_empty_negative": Case(
         tiny.stable_diffusion_xl, scales=(5.0,), height=64, width=96, bare=True, negative=None
+    ),
+    "ltx": _ltx(timed=False),
+    "ltx_timed_autoencoder": _ltx(timed=True),
+    "hunyuan_video15": Case(
+        tiny.hunyuan_video15,
+        scales=(1.0, 6.0),
+        height=32,
+        width=32,
+        frames=5,
+        model={"max_sequence_length": 600},
+        guidance=lambda scale: {},
+        guide=tiny.with_guider,
+        alone=True,
+        bare=True,
+        silent=("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"),
     ),
 }
 """One row for each family and each kind of its models that its class tells apart."""

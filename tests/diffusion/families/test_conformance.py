@@ -11,6 +11,7 @@ import torch
 from diffusion.families.base import blocks_of
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
+from diffusion.models.saved import LORA_FILE
 from diffusion.sampling.sampler import euler_ode, guided, times_of
 from tests.diffusion.families.cases import CASES
 from tests.diffusion.families.tiny import LONG, SHORT
@@ -82,6 +83,8 @@ def test_control_tokens_that_a_prompt_spells_are_characters(policy):
         with note, torch.no_grad():
             for prompt in (SHORT, spelled):
                 family.encode(prompt)
+        if not given:  # an encoder of quoted text alone
+            continue
         counts = [sum(token in control for token in ids.flatten().tolist()) for ids in given]
         counts += [sum(token in control for token in family.token_ids(part, prompt)) for prompt in (SHORT, spelled)]
         assert counts[0] == counts[1]
@@ -89,12 +92,16 @@ def test_control_tokens_that_a_prompt_spells_are_characters(policy):
         given.clear()
 
 
-def called(case, pipeline, start, scale, kind):
+def called(case, pipeline, prompts, start, scale, kind):
     """What the pipeline's own call gives, as latents or as pixels."""
+    if case.alone and kind == "np" and len(start) > 1:
+        rows = zip(prompts, start.split(1), strict=True)
+        return torch.cat([called(case, pipeline, [prompt], row, scale, kind) for prompt, row in rows])
     negative = {"negative_prompt": [case.negative] * len(start)} if scale != 1 and case.negative else {}
     sizes = {"height": case.height, "width": case.width} | ({"num_frames": case.frames} if case.frames else {})
-    options = {"prompt": [*PROMPTS], "num_inference_steps": STEPS, **sizes, **negative, **case.call}
+    options = {"prompt": [*prompts], "num_inference_steps": STEPS, **sizes, **negative, **case.call}
     options |= case.guidance(scale)
+    case.guide(pipeline, scale)
     latents = case.pack(pipeline, start.clone())
     found = pipeline(latents=latents, output_type=kind, return_dict=False, **options)[0]
     return case.unpack(pipeline, found, start) if kind == "latent" else torch.as_tensor(found)
@@ -110,8 +117,8 @@ def test_the_loop_is_the_pipelines_own(case, policy):
             grid, family = times_of(policy, STEPS), policy.family
             latents = family.finished(euler_ode(follow, family.first_latents(start, grid[0]), grid), grid[-1])
             pixels = policy.family.decode(latents).clamp(0, 1)
-        assert relative(latents, called(case, pipeline, start, scale, "latent")) < 1e-5
-        assert relative(pixels, called(case, pipeline, start, scale, "np")) < 1e-5
+        assert relative(latents, called(case, pipeline, PROMPTS, start, scale, "latent")) < 1e-5
+        assert relative(pixels, called(case, pipeline, PROMPTS, start, scale, "np")) < 1e-5
         assert relative(latents, start) > 0.01
         assert pixels.std() > 0.01
 
@@ -174,7 +181,10 @@ def test_saved_weights_and_pipelines_are_the_policy(config, tmp_path, enabled):
         for name, network in policy.trained.items():
             second = name != policy.family.networks[0]
             place = tmp_path / "weights" / (name if second else "")
-            pipeline.load_lora_weights(str(place), **({f"load_into_{name}": True} if second else {}))
+            if hasattr(pipeline, "load_lora_weights"):
+                pipeline.load_lora_weights(str(place), **({f"load_into_{name}": True} if second else {}))
+            else:
+                getattr(pipeline, name).load_lora_adapter(str(place), prefix=None, weight_name=LORA_FILE)
             with torch.no_grad():
                 found, own = (
                     policy.family.model(part)(noise(policy), SIGMA, text) for part in (getattr(pipeline, name), network)

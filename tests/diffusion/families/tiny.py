@@ -263,15 +263,17 @@ def sana(path: Path) -> Path:
     return written(assemble, path)
 
 
-def umt5() -> tuple[Any, Any]:
+def t5(*, umt5: bool) -> tuple[Any, Any]:
     """Tokenizer of words and an encoder of width 32."""
-    from transformers import UMT5Config, UMT5EncoderModel
+    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
     tokenizer = t5_tokenizer(CORPUS, 400)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     marks = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = UMT5Config(vocab_size=len(tokenizer), feed_forward_proj="gated-gelu", **sizes, **marks)
-    return tokenizer, UMT5EncoderModel(config).eval()
+    config = (UMT5Config if umt5 else T5Config)(
+        vocab_size=len(tokenizer), feed_forward_proj="gated-gelu", **sizes, **marks
+    )
+    return tokenizer, (UMT5EncoderModel if umt5 else T5EncoderModel)(config).eval()
 
 
 def wan(path: Path, kind: str) -> Path:
@@ -293,7 +295,7 @@ def wan(path: Path, kind: str) -> Path:
         )
 
     def assemble() -> Any:
-        tokenizer, encoder = umt5()
+        tokenizer, encoder = t5(umt5=True)
         patches: dict[str, Any] = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
         sizes: dict[str, Any] = patches | {"scale_factor_spatial": 16} if kind == "5b" else {}
         return WanPipeline(
@@ -374,3 +376,105 @@ def stable_diffusion_xl(path: Path) -> Path:
         )
 
     return written(assemble, path)
+
+
+def ltx(path: Path, *, timed: bool) -> Path:
+    ensure_torchvision()
+    from diffusers import (
+        AutoencoderKLLTXVideo,
+        FlowMatchEulerDiscreteScheduler,
+        LTXPipeline,
+        LTXVideoTransformer3DModel,
+    )
+
+    def assemble() -> Any:
+        tokenizer, encoder = t5(umt5=False)
+        levels, scaled = (8, 8, 8, 8), (True, True, True, False)
+        vae: Any = AutoencoderKLLTXVideo(
+            latent_channels=8,
+            block_out_channels=levels,
+            decoder_block_out_channels=levels,
+            layers_per_block=(1, 1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1, 1),
+            spatio_temporal_scaling=scaled,
+            decoder_spatio_temporal_scaling=scaled,
+            timestep_conditioning=timed,
+            decoder_inject_noise=(False,) * 5,
+        )
+        vae.latents_mean.normal_()
+        vae.latents_std.uniform_(0.5, 1.5)
+        return LTXPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(
+                use_dynamic_shifting=True,
+                base_shift=0.95,
+                max_shift=2.05,
+                base_image_seq_len=1024,
+                max_image_seq_len=4096,
+                shift_terminal=0.1,
+                shift=1.0,
+            ),
+            vae=vae,
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+            transformer=LTXVideoTransformer3DModel(
+                in_channels=8,
+                out_channels=8,
+                num_attention_heads=2,
+                attention_head_dim=16,
+                cross_attention_dim=32,
+                num_layers=2,
+                caption_channels=32,
+            ),
+        )
+
+    return written(assemble, path)
+
+
+def hunyuan_video15(path: Path) -> Path:
+    ensure_torchvision()
+    from diffusers import (
+        AutoencoderKLHunyuanVideo15,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideo15Pipeline,
+        HunyuanVideo15Transformer3DModel,
+    )
+    from diffusers.guiders import ClassifierFreeGuidance
+    from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
+
+    def assemble() -> Any:
+        tokenizer, glyphs = qwen_tokenizer(), ByT5Tokenizer()
+        sizes = {"d_model": 24, "d_kv": 6, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+        config = T5Config(vocab_size=len(glyphs), feed_forward_proj="gated-gelu", **sizes)
+        return HunyuanVideo15Pipeline(
+            text_encoder=qwen_vl(tokenizer, 3).model.language_model,
+            tokenizer=tokenizer,
+            transformer=HunyuanVideo15Transformer3DModel(
+                in_channels=9,
+                out_channels=4,
+                num_attention_heads=2,
+                attention_head_dim=16,
+                num_layers=2,
+                num_refiner_layers=1,
+                mlp_ratio=2.0,
+                text_embed_dim=32,
+                text_embed_2_dim=24,
+                image_embed_dim=16,
+                rope_axes_dim=(4, 6, 6),
+                target_size=64,
+                task_type="t2v",
+            ),
+            vae=AutoencoderKLHunyuanVideo15(latent_channels=4, block_out_channels=(32,) * 5, layers_per_block=1),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+            text_encoder_2=T5EncoderModel(config).eval(),
+            tokenizer_2=glyphs,
+            guider=ClassifierFreeGuidance(guidance_scale=6.0),
+        )
+
+    return written(assemble, path)
+
+
+def with_guider(pipeline: Any, scale: float) -> None:
+    """Set the scale of a pipeline's guider."""
+    from diffusers.guiders import ClassifierFreeGuidance
+
+    pipeline.guider = ClassifierFreeGuidance(guidance_scale=scale)

@@ -1,0 +1,97 @@
+"""HunyuanVideo 1.5, text to video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.families.base import MASK, Family, LatentSides, Text, TextPart
+from diffusion.families.grids import scheduler_grid
+
+HEIGHT, WIDTH = 480, 832
+"""Pixels where none are asked for."""
+
+
+class HunyuanVideo15Family(Family):
+    """HunyuanVideo 1.5: tokens of Qwen2.5-VL and of ByT5 for quoted text, each behind a mask, an empty image condition.
+
+    The pipeline has no loader of adapters: they are saved for `pipeline.transformer.load_lora_adapter`.
+    """
+
+    pipeline_class = "HunyuanVideo15Pipeline"
+    summary = "HunyuanVideo 1.5 (text to video)"
+    citation = "HunyuanVideo 1.5, arXiv 2511.18870"
+    lora_targets = tuple(
+        f"attn.{name}"
+        for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    )
+    text_parts = (TextPart("text_encoder", "tokenizer"), TextPart("text_encoder_2", "tokenizer_2"))
+    text_length = 1000
+    video = True
+    default_frames = 121
+
+    def __init__(self, pipeline: Any, options: Any = None) -> None:
+        super().__init__(pipeline, options)
+        pipeline.tokenizer_max_length = self.max_sequence_length  # no argument of `encode_prompt`
+
+    @property
+    def factor(self) -> int:
+        """Pixels on a side of a latent pixel."""
+        return int(self.pipeline.vae_scale_factor_spatial)
+
+    @property
+    def frame_factor(self) -> int:
+        """Frames of a latent frame."""
+        return int(self.pipeline.vae_scale_factor_temporal)
+
+    def encode(self, prompt: str, *, negative: bool = False) -> Text:
+        """Tokens (L, D) of the prompt and glyphs (L', D') of its quoted text, and their masks, bool."""
+        tokens, mask, glyphs, glyph_mask = self.pipeline.encode_prompt(
+            self.read_text(self.text_parts[0], prompt), batch_size=1
+        )
+        found = {"tokens": tokens[0], "glyphs": glyphs[0]}
+        return found | {"tokens" + MASK: mask[0].bool(), "glyphs" + MASK: glyph_mask[0].bool()}
+
+    def token_ids(self, part: TextPart, prompt: str, *, negative: bool = False) -> list[int]:
+        """Tokens of the prompt in its chat template, without the start that is dropped; none of the glyphs."""
+        if part.tokenizer != self.text_parts[0].tokenizer:
+            return []
+        message = [
+            {"role": "system", "content": self.pipeline.system_message},
+            {"role": "user", "content": self.read_text(part, prompt) or " "},
+        ]
+        text = self.pipeline.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return self.tokenized(part, text)[self.pipeline.prompt_template_encode_start_idx :]
+
+    def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        """Velocity (B, C, T, H, W)."""
+        rows, _, *sides = latents.shape
+        condition = torch.cat([torch.zeros_like(latents), latents.new_zeros(rows, 1, *sides)], 1)
+        image = (rows, self.pipeline.vision_num_semantic_tokens, network.config.image_embed_dim)
+        velocity: Tensor = network(
+            hidden_states=torch.cat([latents, condition], 1),
+            timestep=(sigma * 1000).to(latents.dtype),
+            encoder_hidden_states=text["tokens"],
+            encoder_attention_mask=text["tokens" + MASK].to(latents.dtype),
+            encoder_hidden_states_2=text["glyphs"],
+            encoder_attention_mask_2=text["glyphs" + MASK].to(latents.dtype),
+            image_embeds=latents.new_zeros(image),
+            return_dict=False,
+        )[0]
+        return velocity
+
+    def sides(self) -> LatentSides:
+        """Positions are rotary."""
+        patch = self.pipeline.transformer.config.patch_size
+        return LatentSides(patch, HEIGHT // self.factor, width=WIDTH // self.factor)
+
+    def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
+        """Equal steps, shifted once."""
+        return scheduler_grid(self.pipeline.scheduler, steps, tokens=self.tokens(shape), even=True)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels (B, F, h, w, 3), one video at a time: the autoencoder's attention fails for several."""
+        return torch.cat([super(HunyuanVideo15Family, self).decode(one) for one in latents.split(1)])

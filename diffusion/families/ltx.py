@@ -1,0 +1,111 @@
+"""LTX-Video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.families.base import (
+    MASK,
+    Family,
+    FamilyOptions,
+    LatentSides,
+    Text,
+    TextPart,
+    channel_statistics,
+    channels_last,
+)
+from diffusion.families.grids import scheduler_grid
+from mmrl.fields import bounded
+
+HEIGHT, WIDTH = 512, 704
+"""Pixels where none are asked for, as in the pipeline's call."""
+
+
+@dataclass
+class LtxOptions(FamilyOptions):
+    """Options of LTX-Video."""
+
+    frame_rate: float = bounded(25.0, above=0, finite=True)
+    """Frames a second, an input of the transformer's positions."""
+
+
+class LtxFamily(Family):
+    """LTX-Video: tokens of T5, a mask for the transformer alone, one token a latent pixel.
+
+    An autoencoder that takes a time decodes at time 0 without noise, so that a video follows from its latents.
+    """
+
+    pipeline_class = "LTXPipeline"
+    summary = "LTX-Video 0.9 to 0.9.5"
+    citation = "LTX-Video, arXiv 2501.00103"
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    text_parts = (TextPart("text_encoder", "tokenizer"),)
+    text_length = 128
+    video = True
+    default_frames = 161
+    options_class = LtxOptions
+
+    @property
+    def factor(self) -> int:
+        """Pixels on a side of a latent pixel."""
+        return int(self.pipeline.vae_spatial_compression_ratio)
+
+    @property
+    def frame_factor(self) -> int:
+        """Frames of a latent frame."""
+        return int(self.pipeline.vae_temporal_compression_ratio)
+
+    def encode(self, prompt: str, *, negative: bool = False) -> Text:
+        """Tokens (L, D), padding among them, and their mask (L,) bool."""
+        tokens, mask, _, _ = self.pipeline.encode_prompt(
+            self.read_text(self.text_parts[0], prompt),
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"tokens": tokens[0], "tokens" + MASK: mask[0].bool()}
+
+    def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        """Velocity (B, C, T, H, W)."""
+        frames, height, width = latents.shape[2:]
+        velocity = network(
+            hidden_states=latents.flatten(2).transpose(1, 2),
+            encoder_hidden_states=text["tokens"],
+            timestep=sigma * 1000,
+            encoder_attention_mask=text["tokens" + MASK],
+            num_frames=frames,
+            height=height,
+            width=width,
+            rope_interpolation_scale=(self.frame_factor / self.options.frame_rate, self.factor, self.factor),
+            return_dict=False,
+        )[0]
+        return velocity.transpose(1, 2).reshape(latents.shape)
+
+    def sides(self) -> LatentSides:
+        """Positions are rotary; the default is the pipeline's."""
+        return LatentSides(1, HEIGHT // self.factor, width=WIDTH // self.factor)
+
+    def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
+        """Equal steps, shifted, their last time moved to `shift_terminal`."""
+        return scheduler_grid(self.pipeline.scheduler, steps, tokens=self.tokens(shape), even=True)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels (B, F, h, w, 3)."""
+        autoencoder = self.pipeline.vae
+        encoded = self.denormalise(latents.to(autoencoder.device, autoencoder.dtype))
+        time = torch.zeros(len(encoded)).to(encoded) if autoencoder.config.timestep_conditioning else None
+        return channels_last(autoencoder.decode(encoded, time, return_dict=False)[0])
+
+    def normalise(self, encoded: Tensor) -> Tensor:
+        """By mean and standard deviation of each channel, which are buffers, and a factor."""
+        mean, deviation = channel_statistics(self.pipeline.vae, encoded)
+        return (encoded - mean) * self.pipeline.vae.config.scaling_factor / deviation
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """By mean and standard deviation of each channel, which are buffers, and a factor."""
+        mean, deviation = channel_statistics(self.pipeline.vae, latents)
+        return latents * deviation / self.pipeline.vae.config.scaling_factor + mean
