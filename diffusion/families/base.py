@@ -117,7 +117,7 @@ class Family(ABC):
 
     def __init__(self, pipeline: Any, options: Any = None) -> None:
         self.pipeline = pipeline
-        self.options = self.options_class() if options is None else options
+        self.options: Any = self.options_class() if options is None else options
 
     # text
 
@@ -209,8 +209,9 @@ class Family(ABC):
         """Index in `networks` (B,) of each row's network; None = the first for all."""
         return None
 
-    combine: Combine = staticmethod(linear_guidance)
-    """Combine the velocities of a prompt and of the negative prompt."""
+    def combine(self, positive: Tensor, negative: Tensor, scale: float, sigma: Tensor) -> Tensor:
+        """Guided velocity from those of a prompt and of the negative prompt; linear where not overridden."""
+        return linear_guidance(positive, negative, scale)
 
     # sizes and times
 

@@ -49,7 +49,8 @@ def grid_of(scheduler: Any, steps: int, **options: Any) -> Tensor:
 
 def even_sigmas(steps: int) -> list[float]:
     """S equal steps from 1 to 1 / S."""
-    return torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64).tolist()
+    sigmas: list[float] = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64).tolist()
+    return sigmas
 
 
 def dynamic_shift(scheduler: Any, tokens: int) -> float:

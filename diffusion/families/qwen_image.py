@@ -58,8 +58,7 @@ class QwenImageFamily(Family):
         )[0]
         return unpack_latents(velocity, height, width)
 
-    @staticmethod
-    def combine(positive: Tensor, negative: Tensor, scale: float, sigma: Tensor) -> Tensor:
+    def combine(self, positive: Tensor, negative: Tensor, scale: float, sigma: Tensor) -> Tensor:
         """Linear guidance, each image token rescaled to its norm without guidance."""
         height, width = positive.shape[-2:]
         alone, other = pack_latents(positive), pack_latents(negative)

@@ -22,7 +22,7 @@ class Sd3Family(Family):
     pipeline_class = "StableDiffusion3Pipeline"
     summary = "Stable Diffusion 3, 3.5 medium and large"
     citation = "Esser et al., arXiv 2403.03206"
-    lora_targets = ATTENTION
+    lora_targets: Sequence[str] = ATTENTION
     text_parts = (
         TextPart("text_encoder", "tokenizer", is_clip=True),
         TextPart("text_encoder_2", "tokenizer_2", is_clip=True),

@@ -30,7 +30,8 @@ def over_frames(function: Callable[..., list[float]]) -> Callable[..., list[floa
 
         repeated = {name: each(values) for name, values in columns.items()}
         values = function(prompts=each(list(prompts)), completions=frames, **repeated)
-        return np.asarray(values, dtype=np.float64).reshape(-1, count).mean(1).tolist()
+        means: list[float] = np.asarray(values, dtype=np.float64).reshape(-1, count).mean(1).tolist()
+        return means
 
     return scored
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from diffusion.data.prompts import DiffusionTask
-from diffusion.families.base import Combine, Text, VelocityModel, linear_guidance
+from diffusion.families.base import Combine, Family, Text, VelocityModel, linear_guidance
 from diffusion.models.conditioning import TextRows
 from diffusion.sampling.schedule import (
     RANDOM_SOLVERS,
@@ -272,7 +272,9 @@ def guided(
 ) -> GuidedVelocity:
     """Velocity of rows under classifier-free guidance, with the policy's embeddings of the negative prompt."""
     other = None if scale == 1.0 else policy.embeddings.negative(negative)
-    return GuidedVelocity(velocity_of, text, other, scale, combine=policy.family.combine, **options)
+    linear = type(policy.family).combine is Family.combine
+    combine = linear_guidance if linear else policy.family.combine
+    return GuidedVelocity(velocity_of, text, other, scale, combine=combine, **options)
 
 
 def check_guidance(policy: Any, config: SamplerConfig, key: str = "sampler") -> None:
