@@ -45,6 +45,8 @@ class Case:
     """Latents from what the call gives, for the start of their shape."""
     guide: Callable[[Any, float], None] = lambda pipeline, scale: None
     """Sets the scale of a pipeline whose call does not take it."""
+    variant: bool = False
+    """Whether another case of the family is gone through in the default tests; this one in one of them and slowly."""
     alone: bool = False
     """Whether the pipeline's autoencoder decodes one video at a time."""
     bare: bool = False
@@ -81,6 +83,7 @@ def _wan(kind: str, **options: Any) -> Case:
     factor = 16 if kind == "5b" else 8
     return Case(
         lambda path: tiny.wan(path, kind),
+        variant=kind == "5b",
         scales=(1.0, 5.0),
         height=4 * factor,
         width=6 * factor,
@@ -98,6 +101,7 @@ def _wan(kind: str, **options: Any) -> Case:
 def _ltx(*, timed: bool) -> Case:
     return Case(
         lambda path: tiny.ltx(path, timed=timed),
+        variant=timed,
         scales=(1.0, 3.0),
         height=64,
         width=96,
@@ -121,6 +125,7 @@ CASES = {
     ),
     "flux_distilled": Case(
         _flux(guidance=True),
+        variant=True,
         scales=(1.0,),
         model=T5 | {"guidance_embedding": 2.5},
         call=T5 | {"guidance_scale": 2.5},
@@ -148,6 +153,7 @@ CASES = {
     ),
     "klein_distilled": Case(
         lambda path: tiny.klein(path, distilled=True),
+        variant=True,
         scales=(1.0,),
         model=KLEIN | {"family_options": {"text_layers": [1, 2, 3]}},
         call=KLEIN_CALL,
@@ -182,11 +188,16 @@ CASES = {
     "wan_times_of_tokens": _wan("5b"),
     "stable_diffusion": Case(tiny.stable_diffusion, scales=(1.0, 5.0), height=64, width=96, bare=True),
     "stable_diffusion_v": Case(
-        lambda path: tiny.stable_diffusion(path, "v_prediction"), scales=(1.0, 5.0), height=64, width=96, bare=True
+        lambda path: tiny.stable_diffusion(path, "v_prediction"),
+        scales=(1.0, 5.0),
+        height=64,
+        width=96,
+        bare=True,
+        variant=True,
     ),
     "stable_diffusion_xl": Case(tiny.stable_diffusion_xl, scales=(1.0, 5.0), height=64, width=96, bare=True),
     "stable_diffusion_xl_empty_negative": Case(
-        tiny.stable_diffusion_xl, scales=(5.0,), height=64, width=96, bare=True, negative=None
+        tiny.stable_diffusion_xl, scales=(5.0,), height=64, width=96, bare=True, variant=True, negative=None
     ),
     "ltx": _ltx(timed=False),
     "ltx_timed_autoencoder": _ltx(timed=True),

@@ -27,7 +27,7 @@ def folders(tmp_path_factory):
     return functools.cache(lambda name: CASES[name].build(tmp_path_factory.mktemp("families") / name))
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if CASES[name].variant else ()) for name in CASES])
 def case(request):
     return CASES[request.param]
 
@@ -107,6 +107,7 @@ def called(case, pipeline, prompts, start, scale, kind):
     return case.unpack(pipeline, found, start) if kind == "latent" else torch.as_tensor(found)
 
 
+@pytest.mark.parametrize("case", CASES, indirect=True)
 def test_the_loop_is_the_pipelines_own(case, policy):
     start, pipeline = noise(policy), policy.pipeline
     case.prepare(pipeline)

@@ -23,7 +23,7 @@ COMBINATIONS = [
         name,
         method,
         enabled,
-        marks=() if enabled and QUICK[name] == method else pytest.mark.slow,
+        marks=() if enabled and QUICK[name] == method and not CASES[name].variant else pytest.mark.slow,
         id=f"{name}-{method}-{'lora' if enabled else 'full'}",
     )
     for name in CASES
