@@ -44,7 +44,7 @@ class StableDiffusionFamily(Family):
     predictions = ("epsilon", "v_prediction")
     networks = ("unet",)
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
-    text_parts = (TextPart("text_encoder", "tokenizer", is_clip=True),)
+    text_parts: ClassVar[tuple[TextPart, ...]] = (TextPart("text_encoder", "tokenizer", is_clip=True),)
     text_length = 77
     settings: ClassVar[tuple[str, ...]] = ("requires_safety_checker",)
 

@@ -453,8 +453,8 @@ def _find_start(path: str, config: ModelConfig) -> _Start:
         return below._replace(adapter=file.parent)
     kind = find_family(type(below.pipeline).__name__, config.family)
     for name in saved.get("networks", kind.networks[:1]):
-        network, place = getattr(below.pipeline, name), file.parent / ("" if name == kind.networks[0] else name)
-        copy_into(network, guarded(place, partial(read_network, network, place)), place, adapter_only=False)
+        network, folder = getattr(below.pipeline, name), file.parent / ("" if name == kind.networks[0] else name)
+        copy_into(network, guarded(folder, partial(read_network, network, folder)), folder, adapter_only=False)
     return below._replace(base=str(file.parent.absolute()))
 
 
