@@ -175,7 +175,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def list_entries(args: argparse.Namespace) -> int:
-    """List the recipes, objectives and rewards with their sources."""
+    """List the recipes, objectives, rewards and model families with their sources."""
     from mmrl.listings import markdown, rows_of
 
     kinds = [args.kind] if args.kind else list(LISTED)
@@ -195,7 +195,7 @@ def list_entries(args: argparse.Namespace) -> int:
     return 0
 
 
-def in_columns(name: str, text: str, width: int = 26) -> str:
+def in_columns(name: str, text: str, width: int = 30) -> str:
     """A name and its text beside it, which continues below itself in a further line."""
     line = max(shutil.get_terminal_size((LINE_WIDTH, 24)).columns, 2 * width)
     return textwrap.fill(

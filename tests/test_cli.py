@@ -434,6 +434,7 @@ def test_demo_prints_its_lines(tmp_path, monkeypatch, capsys):
 
 
 def test_list_shows_everything_with_its_citation(capsys):
+    from diffusion.families.table import FAMILIES
     from diffusion.rewards import IMAGE_REWARDS
     from mmrl.core.catalogue import CATALOGUE, PREFERENCES
     from mmrl.recipes import RECIPES
@@ -442,7 +443,7 @@ def test_list_shows_everything_with_its_citation(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
-    tables = (RECIPES, CATALOGUE, PREFERENCES, REWARDS, IMAGE_REWARDS)
+    tables = (RECIPES, CATALOGUE, PREFERENCES, REWARDS, IMAGE_REWARDS, FAMILIES)
     assert names == [name for table in tables for name in table]
     assert max(map(len, lines)) <= LINE_WIDTH
     text = " ".join(" ".join(lines).split())

@@ -65,7 +65,6 @@ def test_own_loop_needs_nothing_of_the_suite_but_the_core():
     ]
 
 
-@pytest.mark.slow
 def test_own_robot_env(tmp_path):
     pytest.importorskip("gymnasium")
     before, after = map(float, re.findall(r"training: success (\S+)", run("own_robot_env.py", tmp_path)))
@@ -78,6 +77,7 @@ def test_own_agent_env(tmp_path):
     assert 0 <= first < last <= 1
 
 
+@pytest.mark.slow
 def test_own_image_reward(tmp_path):
     pytest.importorskip("diffusers")
     text = run("own_image_reward.py", tmp_path)

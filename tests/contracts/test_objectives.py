@@ -15,7 +15,16 @@ from mmrl.core import CATALOGUE
 from mmrl.training.objectives import SCORES, ObjectiveConfig
 from tests.contracts.domains import DOMAINS, Domain, run, weights
 
-CASES = [pytest.param(domain, row, id=f"{room}-{row}") for room, domain in DOMAINS.items() for row in CATALOGUE]
+CASES = [
+    pytest.param(
+        *(domain, row),
+        id=f"{room}-{row}",
+        # they score like the vision-language models, at three times the cost
+        marks=pytest.mark.slow if room == "agents" and row != "grpo" else (),
+    )
+    for room, domain in DOMAINS.items()
+    for row in CATALOGUE
+]
 
 
 def missing(domain: Domain, row: str) -> list[str]:

@@ -51,6 +51,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_trains(example):
     run(example, "my_training.py")
     assert (example / "runs" / "my-robot" / "report.html").is_file()

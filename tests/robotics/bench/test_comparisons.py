@@ -39,7 +39,8 @@ def test_images_equal_the_loops_in_content_and_number():
 
 
 @pytest.mark.usefixtures("here", "backend")
-@pytest.mark.parametrize("name", [pytest.param("image-64", marks=pytest.mark.slow), "physics"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["image-64", "physics"])
 def test_the_parts_are_measured_alone(name):
     (found,) = sim.compare(BenchOptions(quick=True, only=[name])).values()
     assert not found["failed"]
