@@ -141,7 +141,7 @@ class Family(ABC):
         return ids
 
     def read_text(self, part: TextPart, prompt: str) -> str:
-        """What a tokenizer other than CLIP's is given: a prompt with a space in the control tokens that it spells.
+        """The prompt with a space inside each control token that it spells out, for tokenizers other than CLIP's.
 
         T5's vocabulary has them as ordinary pieces, and a chat template needs its own.
         """

@@ -101,11 +101,11 @@ class LtxFamily(Family):
         return channels_last(autoencoder.decode(encoded, time, return_dict=False)[0])
 
     def normalise(self, encoded: Tensor) -> Tensor:
-        """By mean and standard deviation of each channel, which are buffers, and a factor."""
+        """Standardise each channel with the mean and standard deviation of the autoencoder and its scaling factor."""
         mean, deviation = channel_statistics(self.pipeline.vae, encoded)
         return (encoded - mean) * self.pipeline.vae.config.scaling_factor / deviation
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """By mean and standard deviation of each channel, which are buffers, and a factor."""
+        """Undo `normalise`."""
         mean, deviation = channel_statistics(self.pipeline.vae, latents)
         return latents * deviation / self.pipeline.vae.config.scaling_factor + mean

@@ -84,11 +84,11 @@ class QwenImageFamily(Family):
         return mean[:, :, 0], deviation[:, :, 0]
 
     def normalise(self, encoded: Tensor) -> Tensor:
-        """By mean and standard deviation of each channel."""
+        """Standardise each channel with the mean and standard deviation of the autoencoder."""
         mean, deviation = channel_statistics(self.pipeline.vae.config, encoded)
         return (encoded - mean) / deviation
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """By mean and standard deviation of each channel."""
+        """Undo `normalise`."""
         mean, deviation = channel_statistics(self.pipeline.vae.config, latents)
         return latents * deviation + mean
