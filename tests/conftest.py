@@ -3,6 +3,7 @@ import signal
 
 import pytest
 
+from tests.charts import draw_no_charts
 from tests.chat_server import running_chat_server
 
 # Some virtual machines announce AMX instructions and then refuse them, which ends the process at the first bfloat16
@@ -15,6 +16,12 @@ def chat_server():
     """A chat endpoint with `url`, `requests` and `answers`."""
     with running_chat_server() as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def no_charts(monkeypatch):
+    """Leave the charts out of reports: they take longer than a tiny run; tests/report draws them."""
+    draw_no_charts(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

@@ -65,6 +65,7 @@ def test_own_loop_needs_nothing_of_the_suite_but_the_core():
     ]
 
 
+@pytest.mark.slow
 def test_own_robot_env(tmp_path):
     pytest.importorskip("gymnasium")
     before, after = map(float, re.findall(r"training: success (\S+)", run("own_robot_env.py", tmp_path)))
@@ -72,6 +73,7 @@ def test_own_robot_env(tmp_path):
     assert after > 0.8
 
 
+@pytest.mark.slow
 def test_own_agent_env(tmp_path):
     first, last = first_and_last(run("own_agent_env.py", tmp_path))
     assert 0 <= first < last <= 1
@@ -94,6 +96,7 @@ def test_evaluate_only(tmp_path):
     assert not list(tmp_path.rglob("checkpoints"))
 
 
+@pytest.mark.slow
 def test_load_result(tmp_path):
     pytest.importorskip("diffusers")
     text = run("load_result.py", tmp_path)

@@ -297,6 +297,7 @@ def test_ratios_of_fresh_and_replayed_tokens_apart():
     assert not [name for name in fresh if name.endswith("replayed")]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_replays_the_same_as_an_uninterrupted_one(tmp_path, folder):
     """The buffer is part of the checkpoint: without it the steps after a resume would have nothing to replay."""
     entry = RECIPES["arpo"]

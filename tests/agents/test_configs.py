@@ -21,7 +21,7 @@ SMALL = [
     "trainer.learning_rate=1e-3",
     "trainer.skip_steps_without_gradient=false",  # a tiny random model earns nothing
     "environment.workers=1",
-    f"environment.factory={__file__}:small_grid",
+    f"environment.factory={Path(__file__).with_name('small_grid.py')}:small_grid",
     "environment.adapter.action_names=[up, down, left, right]",
     "episode.max_turns=2",
     "data.seeds=4",
@@ -40,13 +40,6 @@ RECORDED = [
     "digirl.threshold=-2",
     "trainer.epochs=1",
 ]
-
-
-def small_grid(**options):
-    """A grid of two moves, whatever the configuration asks for."""
-    from mmrl.agents.toy.grid import GridWorld
-
-    return GridWorld(size=3, max_steps=2)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

@@ -76,6 +76,7 @@ def roll(config, tasks=2):
         recipe.close()
 
 
+@pytest.mark.slow
 def test_run_leaves_a_whole_folder_and_repeats_bit_for_bit(tmp_path, folder):
     ends = []
     for name in "ab":

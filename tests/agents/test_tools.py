@@ -91,6 +91,7 @@ def test_tools_need_a_format_that_reads_calls_of_tools():
             config.check_parts(1e-6)
 
 
+@pytest.mark.slow
 def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkeypatch):
     def two_calls_then_words(self, text):
         turns.append(text)

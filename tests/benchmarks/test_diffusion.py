@@ -36,6 +36,7 @@ def counts(comparisons, name):
     return {arm: run["counts"] for arm, run in comparisons[name]["arms"].items()}
 
 
+@pytest.mark.slow
 def test_every_comparison_ends_with_its_checks_passed(comparisons):
     assert tuple(comparisons) == diffusion.NAMES
     for name, found in comparisons.items():
@@ -78,6 +79,7 @@ def test_stacked_draws_are_one_call(comparisons):
     assert found["stacked"]["transformer_calls"] == 1
 
 
+@pytest.mark.slow
 def test_recipe_passes_at_published_sizes_are_those_counted_by_hand(tmp_path):
     from benchmarks.diffusion.arms import recipe_arm
 

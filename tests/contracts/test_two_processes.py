@@ -25,8 +25,8 @@ from tests.contracts.domains import domain_of, weights
 from tests.contracts.options import with_changes
 
 STEPS, PROCESSES, LIMIT_S = 3, 2, 240
-QUICK = ("sft", "agent_clone", "flow_pretrain", "robot_ppo", "flow3d")
-"""One for each package; the others take as long and are run with the slow tests."""
+QUICK = ("sft", "robot_ppo", "flow3d")
+"""The others take as long and are run with the slow tests."""
 CONTROLS = {"robot_ppo-shuffled": ("robot_ppo", {"reward.potential": 0.0, "shuffle_success": True})}
 """Further runs: a recipe and its options."""
 RELATIVE = 1e-3

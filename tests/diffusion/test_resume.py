@@ -90,7 +90,13 @@ def final_state(folder, case, resumed):
     return trained(trainer.policy), kept, scores
 
 
-@pytest.mark.parametrize("case", list(CASES))
+QUICK = ("ac_flow_states", "orw", "lora", "full")
+"""What tests/contracts/test_recipes.py does not resume."""
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_resumed_runs_end_with_the_same_bits(case, tmp_path):
     weights, state, scores = final_state(tmp_path / "whole", case, resumed=False)
     again, state_again, scores_again = final_state(tmp_path / "parts", case, resumed=True)

@@ -15,10 +15,11 @@ from typing import Any
 
 from mmrl.cli import main
 from mmrl.recipes import RECIPES
+from tests.charts import draw_no_charts
 from tests.faults.children import STOPS, Child, Ending, Nursery, import_modules, write_loaded_modules
 from tests.faults.sameness import differences
 from tests.faults.stages import FILE_STAGES, STAGES, Kill, Watch
-from tests.faults.tiny import draw_no_charts, write_run
+from tests.faults.tiny import write_run
 
 __all__ = ["KillCampaign"]
 

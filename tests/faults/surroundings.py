@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.cli import main
+from tests.charts import draw_no_charts
 from tests.faults.children import Child, Ending
 from tests.faults.kills import RUN_LIMIT_S, KillCampaign, Subject
 from tests.faults.sameness import differences
 from tests.faults.stages import Kill, Watch, fill_disk
-from tests.faults.tiny import STEPS, draw_no_charts
+from tests.faults.tiny import STEPS
 
 __all__ = ["SURROUNDINGS", "SurroundingsCampaign"]
 

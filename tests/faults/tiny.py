@@ -10,7 +10,7 @@ from mmrl.config import save
 from mmrl.recipes import RECIPES
 from tests.contracts.domains import domain_of
 
-__all__ = ["STEPS", "draw_no_charts", "write_run"]
+__all__ = ["STEPS", "write_run"]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 5
@@ -38,13 +38,6 @@ def write_run(recipe: str, folder: Path) -> Path:
     path = folder / "run.yaml"
     save(config, path)
     return path
-
-
-def draw_no_charts() -> None:
-    """In a child: leave the charts out of reports."""
-    from mmrl.report import charts
-
-    charts._svg = lambda figure: b"<svg></svg>"
 
 
 def _vlm(config: Any, folder: Path) -> None:

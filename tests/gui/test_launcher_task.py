@@ -110,6 +110,7 @@ def test_an_agent_answers_with_points_as_a_grounding_model_does(env):
         agent.expert()
 
 
+@pytest.mark.slow
 def test_the_configuration_clones_the_expert_in_the_browser(browser, tmp_path):
     model = build_model(tmp_path / "model", family="qwen3_vl", **SMALL)
     overrides = [f"output_dir={tmp_path / 'run'}", f"model.path={model}", "trainer.steps=2", "trainer.tasks_per_step=2"]

@@ -37,7 +37,12 @@ def make_env(browser):
         env.close()
 
 
-@pytest.mark.parametrize("name", list(TASKS))
+QUICK = ("mail", "settings")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TASKS]
+)
 def test_the_expert_solves_every_task(make_env, name):
     calm, rough = make_env(max_steps=40), make_env(max_steps=60, disturbances=ROUGH)
     most = TASKS[name].most_goals

@@ -27,6 +27,7 @@ def browsers(pid):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the browser's process in /proc")
 def test_a_browser_killed_in_a_worker(browser):
     browser.close()  # in this process

@@ -151,6 +151,7 @@ def test_numpy_arrays_are_lists_too(make):
     assert score(make("numpy_values"), ["a", "b", "c"])[0] == [0.0, 0.5, 1.0]
 
 
+@pytest.mark.slow
 def test_endless_hangs_end_within_bounds(make):
     rewards = make("hangs_always", timeout_s=0.2)
     start = time.monotonic()

@@ -36,12 +36,6 @@ K = 3
 LINE = "tests.robotics.line_sim:open_line"
 
 
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch):
-    """Skip the charts, which take longer than the training."""
-    monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
-
-
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory):
     return demonstrate(tmp_path_factory.mktemp("line") / "demos")

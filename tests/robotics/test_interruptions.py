@@ -65,7 +65,14 @@ def killed_run(folder, monkeypatch, place):
             train(find_recipe("robot_grpo"), config_of(folder))
 
 
-@pytest.mark.parametrize("place", ["before the first step", "in an evaluation", "between evaluation and checkpoint"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("before the first step", marks=pytest.mark.slow),
+        "in an evaluation",
+        pytest.param("between evaluation and checkpoint", marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_of_an_evaluation_is_lost_or_written_twice(tmp_path, monkeypatch, place):
     whole = train(find_recipe("robot_grpo"), config_of(tmp_path / "whole"))
     killed_run(tmp_path / "killed", monkeypatch, place)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from robotics.policies.loading import ActionPolicyConfig
 from robotics.serving import ServeConfig, open_served_policy
 from robotics.sim.opening import SimConfig
 
-gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
+pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
 
 DOCS = Path(__file__).parents[2] / "docs" / "robotics.md"
 
@@ -78,38 +77,12 @@ def test_the_clone_of_the_docs_learns_from_the_expert(example):
     assert last["success/greedy"] == 1.0
 
 
-class Slider(gymnasium.Env):
-    """Solved beyond the goal, which every second layout puts out of reach; actions are centimetres."""
-
-    metadata: ClassVar = {"render_fps": 7, "render_modes": ["rgb_array"], "instruction": "slide"}
-    render_mode = "rgb_array"
-    observation_space = gymnasium.spaces.Dict({"place": gymnasium.spaces.Box(-99, 99, (2,), np.float64)})
-    action_space = gymnasium.spaces.Box(np.float32(-10), np.float32(30), (1,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place, self.goal = 0.0, 50.0 if seed % 2 else 5000.0
-        return {"place": np.array([self.place, self.goal])}, {}
-
-    def step(self, action):
-        self.place += float(action[0])
-        done = self.place >= self.goal
-        return {"place": np.array([self.place, self.goal])}, 0.0, done, False, {"success": done}
-
-    def render(self):
-        return np.full((16, 16, 3), int(np.clip(self.place, 0, 255)), np.uint8)
-
-
-def slide(observation):
-    """25 cm, and at the end more than the bounds allow."""
-    return [25.0 if observation["place"][0] < 20 else 99.0]
-
-
-SLIDER = {"kind": "gymnasium", "env": f"{__file__}:Slider", "horizon": 4, "image_size": 8, "workers": 2}
+ENVS = Path(__file__).with_name("own_envs.py")
+SLIDER = {"kind": "gymnasium", "env": f"{ENVS}:Slider", "horizon": 4, "image_size": 8, "workers": 2}
 
 
 def test_successful_episodes_of_an_expert_become_demonstrations(tmp_path):
-    about = {"sim": SLIDER, "expert": f"{__file__}:slide", "episodes": 3}
+    about = {"sim": SLIDER, "expert": f"{ENVS}:slide", "episodes": 3}
     folder = build_demonstrations(str(tmp_path / "demos"), **about)
     reader = LeRobotReader(folder)
     assert (len(reader), reader.info["fps"], reader.info["robot_type"]) == (3, 7, "Slider")
@@ -124,55 +97,29 @@ def test_successful_episodes_of_an_expert_become_demonstrations(tmp_path):
         build_demonstrations(str(folder), **about)
 
 
-def fails(observation):
-    return 1 / 0
-
-
-def wide(observation):
-    return [0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"expert": f"{__file__}:fails"}, r"in 0 of 4 episodes of 'Slider', 8 are wanted; 4 .* failed.*ZeroDivision"),
-        ({"expert": f"{__file__}:wide"}, r"the expert's action is \[0\. 0\.\]; expected 1 finite number"),
-        ({"expert": f"{__file__}:nothing"}, "has no 'nothing'"),
+        ({"expert": f"{ENVS}:fails"}, r"in 0 of 4 episodes of 'Slider', 8 are wanted; 4 .* failed.*ZeroDivision"),
+        ({"expert": f"{ENVS}:wide"}, r"the expert's action is \[0\. 0\.\]; expected 1 finite number"),
+        ({"expert": f"{ENVS}:nothing"}, "has no 'nothing'"),
         ({"expert": ""}, "has no expert of its own"),
-        ({"expert": f"{__file__}:slide", "first_layout": 1, "episodes": 0}, "episodes is 0; must be at least 1"),
+        ({"expert": f"{ENVS}:slide", "first_layout": 1, "episodes": 0}, "episodes is 0; must be at least 1"),
         ({"sim": {**SLIDER, "envs": 1}}, "envs"),
-        ({"sim": {"kind": "tabletop", "tasks": ["reach"]}, "expert": f"{__file__}:slide"}, "only gymnasium takes one"),
+        ({"sim": {"kind": "tabletop", "tasks": ["reach"]}, "expert": f"{ENVS}:slide"}, "only gymnasium takes one"),
     ],
 )
 def test_an_expert_that_cannot_work_is_named(tmp_path, changes, message):
-    about = {"sim": SLIDER, "expert": f"{__file__}:slide", "episodes": 8} | changes
+    about = {"sim": SLIDER, "expert": f"{ENVS}:slide", "episodes": 8} | changes
     with pytest.raises(UserError, match=message):
         build_demonstrations(str(tmp_path / "demos"), **about)
     assert not list(tmp_path.iterdir())
 
 
-class PaysEarly(gymnasium.Env):
-    """Pays 5 or -5 for the sign of its first three actions and nothing later; the state is what was paid so far."""
-
-    observation_space = gymnasium.spaces.Box(-99, 99, (1,), np.float32)
-    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps, self.paid = 0, 0.0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.steps += 1
-        reward = (5.0 if action[0] > 0 else -5.0) if self.steps <= 3 else 0.0
-        self.paid += reward
-        return np.array([self.paid], np.float32), reward, False, False, {}
-
-
 def recipe_of(tmp_path, name, env):
     sim = SimConfig(
         kind="gymnasium",
-        env=f"{__file__}:{env}",
+        env=f"{ENVS}:{env}",
         horizon=8,
         image_size=0,
         workers=1,
@@ -203,10 +150,6 @@ def test_rewards_paid_early_in_an_episode_count(tmp_path, name):
     torch.testing.assert_close(rollouts.reward, rollouts.payload.last_state[:, 0])
     torch.testing.assert_close(rollouts.reward_terms["return"], rollouts.reward)
     assert len(set(rollouts.reward.tolist())) > 1
-
-
-class SmallSteps(PaysEarly):
-    action_space = gymnasium.spaces.Box(np.float32(-0.15), np.float32(0.25), (1,), np.float32)
 
 
 @pytest.mark.parametrize("name", ["robot_grpo", "robot_ppo"])

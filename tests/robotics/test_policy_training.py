@@ -27,12 +27,6 @@ from tests.rounding import assert_equal_up_to_rounding
 KINDS = ("small", "gaussian", "flow", "vlm")
 
 
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch):
-    """Skip the charts, which take longer than the training."""
-    monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Configuration of a small policy of each kind."""

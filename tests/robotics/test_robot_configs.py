@@ -23,6 +23,7 @@ def test_config_loads(path):
     assert config.eval_data
 
 
+@pytest.mark.slow
 def test_sparse_and_dense_grpo_take_two_steps(tmp_path, backend):
     texts = ["touch the red cube", "push the red cube into the blue zone"]
     policy = save_tiny_policy(tmp_path / "policy", texts)

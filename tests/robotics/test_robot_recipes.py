@@ -182,6 +182,7 @@ def test_grpo_learns(tmp_path):
     assert after["success/greedy"] >= 0.8
 
 
+@pytest.mark.slow
 def test_resumed_run_is_the_uninterrupted_one(tmp_path):
     whole = train(find_recipe("srpo"), srpo(tmp_path / "a"))
     cut = srpo(tmp_path / "b", trainer=trainer(steps=1))

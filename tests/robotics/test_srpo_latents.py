@@ -34,12 +34,6 @@ ONE_CENTRE = ProgressSettings(min_samples=10_000)
 """Nothing clusters, so that the mean of the successes is the only centre."""
 
 
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch):
-    """Skip the charts, which take longer than the training."""
-    monkeypatch.setattr("mmrl.report.page.write_report", lambda run_dir: None)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Builds each latent's model once, if it has one."""

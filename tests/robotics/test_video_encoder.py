@@ -83,6 +83,7 @@ def plays():
     return [play(rng, kind)[0] for kind in ["success"] * 26 + ["stops"] * 20 + ["astray"] * 20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_after_training_the_distance_to_successes_follows_the_remaining_path(plays, seed):
     explained = []

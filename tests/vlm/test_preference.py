@@ -233,6 +233,7 @@ def test_held_out_pairs_alone_are_enough(tmp_path, tiny_folders):
     assert shown.startswith("preferred: <answer>7</answer>\nrejected: <think>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_resumed_run_is_one_that_was_not_interrupted(tmp_path, tiny_folders, ahead):
     final = []

@@ -18,12 +18,13 @@ from tests.diffusion.runs import make_trainer, run_config
 METHODS = ("flow_grpo", "awm", "diffusion_nft")
 QUICK = {name: METHODS[number % 3] for number, name in enumerate(CASES)}
 """One method a case in the default tests, with adapters; the others are slow."""
+SLOW = ("hunyuan_video15", *(name for name, case in CASES.items() if case.variant))
 COMBINATIONS = [
     pytest.param(
         name,
         method,
         enabled,
-        marks=() if enabled and QUICK[name] == method and not CASES[name].variant else pytest.mark.slow,
+        marks=() if enabled and QUICK[name] == method and name not in SLOW else pytest.mark.slow,
         id=f"{name}-{method}-{'lora' if enabled else 'full'}",
     )
     for name in CASES

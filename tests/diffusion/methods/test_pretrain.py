@@ -182,6 +182,7 @@ def learnt(name, folder, steps):
     return scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["awm", "flow_grpo"])
 def test_training_raises_the_reward(name, tmp_path):
     before, after = learnt(name, tmp_path, steps=14)

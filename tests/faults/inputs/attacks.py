@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.charts import draw_no_charts
 from tests.faults.batches import Kind, Verdict, of_call, of_command
 from tests.faults.damage import damage_bytes, damage_tree
 from tests.faults.inputs.models import Model, prepare_models, prepare_robot
 from tests.faults.inputs.tiny_runs import SMALL
-from tests.faults.tiny import draw_no_charts
 
 __all__ = ["KINDS"]
 

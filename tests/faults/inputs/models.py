@@ -8,10 +8,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.charts import draw_no_charts
 from tests.faults.batches import Kind, Verdict, of_command
 from tests.faults.damage import damage_bytes, damage_text, damage_tree
 from tests.faults.inputs.tiny_runs import LARGEST, SMALL
-from tests.faults.tiny import draw_no_charts, write_run
+from tests.faults.tiny import write_run
 
 __all__ = ["KINDS", "Model", "prepare_models", "prepare_robot"]
 

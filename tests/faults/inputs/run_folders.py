@@ -17,11 +17,12 @@ from unittest import mock
 import yaml
 
 from mmrl.cli import main
+from tests.charts import draw_no_charts
 from tests.faults.batches import Kind, Verdict, of_command
 from tests.faults.children import Nursery
 from tests.faults.damage import damage_bytes, damage_text, damage_tree
 from tests.faults.sameness import differences
-from tests.faults.tiny import STEPS, draw_no_charts, write_run
+from tests.faults.tiny import STEPS, write_run
 
 __all__ = ["KINDS"]
 

@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from mmrl.recipes import RECIPES
+from tests.charts import draw_no_charts
 from tests.faults.batches import Kind, Verdict, of_command
 from tests.faults.damage import damage_tree
-from tests.faults.tiny import draw_no_charts, write_run
+from tests.faults.tiny import write_run
 
 __all__ = ["KINDS"]
 

@@ -45,6 +45,7 @@ def small(simulator, **changes):
     return base | {"backend": None, "repetitions": 1} | changes
 
 
+@pytest.mark.slow
 def test_every_arm_ends_where_the_environment_alone_does_and_draws_the_same(backend, monkeypatch):
     monkeypatch.setitem(throughput.QUICK, "environments", 1)
     found = throughput.compare_throughput(BenchOptions(quick=True), backend, 32)

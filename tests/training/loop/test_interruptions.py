@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -46,8 +45,7 @@ def config(tmp_path):
 
 def run(config, folder, *words, resume=False, **options):
     entry, filled = load_run(config, [f"output_dir={config.parent / folder}", *words])
-    with mock.patch("mmrl.report.page.write_report"):  # its charts take longer than the run
-        return train(entry, filled, resume=resume, **options)
+    return train(entry, filled, resume=resume, **options)
 
 
 def lines(path):

@@ -71,6 +71,7 @@ def test_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(make_trainer, ki
     assert result["samples"] == 6 * 12
 
 
+@pytest.mark.slow
 def test_killed_process_resumes_with_equal_bits(tmp_path):
     config = tmp_path / "toy.yaml"
     config.write_text(

@@ -160,6 +160,7 @@ def test_trl_is_named_with_its_extra_where_it_is_missing(monkeypatch):
         compare(BenchOptions(quick=True, against="trl"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRL, reason="needs trl")
 def test_a_step_of_trl_samples_as_many_tokens_and_is_compared(folder):
     options = BenchOptions(quick=True, folder=folder, only=["step"], against="trl")

@@ -147,6 +147,7 @@ def test_the_control_permutes_rewards_within_a_scene(tmp_path):
     assert not torch.equal(collected(recipe, number=1).reward, shuffled.reward)
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_by_verdicts_and_not_by_shuffled_ones(tmp_path):
     model, ways_cm = tiny_model(), {}
     for shuffled in (False, True):

@@ -24,7 +24,7 @@ from robotics.flow3d.model.world_model import FlowWorldModel
 from tests.robotics.flow3d.model.builders import build_sd, build_vision, disturb, tiny_config
 from tests.robotics.flow3d.model.synthetic import make_clips
 
-CONFIGS = ("flow3d_traj_dit", "flow3d_dit_factored", "flow3d_unet_motion")
+CONFIGS = ("flow3d_traj_dit", pytest.param("flow3d_dit_factored", marks=pytest.mark.slow), "flow3d_unet_motion")
 SYNTHETIC = "tests.robotics.flow3d.model.synthetic:make_clips"
 
 

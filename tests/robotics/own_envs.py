@@ -1,0 +1,63 @@
+"""Environments and experts as users write them; workers import this file, so it imports nothing heavy."""
+
+from typing import ClassVar
+
+import gymnasium
+import numpy as np
+
+
+class Slider(gymnasium.Env):
+    """Solved beyond the goal, which every second layout puts out of reach; actions are centimetres."""
+
+    metadata: ClassVar = {"render_fps": 7, "render_modes": ["rgb_array"], "instruction": "slide"}
+    render_mode = "rgb_array"
+    observation_space = gymnasium.spaces.Dict({"place": gymnasium.spaces.Box(-99, 99, (2,), np.float64)})
+    action_space = gymnasium.spaces.Box(np.float32(-10), np.float32(30), (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.goal = 0.0, 50.0 if seed % 2 else 5000.0
+        return {"place": np.array([self.place, self.goal])}, {}
+
+    def step(self, action):
+        self.place += float(action[0])
+        done = self.place >= self.goal
+        return {"place": np.array([self.place, self.goal])}, 0.0, done, False, {"success": done}
+
+    def render(self):
+        return np.full((16, 16, 3), int(np.clip(self.place, 0, 255)), np.uint8)
+
+
+def slide(observation):
+    """25 cm, and at the end more than the bounds allow."""
+    return [25.0 if observation["place"][0] < 20 else 99.0]
+
+
+def fails(observation):
+    return 1 / 0
+
+
+def wide(observation):
+    return [0.0, 0.0]
+
+
+class PaysEarly(gymnasium.Env):
+    """Pays 5 or -5 for the sign of its first three actions and nothing later; the state is what was paid so far."""
+
+    observation_space = gymnasium.spaces.Box(-99, 99, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.paid = 0, 0.0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        reward = (5.0 if action[0] > 0 else -5.0) if self.steps <= 3 else 0.0
+        self.paid += reward
+        return np.array([self.paid], np.float32), reward, False, False, {}
+
+
+class SmallSteps(PaysEarly):
+    action_space = gymnasium.spaces.Box(np.float32(-0.15), np.float32(0.25), (1,), np.float32)
