@@ -62,7 +62,7 @@ test-faults: setup
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy
 
 format: setup
 	@$(BIN)/ruff check --fix .
