@@ -132,11 +132,12 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         The graph needs a step of one update on all rows at once, whose memory it does not raise, and a training mode
         that computes what sampling does: no dropout, no checkpointing.
         """
-        trainer, model = self.config.trainer, self.config.model
+        trainer, text = self.config.trainer, self.policy.network.config.get_text_config()
         if not (self.config.sampler.keep_prefill and self.policy.shares_prefix):
             return KeepPrefill.NOTHING
         once = single_update(trainer) and trainer.micro_batch == 0 and not self.objective.filter.resamples
-        same = not model.gradient_checkpointing and not (model.lora.enabled and model.lora.dropout)
+        drops = any(isinstance(part, nn.Dropout) and part.p for part in self.policy.modules())
+        same = not (self.config.model.gradient_checkpointing or drops or getattr(text, "attention_dropout", None))
         if once and same:
             return KeepPrefill.GRAPH
         return KeepPrefill.VALUES if scores_before_update(self) else KeepPrefill.NOTHING

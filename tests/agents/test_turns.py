@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.hub.compat import ensure_torchvision
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.engine.rows import pack_reading
 from mmrl.vlm.model.config import LoraSettings, ModelConfig
+from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 from tests.agents.conversations import converse, one_row_a_turn
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
+from tests.vlm.builders import CORPUS
 from tests.vlm.test_shared_prefix import sharpen
 
 GROUP = [0, 0, 0, 1, 1, 2]
@@ -132,6 +135,22 @@ def test_kept_histories_sample_the_same_tokens_as_rereading(folder, restart_at, 
     )
     assert torch.equal(VlmPayload.of(kept).response_ids, VlmPayload.of(reread).response_ids)
     assert_equal_up_to_rounding(kept.logp_old, reread.logp_old)
+
+
+def test_kept_histories_of_the_generic_lane(folder, tmp_path, monkeypatch):
+    """Rotary positions along three axes, and those that are counted, each behind a history of its own length."""
+    ensure_torchvision()
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    other = build_tiny_generic(tmp_path / "smolvlm", family="smolvlm", corpus=CORPUS)
+    for model in (folder, other):
+        policy = load_policy(ModelConfig(path=str(model), lane="generic"))
+        kept, reread = (converse(policy, GROUP, 4, reread=reread, restart_at=1) for reread in (False, True))
+        assert torch.equal(VlmPayload.of(kept).response_ids, VlmPayload.of(reread).response_ids)
+        assert_equal_up_to_rounding(kept.logp_old, reread.logp_old)
+        with torch.no_grad():
+            assert_equal_up_to_rounding(policy(kept, temperature=2.0).logp, kept.logp_old * kept.mask)
 
 
 def test_nothing_is_read_twice(folder):

@@ -45,6 +45,7 @@ IDLE = {
     "BaseTrainerConfig.max_nonfinite": "needs a loss that is not finite",
     "BaseTrainerConfig.mixed_precision": "given to the accelerator, and the walk's is made apart",
     "TrainerConfig.skip_steps_without_gradient": "needs a step without a gradient",
+    "FrozenModelConfig.thinking": "the chat template of the tiny model has no switch",
     "FrozenModelConfig.build": "for a model that is not there yet",
     "FrozenModelConfig.build_options": "for a model that is not there yet",
     "DataConfig.build": "for data that are not there yet",

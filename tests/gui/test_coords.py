@@ -8,13 +8,13 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.gui.grounding.coords import (
-    FAMILIES,
     Box,
     CoordinateSpace,
     Resize,
     clean_box,
     coordinate_space,
     from_original,
+    pointing_families,
     smart_resize,
     to_original,
 )
@@ -123,8 +123,11 @@ def test_a_hit_is_a_hit_in_every_space():
 
 
 def test_the_space_comes_from_the_family_and_its_name():
-    assert FAMILIES["qwen2_5_vl"].space is coordinate_space("abs_resized")
-    assert FAMILIES["qwen3_vl"].space is coordinate_space("rel1000")
+    families = pointing_families()
+    assert families["qwen2_5_vl"].points == "abs_resized"
+    assert families["qwen3_vl"].points == "rel1000"
+    assert "paligemma" not in families
+    assert all(coordinate_space(family.points) and family.image_factor for family in families.values())
     with pytest.raises(UserError, match=r"pixels.*abs_resized, rel1000"):
         coordinate_space("pixels")
 

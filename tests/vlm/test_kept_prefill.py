@@ -29,12 +29,14 @@ def answers_differ(prompts, completions, **columns):
     return [index % 4 / 3 for index, _ in enumerate(completions)]
 
 
-def one_step(tmp_path, model, *, kept: bool, preset: str = "grpo", **trainer) -> tuple[list[int], torch.Tensor]:
+def one_step(
+    tmp_path, model, *, kept: bool, preset: str = "grpo", lane: str = "auto", **trainer
+) -> tuple[list[int], torch.Tensor]:
     """Prompts of each pass over prompts during a step, and all weights after it."""
     config: VlmConfig = run_config(VlmConfig, tmp_path, model, **trainer)
     config.rewards = [RewardConfig(name="tests.vlm.test_kept_prefill:answers_differ", isolate=False)]
     config.objective = ObjectiveConfig(preset=preset, kl={"coef": 0.0})
-    config.sampler.keep_prefill = kept
+    config.sampler.keep_prefill, config.model.lane = kept, lane
     recipe = VlmRecipe(config)
     read: list[int] = []
     encode = recipe.policy.encode_prefix
@@ -58,6 +60,8 @@ def one_step(tmp_path, model, *, kept: bool, preset: str = "grpo", **trainer) ->
         ("grpo", {"micro_batch": 4}, 1 + 3, 1 + 3),  # parts of a step read their prompts when it is their turn
         ("grpo", {"minibatches_per_step": 3}, 1 + 3, 1 + 1 + 3),  # old log-probs are read off the prefill
         ("ppo", {"minibatches_per_step": 1}, 1, 1 + 1 + 1),  # values too, then the update
+        ("grpo", {"lane": "generic"}, 1, 2),
+        ("ppo", {"lane": "generic"}, 1, 1 + 1 + 1),
     ],
 )
 def test_prompts_are_not_read_again_until_the_weights_change(

@@ -115,12 +115,14 @@ def test_each_prompt_and_image_is_read_once(policy, lean):
     lengths = [len(prompt) for prompt in prompts]
     with watched(policy) as (patches, tokens):
         run(policy, group=8, lean=lean)
-    assert patches == [sum(len(prompt.media["pixel_values"]) for prompt in prompts if prompt.has_vision)]
+    assert sum(patches) == sum(len(prompt.media["pixel_values"]) for prompt in prompts if prompt.has_vision)
     if lean:
+        assert len(patches) == 1
         assert tokens == [(1, sum(lengths))]
     else:
-        assert tokens[0] == (4, max(lengths))
-        assert all(shape[1] == 1 for shape in tokens[1:])
+        read = [shape for shape in tokens if shape[1] > 1]
+        assert sum(rows for rows, _ in read) == len(prompts)
+        assert max(width for _, width in read) == max(lengths)
 
 
 @pytest.mark.parametrize("keep", list(KeepPrefill))

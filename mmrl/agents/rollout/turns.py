@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mmrl.vlm.data.prompt import Prompt, join_prompts
 from mmrl.vlm.engine.attention import ResponseRow, response_index
-from mmrl.vlm.engine.decoder import PrefixDecoder, lean_weights, unsupported_reason
+from mmrl.vlm.engine.decoder import PrefixDecoder
+from mmrl.vlm.engine.lean import lean_weights, unsupported_reason
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import Prefix
 from mmrl.vlm.engine.rows import pack_prompts, text_prompt
@@ -56,7 +57,8 @@ class Histories:
 
     def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
         """Start or restart rows (b,) after prompts that they may share; each prompt is read once."""
-        read = self._policy.encode_prefix(prompts).select(prompt)
+        read = self._policy.encode_prefix(prompts)
+        read = (read if isinstance(read, Prefix) else read.table()).select(prompt)
         if not self._keys:
             count = len(self.lengths)
             self._keys = [keys.new_zeros(count, keys.shape[1], 0, keys.shape[3]) for keys in read.keys]
@@ -70,20 +72,37 @@ class Histories:
     def extend(self, rows: Tensor, parts: Sequence[Prompt]) -> None:
         """Read the parts that were appended to some rows (b,), packed into one pass."""
         lengths = torch.tensor([len(part) for part in parts], device=rows.device)
-        before = self.prefix(rows)
-        index = response_index(lengths, torch.arange(len(rows), device=rows.device), len(rows))
+        read = self._read_packed if self._policy.generic is None else self._read_padded
+        last, layers = read(self.prefix(rows), parts, lengths)
+        self._append(rows, lengths, layers)
+        self.next_position[rows] += torch.tensor([part.next_position for part in parts], device=rows.device)
+        self._last_state[rows] = last.to(self._last_state.dtype)
+
+    def _read_packed(
+        self, before: Prefix, parts: Sequence[Prompt], lengths: Tensor
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Last states (b, H) of parts behind histories, and their keys and values (b, Hk, t, d); in the fast lane."""
+        device = lengths.device
+        index = response_index(lengths, torch.arange(len(parts), device=device), len(parts))
         shared = _KeepingRow(index, before.real, before.keys, before.values)
-        packed = pack_prompts(parts, rows.device)
+        packed = pack_prompts(parts, device)
         packed.positions = packed.positions + before.next_position.repeat_interleave(lengths)
         features = gather_features(self._policy.network.model, parts, self._policy.features)
         states = self._policy.run(packed, features, shared=shared)[0]
         first = lengths.cumsum(0) - lengths
         # From packed (M, ...) to padded (b, t, ...); what lies behind a row's end is not copied by _append.
-        table = first[:, None] + torch.arange(int(lengths.max()), device=rows.device)
+        table = first[:, None] + torch.arange(int(lengths.max()), device=device)
         table = table.clamp(max=len(states) - 1)
-        self._append(rows, lengths, [(k[table].transpose(1, 2), v[table].transpose(1, 2)) for k, v in shared.own])
-        self.next_position[rows] += torch.tensor([part.next_position for part in parts], device=rows.device)
-        self._last_state[rows] = states[first + lengths - 1].to(self._last_state.dtype)
+        layers = [(k[table].transpose(1, 2), v[table].transpose(1, 2)) for k, v in shared.own]
+        return states[first + lengths - 1], layers
+
+    def _read_padded(
+        self, before: Prefix, parts: Sequence[Prompt], lengths: Tensor
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The same in the generic lane."""
+        assert self._policy.generic is not None
+        states, layers = self._policy.generic.read_behind(self._policy, before, parts)
+        return states[torch.arange(len(parts), device=lengths.device), lengths - 1], layers
 
     def append(self, rows: Tensor, lengths: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Append sampled tokens that a decoder has read; the last state is then that before the next of them."""
@@ -141,7 +160,8 @@ class TurnSampler:
 
     def __init__(self, policy: VlmPolicy, config: SamplerConfig, rows: int, *, reread: bool = False) -> None:
         self._policy, self._config, self._rows = policy, config, rows
-        keeps = config.lean and unsupported_reason(policy) is None and not reread
+        continues = policy.generic is None or policy.generic.pads
+        keeps = config.lean and unsupported_reason(policy) is None and continues and not reread
         self._histories = Histories(policy, rows) if keeps else None
         self._parts: dict[int, list[Prompt]] = {}
         """The whole conversation of each row."""

@@ -110,6 +110,7 @@ def question(sample: GroundingSample, preset: PromptPreset, asks_refusals: bool,
         images=[str(sample.image) if isinstance(sample.image, Path) else sample.image],
         max_image_pixels=max_image_pixels,
         image_wh=[sample.model_wh],
+        points_in_pixels=preset.space is CoordinateSpace.ABS_RESIZED,
     )
 
 

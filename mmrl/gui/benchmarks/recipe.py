@@ -26,7 +26,7 @@ from mmrl.gui.benchmarks.metrics import Scored, metrics_of, results_markdown, sc
 from mmrl.gui.benchmarks.prompts import PromptConfig, PromptPreset, begin_answer, question
 from mmrl.gui.benchmarks.table import Benchmark, find_benchmark
 from mmrl.gui.grounding.answers import PARSERS, parse_answer, without_think
-from mmrl.gui.grounding.coords import FAMILIES, MAX_TOKENS, MIN_TOKENS, Resize
+from mmrl.gui.grounding.coords import MAX_TOKENS, MIN_TOKENS, Resize
 from mmrl.gui.grounding.drawing import draw_answer
 from mmrl.gui.grounding.samples import GroundingSample, Refusal
 from mmrl.hub.images import image_pixels_option
@@ -145,13 +145,13 @@ class GroundingEvaluation:
         self.policy: VlmPolicy = load_policy(config.model)
         self.policy.check_response_length(config.sampler.max_new_tokens)
         self.resize = self._make_resize()
-        family = FAMILIES.get(self.policy.network.config.model_type)
-        if family is not None and family.space is not self.preset.space:
+        trained = self.policy.family.points
+        if trained and trained != self.preset.space:
             LOGGER.warning(
                 "points are read as %s; models of type %s were trained to write %s (prompt.space)",
                 self.preset.space,
                 self.policy.network.config.model_type,
-                family.space,
+                trained,
             )
         self.eval_tasks = {name: self._tasks(found) for name, found in samples.items()}
 

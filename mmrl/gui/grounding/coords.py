@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
+
+if TYPE_CHECKING:
+    from mmrl.vlm.families.family import Family
 
 Point: TypeAlias = tuple[float, float]
 """(x, y), or (y, x) in the space rel1_yx."""
@@ -94,14 +97,11 @@ class Resize:
         return width, height
 
 
-@dataclass(frozen=True)
-class Family:
-    """Image resize and coordinate space of a family of models."""
+def pointing_families() -> dict[str, Family]:
+    """Families of models whose points are known, by transformers' `model_type`."""
+    from mmrl.vlm.families.family import known_families
 
-    space: CoordinateSpace
-    """Space of its points."""
-    factor: int
-    """Patch size times merge size in pixels."""
+    return {name: family for name, family in known_families().items() if family.points}
 
 
 def coordinate_space(name: str) -> CoordinateSpace:
@@ -223,11 +223,3 @@ def clean_box(
     if area <= 0 or min(sides) < min_side or sides[0] * sides[1] < min_visible * area:
         return None
     return clipped
-
-
-FAMILIES: dict[str, Family] = {
-    "qwen2_vl": Family(CoordinateSpace.REL1000, 28),
-    "qwen2_5_vl": Family(CoordinateSpace.ABS_RESIZED, 28),
-    "qwen3_vl": Family(CoordinateSpace.REL1000, 32),
-}
-"""Families by transformers' `model_type`."""

@@ -15,7 +15,15 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.gui.grounding.answers import answer_text, parse_answer, without_think
 from mmrl.gui.grounding.conventions import BoxForm, FormedBox, fit_convention
-from mmrl.gui.grounding.coords import FAMILIES, Box, CoordinateSpace, Resize, Size, clean_box, coordinate_space
+from mmrl.gui.grounding.coords import (
+    Box,
+    CoordinateSpace,
+    Resize,
+    Size,
+    clean_box,
+    coordinate_space,
+    pointing_families,
+)
 from mmrl.gui.grounding.drawing import draw_answer
 from mmrl.gui.grounding.rewards import AnswerRules
 from mmrl.gui.grounding.samples import TARGET_COLUMNS, AnyOf, GroundingSample, image_size, sample_row, target_of
@@ -56,8 +64,8 @@ def template_fields(name: str, text: str, *, asks: bool = True) -> set[str]:
 class GroundingSettings:
     """Image size and coordinates of a model that finds points on screens."""
 
-    family: str = choice("qwen2_5_vl", lambda: FAMILIES)
-    """Family of the model: qwen2_vl, qwen2_5_vl or qwen3_vl; it sets the coordinate space of points and how screens are
+    family: str = choice("qwen2_5_vl", pointing_families)
+    """Family of the model, such as qwen2_5_vl or qwen3_vl; it sets the coordinate space of points and how screens are
     resized."""
     space: str = rare(choice("", lambda: ("", *CoordinateSpace)))
     """Meaning of the two numbers of a point; empty takes the family's."""
@@ -85,11 +93,11 @@ class GroundingSettings:
     @property
     def point_space(self) -> CoordinateSpace:
         """The space of the model's points."""
-        return coordinate_space(self.space) if self.space else FAMILIES[self.family].space
+        return coordinate_space(self.space or pointing_families()[self.family].points)
 
     def resize(self, model: ModelConfig) -> Resize:
         """The resize for a model: the pixel budget is the model's own, `model.min_pixels` and `model.max_pixels`."""
-        factor = self.factor or FAMILIES[self.family].factor
+        factor = self.factor or pointing_families()[self.family].image_factor
         return Resize(factor, model.min_pixels, model.max_pixels, self.shrink_to)
 
 
@@ -147,7 +155,8 @@ def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -
         columns["completion"] = answer_text(points, settings.point_space, task.columns.get("labels"))
     content = [{"type": "image"}, {"type": "text", "text": _question(sample, settings)}]
     messages = [*_system(task, settings), {"role": "user", "content": content}]
-    return replace(task, messages=messages, columns=columns, image_wh=[sample.model_wh])
+    in_pixels = settings.point_space is CoordinateSpace.ABS_RESIZED
+    return replace(task, messages=messages, columns=columns, image_wh=[sample.model_wh], points_in_pixels=in_pixels)
 
 
 def _question(sample: GroundingSample, settings: GroundingSettings) -> str:

@@ -206,8 +206,10 @@ class PromptLayout:
     """Patches on a side that the vision tower merges into one token."""
     tables: TokenTables
     """Finds the types and positions of a prompt's tokens."""
-    reads_videos: bool = True
-    """Whether the suite knows how the model's frames are sampled."""
+    fits_frames: bool = True
+    """Whether the processor leaves the frames of videos as they are; else it resizes them."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
 
 
 def encode_prompt(
@@ -224,7 +226,8 @@ def encode_prompt(
     given = {"role": "assistant", "content": task.answer_start}
     hidden, [*messages, given] = hide_control_tokens([*task.messages, given], processor.tokenizer)
     begun = messages[-1]["role"] == "assistant"
-    text = _render(task, processor, messages, add_generation_prompt=not begun, continue_final_message=begun)
+    form = {**layout.template, "add_generation_prompt": not begun, "continue_final_message": begun}
+    text = _render(task, processor, messages, form)
     start = given["content"].removeprefix("<think>") if OPEN_THINK.search(text) else given["content"]
     return _encode(task, text + start, hidden, processor, layout, images, videos)
 
@@ -235,8 +238,10 @@ def encode_turn(
     """Turn the user's next message into the tokens between two answers; `answered`: the first has its end token."""
     before = [{"role": "user", "content": EARLIER}, {"role": "assistant", "content": EARLIER}]
     hidden, messages = hide_control_tokens(task.messages, processor.tokenizer)
-    whole = _render(task, processor, before + messages, add_generation_prompt=True).rpartition(EARLIER)[2]
-    alone = _render(task, processor, before, add_generation_prompt=False).rpartition(EARLIER)[2]
+    whole, alone = (
+        _render(task, processor, turns, {**layout.template, "add_generation_prompt": asks}).rpartition(EARLIER)[2]
+        for turns, asks in ((before + messages, True), (before, False))
+    )
     end = processor.tokenizer.eos_token
     if not alone.startswith(end) or not whole.startswith(end):
         message = f"the chat template does not end the assistant's turn with the end token {end}"
@@ -312,10 +317,8 @@ def _encode(
         if token is not None and (found := text.count(token)) != count:  # a question may also hold a literal one
             message = f"the rendered prompt has {found} {token} for {count} {kind}"
             raise TaskError("placeholder_mismatch", task.id, message)
-    if task.videos and not layout.reads_videos:
-        raise UserError(f"{task.id}: videos are read by Qwen-VL models only; this model answers questions on images")
     frames = load_videos(task, layout.patch_size) if videos is None else list(videos)
-    inputs = _process(task, processor, text, hidden, loaded, frames)
+    inputs = _process(task, processor, text, hidden, loaded, frames, resize=not layout.fits_frames)
     if loaded:
         _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
     ids = inputs["input_ids"][0]
@@ -332,10 +335,10 @@ def _encode(
     )
 
 
-def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], **options: bool) -> str:
+def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], form: Mapping[str, Any]) -> str:
     tools = {"tools": task.tools} if task.tools else {}
     try:
-        rendered = processor.apply_chat_template(messages, tokenize=False, **options, **tools)
+        rendered = processor.apply_chat_template(messages, tokenize=False, **form, **tools)
     except Exception as error:  # templates raise their own errors, for instance on an unknown role
         raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
     if task.tools and task.tools[0]["function"]["name"] not in rendered:
@@ -344,15 +347,23 @@ def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], **opt
 
 
 def _process(
-    task: VlmTask, processor: Any, text: str, hidden: Sequence[str], images: Sequence[Any], frames: Sequence[Any]
+    task: VlmTask,
+    processor: Any,
+    text: str,
+    hidden: Sequence[str],
+    images: Sequence[Any],
+    frames: Sequence[Any],
+    *,
+    resize: bool,
 ) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if frames:
         sampling: dict[str, Any] = {
             "video_metadata": [metadata for _, metadata in frames],
             "do_sample_frames": False,
-            "do_resize": False,  # the frames fit the pixel budget already
         }
+        if not resize:
+            sampling["do_resize"] = False  # the frames fit the pixel budget already
         if hasattr(processor.video_processor, "cap_pixels_per_frame"):
             sampling["cap_pixels_per_frame"] = False  # only resizing reads it, and unset it logs a warning
         options = {"videos": [pixels for pixels, _ in frames], "videos_kwargs": sampling}
@@ -392,11 +403,13 @@ def _check_sizes(task: VlmTask, grids: Tensor | None, patch_size: int) -> None:
     """Coordinates in a prompt or an answer are pixels of `image_wh`, so the model must see exactly that size."""
     if not task.image_wh:
         return
-    if grids is None:
+    if grids is None and task.points_in_pixels:
         raise UserError(
             f"{task.id}: its points are pixels of the image as the model sees it, whose size this model's processor "
-            "does not tell (image_grid_thw); use a Qwen-VL model"
+            "does not tell (image_grid_thw); use a Qwen-VL model, or points in a relative space such as rel1000"
         )
+    if grids is None:
+        return
     found = [(int(width) * patch_size, int(height) * patch_size) for _, height, width in grids.tolist()]
     if found != [tuple(size) for size in task.image_wh]:
         sizes = " and ".join(", ".join(f"{w} x {h}" for w, h in pairs) for pairs in (task.image_wh, found))

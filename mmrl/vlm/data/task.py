@@ -99,6 +99,8 @@ class VlmTask:
     image_wh: list[tuple[int, int]] = field(default_factory=list)
     """(width, height) that each image is resized to before the processor sees it, which must then leave it as it is;
     empty: the processor resizes."""
+    points_in_pixels: bool = True
+    """Whether points of `image_wh` are its pixels; a processor that tells no sizes then cannot be used."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """JSON schemas of functions that the chat template describes to the model."""
 

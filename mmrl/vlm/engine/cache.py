@@ -2,22 +2,68 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+from mmrl.errors import UserError
 
 
 def new_cache(config: Any) -> DynamicCache:
-    """An empty cache for a model of this configuration."""
+    """An empty cache for a model of this configuration; raises UserError where some layers cannot be repeated."""
     cache = DynamicCache(config=config)
     for layer in cache.layers:
         if type(layer) is LinearAttentionLayer:
             layer.__class__ = AssignedStates
+        elif isinstance(layer, LinearAttentionLayer):
+            raise UserError(
+                f"models of type {config.model_type} keep their states in a {type(layer).__name__}, which cannot be "
+                "repeated for a group; a class beside AssignedStates in mmrl/vlm/engine/cache.py would add them"
+            )
     return cache
+
+
+def filled_cache(config: Any, keys: Sequence[Tensor], values: Sequence[Tensor]) -> DynamicCache:
+    """A cache of keys and values (n, Hk, P, d) by layer, for a model whose cache is plain."""
+    cache = new_cache(config)
+    for number, pair in enumerate(zip(keys, values, strict=True)):
+        cache.update(*pair, number)
+    return cache
+
+
+def mapped(cache: DynamicCache, function: Callable[[Tensor], Tensor]) -> DynamicCache:
+    """A cache with the images of all states; layers replace their states, so the given one never changes with it."""
+    made = copy.copy(cache)
+    made.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in made.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                setattr(layer, name, {key: function(x) if _is_state(x) else x for key, x in value.items()})
+            elif _is_state(value):
+                setattr(layer, name, function(value))
+    return made
+
+
+def states(cache: DynamicCache) -> Iterator[Tensor]:
+    """Keys, values and other states of all layers."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            yield from (x for x in (value.values() if isinstance(value, dict) else [value]) if _is_state(x))
+
+
+def is_plain(cache: DynamicCache) -> bool:
+    """Whether every layer keeps the keys and values of all tokens, and nothing else."""
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 class AssignedStates(LinearAttentionLayer):

@@ -4,8 +4,9 @@
     prompt           base model, empty cache       once for its group
     responses        base model, repeated cache    continuations alone
 
-Prompts of one length share a pass, so nothing is padded in front of a response, and sliding windows, linear attention
-and positions that a model counts by itself need no mask. Where the cache cannot be used (gradient checkpointing while
+Prompts of one length share a pass, and where the cache holds the keys and values of all tokens those of similar
+lengths too, padded at their end. So sliding windows, linear attention and positions that a model counts by itself need
+no mask. Where the cache cannot be used (gradient checkpointing while
 training, images inside responses, `model.shared_prefix=false`) every response is read behind its own prompt; its media
 pass the tower once all the same.
 """
@@ -19,14 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.vlm.data.prompt import Prompt, leaves
+from mmrl.vlm.engine.prefix import CachedPart, CachedPrefix, Prefix
 from mmrl.vlm.engine.rows import Reading, joined_rows
 from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.config import ModelConfig
 from mmrl.vlm.model.network import vision_parameters
-from mmrl.vlm.model.vision import tower_state
+from mmrl.vlm.model.vision import VisionFeatures, gather_features, tower_state
 
 KINDS = {"image": "pixel_values", "video": "pixel_values_videos"}
 """Kinds of media, and the argument without which a prompt has none of a kind."""
@@ -51,6 +54,8 @@ class MediaFeatures:
 
 def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Tensor):
+        if len({part.shape[1:-1] for part in parts}) > 1:  # videos of unequal lengths
+            return torch.cat([part.flatten(0, -2) for part in parts])[None]
         return torch.cat(list(parts))
     return [tensor for part in parts for tensor in part]
 
@@ -62,7 +67,7 @@ class GenericLane:
         body = network.base_model
         self._accepted = frozenset(inspect.signature(body.forward).parameters)
         self._cache_name = cache_argument(body)
-        self._positions_given = hasattr(body, "get_rope_index")
+        self._axes = hasattr(body, "get_rope_index")  # positions along three axes, which are always given
         self._family = family_of(network.config.model_type)
         self._config = config
         if hasattr(body, "get_image_features") and "mm_encoder_outputs" not in self._accepted:
@@ -70,11 +75,19 @@ class GenericLane:
                 f"{type(body).__name__} takes no mm_encoder_outputs, which the generic lane gives it; models of "
                 f"type {network.config.model_type} need a newer transformers"
             )
+        from mmrl.vlm.engine.cache import is_plain, new_cache
+
+        self.pads = is_plain(new_cache(network.config)) and {"attention_mask", "position_ids"} <= self._accepted
+        """Whether prompts may be padded: the cache holds the keys and values of all tokens, and nothing else."""
+
+    @property
+    def trains_shared(self) -> bool:
+        """Whether a prompt is computed once for its group while training too."""
+        return self._config.shared_prefix and not self._config.gradient_checkpointing
 
     def shares(self, policy: Any) -> bool:
         """Whether a prompt is computed once for its group now."""
-        recomputed = self._config.gradient_checkpointing and policy.training
-        return self._config.shared_prefix and not recomputed
+        return self._config.shared_prefix if not policy.training else self.trains_shared
 
     def states(self, policy: Any, reading: Reading) -> Tensor:
         """States (M, H) before the scored tokens.
@@ -84,27 +97,22 @@ class GenericLane:
         if reading.inserts or not self.shares(policy):
             return self._flat_states(policy, reading)
         device, group = policy.device, reading.group
-        rows_left = torch.bincount(group, minlength=len(reading.prompts)).tolist()
+        prefix = policy.prefixes.get(reading.prompts, reading.view)
         found: list[Tensor] = []
         last = torch.zeros(len(reading.prompts), dtype=torch.int64, device=device)  # place of each prompt's last state
         first = torch.zeros(len(group), dtype=torch.int64, device=device)  # place of each row's first own state
         count = 0
-        for chosen in _of_one_length(reading.prompts, [number for number, rows in enumerate(rows_left) if rows]):
-            cache = self.new_cache(policy)
-            numbers = torch.tensor(chosen, device=device)
-            prompts = [reading.prompts[number] for number in chosen]
-            found.append(self.read(policy, prompts, cache=cache)[:, -1])
-            last[numbers] = count + torch.arange(len(chosen), device=device)
-            count += len(chosen)
-            local, row = torch.nonzero(numbers[:, None] == group, as_tuple=True)
-            width = int(reading.lengths[row].max())
+        for part in prefix.parts:
+            found.append(part.last_state)
+            last[part.numbers] = count + torch.arange(len(part.numbers), device=device)
+            count += len(part.numbers)
+            local, row = torch.nonzero(part.numbers[:, None] == group, as_tuple=True)
+            width = int(reading.lengths[row].max()) if len(row) else 0
             if not width:
                 continue
-            cache.batch_select_indices(local)
             real = torch.arange(width, device=device) < reading.lengths[row][:, None]
             tokens = reading.tokens[row, :width].where(real, policy.pad_id)
-            start = torch.tensor([prompt.next_position for prompt in prompts], device=device)[local]
-            found.append(self.advance(policy, tokens, start, cache).flatten(0, 1))
+            found.append(self.advance(policy, tokens, part.select(local)).flatten(0, 1))
             first[row] = count + width * torch.arange(len(row), device=device)
             count += width * len(row)
         row, step = reading.row, reading.step
@@ -116,16 +124,75 @@ class GenericLane:
         ends = torch.tensor([len(prompt) for prompt in prompts], device=policy.device)
         return self.read(policy, prompts)[torch.arange(len(prompts), device=policy.device), ends - 1]
 
-    def new_cache(self, policy: Any) -> Any:
-        """An empty cache."""
+    def encode_prefix(self, policy: Any, prompts: Sequence[Prompt]) -> CachedPrefix:
+        """Read N prompts, each once, those of similar lengths together.
+
+        Gradient: flows into all trainable weights.
+        """
         from mmrl.vlm.engine.cache import new_cache
 
-        return new_cache(policy.network.config)
+        def column(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, device=policy.device)
 
-    def read(self, policy: Any, prompts: Sequence[Prompt], *, begun: Tensor | None = None, cache: Any = None) -> Tensor:
-        """States (N, L, H) of N prompts, padded at the end; with a `cache`, which they fill, all have one length.
+        parts = []
+        for numbers in self.together(prompts):
+            cache, some = new_cache(policy.network.config), [prompts[number] for number in numbers]
+            lengths = column([len(prompt) for prompt in some])
+            width = int(lengths.max())
+            found = torch.arange(width, device=policy.device) < lengths[:, None]
+            real = None if bool(found.all()) else found
+            states = self.read(policy, some, cache=cache, real=real)
+            last = states[torch.arange(len(some), device=policy.device), lengths - 1]
+            position = column([prompt.next_position for prompt in some])
+            parts.append(CachedPart(column(numbers), cache, lengths, position, last, real))
+        return CachedPrefix(parts)
 
-        `begun` (N,) are the tokens before the response, where prompts are whole rows.
+    def together(self, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
+        """Numbers of the prompts that share a pass: of one length, or padded a little where the cache allows it."""
+        lengths = [len(prompt) for prompt in prompts]
+        order, chosen = sorted(range(len(prompts)), key=lengths.__getitem__), list[int]()
+        waste = MOST_PADDING if self.pads else 0.0
+        for number in order:
+            real = sum(lengths[one] for one in chosen) + lengths[number]
+            if chosen and lengths[number] * (len(chosen) + 1) > (1 + waste) * real:
+                yield chosen
+                chosen = []
+            chosen.append(number)
+        yield chosen
+
+    def read_behind(
+        self, policy: Any, before: Prefix, parts: Sequence[Prompt]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """States (b, t, H) of parts, each behind its own history, and keys and values (b, Hk, t, d) by layer."""
+        from mmrl.vlm.engine.cache import filled_cache
+
+        width, lengths = before.keys[0].shape[2], torch.tensor([len(part) for part in parts], device=policy.device)
+        own = torch.arange(int(lengths.max()), device=policy.device) < lengths[:, None]
+        past = torch.arange(width, device=policy.device) < before.lengths[:, None]
+        cache: Any = filled_cache(policy.network.config, before.keys, before.values)
+        real = torch.cat([past, own], 1)
+        states = self.read(policy, parts, cache=cache, real=real, start=before.next_position)
+        return states, [(layer.keys[:, :, width:], layer.values[:, :, width:]) for layer in cache.layers]
+
+    def read(
+        self,
+        policy: Any,
+        prompts: Sequence[Prompt],
+        *,
+        begun: Tensor | None = None,
+        cache: Any = None,
+        real: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> Tensor:
+        """States (N, L, H) of N prompts, padded at the end.
+
+        Args:
+            policy: whose model reads them.
+            prompts: they may be whole rows.
+            begun: (N,) tokens before the response, where they are.
+            cache: it keeps their keys and values behind those that it has.
+            real: (N, C) False on the padding of the cache; None without.
+            start: (N,) positions of the first tokens; None is 0.
         """
         device, size = policy.device, (len(prompts), max(len(prompt) for prompt in prompts))
         ids = torch.full(size, policy.pad_id)
@@ -138,19 +205,30 @@ class GenericLane:
         is_prompt = torch.ones(size, dtype=torch.bool, device=device)
         if begun is not None:
             is_prompt = torch.arange(size[1], device=device) < begun[:, None]
-        inputs = self._family.token_inputs(types.to(device), is_prompt, self._accepted)
+        inputs: dict[str, Any] = {} if real is None else {"attention_mask": real.long()}
+        inputs |= self._family.token_inputs(types.to(device), is_prompt, self._accepted)
         if features := self._features(policy, prompts):
-            inputs["mm_encoder_outputs"] = features  # type: ignore[assignment]
-        return self._run(policy, ids.to(device), positions.to(device), cache, **inputs)
+            inputs["mm_encoder_outputs"] = features
+        positions = positions.to(device)
+        if start is not None:
+            positions = positions + start[:, None]
+        if self._axes or start is not None:
+            inputs["position_ids"] = positions if self._axes else positions[0]
+        return self._run(policy, ids.to(device), cache, **inputs)
 
-    def advance(self, policy: Any, tokens: Tensor, start: Tensor, cache: Any) -> Tensor:
-        """States (b, t, H) of tokens (b, t) behind what the cache holds; `start` (b,) are their first positions."""
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return self._run(policy, tokens, positions.expand(3, -1, -1), cache)
+    def advance(self, policy: Any, tokens: Tensor, part: CachedPart) -> Tensor:
+        """States (b, t, H) of tokens (b, t) behind what a part holds, which it then holds too."""
+        inputs: dict[str, Any] = {}
+        positions = part.next_position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        if self._axes:
+            inputs["position_ids"] = positions.expand(3, -1, -1)
+        if part.real is not None:
+            part.real = functional.pad(part.real, (0, tokens.shape[1]), value=True)
+            inputs |= {"attention_mask": part.real.long()} | ({} if self._axes else {"position_ids": positions})
+        part.next_position = part.next_position + tokens.shape[1]
+        return self._run(policy, tokens, part.cache, **inputs)
 
-    def _run(self, policy: Any, ids: Tensor, positions: Tensor, cache: Any, **inputs: Any) -> Tensor:
-        if self._positions_given:
-            inputs["position_ids"] = positions
+    def _run(self, policy: Any, ids: Tensor, cache: Any, **inputs: Any) -> Tensor:
         inputs |= {"use_cache": False} if cache is None else {"use_cache": True, self._cache_name: cache}
         output = policy.network.base_model(input_ids=ids, return_dict=True, **inputs)
         return output.last_hidden_state  # type: ignore[no-any-return]
@@ -163,6 +241,8 @@ class GenericLane:
 
     def _features(self, policy: Any, prompts: Sequence[Prompt]) -> dict[str, MediaFeatures]:
         """Features of all media in the order of their tokens, by kind."""
+        if policy.generic is None:  # the fast lane keeps them in another form
+            return _as_media(gather_features(policy.network.model, prompts, policy.features), prompts)
         parts = [leaf for prompt in prompts for leaf in leaves(prompt) if leaf.media]
         if not parts:
             return {}
@@ -190,44 +270,41 @@ class GenericLane:
         return made
 
 
+def _as_media(found: VisionFeatures | None, prompts: Sequence[Prompt]) -> dict[str, MediaFeatures]:
+    """The fast lane's features by kind."""
+    if found is None:
+        return {}
+    types = torch.cat([prompt.mm_token_type_ids for prompt in prompts])
+    places = {kind: torch.nonzero(types[types > 0] == number + 1).flatten() for number, kind in enumerate(KINDS)}
+    some = {kind: found.select(index.to(found.tokens.device)) for kind, index in places.items() if len(index)}
+    return {
+        kind: MediaFeatures([one.tokens], [[level] for level in one.deepstack] or None) for kind, one in some.items()
+    }
+
+
 def cache_argument(model: Any) -> str:
     """Name of the cache among the arguments of a model's forward; transformers 5.24 renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _of_one_length(prompts: Sequence[Prompt], numbers: Sequence[int]) -> Iterator[list[int]]:
-    """The numbers of prompts, those of one length together."""
-    lengths: dict[int, list[int]] = {}
-    for number in numbers:
-        lengths.setdefault(len(prompts[number]), []).append(number)
-    yield from lengths.values()
-
-
 class GenericDecoder:
-    """Rows behind prompts of one length that are decoded together; `prompt` (b,) is the prompt of each row."""
+    """Rows that are decoded together; `part` are their prompts, one a row, in a cache that is theirs."""
 
-    def __init__(self, policy: Any, lane: GenericLane, prompts: Sequence[Prompt], prompt: Tensor, cache: Any) -> None:
-        self._policy, self._lane, self._cache = policy, lane, cache
-        cache.batch_select_indices(prompt)
-        self._next = torch.tensor([one.next_position for one in prompts], device=prompt.device)[prompt]
+    def __init__(self, policy: Any, lane: GenericLane, part: CachedPart) -> None:
+        self._policy, self._lane, self._part = policy, lane, part
 
     def keep(self, index: Tensor) -> None:
         """Drop all rows but some."""
-        self._cache.batch_select_indices(index)
-        self._next = self._next[index]
+        self._part = self._part.select(index)
 
     def advance(self, token: Tensor) -> Tensor:
         """Read one token of each row and return the states (b, H) that predict the next."""
-        states = self._lane.advance(self._policy, token[:, None], self._next, self._cache)[:, -1]
-        self._next = self._next + 1
-        return states
+        return self._lane.advance(self._policy, token[:, None], self._part)[:, -1]
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) of the next token."""
         return self._policy.next_logp(states, temperature)  # type: ignore[no-any-return]
 
 
-def prompts_together(prompts: Sequence[Prompt], most: int) -> Iterator[list[int]]:
-    """Numbers of prompts that are read in one pass: of one length, at most `most`."""
-    for chosen in _of_one_length(prompts, range(len(prompts))):
-        yield from (chosen[first : first + most] for first in range(0, len(chosen), most))
+MOST_PADDING = 0.25
+"""Largest share of padding, in tokens of prompts, at which prompts of unequal lengths pass the model together."""

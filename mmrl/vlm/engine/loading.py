@@ -38,6 +38,19 @@ def set_pixels(processor: Any, config: ModelConfig) -> None:
     processor.image_processor.size = size
 
 
+def template_variables(processor: Any, config: ModelConfig, switch: str) -> dict[str, bool]:
+    """Variables of the chat template that the settings ask for; raises UserError where it has none of the kind."""
+    if config.thinking is None:
+        return {}
+    template = processor.chat_template or processor.tokenizer.chat_template
+    if switch not in str(template):
+        raise UserError(
+            f"model.thinking is {str(config.thinking).lower()}, but the chat template of {config.path} has no switch "
+            f"{switch}; leave it out"
+        )
+    return {switch: config.thinking}
+
+
 def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     """Freeze the untrained weights, add adapters and switch on checkpointing and faster kernels."""
     model = network

@@ -35,7 +35,7 @@ from mmrl.vlm.engine.attention import (
 )
 from mmrl.vlm.engine.generic import GenericLane
 from mmrl.vlm.engine.head import Head
-from mmrl.vlm.engine.loading import fast_lane_obstacle, prepare, set_pixels
+from mmrl.vlm.engine.loading import fast_lane_obstacle, prepare, set_pixels, template_variables
 from mmrl.vlm.engine.prefix import Prefix, PrefixStore
 from mmrl.vlm.engine.rows import (
     PackedRows,
@@ -102,6 +102,7 @@ class VlmPolicy(nn.Module):
         self.generic = None if fast_lane_obstacle(self.network, config) is None else GenericLane(self.network, config)
         """The lane of models that the suite's own attention does not know; None in the fast lane."""
         self.head = Head(self.network, plain=self.generic is None)
+        self._template = template_variables(processor, config, self.family.thinking_switch)
         self._adapter_off = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VlmPolicy:
@@ -135,11 +136,13 @@ class VlmPolicy(nn.Module):
     def check_fast(self, what: str) -> None:
         """Refuse a model of the generic lane; raises UserError."""
         if self.generic is not None:
-            raise UserError(f"{what} needs the fast lane (model.lane): Qwen2.5-VL or Qwen3-VL")
+            raise UserError(f"{what} needs the fast lane (model.lane): Qwen2-VL to Qwen3-VL")
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether the fast lane computes the prompt once for its group; else it does so once for each response."""
+        """Whether a prompt is computed once for its group; else it is once for each response."""
+        if self.generic is not None:
+            return self.generic.trains_shared
         return self.network.config.get_text_config()._attn_implementation == ATTENTION_NAME  # type: ignore[no-any-return]
 
     @property
@@ -172,7 +175,8 @@ class VlmPolicy(nn.Module):
             limit_source="model.max_prompt_tokens" if own else "what the model's positions leave for a prompt",
             merge_size=merge_size,
             tables=self.family.token_tables(self.network),
-            reads_videos=self.family.reads_videos,
+            fits_frames=self.family.fits_frames,
+            template=self._template,
         )
 
     def encode(
@@ -279,11 +283,16 @@ class VlmPolicy(nn.Module):
         """
         return self._states(rollouts, view)[0]
 
-    def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
-        """Run N prompts through the vision tower and the language model, each once; in the fast lane only.
+    def encode_prefix(self, prompts: Sequence[Prompt]) -> Any:
+        """Run N prompts through the vision tower and the language model, each once.
+
+        Returns:
+            A `Prefix`, in the generic lane a `CachedPrefix`.
 
         Gradient: flows into all trainable weights.
         """
+        if self.generic is not None:
+            return self.generic.encode_prefix(self, prompts)
         device = self.device
         rows = pack_prompts(prompts, device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -300,9 +309,9 @@ class VlmPolicy(nn.Module):
 
     def last_states(self, prompts: Sequence[Prompt]) -> Tensor:
         """States (N, H) of the last tokens of N prompts."""
-        return (
-            self.encode_prefix(prompts).last_state if self.generic is None else self.generic.last_states(self, prompts)
-        )
+        if self.generic is not None:
+            return self.generic.last_states(self, prompts)
+        return self.encode_prefix(prompts).last_state  # type: ignore[no-any-return]
 
     def weights_state(self) -> tuple[object, ...]:
         """Changes whenever the same prompt would be computed to other numbers: weights, adapter, precision."""

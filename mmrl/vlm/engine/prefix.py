@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ class Prefix:
     def num_bytes(self) -> int:
         """Memory of all keys and values."""
         return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
+
+    @property
+    def has_history(self) -> bool:
+        """Whether gradients can flow into the prompts."""
+        return self.last_state.requires_grad
 
     @property
     def real(self) -> Tensor | None:
@@ -101,6 +107,114 @@ class Prefix:
         )
 
 
+@dataclass
+class CachedPart:
+    """Prompts in one cache of transformers, right-padded to the longest where they are of unequal lengths."""
+
+    numbers: Tensor
+    """(n,) int64, which of the prefix's prompts they are."""
+    cache: Any
+    """Their keys, values and other states, which never change: it is copied before it grows."""
+    lengths: Tensor
+    """(n,) int64, tokens of each prompt."""
+    next_position: Tensor
+    """(n,) int64, position of the first response token."""
+    last_state: Tensor
+    """(n, H), state after the final norm of each prompt's last token."""
+    real: Tensor | None = None
+    """(n, P) bool, False on padding; None where nothing is padded."""
+
+    def select(self, rows: Tensor) -> CachedPart:
+        """Prompts (b,), each as often as it is named, in a cache of their own."""
+        from mmrl.vlm.engine.cache import mapped
+
+        cache = mapped(self.cache, lambda state: state)
+        cache.batch_select_indices(rows)
+        columns = [self.numbers, self.lengths, self.next_position, self.last_state, self.real]
+        numbers, lengths, position, last, real = (None if x is None else x[rows] for x in columns)
+        return CachedPart(numbers, cache, lengths, position, last, real)  # type: ignore[arg-type]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> CachedPart:
+        """The same prompts with the images of all states."""
+        from mmrl.vlm.engine.cache import mapped
+
+        return replace(self, cache=mapped(self.cache, function), last_state=function(self.last_state))
+
+    def table(self) -> Prefix:
+        """The prompts as a table, where every layer keeps the keys and values of all tokens."""
+        layers = self.cache.layers
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        return Prefix(keys, values, self.lengths, self.next_position, self.last_state)
+
+
+@dataclass
+class CachedPrefix:
+    """Caches and last states of N prompts."""
+
+    parts: list[CachedPart]
+
+    def __len__(self) -> int:
+        """Number of prompts N."""
+        return sum(len(part.numbers) for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all states."""
+        return sum(x.numel() * x.element_size() for x in self.tensors())
+
+    @property
+    def has_history(self) -> bool:
+        """Whether gradients can flow into the prompts."""
+        return any(part.last_state.requires_grad for part in self.parts)
+
+    def select(self, index: Tensor | list[int]) -> CachedPrefix:
+        """Prompts `index` (n,)."""
+        parts = []
+        for part in self.parts:
+            wanted = torch.as_tensor(index, device=part.numbers.device)
+            numbers, rows = torch.nonzero(wanted[:, None] == part.numbers, as_tuple=True)
+            if len(rows):
+                parts.append(replace(part.select(rows), numbers=numbers))
+        return CachedPrefix(parts)
+
+    def detach(self) -> CachedPrefix:
+        """The same numbers without their history."""
+        return CachedPrefix([part.map(Tensor.detach) for part in self.parts])
+
+    def leaves(self) -> CachedPrefix:
+        """The same numbers as leaves that collect the gradients of the passes that use them."""
+        return CachedPrefix([part.map(lambda x: x.detach().requires_grad_(x.requires_grad)) for part in self.parts])
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that gradients flow through."""
+        from mmrl.vlm.engine.cache import states
+
+        return [x for part in self.parts for x in (*states(part.cache), part.last_state)]
+
+    def table(self) -> Prefix:
+        """All prompts as one table, where every layer keeps the keys and values of all tokens."""
+        whole = Prefix.concat([part.table() for part in self.parts])
+        order = torch.cat([part.numbers for part in self.parts])
+        in_order = torch.equal(order, torch.arange(len(order), device=order.device))
+        return whole if in_order else whole.select(order.argsort())
+
+    @staticmethod
+    def concat(parts: Sequence[CachedPrefix]) -> CachedPrefix:
+        """Prompts of all parts, one after another."""
+        starts = [0, *accumulate(len(part) for part in parts)]
+        pairs = [(part, start) for prefix, start in zip(parts, starts, strict=False) for part in prefix.parts]
+        return CachedPrefix([replace(part, numbers=part.numbers + start) for part, start in pairs])
+
+
+AnyPrefix = Prefix | CachedPrefix
+"""Prompts as either lane computes them."""
+
+
+def _concat(parts: Sequence[Any]) -> Any:
+    """Prompts of all parts, which one lane computed."""
+    return type(parts[0]).concat(parts)
+
+
 KEPT_BYTES = 2**31
 """Most memory that is spent on not reading prompts again between sampling and the first update."""
 
@@ -124,22 +238,22 @@ class KeptPrefill:
     """
 
     def __init__(self) -> None:
-        self._found: weakref.WeakKeyDictionary[Prompt, tuple[Prefix, int]] = weakref.WeakKeyDictionary()
+        self._found: weakref.WeakKeyDictionary[Prompt, tuple[AnyPrefix, int]] = weakref.WeakKeyDictionary()
         self._computed_by: Hashable = None
 
-    def put(self, prompts: Sequence[Prompt], prefix: Prefix, weights: Callable[[], Hashable]) -> None:
+    def put(self, prompts: Sequence[Prompt], prefix: AnyPrefix, weights: Callable[[], Hashable]) -> None:
         """Remember the prefix of prompts that were just sampled from."""
         self._forget_outdated(weights)
         # many prompts point into one prefix, whose memory counts once
         held = {id(kept): kept for kept, _ in self._found.values()}
         size = prefix.num_bytes + sum(kept.num_bytes for kept in held.values())
         # a graph stays in any case: the update needs it, and would build it again at the same size
-        if size > KEPT_BYTES and not prefix.last_state.requires_grad:
+        if size > KEPT_BYTES and not prefix.has_history:
             return
         for index, prompt in enumerate(prompts):
             self._found[prompt] = (prefix, index)
 
-    def take(self, prompts: Sequence[Prompt], weights: Callable[[], Hashable]) -> Prefix | None:
+    def take(self, prompts: Sequence[Prompt], weights: Callable[[], Hashable]) -> Any:
         """Prefix of the prompts, with history where gradients are enabled; None where it is not here as a whole."""
         if not any(prompt in self._found for prompt in prompts):
             return None  # before the weights are read, which takes time
@@ -149,13 +263,13 @@ class KeptPrefill:
         if len(found) < len(prompts):
             return None
         # values alone would end the gradient at the prompt
-        if with_history and not all(prefix.last_state.requires_grad for prefix, _ in found):
+        if with_history and not all(prefix.has_history for prefix, _ in found):
             return None
         parts = _select_runs(found)
         if with_history:
             self._found.clear()
-            return Prefix.concat(parts)
-        return Prefix.concat([part.detach() for part in parts])
+            return _concat(parts)
+        return _concat([part.detach() for part in parts])
 
     def _forget_outdated(self, weights: Callable[[], Hashable]) -> None:
         now = weights()
@@ -164,9 +278,9 @@ class KeptPrefill:
             self._computed_by = now
 
 
-def _select_runs(found: Sequence[tuple[Prefix, int]]) -> list[Prefix]:
+def _select_runs(found: Sequence[tuple[AnyPrefix, int]]) -> list[AnyPrefix]:
     """The prompts found, taken from each prefix in runs as long as possible."""
-    runs: list[tuple[Prefix, list[int]]] = []
+    runs: list[tuple[AnyPrefix, list[int]]] = []
     for prefix, index in found:
         if not runs or runs[-1][0] is not prefix:
             runs.append((prefix, []))
@@ -180,9 +294,9 @@ class _SharedPrefix:
 
     prompts: tuple[int, ...]
     """Identities of the prompts."""
-    whole: Prefix
+    whole: AnyPrefix
     """The computed prefix, with its history."""
-    leaves: Prefix
+    leaves: AnyPrefix
     """Read by the micro-batches, whose gradients add up here."""
 
     def backward(self) -> None:
@@ -207,7 +321,7 @@ class PrefixStore:
         self._kept = KeptPrefill()
         self._shared: dict[str, _SharedPrefix] | None = None
 
-    def keep(self, prompts: Sequence[Prompt], prefix: Prefix) -> None:
+    def keep(self, prompts: Sequence[Prompt], prefix: AnyPrefix) -> None:
         """Keep the prefix of prompts that were just sampled from."""
         self._kept.put(prompts, prefix, self._policy().weights_state)
 
@@ -216,7 +330,7 @@ class PrefixStore:
         """Whether micro-batches are running that may belong to one group."""
         return self._shared is not None
 
-    def get(self, prompts: Sequence[Prompt], view: str) -> Prefix:
+    def get(self, prompts: Sequence[Prompt], view: str) -> Any:
         """Prefix of the prompts, with history where gradients are enabled."""
         if self._shared is None:
             return self._kept_or_new(prompts)
@@ -250,7 +364,7 @@ class PrefixStore:
         if self._shared is not None:
             self._shared.clear()
 
-    def _kept_or_new(self, prompts: Sequence[Prompt]) -> Prefix:
+    def _kept_or_new(self, prompts: Sequence[Prompt]) -> Any:
         policy = self._policy()
         kept = self._kept.take(prompts, policy.weights_state)
-        return policy.encode_prefix(prompts) if kept is None else kept  # type: ignore[no-any-return]
+        return policy.encode_prefix(prompts) if kept is None else kept

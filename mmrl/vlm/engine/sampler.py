@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Sequence
@@ -18,12 +17,11 @@ from mmrl.fields import bounded, check_config, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams
 from mmrl.vlm.data.prompt import Prompt
-from mmrl.vlm.engine.decoder import LeanWeights, PrefixDecoder, lean_weights, unsupported_reason
-from mmrl.vlm.engine.generic import GenericDecoder, GenericLane, cache_argument, prompts_together
+from mmrl.vlm.engine.decoder import PrefixDecoder
+from mmrl.vlm.engine.generic import GenericDecoder, GenericLane
+from mmrl.vlm.engine.lean import LeanWeights, lean_weights, unsupported_reason
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import KeepPrefill, Prefix
-from mmrl.vlm.engine.rows import PromptTable, pack_rows, tabulate
-from mmrl.vlm.model.vision import gather_features
 
 LENGTH, EOS, STOP = range(3)
 FINISH_REASONS = ("length", "eos", "stop")
@@ -244,60 +242,6 @@ def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tenso
         states = decoder.advance(token)
 
 
-def fill_cache(policy: VlmPolicy, prompts: Sequence[Prompt], table: PromptTable) -> tuple[Any, Tensor]:
-    """Key-value cache of N prompts, read through the modules, and the states (N, H) of their last tokens."""
-    from transformers import DynamicCache
-
-    network = policy.network
-    own = torch.arange(len(prompts), device=policy.device)
-    nothing = torch.zeros((len(prompts), 0), dtype=torch.int64, device=policy.device)
-    packed = pack_rows(table, own, nothing, torch.zeros_like(own), policy.pad_id)
-    embeddings, extra = policy.embed(packed, gather_features(network.model, prompts, policy.features))
-    cache, model = DynamicCache(config=network.config.text_config), network.model.language_model
-    extra |= {cache_argument(model): cache, "use_cache": True}
-    output = model(inputs_embeds=embeddings, position_ids=packed.positions, **extra)
-    return cache, output.last_hidden_state[own, table.lengths - 1]
-
-
-class ModuleDecoder:
-    """Rows that the transformers modules decode together: their cache, positions and which cached columns they see."""
-
-    def __init__(self, state: GenerationState, table: PromptTable, prompt: Tensor, cache: Any) -> None:
-        self.policy = state.policy
-        self.cache = cache
-        self.read = 0
-        self.width = table.ids.shape[1]
-        self.next_position = table.next_position[prompt]
-        self.visible: Tensor | None = None
-        if not bool((table.lengths == self.width).all()):  # hide the padding between prompt and response
-            columns = torch.arange(self.width + state.config.max_new_tokens, device=prompt.device)[None]
-            self.visible = (columns < table.lengths[prompt][:, None]) | (columns >= self.width)
-
-    def keep(self, index: Tensor) -> None:
-        """Drop all rows but some."""
-        self.cache.batch_select_indices(index)
-        self.next_position = self.next_position[index]
-        self.visible = None if self.visible is None else self.visible[index]
-
-    def advance(self, token: Tensor) -> Tensor:
-        """Read one token of each row and return the states (b, H) that predict the next."""
-        network, model = self.policy.network, self.policy.network.model.language_model
-        position = self.next_position + self.read
-        self.read += 1
-        output = model(
-            inputs_embeds=network.get_input_embeddings()(token[:, None]),
-            position_ids=position[None, :, None].expand(3, -1, -1),
-            attention_mask=None if self.visible is None else self.visible[:, : self.width + self.read],
-            use_cache=True,
-            **{cache_argument(model): self.cache},
-        )
-        return output.last_hidden_state[:, -1]
-
-    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
-        """Log-probabilities (b, V) of the next token."""
-        return self.policy.next_logp(states, temperature)
-
-
 class PolicySampler:
     """The `mmrl.training.sampler.Sampler` that samples from the policy itself, in the process that trains it.
 
@@ -346,7 +290,8 @@ def sample(
         draws: CPU generator, from which N * G * max_new_tokens uniform numbers are drawn; or these numbers,
             (N * G, max_new_tokens) in [0, 1); or None for the likeliest tokens, whose recorded log-probabilities still
             have the temperature.
-        keep: what is left of the prompts' prefill in `policy.prefixes`; nothing without the lean decoder.
+        keep: what is left of the prompts' prefill in `policy.prefixes`; in the fast lane nothing without the lean
+            decoder.
 
     Returns:
         The responses of prompt 0, then those of prompt 1, and so on, on the policy's device.
@@ -364,12 +309,13 @@ def sample(
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
         with torch.no_grad():
-            if policy.generic is not None:
-                _sample_generic(state, policy.generic, prompts, samples_per_prompt)
-            elif _is_lean(policy, config):
+            if _is_lean(policy, config):
                 _sample_lean(state, prompts, samples_per_prompt, keep)
             else:
-                _sample_through_modules(state, prompts, samples_per_prompt)
+                # the fast lane shares its own kind of prefix, which transformers' modules cannot continue
+                keep = KeepPrefill.NOTHING if policy.generic is None else keep
+                lane = policy.generic or GenericLane(policy.network, policy.config)
+                _sample_through_modules(state, lane, prompts, samples_per_prompt, keep)
     finally:
         policy.train(training)
     return state.collect([prompt for prompt in prompts for _ in range(samples_per_prompt)])
@@ -395,7 +341,8 @@ def _sample_lean(state: GenerationState, prompts: Sequence[Prompt], group: int, 
     for first in range(0, len(prompts), together):
         part = prompts[first : first + together]
         with stopwatch("prefill"):
-            prefix = _read_prompts(state.policy, part, keep)
+            read = _read_prompts(state.policy, None, part, keep)
+            prefix = read if isinstance(read, Prefix) else read.table()
         with stopwatch("decode"):
             weights = lean_weights(state.policy)
             rows = torch.arange(len(part) * group, device=state.policy.device)
@@ -404,9 +351,10 @@ def _sample_lean(state: GenerationState, prompts: Sequence[Prompt], group: int, 
                 _decode_lean(state, weights, prefix, chunk // group, chunk + first * group)
 
 
-def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep: KeepPrefill) -> Prefix:
+def _read_prompts(policy: VlmPolicy, lane: GenericLane | None, prompts: Sequence[Prompt], keep: KeepPrefill) -> Any:
+    """The prompts as the policy, or a lane, reads them; what the policy can use again is kept."""
     with torch.set_grad_enabled(keep is KeepPrefill.GRAPH):
-        prefix = policy.encode_prefix(prompts)
+        prefix = policy.encode_prefix(prompts) if lane is None else lane.encode_prefix(policy, prompts)
     if keep is not KeepPrefill.NOTHING:
         policy.prefixes.keep(prompts, prefix if keep is KeepPrefill.GRAPH else prefix.detach())
     return prefix.detach()
@@ -419,40 +367,28 @@ def _decode_lean(state: GenerationState, weights: LeanWeights, prefix: Prefix, p
     decode(state, decoder, rows, state.max_positions - prefix.lengths[own], prefix.last_state[own])
 
 
-def _sample_generic(state: GenerationState, lane: GenericLane, prompts: Sequence[Prompt], group: int) -> None:
-    """Read prompts of one length together, each once, then decode their samples, at most `batch_rows` at a time."""
+def _sample_through_modules(
+    state: GenerationState, lane: GenericLane, prompts: Sequence[Prompt], group: int, keep: KeepPrefill
+) -> None:
+    """Read the prompts once, then decode the samples of those read together, at most `batch_rows` at a time."""
     policy, most = state.policy, state.config.batch_rows
-    for chosen in prompts_together(prompts, max(most // group, 1)):
-        part, cache = [prompts[number] for number in chosen], lane.new_cache(policy)
-        with stopwatch("prefill"):
-            last = lane.read(policy, part, cache=cache)[:, -1]
-        numbers = torch.tensor(chosen, device=policy.device)
-        chunks = torch.arange(len(part) * group, device=policy.device).split(most)
-        with stopwatch("decode"):
-            for number, chunk in enumerate(chunks):
-                prompt = chunk // group
-                # decoding changes the cache, so all chunks but the last work on a copy
-                shared = cache if number == len(chunks) - 1 else copy.deepcopy(cache)
-                decoder = GenericDecoder(policy, lane, part, prompt, shared)
-                budget = torch.full_like(chunk, state.max_positions - len(part[0]))
-                decode(state, decoder, numbers[prompt] * group + chunk % group, budget, last[prompt])
-
-
-def _sample_through_modules(state: GenerationState, prompts: Sequence[Prompt], group: int) -> None:
-    """Read some prompts at a time, each once, then decode their samples, at most `batch_rows` at a time."""
-    policy, most = state.policy, state.config.batch_rows
-    together = max(most // group, 1)
+    # a prefix with history has to be kept as a whole: one backward pass goes through it
+    together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for first in range(0, len(prompts), together):
-        part = prompts[first : first + together]
-        table = tabulate(part, policy.pad_id, policy.device)
+        chosen = order[first : first + together]
         with stopwatch("prefill"):
-            cache, last = fill_cache(policy, part, table)
-        chunks = torch.arange(len(part) * group, device=policy.device).split(most)
+            prefix = _read_prompts(policy, lane, [prompts[number] for number in chosen], keep)
+        numbers = torch.tensor(chosen, device=policy.device)
         with stopwatch("decode"):
-            for number, chunk in enumerate(chunks):
-                prompt = chunk // group
-                # decoding changes the cache, so all chunks but the last work on a copy
-                shared = cache if number == len(chunks) - 1 else copy.deepcopy(cache)
-                shared.batch_select_indices(prompt)
-                decoder = ModuleDecoder(state, table, prompt, shared)
-                decode(state, decoder, chunk + first * group, state.max_positions - table.lengths[prompt], last[prompt])
+            for part in prefix.parts:
+                for chunk in torch.arange(len(part.numbers) * group, device=policy.device).split(most):
+                    own = part.select(chunk // group)
+                    rows = numbers[own.numbers] * group + chunk % group
+                    decode(
+                        state,
+                        GenericDecoder(policy, lane, own),
+                        rows,
+                        state.max_positions - own.lengths,
+                        own.last_state,
+                    )

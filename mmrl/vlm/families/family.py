@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,17 @@ class Family:
 
     fast: bool = False
     """Whether the suite's own attention and decoder know the family's modules (`model.lane`)."""
-    reads_videos: bool = False
-    """Whether videos are sampled and laid out as qwen-vl-utils does."""
+    fits_frames: bool = False
+    """Whether the frames of videos keep the size that qwen-vl-utils gives them; else the processor resizes them."""
     media_tokens: tuple[str, ...] = ()
     """Tokens that no answer may hold, besides those that the configuration names."""
+    thinking_switch: str = "enable_thinking"
+    """Variable of the chat template that says whether the model thinks before it answers (`model.thinking`)."""
+    points: str = ""
+    """Coordinate space, of `mmrl.gui`, in which its released models write points; empty where they write none."""
+    image_factor: int = 0
+    """Pixels whose multiples are the sides of images in its released models, patch size times merge size; 0 where
+    images have one size."""
 
     def sizes(self, config: Any) -> tuple[int, int, float | None]:
         """Pixels on a side of a patch, patches on a side of an image token, and positions of a second of video."""
@@ -73,6 +81,13 @@ class Family:
         text = ("bos_", "eos_", "pad_", "sep_", "unk_", "mask_", "decoder_")
         found = (getattr(config, name, None) for name in names if not name.startswith(text))
         return {token for token in found if isinstance(token, int) and token >= 0}
+
+
+def known_families() -> dict[str, Family]:
+    """Families that have a file, by `model_type`."""
+    names = [module.name for module in pkgutil.iter_modules(importlib.import_module(__package__).__path__)]
+    modules = {name: importlib.import_module(f"{__package__}.{name}") for name in names}
+    return {name: module.FAMILY for name, module in modules.items() if hasattr(module, "FAMILY")}
 
 
 def family_of(model_type: str) -> Family:

@@ -59,7 +59,7 @@ class FrozenModelConfig:
     attention: str = rare(choice("sdpa", ATTENTION))
     """Attention kernels: sdpa, eager or flash_attention_2 (needs a GPU, bfloat16 and the flash-attn package)."""
     lane: str = rare(choice("auto", LANES))
-    """Engine: fast is the suite's own attention and decoder (Qwen2.5-VL, Qwen3-VL), generic goes through transformers'
+    """Engine: fast is the suite's own attention and decoder (Qwen2-VL to Qwen3-VL), generic goes through transformers'
     modules and cache with any image-text or language model; auto takes fast where it can."""
     shared_prefix: bool = rare(True)
     """Compute each prompt once for all responses of its group, with the same gradients; the fast lane needs attention
@@ -72,6 +72,9 @@ class FrozenModelConfig:
     """Largest image area in pixels, larger images are reduced; empty: as the processor has it."""
     max_prompt_tokens: int | None = bounded(None, at_least=1)
     """Prompts with more tokens are skipped and counted; empty: the limit of the model's positions."""
+    thinking: bool | None = rare(None)
+    """Whether the model thinks before it answers, where its chat template has a switch for it, as those of Qwen3,
+    Qwen3.5 and SmolLM3 do; empty: as the template does by itself."""
     build: str | None = None
     """Function `module:function` that makes the folder at `path` where there is none yet."""
     build_options: dict[str, Any] = field(default_factory=dict)

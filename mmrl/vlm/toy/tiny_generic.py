@@ -13,6 +13,7 @@ from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.vlm.toy.tiny import CHAT_TEMPLATE, train_tokenizer
 
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_VIDEO = QWEN_IMAGE.replace("image", "video")
 SIDE_PX, PATCH_PX, IMAGE_TOKENS = 56, 14, 4
 """Side of the only image size, of a patch, and tokens of an image."""
 
@@ -21,6 +22,8 @@ SIDE_PX, PATCH_PX, IMAGE_TOKENS = 56, 14, 4
 class _Family:
     placeholder: str = ""
     """Token that stands for an image in a prompt."""
+    video: str = "<video>"
+    """Text that stands for a video, where the processor knows it."""
     tokens: dict[str, str] | None = None
     """Special tokens by the names that the processor looks for."""
     config: Callable[[dict[str, Any], Any], Any] | None = None
@@ -73,7 +76,7 @@ def build_tiny_generic(
         eos_token=plain.eos_token,
         pad_token=plain.pad_token,
         padding_side="left",
-        chat_template=CHAT_TEMPLATE.replace(QWEN_IMAGE, row.placeholder),
+        chat_template=CHAT_TEMPLATE.replace(QWEN_IMAGE, row.placeholder).replace(QWEN_VIDEO, row.video),
         extra_special_tokens=row.tokens or {},
         clean_up_tokenization_spaces=False,
     )
@@ -173,19 +176,19 @@ FAMILIES = {
     "llama": _Family(),
     "smolvlm": _Family(
         "<image>",
-        {
+        tokens={
             "image_token": "<image>",
             "fake_image_token": "<fake_token_around_image>",
             "global_image_token": "<global-img>",
             "end_of_utterance_token": "<end_of_utterance>",
         },
-        _smolvlm_config,
-        _smolvlm_processor,
+        config=_smolvlm_config,
+        processor=_smolvlm_processor,
     ),
     "gemma3": _Family(
         "<start_of_image>",
-        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
-        _gemma3_config,
-        _gemma3_processor,
+        tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        config=_gemma3_config,
+        processor=_gemma3_processor,
     ),
 }

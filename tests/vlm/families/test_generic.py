@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
+from mmrl.vlm.engine.lean import unsupported_reason
 from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.engine.prefix import KeepPrefill
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
-from tests.vlm.families.zoo import EOS, ZOO, make_policy, make_prompt, own_inputs
+from tests.vlm.families.zoo import EOS, ZOO, make_policy, make_prompt, make_video_prompt, own_inputs
 
 LENGTHS = (5, 3, 1, 6, 4, 2)
 TOLERANCE = 1e-5
 """Weights are float64, but norms and rotary angles of most families are float32."""
+LEAN = {"qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+LEAN |= {"internvl", "smolvlm", "idefics3", "llava_onevision"}
 LINEAR_TOLERANCE = 1e-4
 """Linear attention is float32 as a whole, with running products of its gates."""
 
 
 def make_prompts(policy: VlmPolicy, kind: str) -> list[Prompt]:
-    """Two prompts of one length and a longer one, of two images where the family sees them."""
+    """A prompt of two images, where the family sees them, and two shorter ones of one length."""
     images = 0 if ZOO[kind].media is None else 1
     return [
-        make_prompt(policy, kind, count * images, text, text + count) for count, text in ((1, 12), (1, 12), (2, 13))
+        make_prompt(policy, kind, count * images, text, text + count) for count, text in ((2, 13), (1, 12), (1, 12))
     ]
 
 
@@ -75,17 +83,125 @@ def test_scores_gradients_and_tokens_are_the_models_own(kind):
         (found.logp * weights[0] + found.entropy * weights[1]).sum().backward()
         assert (gradient(policy) - expected).norm() < tolerance * expected.norm()
     assert (logp[0] - logp[1]).abs().max() > 0.01
+    policy.generic._config = policy.config
+    for passes in (kept_prefix, micro_batches):
+        passes(policy, rollouts, weights)
+        assert (gradient(policy) - expected).norm() < tolerance * expected.norm()
     check_greedy(policy, kind, prompts)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_the_fast_lane_gives_the_models_own_numbers(kind):
+    policy = make_policy(kind, lane="fast")
+    assert policy.shares_prefix
+    prompts = make_prompts(policy, kind)
+    rollouts = make_rollouts(prompts)
+    weights = torch.randn(2, *rollouts.mask.shape, generator=torch.Generator().manual_seed(0))
+    logp, entropy = own_scores(policy, kind, rollouts)
+    (logp * weights[0] + entropy * weights[1]).sum().backward()
+    expected = gradient(policy)
+    weighted(policy, rollouts, weights).backward()
+    assert (gradient(policy) - expected).norm() < TOLERANCE * expected.norm()
+    assert (policy(rollouts).logp - logp).abs().max() < TOLERANCE
+    check_greedy(policy, kind, prompts)
+
+
+def weighted(policy: VlmPolicy, rollouts: Rollouts, weights: torch.Tensor) -> torch.Tensor:
+    found = policy(rollouts, outputs=frozenset({"logp", "entropy"}))
+    width = rollouts.mask.shape[1]
+    return (found.logp * weights[0, :, :width] + found.entropy * weights[1, :, :width]).sum()
+
+
+def kept_prefix(policy: VlmPolicy, rollouts: Rollouts, weights: torch.Tensor) -> None:
+    """Gradient through the prompts that sampling read: values serve first, then the history, once."""
+    prompts = VlmPayload.of(rollouts).prompts
+    sample(policy, prompts, 1, SamplerConfig(max_new_tokens=1), None, keep=KeepPrefill.GRAPH)
+    with read_prompts(policy) as read:
+        with torch.no_grad():
+            weighted(policy, rollouts, weights)
+        weighted(policy, rollouts, weights).backward()
+        assert not read
+        weighted(policy, rollouts, weights)
+        assert read == [3]
+
+
+def micro_batches(policy: VlmPolicy, rollouts: Rollouts, weights: torch.Tensor) -> None:
+    """Gradient of parts of one row each, which share their prompts."""
+    with policy.prefixes.open() as shared, read_prompts(policy) as read:
+        for row, chunk in enumerate(rollouts.micro_batches(1)):
+            weighted(policy, chunk, weights[:, row : row + 1]).backward()
+        shared.backward()
+    assert read == [1, 1, 1]
+
+
+@contextlib.contextmanager
+def read_prompts(policy: VlmPolicy) -> Iterator[list[int]]:
+    """Numbers of prompts in each pass over prompts."""
+    read: list[int] = []
+    encode = policy.encode_prefix
+
+    def counted(prompts: list[Prompt]) -> Any:
+        read.append(len(prompts))
+        return encode(prompts)
+
+    policy.encode_prefix = counted
+    yield read
+    del policy.encode_prefix
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision"])
+def test_videos_are_read_as_the_model_reads_them(kind):
+    """Two videos of unequal lengths, in the generic lane and, where there is one, in the fast lane."""
+    for lane in {"generic", "fast" if make_policy(kind, lane="auto").generic is None else "generic"}:
+        policy = make_policy(kind, lane=lane)
+        prompts = [make_video_prompt(policy, kind, frames, 9) for frames in (1, 2)]
+        payload = VlmPayload(prompts, [None] * 2, torch.tensor([[7, 8, 9]] * 2), [""] * 2, ["length"] * 2)  # type: ignore[list-item]
+        mask = torch.ones(2, 3)
+        rollouts = Rollouts(torch.arange(2), mask, torch.zeros_like(mask), torch.zeros(2), payload)
+        found = policy(rollouts).logp
+        for row, prompt in enumerate(prompts):
+            logits = policy.network(**own_inputs(kind, prompt, payload.response_ids[row])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+            scores = logits.index_fill(1, policy.banned_ids, float("-inf")).log_softmax(-1)
+            expected = scores.gather(1, payload.response_ids[row][:, None])[:, 0]
+            assert (found[row] - expected).abs().max() < TOLERANCE
+        prompts[1].media["pixel_values_videos"] = prompts[1].media["pixel_values_videos"] + 1
+        policy.features.clear()
+        assert (policy(rollouts).logp - found).abs()[1].max() > 1e-3  # the video matters
+
+
+def floats(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
+
+
 def check_greedy(policy: VlmPolicy, kind: str, prompts: list[Prompt]) -> None:
-    """The likeliest tokens of all prompts together are those that `generate` finds for each."""
-    drawn = sample(policy, prompts, 1, SamplerConfig(max_new_tokens=6), None)
+    """The likeliest tokens of all prompts together are those that `generate` finds for each, with either decoder."""
+    policy = policy.float()  # the lean decoder knows no float64
+    both = [sample(policy, prompts, 1, SamplerConfig(max_new_tokens=6, lean=lean), None) for lean in (True, False)]
+    assert torch.equal(both[0].response_ids, both[1].response_ids)
+    drawn = both[0]
     for row, prompt in enumerate(prompts):
         inputs = own_inputs(kind, prompt, torch.zeros(0, dtype=torch.int64))
         expected = policy.network.generate(
-            **inputs, max_new_tokens=6, do_sample=False, suppress_tokens=policy.banned_ids.tolist()
+            **floats(inputs), max_new_tokens=6, do_sample=False, suppress_tokens=policy.banned_ids.tolist()
         )[0, len(prompt) :]
         length = int(drawn.mask[row].sum())
         assert drawn.response_ids[row, :length].tolist() == expected[:length].tolist()
         assert length == 6 or drawn.response_ids[row, length - 1] == EOS
+
+
+def test_which_decoders_are_lean():
+    """Those whose text decoder is Llama's, Mistral's or Qwen's, whatever sees the images."""
+    found = {kind for kind in ZOO if unsupported_reason(make_policy(kind).float()) is None}
+    assert found == LEAN
+
+
+def test_prompts_of_similar_lengths_share_a_pass():
+    policy = make_policy("glm4v")
+    prompts = [make_prompt(policy, "glm4v", images=0, text=text, seed=text) for text in (20, 8, 19, 9, 20)]
+    assert [*policy.generic.together(prompts)] == [[1, 3], [2, 0, 4]]
+    whole = policy.encode_prefix(prompts)
+    assert [part.real is not None for part in whole.parts] == [True, True]
+    sliding = make_policy("gemma3_text")
+    assert [*sliding.generic.together(prompts)] == [[1], [3], [2], [0, 4]]

@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.compat import quiet_transformers
 from mmrl.recipes import RECIPES
 from mmrl.training.run import train
 from mmrl.vlm.config import VlmConfig
-from mmrl.vlm.data.task import TaskError
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.model.config import LoraSettings, ModelConfig
 from mmrl.vlm.model.network import auto_class
-from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 from tests.rounding import assert_equal_up_to_rounding
-from tests.vlm.builders import CORPUS, draw, make_task
+from tests.vlm.builders import draw, make_task
+from tests.vlm.families.conftest import KINDS
 from tests.vlm.runs import run_config
 
 LORA = {"enabled": True, "rank": 4, "targets": ["q_proj", "v_proj"]}
-KINDS = ("smolvlm", "gemma3", "qwen3")
-
-
-@pytest.fixture(scope="session")
-def tiny_generic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("generic")
-    ensure_torchvision()
-    from transformers.models.smolvlm import processing_smolvlm
-
-    # its processor writes lengths of videos in words, with a package that images do not need
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(processing_smolvlm, "num2words", str)
-        return {kind: build_tiny_generic(root / kind, family=kind, corpus=CORPUS) for kind in KINDS}
+pytestmark = pytest.mark.usefixtures("words_for_numbers")
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    from transformers.models.smolvlm import processing_smolvlm
-
-    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
@@ -118,6 +106,21 @@ def test_prompts_are_those_of_the_processor(kind, folder):
         assert policy.network.config.image_token_id in policy.banned_ids.tolist()
 
 
+def test_thinking_is_switched_by_the_chat_template(tiny_generic, tmp_path):
+    with pytest.raises(UserError, match=r"model\.thinking is false, but the chat template of .* has no switch"):
+        load_policy(ModelConfig(path=str(tiny_generic["qwen3"]), thinking=False))
+    for kind in ("qwen3", "smolvlm"):
+        folder = Path(shutil.copytree(tiny_generic[kind], tmp_path / kind))
+        file, closed = folder / "chat_template.jinja", "{% if enable_thinking is false %}<think></think>{% endif %}"
+        file.write_text(file.read_text() + closed)
+        task = make_task("t", "Sum?", sizes(kind))
+        texts = [
+            load_policy(ModelConfig(path=str(folder), thinking=on)).encode(task).text for on in (None, True, False)
+        ]
+        assert texts[0] == texts[1] == texts[2].removesuffix("<think></think>")
+        assert texts[2] != texts[1]
+
+
 def test_a_language_model_reads_no_images(tiny_generic):
     policy = load_policy(ModelConfig(path=str(tiny_generic["qwen3"])))
     with pytest.raises(TaskError, match="it has 1 images, and the model reads none"):
@@ -139,6 +142,26 @@ def test_options_that_fit_no_such_model(kind, folder):
         load_policy(ModelConfig(path=str(folder), max_pixels=5000))
     with pytest.raises(UserError, match="needs the fast lane"):
         load_policy(ModelConfig(path=str(folder))).check_fast("This")
+
+
+def test_frames_of_a_video_are_resized_by_the_models_own_processor(tiny_generic):
+    policy = load_policy(ModelConfig(path=str(tiny_generic["smolvlm"])))
+    colours = [Image.new("RGB", (64, 90), (60 * number, 90, 160)) for number in range(4)]
+    task = VlmTask(
+        id="v",
+        messages=[{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}],
+        videos=[VideoClip(colours)],
+    )
+    prompt = policy.encode(task)
+    assert prompt.media["pixel_values"].shape == (1, 4, 3, 56, 56)
+    assert int((prompt.mm_token_type_ids == 1).sum()) == 4 * 4
+    drawn = draw(policy, [task])
+    expected = own_logits(policy.network, prompt)[0, -1].index_fill(0, policy.banned_ids, float("-inf")).log_softmax(-1)
+    first = VlmPayload.of(drawn).response_ids[:, 0]
+    assert_equal_up_to_rounding(policy(drawn).logp[:, 0], expected[first])
+    for kind in ("gemma3", "qwen3"):
+        with pytest.raises(TaskError, match="it has 1 videos, and the model reads none"):
+            load_policy(ModelConfig(path=str(tiny_generic[kind]))).encode(task)
 
 
 def test_a_frozen_tower_is_encoded_once(kind, folder):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.vlm.data.prompt import Prompt
+from mmrl.vlm.engine.loading import prepare
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.model.config import ModelConfig
 
@@ -113,6 +114,7 @@ class Species:
 ZOO: dict[str, Species] = {
     "qwen2": Species(TEXT),
     "qwen3": Species(TEXT),
+    "qwen3_moe": Species(TEXT | EXPERTS),
     "llama": Species(TEXT),
     "mistral": Species(TEXT | {"sliding_window": None}),
     "gemma3_text": Species(TEXT | WINDOW | {"final_logit_softcapping": 5.0}),
@@ -304,8 +306,9 @@ def make_model(kind: str) -> nn.Module:
 
 
 def make_policy(kind: str, **options: Any) -> VlmPolicy:
-    """A policy around the model, in the generic lane."""
-    return VlmPolicy(make_model(kind), Processor(), ModelConfig(path=kind, lane="generic", **options)).eval()
+    """A policy around the model, in the generic lane unless another is named."""
+    config, model = ModelConfig(**{"path": kind, "lane": "generic"} | options), make_model(kind)
+    return VlmPolicy(prepare(model, config, None), Processor(), config).eval()
 
 
 def make_prompt(policy: VlmPolicy, kind: str, images: int, text: int, seed: int) -> Prompt:
@@ -324,9 +327,31 @@ def make_prompt(policy: VlmPolicy, kind: str, images: int, text: int, seed: int)
     return Prompt(ids, types, positions, int(positions.max()) + 1, media)
 
 
+def make_video_prompt(policy: VlmPolicy, kind: str, frames: int, text: int) -> Prompt:
+    """A prompt of a video of `frames` frames (in pairs for Qwen) and `text` tokens."""
+    torch.manual_seed(frames)
+    if kind == "llava_onevision":  # pooled by two, and a token at the end
+        tokens, media = 4 * frames + 1, {"pixel_values_videos": torch.randn(1, frames, 3, 32, 32)}
+    else:
+        pixels, grid = torch.randn(16 * frames, 3 * 2 * 8**2), torch.tensor([[frames, 4, 4]])
+        tokens, media = 4 * frames, {"pixel_values_videos": pixels, "video_grid_thw": grid}
+    runs = [torch.full((tokens,), VIDEO)]
+    if kind == "qwen3_vl":  # timestamps between the frames
+        runs = [part for _ in range(frames) for part in (torch.randint(3, 400, (2,)), torch.full((4,), VIDEO))]
+    ids = torch.cat([torch.randint(3, 400, (2,)), *runs, torch.randint(3, 400, (text,))])
+    media = {name: value.double() if value.is_floating_point() else value for name, value in media.items()}
+    types, positions = policy.layout.tables(
+        {"input_ids": ids[None], "mm_token_type_ids": 2 * (ids == VIDEO).long()[None], **media}
+    )
+    return Prompt(ids, types, positions, int(positions.max()) + 1, media)
+
+
 def own_inputs(kind: str, prompt: Prompt, response: Tensor) -> dict[str, Tensor]:
     """Arguments of the model's own forward for a prompt and a response (T,)."""
     ids = torch.cat([prompt.input_ids, response])
-    rows = {"image": (ids == IMAGE).long(), "prompt": (torch.arange(len(ids)) >= len(prompt)).long()}
+    rows = {
+        "image": (ids == IMAGE).long() + 2 * (ids == VIDEO).long(),
+        "prompt": (torch.arange(len(ids)) >= len(prompt)).long(),
+    }
     types = {name: rows[what][None] for name, what in ZOO[kind].types.items()}
     return {"input_ids": ids[None], **types, **prompt.media}

@@ -1,0 +1,5 @@
+"""Qwen3-VL with mixtures of experts (arXiv 2511.21631)."""
+
+from mmrl.vlm.families.qwen_vl import QwenVl
+
+FAMILY = QwenVl(fast=True, points="rel1000", image_factor=32)

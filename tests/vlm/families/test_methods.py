@@ -1,0 +1,122 @@
+"""Every method on a model of the generic lane that sees images: tiny SmolVLM2 on the tests' questions and screens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
+from mmrl.agents.environments.pool import EnvironmentConfig
+from mmrl.agents.environments.tasks import TaskSetConfig
+from mmrl.agents.evaluation import AgentEvaluationConfig
+from mmrl.agents.recipe import AgentConfig
+from mmrl.agents.rollout.episodes import ConversationConfig
+from mmrl.gui.grounding.aepo import AepoConfig
+from mmrl.recipes import RECIPES
+from mmrl.rewards import RewardConfig
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.run import train
+from mmrl.training.settings import CheckpointConfig, TrainerConfig
+from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.methods.apo import ApoConfig
+from mmrl.vlm.methods.papo import PapoConfig
+from mmrl.vlm.methods.reg_grpo import RegGrpoConfig
+from mmrl.vlm.methods.sft import SftConfig
+from mmrl.vlm.model.config import ModelConfig
+from tests.gui import screens
+from tests.vlm.pairs import pair_config
+from tests.vlm.runs import run_config
+from tests.vlm.tspo.builders import needle_config
+
+CORRIDOR = f"{Path(__file__).parents[2] / 'agents/corridor.py'}:Corridor"
+
+
+def letters(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """A reward that differs between answers."""
+    return [sum(map(ord, text)) % 7 / 6 for text in completions]
+
+
+def on_questions(kind: type[Any]) -> Callable[[Path, Path], Any]:
+    def config(folder: Path, model: Path) -> Any:
+        made = run_config(kind, folder, model)
+        if hasattr(made, "rewards"):
+            made.rewards[0] = RewardConfig(name="tests.vlm.families.test_methods:letters", isolate=False)
+        return made
+
+    return config
+
+
+def aepo(folder: Path, model: Path) -> Any:
+    config = screens.run_config(AepoConfig, folder, model)
+    config.grounding = dataclasses.replace(config.grounding, space="rel1000")
+    config.rewards = [RewardConfig(name="tests.vlm.families.test_methods:letters", isolate=False)]
+    return config
+
+
+def agent(folder: Path, model: Path) -> Any:
+    return AgentConfig(
+        recipe="test",
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(model)),
+        environment=EnvironmentConfig(factory=CORRIDOR, workers=2),
+        data=TaskSetConfig(seeds=4),
+        eval_data={"heldout": TaskSetConfig(seeds=2, first_seed=100)},
+        actions=ActionConfig(format="tag", on_parse_error="noop"),
+        conversation=ConversationConfig(system="Walk. {actions}"),
+        sampler=SamplerConfig(max_new_tokens=5),
+        trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
+        evaluation=AgentEvaluationConfig(records=2, videos=1),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+    )
+
+
+def tspo(folder: Path, model: Path) -> Any:
+    config = needle_config(folder)
+    config.picks.count, config.eval_data = 3, {"same": config.data}
+    config.answerer.kind, config.answerer.train = "vlm", True
+    config.answerer.model.path = str(model)
+    config.answerer.sampler = SamplerConfig(max_new_tokens=3)
+    config.answerer.reward = RewardConfig(name="tests.vlm.families.test_methods:letters", isolate=False)
+    return config
+
+
+METHODS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
+    "papo": ("papo", on_questions(PapoConfig)),
+    "apo": ("apo", on_questions(ApoConfig)),
+    "reg_grpo": ("reg_grpo", on_questions(RegGrpoConfig)),
+    "sft": ("sft", on_questions(SftConfig)),
+    "preference": ("preference", pair_config),
+    "aepo": ("aepo", aepo),
+    "agent": ("agent", agent),
+    "tspo": ("tspo", tspo),
+}
+
+
+def acts(self: Any, text: str) -> ParsedAnswer:
+    return ParsedAnswer((Action("right" if sum(map(ord, text)) % 3 else "left", {}, text),))
+
+
+@pytest.mark.usefixtures("words_for_numbers")
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[] if name == "papo" else pytest.mark.slow) for name in METHODS]
+)
+def test_two_steps_train_evaluate_and_save(method, tiny_generic, tmp_path, monkeypatch):
+    monkeypatch.setattr(ActionConfig, "parse", acts)
+    recipe, make = METHODS[method]
+    config = make(tmp_path, tiny_generic["smolvlm"])
+    config.validate()
+    run_dir = train(RECIPES[recipe], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    steps = [row for row in rows if "optim/grad_norm" in row]
+    assert len(steps) == 2
+    assert all(row["optim/grad_norm"] > 0 for row in steps)
+    evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()]
+    assert any(isinstance(value, float) and math.isfinite(value) for value in evaluations[-1].values())
+    assert (run_dir / "checkpoints/step-000002/model").is_dir()
