@@ -44,6 +44,8 @@ PREPARED = {
     "docs/use_results.md": example_runs.make_results,
     "docs/vlm.md": example_runs.make_agent,
 }
+SLOW = ("docs/flow3d.md", "docs/robotics.md", "docs/use_results.md")
+"""Pages whose programs take longest."""
 RUN = """
 import json, sys
 from mmrl.hub.compat import ensure_torchvision
@@ -220,7 +222,14 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=pytest.mark.slow if page.name in SLOW else ())
+        for page in PAGES
+        if snippets(page)
+    ],
+)
 def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     PREPARED.get(page.name, lambda folder: None)(tmp_path)
     write_files(page, tmp_path)
