@@ -14,6 +14,7 @@ from mmrl.compare.plans import plan_arm_run, plan_preparations
 from mmrl.config import load_run
 from mmrl.rewards.loading import load_function
 from mmrl.training.run import train
+from mmrl.vlm.toy.countdown import build_model, build_pairs, build_problems
 from mmrl.vlm.toy.tiny import build_tiny_vlm
 from tests.fitting import fitting, group_size
 from tests.vlm.builders import CORPUS
@@ -21,8 +22,9 @@ from tests.vlm.pairs import write_pairs
 from tests.vlm.runs import write_questions
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-RUNS = [path for path in sorted(CONFIGS.glob("vlm/*.yaml")) if "recipe: tspo" not in path.read_text()]
-PICKS = [path for path in sorted(CONFIGS.glob("vlm/*.yaml")) if path not in RUNS]
+VLM = sorted([*CONFIGS.glob("vlm/*.yaml"), *CONFIGS.glob("text/*.yaml")])
+RUNS = [path for path in VLM if "recipe: tspo" not in path.read_text()]
+PICKS = [path for path in VLM if path not in RUNS]
 SMALL = [
     "trainer.steps=2",
     "trainer.tasks_per_step=2",
@@ -45,15 +47,24 @@ SMALL = [
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {f: build_tiny_vlm(root / f, family=f, corpus=CORPUS) for f in ("qwen2_5_vl", "qwen3_vl")}
+    models = {
+        family: build_tiny_vlm(root / family, family=family, corpus=CORPUS) for family in ("qwen2_5_vl", "qwen3_vl")
+    }
+    return models | {"text": build_model(root / "text")}
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
-    family = "qwen3_vl" if "qwen3" in path.stem else "qwen2_5_vl"
+    text = path.parent.name == "text"
+    family = "text" if text else "qwen3_vl" if "qwen3" in path.stem else "qwen2_5_vl"
     _, whole = load_run(path)
     pairs = whole.recipe == "preference"
-    questions = write_pairs(tmp_path / "data") if pairs else write_questions(tmp_path / "data", text_only_last=False)
+    if text:
+        questions = (build_pairs if pairs else build_problems)(tmp_path / "data.jsonl", count=6)
+    else:
+        questions = (
+            write_pairs(tmp_path / "data") if pairs else write_questions(tmp_path / "data", text_only_last=False)
+        )
     overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"data.path={questions}", f"model.path={tiny[family]}"]
     overrides += [f"eval_data.{name}.path={questions}" for name in whole.eval_data]
     overrides += [group_size(whole, 2)]

@@ -161,6 +161,8 @@ class AgentDomain:
                 )
             self.policy = load_policy(config.model, value_head=value_head)
             self.policy.check_response_length(sampler.max_new_tokens)
+            if kept := config.conversation.history_images:
+                self.policy.check_reads_media(f"conversation.history_images is {kept}")
             undone.pop_all()
         self.env_counts = SimCounts(self.pool, Path(config.output_dir))
         self._totals, self._seen, self.errors = Tally(), Counter[str](), RewardErrors()

@@ -16,6 +16,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.run_log import LONGER, metric_label
@@ -38,7 +39,7 @@ from mmrl.training.scoring import RewardErrors, describe_failure, failure_of
 from mmrl.vlm.config import AnswerScoring, ExtraMeasures, VlmConfig, VlmEvaluationConfig
 from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
-from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts, splits_by_key, task_images
+from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, check_columns, score_texts, splits_by_key, task_images
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import Samples, sample
 from mmrl.vlm.model.network import auto_class
@@ -66,6 +67,23 @@ class Questions:
 
     def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
         """Complete the questions of a data set, before the model is loaded; `training` for those of `data`."""
+        return loaded
+
+
+class MediaQuestions(Questions):
+    """Questions for a method that changes images or videos: refuses data without any.
+
+    Args:
+        why: the method's use of them, and what to do without.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """See `Questions`; raises UserError."""
+        if training and not any(task.images or task.videos for task in loaded.tasks):
+            raise UserError(f"data: no question has an image or a video, {self.why}")
         return loaded
 
 
@@ -111,10 +129,19 @@ class VlmDomain:
             scored = {"data": self.train_tasks} if trains_on_rewards else {}
             check_columns(self.rewards, scored | splits_by_key(self.eval_tasks))
             self.policy = load_policy(config.model, value_head=value_head)
+            self._check_media()
             if trains_on_rewards or self.eval_tasks:
                 self.longest = sampler.max_new_tokens
                 self.policy.check_response_length(self.longest)
             undone.pop_all()
+
+    def _check_media(self) -> None:
+        """Refuse images, videos and options of them with a language model; raises UserError."""
+        for key, tasks in ({"data": self.train_tasks} | splits_by_key(self.eval_tasks)).items():
+            if (shown := next((task.id for task in tasks if task.images or task.videos), None)) is not None:
+                self.policy.check_reads_media(f"{key}: {shown} has an image or a video")
+        if self.config.data.video != VideoOptions():
+            self.policy.check_reads_media("data.video is set")
 
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
         """Complete the questions of a data set; see `Questions`."""

@@ -8,7 +8,7 @@ RECIPES = (
     RecipeEntry(
         "vlm",
         "mmrl.vlm.recipe:VlmRecipe:VlmConfig",
-        "any objective of the catalogue on a vision-language model",
+        "any objective of the catalogue on a vision-language or language model",
         "objective: see `mmrl list objectives`",
     ),
     RecipeEntry(

@@ -1,8 +1,8 @@
 import pytest
 
-from tests.vlm.conftest import folder, policies, policy, tiny_folders
+from tests.vlm.conftest import folder, language_model, policies, policy, tiny_folders
 
-__all__ = ["family", "folder", "policies", "policy", "tiny_folders"]
+__all__ = ["family", "folder", "language_model", "policies", "policy", "tiny_folders"]
 
 
 @pytest.fixture(params=[pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"])

@@ -8,6 +8,9 @@ from mmrl.agents.environments.environment import Action
 class Talk:
     """Two turns; each earns the share of vowels in the answer."""
 
+    def __init__(self, pictures=True):
+        self.pictures = pictures
+
     def reset(self, task, seed):
         self.said, self.seed = [], seed
         return self._look()
@@ -25,6 +28,8 @@ class Talk:
         pass
 
     def _look(self):
+        if not self.pictures:
+            return f"{self.seed % 7}: {len(self.said)} said, the last was {self.said[-1:]}"
         image = np.full((56, 56, 3), 30 * self.seed % 256, np.uint8)
         image[: 8 + len("".join(self.said)) % 40] = 240
         return {"image": image, "text": f"{len(self.said)} said"}

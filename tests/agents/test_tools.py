@@ -64,8 +64,9 @@ def test_the_pool_passes_the_schemas_on():
         assert pool.step({0: Action("add", {"a": 2, "b": 3})})[0].observation.text == "5"
 
 
-def test_the_template_describes_tools_and_results_have_their_role(tiny_folders):
-    plain = load_policy(ModelConfig(path=str(tiny_folders["qwen3_vl"])))
+@pytest.mark.parametrize("kind", ["qwen3_vl", "language"])
+def test_the_template_describes_tools_and_results_have_their_role(kind, tiny_folders, language_model):
+    plain = load_policy(ModelConfig(path=str(language_model if kind == "language" else tiny_folders[kind])))
     tools = ToolEnvironment(**OPTIONS).tools
     with pytest.raises(UserError, match="chat template describes no tools"):
         Writer(plain, ConversationConfig(tools=True), "", tools).begin(AgentTask("t"), Observation("2 + 3?"))

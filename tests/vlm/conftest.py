@@ -7,6 +7,7 @@ import torch
 
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.toy.countdown import build_model
 from mmrl.vlm.toy.tiny import FAMILIES, build_tiny_vlm
 from tests.vlm.builders import CORPUS
 
@@ -24,6 +25,12 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         )
         for family in FAMILIES
     }
+
+
+@pytest.fixture(scope="session")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen3, which reads text alone."""
+    return build_model(tmp_path_factory.mktemp("text") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -215,16 +215,21 @@ class Writer:
     def _first(self, task: AgentTask, observation: Observation, images: tuple) -> Prompt:
         messages = [{"role": "system", "content": self._system}] if self._system else []
         turn = _user_turn(observation, len(images), task.instruction)
-        return self._policy.encode(VlmTask(task.id, [*messages, turn], _as_sources(images), tools=self.tools))
+        return self._policy.encode(VlmTask(task.id, [*messages, turn], self._sources(images), tools=self.tools))
 
     def _turn(self, task: AgentTask, observation: Observation, images: tuple, note: str, answered: bool) -> Prompt:
         seen = tuple((image.shape, blake2b(image.tobytes()).digest()) for image in images)
         key = (note, observation.text, len(observation.images), answered, seen)
         if key not in self._turns:  # one object, so that its images pass the vision tower once, too
             message = _user_turn(observation, len(images), note) | {"role": self._role(note)}
-            turn = VlmTask(task.id, [message], _as_sources(images), tools=self.tools)
+            turn = VlmTask(task.id, [message], self._sources(images), tools=self.tools)
             self._turns[key] = self._policy.encode_turn(turn, answered=answered)
         return self._turns[key]
+
+    def _sources(self, images: tuple) -> list[ImageSource]:
+        if images:
+            self._policy.check_reads_media("an observation of the environment has an image")
+        return [Image.fromarray(image) for image in images]
 
 
 def _user_turn(observation: Observation, kept: int, front: str) -> dict[str, Any]:
@@ -232,10 +237,6 @@ def _user_turn(observation: Observation, kept: int, front: str) -> dict[str, Any
     omitted = [{"type": "text", "text": f"{OMITTED}\n"}] * (len(observation.images) - kept)
     images = [{"type": "image"}] * kept
     return {"role": "user", "content": [*omitted, *images, {"type": "text", "text": text}]}
-
-
-def _as_sources(images: tuple) -> list[ImageSource]:
-    return [Image.fromarray(image) for image in images]
 
 
 @dataclass

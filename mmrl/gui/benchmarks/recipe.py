@@ -144,6 +144,7 @@ class GroundingEvaluation:
         self.preset = config.prompt.resolved(config.model.path)
         self.policy: VlmPolicy = load_policy(config.model)
         self.policy.check_response_length(config.sampler.max_new_tokens)
+        self.policy.check_reads_media("grounding benchmarks show screens")
         self.resize = self._make_resize()
         trained = self.policy.family.points
         if trained and trained != self.preset.space:

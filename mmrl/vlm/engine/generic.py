@@ -94,7 +94,8 @@ class GenericLane:
 
         Gradient: flows into all trainable weights.
         """
-        if reading.inserts or not self.shares(policy):
+        seen = any(insert.prompt.has_vision for own in reading.inserts or () for insert in own)
+        if seen or not self.shares(policy):
             return self._flat_states(policy, reading)
         device, group = policy.device, reading.group
         prefix = policy.prefixes.get(reading.prompts, reading.view)

@@ -20,6 +20,8 @@ def set_pixels(processor: Any, config: ModelConfig) -> None:
     """Bound the area of images."""
     if config.min_pixels is None and config.max_pixels is None:
         return
+    if processor.image_processor is None:
+        raise UserError("model.min_pixels and model.max_pixels bound images, which a language model does not read")
     size = dict(getattr(processor.image_processor, "size", None) or {})
     if set(size) != {"shortest_edge", "longest_edge"}:
         raise UserError(
@@ -57,7 +59,10 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     if config.lora.enabled or adapter is not None:
         model = add_adapter(network, config.lora, adapter)
     if config.freeze_vision:
-        for weight in vision_parameters(network):
+        tower = vision_parameters(network)
+        if not tower:
+            raise UserError(f"model.freeze_vision is true, but {network.config.model_type} has no vision tower")
+        for weight in tower:
             weight.requires_grad_(False)
     if config.patch_product and family_of(network.config.model_type).fast:
         multiply_patches(network.model.visual)

@@ -139,6 +139,17 @@ class VlmPolicy(nn.Module):
             raise UserError(f"{what} needs the fast lane (model.lane): Qwen2-VL to Qwen3-VL")
 
     @property
+    def reads_media(self) -> bool:
+        """Whether the processor turns images or videos into tokens; that of a language model does not."""
+        return any(getattr(self.processor, kind, None) is not None for kind in ("image_token", "video_token"))
+
+    def check_reads_media(self, what: str) -> None:
+        """Refuse a language model where images or videos are used; raises UserError."""
+        if not self.reads_media:
+            kind = self.network.config.model_type
+            raise UserError(f"{what}, but {self.config.path} ({kind}) is a language model, which reads text alone")
+
+    @property
     def shares_prefix(self) -> bool:
         """Whether a prompt is computed once for its group; else it is once for each response."""
         if self.generic is not None:

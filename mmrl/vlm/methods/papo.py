@@ -41,6 +41,7 @@ from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VlmTask, load_videos
+from mmrl.vlm.domain import MediaQuestions
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.recipe import VlmRecipe
 
@@ -329,7 +330,7 @@ class PapoRecipe(VlmRecipe):
     config: PapoConfig
 
     def __init__(self, config: PapoConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, MediaQuestions("so PAPO has nothing to mask; use recipe: vlm"))
         settings, accuracy = config.papo, self.accuracy_term
         self.view = MaskedImages(settings)
         perception = Perception(settings, self.objective.aggregation, config.sampler.temperature, accuracy)

@@ -38,6 +38,7 @@ from mmrl.training.recipe import Step
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.domain import MediaQuestions
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import sample
 from mmrl.vlm.methods.augmentation import (
@@ -69,7 +70,8 @@ class RegGrpoRecipe(VlmRecipe):
     config: RegGrpoConfig
 
     def __init__(self, config: RegGrpoConfig) -> None:
-        super().__init__(config)
+        noise = "so there is nothing to add noise to; set augmentation.noise_scale=0"
+        super().__init__(config, MediaQuestions(noise) if config.augmentation.noise_scale else None)
         self.tracker = self.parts["difficulty"] = DifficultyTracker(config.augmentation.window)
         self._noted_rewards: list[tuple[tuple[int, int], tuple[str, list[float]]]] = []
         """Rewards of questions, each with its place: the number of its batch, and the place in it."""

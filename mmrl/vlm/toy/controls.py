@@ -13,7 +13,11 @@ from mmrl.rewards.answers import Chat, exact_reward
 
 def shuffled_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
     """The rewards of `exact`, shuffled among the responses of the same batch."""
-    rewards = exact_reward(prompts, completions, **columns)
+    return shuffled(exact_reward(prompts, completions, **columns), completions)
+
+
+def shuffled(rewards: Sequence[float], completions: Sequence[Chat]) -> list[float]:
+    """Rewards in an order that follows from the completions."""
     digest = hashlib.blake2b(repr(list(completions)).encode(), digest_size=8).digest()
     order = np.random.default_rng(int.from_bytes(digest)).permutation(len(rewards))
     return [rewards[index] for index in order]

@@ -87,6 +87,7 @@ class VlmAnswerer:
     def __init__(self, config: AnswererConfig, policy: VlmPolicy) -> None:
         self.config, self.policy = config, policy
         policy.check_response_length(config.sampler.max_new_tokens)
+        policy.check_reads_media("answerer.model is shown frames")
         self.rewards = RewardSum([replace(config.reward, weight=1.0)])
 
     def check(self, tasks: Sequence[NeedleTask], key: str) -> None:

@@ -138,7 +138,7 @@ def test_points_in_pixels_need_the_size_that_the_model_sees(tiny_generic):
 def test_options_that_fit_no_such_model(kind, folder):
     with pytest.raises(UserError, match=r"model\.lane is fast, but .* does not know the architecture"):
         load_policy(ModelConfig(path=str(folder), lane="fast"))
-    with pytest.raises(UserError, match=r"model\.min_pixels and model\.max_pixels are areas"):
+    with pytest.raises(UserError, match=r"model\.min_pixels and model\.max_pixels (are areas|bound images)"):
         load_policy(ModelConfig(path=str(folder), max_pixels=5000))
     with pytest.raises(UserError, match="needs the fast lane"):
         load_policy(ModelConfig(path=str(folder))).check_fast("This")
