@@ -142,16 +142,16 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
         raise ValueError(f"{expression!r} cannot be computed: {error}") from None
 
 
-def corpus() -> list[str]:
-    """All words of the questions, to train a tokenizer on; digits and operators are tokens of their own."""
-    return [QUESTION.format(target=number, numbers=number) for number in range(100)]
-
-
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen3, a language model, for these problems; `options` are those of `build_tiny_generic`."""
+    """Build a tiny random Qwen3, a language model, for these problems.
+
+    The numbers from 10 to 99 are tokens of their own, as digits and operators are; `options` are those of
+    `build_tiny_generic`.
+    """
     from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 
-    return build_tiny_generic(path, corpus=corpus(), **options)
+    numbers = [str(number) for number in range(10, LARGEST_VALUE + 1)]
+    return build_tiny_generic(path, corpus=[QUESTION] * 100, tokens=numbers, **options)
 
 
 def _write(path: Path, count: int, make_row: MakeRow) -> Path:

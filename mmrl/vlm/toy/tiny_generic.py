@@ -37,6 +37,7 @@ def build_tiny_generic(
     *,
     family: str = "qwen3",
     corpus: Sequence[str],
+    tokens: Sequence[str] = (),
     hidden: int = 48,
     layers: int = 2,
     vocab_size: int = 400,
@@ -50,9 +51,10 @@ def build_tiny_generic(
         path: folder to write; created with its parents.
         family: row of `FAMILIES`: `model_type` of a language model, smolvlm or gemma3.
         corpus: texts that the byte-level BPE tokenizer learns its merges from.
+        tokens: texts that are one token each, beyond `vocab_size`.
         hidden: width; a multiple of 8.
         layers: decoder layers.
-        vocab_size: most tokens, without those of images.
+        vocab_size: most tokens, without `tokens` and those of images.
         max_positions: longest sequence in tokens.
         initializer_range: standard deviation of the random weights.
         seed: seed of the random weights.
@@ -70,7 +72,7 @@ def build_tiny_generic(
         raise UserError(f"unknown model family {family!r}; there are: {', '.join(FAMILIES)}")
     ensure_torchvision()
     row = FAMILIES[family]
-    plain = train_tokenizer(corpus, vocab_size)
+    plain = train_tokenizer(corpus, vocab_size, tokens)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=plain.backend_tokenizer,
         eos_token=plain.eos_token,
