@@ -19,6 +19,7 @@ from mmrl.training.settings import TrainerConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.processor import TextProcessor
 
 TOOLS = f"{Path(__file__).with_name('my_tools.py')}"
 OPTIONS = {"functions": [f"{TOOLS}:add", f"{TOOLS}:fail"], "reward": f"{TOOLS}:reward"}
@@ -31,7 +32,9 @@ def with_tools(policy: VlmPolicy) -> VlmPolicy:
         "{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}{%- for tool in tools %}{{ tool.function.name + '(' }}"
         "{{ tool.function.parameters.required | join(',') }}{{ ')\\n' }}{%- endfor %}{{ '<|im_end|>\\n' }}{%- endif %}"
     )
-    for owner in (policy.processor, policy.processor.tokenizer):
+    tokenizer = policy.processor.tokenizer
+    text_alone = isinstance(policy.processor, TextProcessor)  # which has its tokenizer's template
+    for owner in (tokenizer,) if text_alone else (policy.processor, tokenizer):
         if owner.chat_template is not None:
             owner.chat_template = described + owner.chat_template
     return policy

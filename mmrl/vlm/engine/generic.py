@@ -94,8 +94,7 @@ class GenericLane:
 
         Gradient: flows into all trainable weights.
         """
-        seen = any(insert.prompt.has_vision for own in reading.inserts or () for insert in own)
-        if seen or not self.shares(policy):
+        if (reading.inserts and policy.reads_media) or not self.shares(policy):
             return self._flat_states(policy, reading)
         device, group = policy.device, reading.group
         prefix = policy.prefixes.get(reading.prompts, reading.view)
