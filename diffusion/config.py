@@ -25,8 +25,8 @@ from mmrl.training.objectives import ObjectiveConfig, check_objective, make_obje
 from mmrl.training.settings import BaseRunConfig, RunConfig, TrainerConfig
 
 COMBINATIONS = ("sum", "gdpo")
-SCORES = ("kl_ref",)
-"""Scores besides log-probabilities: the divergence of two Gaussians, or a velocity distance."""
+SCORES = ("kl_ref", "kl_old")
+"""Scores of denoising steps besides log-probabilities: divergences of two Gaussians."""
 
 
 def image_trainer() -> TrainerConfig:
@@ -90,6 +90,7 @@ class MatchingParts:
 class TrajectoryParts:
     """Options of methods that train the steps of the sampler; to be inherited before `DiffusionConfig`."""
 
+    scored: ClassVar[tuple[str, ...]] = SCORES
     step: StepConfig = field(default_factory=StepConfig)
     """Evaluation of the trained steps."""
 
@@ -152,6 +153,8 @@ class DiffusionConfig(DiffusionParts, RunConfig):
 
     compares_samples: ClassVar[bool] = True
     """Whether advantages come from the other images of a prompt."""
+    scored: ClassVar[tuple[str, ...]] = ("kl_ref",)
+    """Scores of decisions besides log-probabilities; by default a velocity distance."""
     replaced_blocks: ClassVar[tuple[str, ...]] = ()
     """Blocks of the objective that the method's own loss or estimator replaces; setting one is refused."""
 
@@ -186,7 +189,7 @@ class DiffusionConfig(DiffusionParts, RunConfig):
         refuse_blocks(self.objective, self.replaced_blocks)
         objective = make_objective(self.objective)
         samples = self.trainer.samples_per_task if self.compares_samples else None
-        check_objective(objective, SCORES, samples, [reward.name for reward in self.rewards])
+        check_objective(objective, self.scored, samples, [reward.name for reward in self.rewards])
 
 
 OWN_LOSS = ("ratio", "clip", "entropy", "aggregation", "kl.in_reward", "kl.importance", "kl.clamp", "kl.aggregation")

@@ -38,6 +38,20 @@ RECIPES = (
         preset="diffusion.methods.flow_grpo:dance_grpo",
     ),
     RecipeEntry(
+        "mix_grpo",
+        "diffusion.methods.flow_grpo:FlowGrpoRecipe:FlowGrpoConfig",
+        "Flow-GRPO on a window of steps that moves over training",
+        "MixGRPO, arXiv 2507.21802",
+        preset="diffusion.methods.flow_grpo:mix_grpo",
+    ),
+    RecipeEntry(
+        "flow_dppo",
+        "diffusion.methods.flow_grpo:FlowGrpoRecipe:FlowGrpoConfig",
+        "Flow-GRPO with the exact divergence of a step in place of the clip",
+        "Flow-DPPO, arXiv 2606.11025",
+        preset="diffusion.methods.flow_grpo:flow_dppo",
+    ),
+    RecipeEntry(
         "awm",
         "diffusion.methods.awm:AwmRecipe:AwmConfig",
         "advantage-weighted matching of the policy's own images, any solver",

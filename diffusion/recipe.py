@@ -253,10 +253,14 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
         """Give the policy the weights that images are drawn with; its own unless a method samples with others."""
         return nullcontext()
 
+    def draw(self, policy: DiffusionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
+        """Draw the latents of G images for each prompt."""
+        return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, streams)
+
     def rollout(self, policy: DiffusionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Draw G images for each prompt; images whose latents overflowed are counted and cannot be scored."""
         with self.sampling_weights(policy):
-            rollouts = self.process.draw(policy, tasks, self.config.trainer.samples_per_task, streams)
+            rollouts = self.draw(policy, tasks, streams, step)
         payload = DiffusionPayload.of(rollouts)
         sampler = self.config.sampler
         with stopwatch("decode"):

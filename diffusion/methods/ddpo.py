@@ -21,9 +21,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from diffusion.config import DiffusionConfig, TrajectoryParts
-from diffusion.recipe import DiffusionRecipe
+from diffusion.methods.trajectory import TrajectoryRecipe
 from diffusion.sampling.sampler import SamplerConfig
-from diffusion.sampling.trajectories import DiffusionPayload, StepConfig, Trajectories
+from diffusion.sampling.trajectories import DiffusionPayload, StepConfig
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
@@ -114,15 +114,13 @@ class DdpoConfig(TrajectoryParts, DiffusionConfig):
     """Statistics of each prompt."""
 
 
-class DdpoRecipe(DiffusionRecipe):
+class DdpoRecipe(TrajectoryRecipe):
     """Policy gradient with per-prompt reward statistics; see the module."""
 
     config: DdpoConfig
-    process: Trajectories
 
     def __init__(self, config: DdpoConfig) -> None:
         super().__init__(config)
-        self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
         self.history = self.parts["history"] = PromptHistory(config.history.size, config.history.min_count)
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:

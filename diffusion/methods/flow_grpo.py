@@ -12,27 +12,26 @@ default); the code at its head divides by the variance without the step length (
 (`objective.filter.kind: drop`). Defaults are those of config/grpo.py for GenEval, except the sizes of an
 epoch (48 prompts of 24 images there).
 
-`flow_grpo_fast` and `dance_grpo` are this code with other constants; `GrpoGuardRecipe` changes the ratio.
+`flow_grpo_fast`, `dance_grpo` and `mix_grpo` are this code with other constants, `flow_dppo` with another clip;
+`GrpoGuardRecipe` changes the ratio.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-import torch
 from torch import nn
 
 from diffusion.config import DiffusionConfig, TrajectoryParts, image_trainer
+from diffusion.methods.trajectory import TrajectoryRecipe
 from diffusion.models.policy import full_model
-from diffusion.recipe import DiffusionRecipe
 from diffusion.sampling.sampler import SamplerConfig
 from diffusion.sampling.steps import guard_log_ratio
-from diffusion.sampling.trajectories import DiffusionPayload, Trajectories
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import LossTerm, Passes, Step, single_update
 
 
 def flow_grpo_objective() -> ObjectiveConfig:
@@ -48,15 +47,10 @@ class FlowGrpoConfig(TrajectoryParts, DiffusionConfig):
     """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
 
 
-class FlowGrpoRecipe(DiffusionRecipe):
+class FlowGrpoRecipe(TrajectoryRecipe):
     """Group-relative policy optimisation over stochastic denoising steps; see the module."""
 
     config: FlowGrpoConfig
-    process: Trajectories
-
-    def __init__(self, config: FlowGrpoConfig) -> None:
-        super().__init__(config)
-        self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
 
 
 def flow_grpo_fast() -> FlowGrpoConfig:
@@ -92,10 +86,43 @@ def dance_grpo() -> FlowGrpoConfig:
     )
 
 
+def mix_grpo() -> FlowGrpoConfig:
+    """MixGRPO: 4 of 25 steps are stochastic, a window that moves by one step every 25 steps of the run.
+
+    Noise, clip, advantages and one initial noise a prompt as in the FLUX script, where `sampler.guidance` is 1 and the
+    embedded guidance 3.5. The variants "Flash" of the paper, which follow the rest of the path with DPM-Solver++, are
+    not there: other steps are Euler's.
+
+    Source: MixGRPO, arXiv 2507.21802; Tencent-Hunyuan/MixGRPO scripts/finetune/finetune_flux_grpo_MixGRPO.sh.
+    """
+    return FlowGrpoConfig(
+        model=full_model(),
+        sampler=SamplerConfig(steps=25, guidance=1.0, same_noise=True, window=4, window_schedule="progressive"),
+        objective=ObjectiveConfig(preset="dance_grpo"),
+        trainer=dataclasses.replace(image_trainer(), samples_per_task=12, learning_rate=1e-5),
+    )
+
+
+def flow_dppo() -> FlowGrpoConfig:
+    """Flow-DPPO: a step that moves too far from the old policy and would move on is left out, in place of the clip.
+
+    Three steps of the first half are stochastic, without guidance. In the public code they are any three of the first
+    half, here consecutive ones.
+
+    Source: Flow-DPPO, arXiv 2606.11025; Tencent-Hunyuan/UniRL examples/diffusion/sd3_flowdppo.yaml.
+    """
+    return FlowGrpoConfig(
+        sampler=SamplerConfig(guidance=1.0, window=3),
+        objective=ObjectiveConfig(preset="flow_dppo"),
+        trainer=dataclasses.replace(image_trainer(), samples_per_task=16, weight_decay=0.0),
+    )
+
+
 @dataclass
 class GrpoGuardConfig(TrajectoryParts, DiffusionConfig):
     """A GRPO-Guard run."""
 
+    scored: ClassVar[tuple[str, ...]] = ("kl_ref",)
     objective: ObjectiveConfig = field(default_factory=flow_grpo_objective)
     """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
 
@@ -106,44 +133,7 @@ class GrpoGuardConfig(TrajectoryParts, DiffusionConfig):
             raise ValueError("sampler.kernel is 'cps', whose log-probability has no scale to correct; use flow_sde")
 
 
-class OldMeans(LossTerm):
-    """Means and log-densities of the policy that the update starts from, where rounding makes the sampler's differ.
-
-    A single update has them itself.
-    """
-
-    name = "old_means"
-    gradient = "never"
-
-    def __init__(self, recipe: GrpoGuardRecipe) -> None:
-        self.recipe = recipe
-
-    def provides(self, step: Step) -> frozenset[str]:
-        """The log-densities, which belong to the means."""
-        return frozenset() if self.recipe.is_old_in_update else frozenset({"logp_old"})
-
-    def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Evaluate the sampled steps again, in the micro-batches of the update."""
-        if self.recipe.keeps_sampled_logp or self.recipe.is_old_in_update:
-            return rollouts
-        payload = DiffusionPayload.of(rollouts)
-        assert payload.mean_old is not None
-        logps, means = [], []
-        for chunk in rollouts.micro_batches(self.recipe.config.trainer.micro_batch or rollouts.num_rows):
-            with torch.no_grad():
-                found = self.recipe.process.evaluate(passes.policy, chunk)
-            decisions = found.steps.decisions
-            sampled = DiffusionPayload.of(chunk).mean_old
-            assert sampled is not None
-            mean = sampled.flatten(0, 1).index_copy(0, decisions.index, found.mean)
-            means.append(mean.view(*decisions.shape, *mean.shape[1:]))
-            logps.append(decisions.scatter(found.logp))
-        return rollouts.replace(
-            logp_old=torch.cat(logps), payload=dataclasses.replace(payload, mean_old=torch.cat(means))
-        )
-
-
-class GrpoGuardRecipe(DiffusionRecipe):
+class GrpoGuardRecipe(TrajectoryRecipe):
     """Flow-GRPO with ratios of one scale at all steps.
 
     The log-density averaged over the latent's dimensions makes log-ratios negative on average and of a size that
@@ -158,28 +148,12 @@ class GrpoGuardRecipe(DiffusionRecipe):
     """
 
     config: GrpoGuardConfig
-    process: Trajectories
-
-    def __init__(self, config: GrpoGuardConfig) -> None:
-        super().__init__(config)
-        precision = config.trainer.mixed_precision
-        self.process = Trajectories(self.policy, config.sampler, config.step, precision, keep_mean=True)
-        self.terms = [OldMeans(self)]
-
-    @property
-    def is_old_in_update(self) -> bool:
-        """Whether the policy of the loss is the one that the update starts from."""
-        return single_update(self.config.trainer) and not self.keeps_sampled_logp
+    keeps_means = True
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Old log-density plus the normalised log-ratio, so that the objective's ratio is GRPO-Guard's."""
-        payload = DiffusionPayload.of(rollouts)
-        assert payload.mean_old is not None
         found = self.process.evaluate(policy, rollouts)
-        decisions = found.steps.decisions
-        logp_old, mean_old = (decisions.gather(old) for old in (rollouts.logp_old, payload.mean_old))
-        if self.is_old_in_update:
-            logp_old, mean_old = found.logp.detach(), found.mean.detach()
+        logp_old, mean_old = self.old.of(found, rollouts)
         ratio = guard_log_ratio(found.logp, logp_old, found.mean, mean_old, found.std)
         kl_ref = self.process.kl(found, self.loss_reference) if "kl_ref" in outputs else None
-        return PolicyOutputs(logp=decisions.scatter(logp_old + ratio), kl_ref=kl_ref)
+        return PolicyOutputs(logp=found.steps.decisions.scatter(logp_old + ratio), kl_ref=kl_ref)

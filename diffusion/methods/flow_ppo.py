@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from accelerate import Accelerator
 
-from diffusion.config import SCORES, DiffusionConfig, TrajectoryParts
+from diffusion.config import DiffusionConfig, TrajectoryParts
 from diffusion.methods.critic import (
     CriticConfig,
     RewardShaping,
@@ -33,8 +33,7 @@ from diffusion.methods.critic import (
     StateCritic,
     explained_by_time,
 )
-from diffusion.recipe import DiffusionRecipe
-from diffusion.sampling.trajectories import Trajectories
+from diffusion.methods.trajectory import TrajectoryRecipe
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import rare
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
@@ -70,7 +69,7 @@ class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
     def check_objective(self) -> None:
         """Refuse an objective that has no place for this critic; raises ValueError."""
         objective = make_objective(self.objective)
-        check_objective(objective, (*SCORES, "values", "separate_critic"), None, [r.name for r in self.rewards])
+        check_objective(objective, (*self.scored, "values", "separate_critic"), None, [r.name for r in self.rewards])
         if not objective.needs_values:
             raise ValueError(f"objective.advantage is '{objective.advantage.kind}', which asks no critic; use gae")
         if "separate_critic" not in objective.needs:
@@ -95,20 +94,18 @@ class LatentCritic(LossTerm):
         return rollouts.replace(values=self.critic.value(rollouts))
 
 
-class FlowPpoRecipe(DiffusionRecipe):
+class FlowPpoRecipe(TrajectoryRecipe):
     """Policy gradient over denoising steps with a critic of their states; see the module."""
 
     config: FlowPpoConfig
-    process: Trajectories
 
     def __init__(self, config: FlowPpoConfig) -> None:
         super().__init__(config)
-        self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
         self.critic = self.parts["critic"] = StateCritic(
             self.policy, self.train_tasks, config.critic, config.seed, self.process.states
         )
         self.shaping = self.parts["running"] = RewardShaping(config.shaping, self.objective)
-        self.terms = [LatentCritic(self.critic)]
+        self.terms = [*self.terms, LatentCritic(self.critic)]
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages of the shaped reward over the steps; none of them counts while the critic warms up."""

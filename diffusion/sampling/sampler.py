@@ -23,8 +23,10 @@ from diffusion.models.conditioning import TextRows
 from diffusion.sampling.schedule import (
     RANDOM_SOLVERS,
     SOLVERS,
+    STAYS,
     Solver,
     make_solver,
+    moving_window,
     sde_window,
     trained_steps,
 )
@@ -175,7 +177,16 @@ class SamplerConfig:
     window_low: int = rare(bounded(0, at_least=0))
     """First step at which the window may start."""
     window_high: int = rare(bounded(0, at_least=0))
-    """Step before which the window ends; 0 = half of the steps."""
+    """Step before which the window ends; 0 = half of the steps, or all but the last for one that moves."""
+    window_schedule: str = rare(choice("random", lambda: (*DRAWN_WINDOWS, *STAYS)))
+    """Place of the window: random in each rollout; random_per_task, for each prompt; or moving from noise to image
+    over training: progressive, decay or exp_decay (MixGRPO)."""
+    window_every: int = rare(bounded(25, at_least=1))
+    """Rollouts at a place of a moving window; decay and exp_decay stay shorter at later places."""
+    window_stride: int = rare(bounded(1, at_least=1))
+    """Steps by which a moving window moves."""
+    window_restart: bool = rare(True)
+    """Whether a moving window starts again from noise after its last place; otherwise it stays there."""
     fraction: float = rare(bounded(0.99, above=0, at_most=1))
     """Share of the steps that is trained; 0.99 leaves out the last one, whose Gaussian is too peaked."""
     random_share: float = rare(bounded(1.0, above=0, at_most=1))
@@ -213,7 +224,12 @@ class SamplerConfig:
                 raise ValueError(f"{key}.{name} is {getattr(self, name)}, but {reason}; leave it out")
 
 
-TRAINED_STEPS = ("kernel", "window", "window_low", "window_high", "fraction", "random_share")
+DRAWN_WINDOWS = ("random", "random_per_task")
+"""Windows at random places."""
+MOVES = ("window_every", "window_stride", "window_restart")
+"""Options of windows that move over training."""
+WINDOW = ("window", "window_low", "window_high", "window_schedule", *MOVES)
+TRAINED_STEPS = ("kernel", *WINDOW, "fraction", "random_share")
 """Options of trained denoising steps, which methods that learn from x_0 alone do not have."""
 
 
@@ -312,7 +328,7 @@ def sample_trajectories(
     text: TextRows,
     seeds: Tensor,
     config: SamplerConfig,
-    window: range,
+    window: range | Sequence[range],
     *,
     keep_mean: bool = False,
     together: bool = True,
@@ -324,7 +340,7 @@ def sample_trajectories(
         text: text of B rows.
         seeds: (B,) int64 or (B, 2): of the initial noise and of the steps' noise.
         config: grid, kernel and guidance.
-        window: the trained steps.
+        window: the trained steps, of all rows or of each; as many in each.
         keep_mean: whether the means of the transitions are returned.
         together: of `GuidedVelocity`.
 
@@ -332,45 +348,51 @@ def sample_trajectories(
         The B runs.
     """
     grid = times_of(policy, config.steps)
+    windows = [window] * len(text) if isinstance(window, range) else window
+    trained = torch.tensor([list(steps) for steps in windows])
     parts = []
     for rows in torch.arange(len(text)).split(config.batch_rows):
         velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt, together=together)
-        parts.append(_trajectories(policy, velocity, seeds[rows], grid, make_kernel(config, grid), window, keep_mean))
+        kernel = make_kernel(config, grid)
+        parts.append(_trajectories(policy, velocity, seeds[rows], grid, kernel, trained[rows], keep_mean))
     means = [part.mean for part in parts if part.mean is not None]
     joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _JOINED}
     return Trajectory(**joined, mean=torch.cat(means) if means else None)
 
 
 def _trajectories(
-    policy: Any, velocity: GuidedVelocity, seeds: Tensor, grid: Tensor, kernel: Any, window: range, keep_mean: bool
+    policy: Any, velocity: GuidedVelocity, seeds: Tensor, grid: Tensor, kernel: Any, trained: Tensor, keep_mean: bool
 ) -> Trajectory:
+    """Denoise; the steps `trained` (B, T) of each row, consecutive ones, are stochastic."""
     pairs = _pairs(seeds)
     latents = _first_latents(policy, pairs, grid)
+    count = trained.shape[1]
     # all of a row's noise from its own seed, so that the image does not depend on `batch_rows`
-    noise = row_noise(pairs[:, 1], len(window), policy.latent_shape).to(policy.device)
-    states: list[Tensor] = []
-    logps, means = [], []
-    ode = OdeStep()
+    noise = row_noise(pairs[:, 1], count, policy.latent_shape).to(policy.device)
+    states = latents.new_zeros(len(seeds), count + 1, *latents.shape[1:])
+    wide = torch.promote_types(latents.dtype, torch.float32)
+    logp = latents.new_zeros(len(seeds), count, dtype=wide)
+    means = torch.zeros_like(states[:, 1:], dtype=wide) if keep_mean else None
     for index, (sigma, sigma_next) in enumerate(pairwise(grid)):
         v = velocity(latents, sigma.to(latents.device))
-        if index not in window:
-            latents = ode.transition(v, latents, sigma, sigma_next)[0].to(latents.dtype)
-            continue
-        if not states:
-            states.append(latents)  # where the window begins: T steps have T + 1 states
-        result = sample_step(kernel, v, latents, sigma, sigma_next, noise[:, index - window.start])
-        latents = result.previous
-        states.append(latents)
-        logps.append(result.logp)
-        means += [result.mean] if keep_mean else []
-    rows = len(seeds)
+        following = OdeStep().transition(v, latents, sigma, sigma_next)[0].to(latents.dtype)
+        rows, place = (trained == index).nonzero(as_tuple=True)
+        if len(rows):
+            rows, place = rows.to(latents.device), place.to(latents.device)
+            result = sample_step(kernel, v[rows], latents[rows], sigma, sigma_next, noise[rows, place])
+            states[rows, place] = latents[rows]
+            states[rows, place + 1] = following[rows] = result.previous
+            logp[rows, place] = result.logp
+            if means is not None:
+                means[rows, place] = result.mean
+        latents = following
     return Trajectory(
         latents=policy.family.finished(latents, grid[-1]),
-        states=torch.stack(states, 1),
-        sigma=grid[list(window)].expand(rows, -1).to(latents.device),
-        sigma_next=grid[[index + 1 for index in window]].expand(rows, -1).to(latents.device),
-        logp=torch.stack(logps, 1),
-        mean=torch.stack(means, 1) if means else None,
+        states=states,
+        sigma=grid[trained].to(latents.device),
+        sigma_next=grid[trained + 1].to(latents.device),
+        logp=logp,
+        mean=means,
     )
 
 
@@ -441,18 +463,23 @@ def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor
         yield latents if index < len(solver.sigmas) - 2 else policy.family.finished(latents, solver.sigmas[-1])
 
 
-def trained_window(config: SamplerConfig, generator: torch.Generator) -> range:
-    """Steps that are stochastic and trained in one rollout."""
+def trained_window(config: SamplerConfig, generator: torch.Generator, done: int = 0) -> range:
+    """Steps that are stochastic and trained in a rollout, after `done` others."""
     if not config.window:
         return trained_steps(config.steps, config.fraction)
-    return sde_window(config.steps, config.window, config.window_low, last_trained(config) + 1, generator)
+    low, high = config.window_low, last_trained(config) + 1
+    if config.window_schedule in DRAWN_WINDOWS:
+        return sde_window(config.steps, config.window, low, high, generator)
+    moves = config.window_schedule, config.window_every, config.window_stride
+    return moving_window(done, config.window, low, high, *moves, restart=config.window_restart)
 
 
 def last_trained(config: SamplerConfig) -> int:
     """The last step that `trained_window` may return."""
     if not config.window:
         return trained_steps(config.steps, config.fraction)[-1]
-    return (config.window_high or max(config.steps // 2, config.window_low + config.window)) - 1
+    reached = config.steps // 2 if config.window_schedule in DRAWN_WINDOWS else config.steps - 1
+    return (config.window_high or max(reached, config.window_low + config.window)) - 1
 
 
 def _pairs(seeds: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: S steps, B rows (images), C channels, H x W latent pixels. A grid (S + 1
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,50 @@ def sde_window(steps: int, size: int, low: int, high: int, generator: torch.Gene
     drawn = torch.randint(low, high - size + 1, (), generator=generator, device=generator.device)
     start = int(drawn)
     return range(start, start + size)
+
+
+def moving_window(
+    done: int, size: int, low: int, high: int, schedule: str, every: int, stride: int = 1, *, restart: bool = True
+) -> range:
+    """The consecutive random and trained steps of a rollout, at a place that moves from noise to image over training.
+
+    A place lasts `every` rollouts (progressive), falls linearly along the path to a quarter of them (decay), or from
+    step 13 on by a tenth a step (exp_decay).
+
+    Args:
+        done: rollouts before this one.
+        size: steps of the window.
+        low: first step of the first place.
+        high: step before which the last place ends.
+        schedule: one of `STAYS`.
+        every: rollouts at a place.
+        stride: steps from one place to the next.
+        restart: whether the first place follows the last; otherwise the last stays.
+
+    Source: MixGRPO, arXiv 2507.21802, section 3.3; Tencent-Hunyuan/MixGRPO fastvideo/utils/grpo_states.py, where the
+        window also runs past the last place and loses steps there.
+    """
+    starts = range(low, high - size + 1, stride)
+    stays = [STAYS[schedule](start, high, every) for start in starts]
+    left = done % sum(stays) if restart else done
+    for start, stay in zip(starts, stays, strict=True):
+        if left < stay:
+            return range(start, start + size)
+        left -= stay
+    return range(starts[-1], starts[-1] + size)
+
+
+def _decayed_stay(start: int, high: int, every: int) -> int:
+    least = max(1, every // 4)
+    return max(least, int(every * (1 - start / high) + least * start / high))
+
+
+STAYS: dict[str, Callable[[int, int, int], int]] = {
+    "progressive": lambda start, high, every: every,
+    "decay": _decayed_stay,
+    "exp_decay": lambda start, high, every: math.ceil(every * math.exp(-0.1 * max(0, start - 13))),
+}
+"""Rollouts at the place of a moving window that begins at a step, of places below `high`."""
 
 
 def trained_steps(steps: int, fraction: float = 0.99) -> range:

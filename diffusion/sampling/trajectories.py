@@ -22,6 +22,8 @@ from diffusion.data.prompts import DiffusionTask
 from diffusion.models.conditioning import TextRows
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.sampling.sampler import (
+    DRAWN_WINDOWS,
+    MOVES,
     SamplerConfig,
     group_seeds,
     guided,
@@ -144,7 +146,10 @@ def check_trajectories(sampler: SamplerConfig) -> None:
     if sampler.window:
         sampler.refuse_set(["fraction"], f"sampler.window={sampler.window} sets the trained steps")
     else:
-        sampler.refuse_set(["window_low", "window_high"], "sampler.window is 0, so there is no window")
+        options = ("window_low", "window_high", "window_schedule")
+        sampler.refuse_set(options, "sampler.window is 0, so there is no window")
+    if sampler.window_schedule in DRAWN_WINDOWS:
+        sampler.refuse_set(MOVES, f"sampler.window_schedule '{sampler.window_schedule}' draws the place of the window")
     try:
         trained_window(sampler, torch.Generator())
     except UserError as error:
@@ -218,11 +223,11 @@ class Trajectories:
         return not (self._low_precision and self.step.detach_negative)
 
     def draw(
-        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, streams: Streams
+        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, streams: Streams, done: int = 0
     ) -> Rollouts:
-        """Denoise G images of each task with stochastic steps inside the window."""
+        """Denoise G images of each task with stochastic steps inside the window, after `done` steps of the run."""
         group = torch.arange(len(tasks)).repeat_interleave(group_size)
-        window = trained_window(self.sampler, streams.shared("window"))
+        window = self._windows(len(tasks), group_size, streams, done)
         seeds = group_seeds(len(tasks), group_size, streams, same_noise=self.sampler.same_noise)
         text = text_of(policy, tasks, group)
         run = sample_trajectories(
@@ -244,6 +249,13 @@ class Trajectories:
                 mean_old=run.mean,
             ),
         )
+
+    def _windows(self, tasks: int, group_size: int, streams: Streams, done: int) -> range | list[range]:
+        """The trained steps of all rows, or of each."""
+        if self.sampler.window_schedule != "random_per_task":
+            return trained_window(self.sampler, streams.shared("window"), done)
+        drawn = (trained_window(self.sampler, streams.of(task, "window")) for task in range(tasks))
+        return [window for window in drawn for _ in range(group_size)]
 
     def evaluate(self, model: Any, rollouts: Rollouts) -> StepScores:
         """Evaluate a model on the trained steps of some rows; steps with mask 0 cost nothing.

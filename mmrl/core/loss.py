@@ -210,11 +210,13 @@ class PolicyOutputs:
     """(B, T), value of the state before each decision; needed by a critic."""
     kl_ref: Tensor | None = None
     """(B, T) nats, exact divergence from the reference; needed by kl "full"."""
+    kl_old: Tensor | None = None
+    """(B, T) nats, exact divergence from the policy that the update starts from; needed by clip "divergence_mask"."""
 
     def masked(self, mask: Tensor) -> PolicyOutputs:
         """Check shapes and set what is not trained to 0, so that no NaN comes back from there; mask (B, T) {0, 1}."""
         kept = {}
-        for name in ("logp", "entropy", "values", "kl_ref"):
+        for name in ("logp", "entropy", "values", "kl_ref", "kl_old"):
             value = getattr(self, name)
             if value is not None:
                 check_decisions(f"scores.{name}", value, (mask.shape[0], mask.shape[1]))

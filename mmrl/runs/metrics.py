@@ -67,6 +67,7 @@ METRICS: dict[str, str] = {
     "policy/clipped_at_start": "Share of decisions clipped in an update's first optimiser step, by rounding alone.",
     "policy/beyond_ratio_limit": "Share of decisions in turns with a ratio above clip.ratio_limit.",
     "policy/kl_old": "k3 estimate of the KL from the updated to the sampling policy, in nats a decision.",
+    "policy/divergence_old": "Mean exact divergence of a decision from the policy before the update, in nats.",
     "policy/kl_ref": "Estimate of the KL from the policy to the reference policy, in nats a decision.",
     "policy/entropy": "Mean entropy of the policy at the sampled positions of the update's groups, in nats.",
     "policy/kl_coef": "Weight of the KL to the reference in use; moves only with adaptive_kl.target.",

@@ -40,7 +40,7 @@ class ObjectiveConfig:
     """Level of the importance ratio: token, sequence, sequence_full, sequence_product."""
     clip: dict[str, Any] = by_kind(lambda: BLOCKS["clip"], named=True, default_from=PRESET)
     """Clip rule with its bounds: ppo_clip (low, high, dual), gspo, cispo, policy_gradient, unclipped, bgpo,
-    group_regression (eps, ddof, scale)."""
+    divergence_mask (limit), group_regression (eps, ddof, scale)."""
     kl: dict[str, Any] = by_kind(lambda: BLOCKS["kl"], named=True, default_from=PRESET)
     """Divergence from the reference: k1, k2, k3, full (exact) or none, with coef, in_reward and aggregation."""
     entropy: dict[str, Any] = rare(by_kind(lambda: BLOCKS["entropy"], named=True, default_from=PRESET))
@@ -161,6 +161,7 @@ SCORES = {
     "entropy": "the entropy of the whole action distribution, which this recipe's policies do not score",
     "logp_ref": "log-probabilities of the decisions under a reference; here an exact divergence is scored",
     "separate_critic": "a critic with an optimiser of its own, which this recipe does not train",
+    "kl_old": "the exact divergence from the policy before the update, which this recipe does not score",
     "kl_ref": "every logit, or the exact distribution, of both policies, which this recipe's policies do not score",
 }
 """Outputs that a block may need, as error messages name them."""

@@ -167,7 +167,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Names of the policy outputs that objective and terms read."""
         known = {"entropy": self.objective.needs_entropy, "values": self.objective.needs_values}
         exact = self.objective.needs_reference and "kl_ref" in self.objective.needs
-        own = {name for name, needed in (known | {"kl_ref": exact}).items() if needed}
+        known |= {"kl_ref": exact, "kl_old": "kl_old" in self.objective.needs}
+        own = {name for name, needed in known.items() if needed}
         return frozenset({"logp"} | own).union(*(term.outputs for term in self.terms))
 
     def scores_in_chunks(

@@ -357,6 +357,15 @@ def method_loss(name, b, lp):
         # the exact divergence comes from the policy's side; this one is that of two unit Gaussians
         exact = table(lambda i, t: 0.5 * (lp[i][t] - ref[i][t]) ** 2, valid)
         return token_mean(policy, valid) + kl_coef * token_mean(exact, valid)
+    if name == "flow_dppo":
+        a = group_mean_global_std(group, mask, reward, 1e-4)
+        a = table(lambda i, t: clip(a[i][t], -5, 5), valid)
+
+        def kept(i, t):
+            far = 0.5 * (lp[i][t] - ol[i][t]) ** 2 >= 1e-5
+            return 0.0 if far and (ratio(i, t) - 1) * a[i][t] > 0 else -a[i][t] * ratio(i, t)
+
+        return token_mean(table(kept, valid), valid)
     raise KeyError(name)
 
 
@@ -385,7 +394,7 @@ IMAGE_METHODS = {
     "awm": (1.0, 0.001, 0.2, None),
 }
 METHODS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo")
-METHODS += (*IMAGE_METHODS, "srpo", "papo", "apo", "sft", "vl_dac", "aepo", "arpo", "tspo", "reg_grpo")
+METHODS += (*IMAGE_METHODS, "flow_dppo", "srpo", "papo", "apo", "sft", "vl_dac", "aepo", "arpo", "tspo", "reg_grpo")
 # Groups: mixed; all equal; one row lost its score; a group of one row. Rows: gaps, an empty row, padding.
 BATCH = {
     "group": [0, 0, 0, 0, 1, 1, 2, 2, 2, 3],

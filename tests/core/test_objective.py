@@ -60,6 +60,7 @@ def scored(objective, rollouts, move=0.3):
         "entropy": noise(base, 2).abs(),
         "values": rollouts.values + move * noise(base, 3),
         "kl_ref": noise(base, 4).abs(),
+        "kl_old": 1e-5 * noise(base, 5).exp(),
     }
     return rollouts, {name: tensor.requires_grad_() for name, tensor in tensors.items()}
 

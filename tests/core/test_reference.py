@@ -52,7 +52,9 @@ def loss_of(name, dtype):
     rollouts = objective.compute_advantages(rollouts_from(DATA["batch"], dtype))
     logp = torch.tensor(DATA["batch"]["logp"], dtype=dtype, requires_grad=True)
     exact = 0.5 * (logp - torch.tensor(DATA["batch"]["logp_ref"], dtype=dtype)).square()
-    scores = PolicyOutputs(logp, values=torch.tensor(DATA["batch"]["values_new"], dtype=dtype), kl_ref=exact)
+    moved = 0.5 * (logp - rollouts.logp_old).square()
+    values = torch.tensor(DATA["batch"]["values_new"], dtype=dtype)
+    scores = PolicyOutputs(logp, values=values, kl_ref=exact, kl_old=moved)
     return objective.loss(scores, rollouts, objective.denominators(rollouts)).loss, logp
 
 

@@ -1,7 +1,11 @@
-"""Every file under configs/diffusion builds its recipe and takes a step or two, on a tiny model and a few prompts."""
+"""Every file under configs/diffusion builds its recipe and takes a step or two, on a tiny model and a few prompts.
+
+Files for a family without a world of its own take a tiny random model of that family.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -12,11 +16,14 @@ import pytest
 from diffusion.toy import digits
 from diffusion.toy.shapes.building import build_prompts
 from mmrl.config import load_run
+from tests.diffusion.families.cases import CASES
 from tests.diffusion.runs import MATCHED_RECIPES, TRAJECTORY_RECIPES, build, make_trainer, run_config, tiny_model
 from tests.fitting import fitting, group_size
 
 CONFIGS = Path(__file__).parents[2] / "configs/diffusion"
 FILES = sorted(CONFIGS.glob("*.yaml"))
+FAMILY_OF = {"flux2_klein_base_9b": "klein", "qwen_image": "qwen_image", "wan2_1_1_3b": "wan"}
+"""Case of the family of files whose names begin so."""
 SMALL = [
     "trainer.steps=1",
     "trainer.tasks_per_step=2",
@@ -47,16 +54,29 @@ def models(tmp_path_factory):
     return {"digits": folder, "shapes": tiny_model()}
 
 
-def overrides_of(whole, folder, models):
+def family_of(path):
+    """Case of a file's family, or None."""
+    return next((CASES[case] for start, case in FAMILY_OF.items() if path.stem.startswith(start)), None)
+
+
+def overrides_of(path, whole, folder, models):
     """Paths inside the test's folder and small numbers; prompts that no function builds are captions of shapes."""
     source = whole.images if hasattr(whole, "images") else next(iter(whole.eval_data.values()))
     subject = "digits" if "digits" in str(source.build) else "shapes"
-    found = [*SMALL, f"output_dir={folder / 'run'}", f"model.path={models[subject]}", "model.build=null"]
+    case = family_of(path)
+    model = models[subject] if case is None else case.build(folder / "pipeline")
+    found = [*SMALL, f"output_dir={folder / 'run'}", f"model.path={model}", "model.build=null"]
+    if case is not None:
+        sizes = {"height": case.height, "width": case.width, "frames": case.frames, "max_sequence_length": None}
+        found += [f"model.{key}={json.dumps(value)}" for key, value in {**sizes, **case.model}.items()]
+    if getattr(getattr(whole, "sampler", None), "window", 0):
+        found += [f"sampler.window={min(whole.sampler.window, 3)}", "sampler.window_low=0", "sampler.window_high=0"]
     prompts = {"data": whole.data} if hasattr(whole, "data") else {}
     for name, data in {**prompts, **whole.eval_data}.items():
         if data.path and data.build is None:
             build_prompts(str(folder / f"{name}.jsonl"), kinds=["single"])
-    if any("path" in reward.options for reward in getattr(whole, "rewards", ())):  # weights that are not there
+    # weights and programs that are not there
+    if any("path" in reward.options or reward.name == "ocr" for reward in getattr(whole, "rewards", ())):
         found += ["rewards=[{name: caption_colour}]"]
     if prompts:
         found += [f"data.path={folder / 'data.jsonl'}"]
@@ -76,10 +96,14 @@ def overrides_of(whole, folder, models):
     return fitting(whole, found)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if family_of(path) or "dppo" in path.stem else ()) for path in FILES],
+    ids=lambda path: path.stem,
+)
 def test_config_builds_and_takes_a_step(path, tmp_path, models):
     _, whole = load_run(path)
-    _, config = load_run(path, overrides_of(whole, tmp_path, models))
+    _, config = load_run(path, overrides_of(path, whole, tmp_path, models))
     trainer = make_trainer(config, tmp_path)
     result = trainer.run()
     trainer.recipe.close()

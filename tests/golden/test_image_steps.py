@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from diffusion.methods.ddpo import PromptHistory
+from diffusion.sampling.schedule import moving_window
 from diffusion.sampling.steps import (
     CpsStep,
     DanceSdeStep,
     DdimStep,
     FlowSdeStep,
     flow_grpo_head_kl,
+    gaussian_kl,
     guard_log_ratio,
 )
 from mmrl.core import PolicyOutputs, Rollouts, get
@@ -150,3 +152,45 @@ def released_kl(means, std):
         flow_grpo_head_kl(means[0, :, j], means[1, :, j], std[j].expand(12), sigma, sigma_next) for j in range(3)
     ]
     return torch.stack(columns, 1)
+
+
+def test_flow_dppo_loss():
+    b, (peer,) = inputs_of("flow_dppo"), load("flow_dppo").peers
+    mean = (b.means + b.moved).requires_grad_()
+    std = b.std.reshape(1, 3, 1, 1, 1)
+    drawn = b.means + std * b.noise
+    logp, logp_old = (
+        torch.distributions.Normal(middle, std).log_prob(drawn).flatten(2).mean(2) for middle in (mean, b.means)
+    )
+    flat = [part.flatten(0, 1) for part in (mean, b.means)]
+    divergence = gaussian_kl(*flat, b.std.repeat(6)).view(6, 3)
+    objective = get("flow_dppo").override({"clip": {"limit": b.limit}})
+    rollouts = Rollouts(
+        group=torch.arange(6),
+        mask=torch.ones(6, 3, dtype=torch.float64),
+        logp_old=logp_old,
+        reward=torch.zeros(6, dtype=torch.float64),
+        advantage=b.advantage[:, None].expand(-1, 3),
+    )
+    found = objective.loss(PolicyOutputs(logp, kl_old=divergence), rollouts, objective.denominators(rollouts))
+    (gradient,) = torch.autograd.grad(found.loss, mean)
+    assert_agrees(found.loss, peer, "loss", size=float(b.advantage.abs().mean()))
+    assert_agrees(gradient, peer, "gradient", relative=1e-11)
+    metrics = {"divergence_old": "divergence", "clip_fraction_high": "above", "clip_fraction_low": "below"}
+    for own, theirs in metrics.items():
+        assert_agrees(found.metrics[f"policy/{own}"].value, peer, theirs)
+    assert peer["above"] > 0
+    assert peer["below"] > 0
+
+
+def test_places_of_mix_grpo():
+    file = load("mix_grpo")
+    mix, unirl = file.peers
+    for case, starts in zip(file.inputs["first_rounds"], mix["starts"], strict=True):
+        found = [moving_window(done, low=0, **case) for done in range(len(starts) + 1)]
+        assert [window.start for window in found] == [*starts, 0]
+        assert {len(window) for window in found} == {case["size"]}
+    for case, windows in zip(file.inputs["rounds"], unirl["windows"], strict=True):
+        places = {"low": case["low"], "high": case["steps"], "schedule": "progressive", "restart": case["restart"]}
+        sizes = {name: case[name] for name in ("size", "every", "stride")}
+        assert [[*moving_window(done, **places, **sizes)] for done in range(len(windows))] == windows

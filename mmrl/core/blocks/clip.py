@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks.advantage import Advantage, group_count, group_sum
-from mmrl.core.loss import masked_mean, masked_sum, turn_segments
+from mmrl.core.loss import PolicyOutputs, masked_mean, masked_sum, required, turn_segments
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 
@@ -220,9 +220,9 @@ class Clip(Block):
         """Loss (B, T) and indicators of log-ratios, logp and constant advantages (B, T), with turns (B, T) int64."""
         raise NotImplementedError
 
-    def of_rollouts(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, rollouts: Rollouts) -> Loss:
-        """The same for rows of some rollouts; for rules that need more of them."""
-        return self(log_ratio, logp, advantage, *((rollouts.turn,) if self.reads_turns else ()))
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """The same for rows of some rollouts and the policy's outputs; for rules that need more of them."""
+        return self(log_ratio, outputs.logp, advantage, *((rollouts.turn,) if self.reads_turns else ()))
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
         """Yield why the rule does not fit a ratio."""
@@ -383,6 +383,39 @@ class Unclipped(Clip):
 
 
 @dataclass(frozen=True)
+class DivergenceMask(Clip):
+    """Importance-weighted loss -A r, without the decisions that have moved too far and would move on.
+
+    A ratio is one sample of how far a Gaussian policy has moved; its exact divergence D from the old one is known.
+    Where D is at the limit or beyond it and the ratio is on the side that the advantage pushes to, the loss is 0.
+
+    Gradient: through the ratio of the decisions that are kept; D only selects.
+
+    Source: Flow-DPPO, arXiv 2606.11025, eq. 14 and 18; Tencent-Hunyuan/UniRL unirl/algorithms/flowdppo.py.
+    """
+
+    kind = "divergence_mask"
+    needs = frozenset({"kl_old"})
+    limit: float = bounded(1e-5, above=0)
+    """Divergence of a decision, in nats (of an image's step: a number of the latent) from which on it is left out."""
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; the divergence comes from the policy's outputs."""
+        moved = required(outputs.kl_old, "scores.kl_old", "clip 'divergence_mask' needs the policy to score it")
+        far, advantage, ratio = moved.detach() >= self.limit, advantage.detach(), log_ratio.exp()
+        above, below = far & (ratio > 1) & (advantage > 0), far & (ratio < 1) & (advantage < 0)
+        loss = torch.where(above | below, 0.0, -advantage * ratio)
+        return loss, {
+            "policy/clip_fraction_low": below.to(ratio.dtype),
+            "policy/clip_fraction_high": above.to(ratio.dtype),
+            "policy/divergence_old": moved.detach(),
+        }
+
+    def formula(self) -> str:
+        return f"[0 where D_it >= {self.limit:g} and (r_it - 1) A_it > 0, -A_it r_it elsewhere]"
+
+
+@dataclass(frozen=True)
 class Bgpo(Clip):
     """Bound of the importance-weighted loss that is linear in Monte Carlo samples of a log-likelihood bound.
 
@@ -449,7 +482,7 @@ class GroupRegression(Clip):
         group = torch.zeros(len(log_ratio), dtype=torch.int64, device=log_ratio.device)
         return self._loss(log_ratio, advantage, group, torch.ones_like(group, dtype=torch.bool))
 
-    def of_rollouts(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, rollouts: Rollouts) -> Loss:
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
         """See `Clip`; rows without a trained decision are left out of their group."""
         return self._loss(log_ratio, advantage, rollouts.group, rollouts.loss_mask.any(1))
 

@@ -1,7 +1,7 @@
 """Objectives of diffusion and flow models; a decision is a denoising step or a noisy version of an image."""
 
 from mmrl.core.blocks.advantage import AdvantageScaling, GroupMeanGlobalStd, GroupMeanStd
-from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.clip import DivergenceMask, PpoClip
 from mmrl.core.blocks.divergence import ExactKl
 from mmrl.core.loss import TokenMean
 from mmrl.core.objectives.objective import Objective
@@ -23,6 +23,14 @@ ROWS = (
         TokenMean(),
         scaling=AdvantageScaling(clip=5.0),
         citation="Flow-GRPO, arXiv 2505.05470; its code's config/grpo.py, *_fast_nocfg (clip 1e-5, no KL)",
+    ),
+    Objective(
+        "flow_dppo",
+        GroupMeanGlobalStd(eps=1e-4),
+        DivergenceMask(limit=1e-5),
+        TokenMean(),
+        scaling=AdvantageScaling(clip=5.0),
+        citation="Flow-DPPO, arXiv 2606.11025; UniRL's examples/diffusion/sd3_flowdppo.yaml (limit 1e-5, no KL)",
     ),
     Objective(
         "ddpo",

@@ -304,7 +304,7 @@ class Objective:
         advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
         log_ratio = self.ratio(outputs.logp, logp_old, mask)
         trained = torch.where(mask > 0, advantage, 0.0)
-        loss, indicators = self.clip.of_rollouts(log_ratio, outputs.logp, trained, rollouts)
+        loss, indicators = self.clip.of_rollouts(log_ratio, outputs, trained, rollouts)
         rho = log_ratio.detach().clamp(max=LOG_RATIO_LIMIT).exp()
         metrics = {
             "policy/ratio_mean": mean_metric(rho, mask),

@@ -1,0 +1,104 @@
+"""Windows of trained steps: one a prompt, moving over training, and the mask of steps that have moved too far."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diffusion.sampling.sampler import times_of
+from diffusion.sampling.steps import gaussian_kl
+from diffusion.sampling.trajectories import DiffusionPayload
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
+from tests.diffusion.runs import build, collected, disturb, gradients, run_config
+from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
+
+WANT = frozenset({"logp", "kl_old"})
+
+
+def windowed(tmp_path, name="flow_grpo", **sampler):
+    config = run_config(name, tmp_path)
+    for key, value in ({"steps": 6, "window": 2} | sampler).items():
+        setattr(config.sampler, key, value)
+    config.validate()
+    return build(config)
+
+
+def test_each_prompt_has_its_window(tmp_path):
+    recipe = windowed(tmp_path, window_schedule="random_per_task", window_high=6)
+    grid = times_of(recipe.policy, 6)
+    tasks = [recipe.train_tasks[number % 3] for number in range(6)]
+    with torch.no_grad():
+        rollouts = recipe.rollout(recipe.policy, tasks, Streams(0), Step())
+        alone = recipe.rollout(recipe.policy, tasks[3:], Streams(0).select([3, 4, 5]), Step())
+        found = recipe.scores(recipe.policy, rollouts, frozenset({"logp"}))
+    payload = DiffusionPayload.of(rollouts)
+    starts = [int((grid == sigma).nonzero()) for sigma in payload.sigma[:, 0]]
+    assert len(set(starts)) > 2
+    for row, start in enumerate(starts):
+        assert starts[row] == starts[row // 4 * 4]
+        assert torch.equal(payload.sigma[row], grid[start : start + 2])
+        assert torch.equal(payload.sigma_next[row], grid[start + 1 : start + 3])
+    assert_equal_up_to_rounding(found.logp, rollouts.logp_old)
+    assert_equal_up_to_rounding(DiffusionPayload.of(alone).latents, payload.latents[12:])
+    assert torch.equal(DiffusionPayload.of(alone).sigma, payload.sigma[12:])
+
+
+def test_a_window_moves_with_the_step_of_the_run(tmp_path):
+    moves = {"window_schedule": "progressive", "window_every": 2, "window_stride": 3}
+    recipe = windowed(tmp_path, "mix_grpo", steps=8, **moves)
+    grid = times_of(recipe.policy, 8)
+    starts = []
+    for number in range(9):
+        with torch.no_grad():
+            rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(number), Step(number, 9))
+        starts.append(int((grid == rollouts.payload.sigma[0, 0]).nonzero()))
+    assert starts == [0, 0, 3, 3, 0, 0, 3, 3, 0]  # two places of 2 steps before the last of 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "culprit"),
+    [
+        ({"window": 0, "window_schedule": "decay"}, "window_schedule is decay, but sampler.window is 0"),
+        ({"window": 2, "window_every": 5}, "window_every is 5, but sampler.window_schedule 'random' draws"),
+        ({"window": 2, "window_schedule": "slow"}, "window_schedule"),
+    ],
+)
+def test_options_without_effect_are_refused(changes, culprit, tmp_path):
+    with pytest.raises(ValueError, match=culprit):
+        windowed(tmp_path, **changes)
+
+
+def test_steps_that_have_moved_too_far_are_left_out(tmp_path):
+    config = run_config("flow_dppo", tmp_path)
+    config.sampler.steps, config.sampler.window = 6, 2
+    recipe = build(config)
+    rollouts = collected(recipe)
+    with torch.no_grad():
+        start = recipe.scores(recipe.policy, rollouts, WANT)
+        assert float(start.kl_old.abs().max()) < 1e-10
+        disturb(recipe.policy)
+        moved = recipe.scores(recipe.policy, rollouts, WANT)
+        steps = recipe.process.evaluate(recipe.policy, rollouts)
+    old = DiffusionPayload.of(rollouts).mean_old.flatten(0, 1)
+    assert_equal_up_to_rounding(moved.kl_old.flatten(), gaussian_kl(steps.mean, old, steps.std))
+    middle = float(moved.kl_old.median())
+    push = (moved.logp - rollouts.logp_old) * rollouts.advantage
+    dropped = (moved.kl_old >= middle) & (push > 0)
+    assert dropped.any()
+    assert not dropped.all()
+    recipe.objective = recipe.objective.override({"clip": {"limit": middle}})
+    _, masked = gradients(recipe, rollouts)
+    kept = rollouts.replace(mask=rollouts.mask * ~dropped)
+    share = float(kept.mask.sum() / rollouts.mask.sum())
+    recipe.objective = recipe.objective.override({"clip": {"kind": "unclipped"}})
+    _, expected = gradients(recipe, kept)
+    assert_same_gradient(masked, share * expected)
+
+
+def test_other_methods_do_not_score_the_divergence(tmp_path):
+    config = run_config("awm", tmp_path)
+    config.objective = ObjectiveConfig(preset="flow_dppo")
+    with pytest.raises(ValueError, match=r"objective.clip is 'divergence_mask', which needs the exact divergence"):
+        config.validate()

@@ -1,0 +1,58 @@
+"""Flow-DPPO's loss by its public code.
+
+python -m tests.golden.make.flow_dppo UniRL
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from tests.golden.make.peers import Clone, doubles, gradient, numbers, tensors, write
+
+COMMIT = "1a7b501e8fe8517b432a130220d2ff462f9b5afa"
+FILE = "unirl/algorithms/flowdppo.py"
+LIMIT = 1e-5
+
+
+def main() -> None:
+    clone = Clone(sys.argv[1], "Tencent-Hunyuan/UniRL", COMMIT)
+    shape = (6, 3, 2, 3, 3)
+    inputs: dict[str, Any] = {
+        "means": numbers(70, *shape, low=-2, high=2),
+        "moved": (1e-3 * torch.tensor(numbers(71, *shape, low=-5, high=5), dtype=torch.float64)).tolist(),
+        "noise": numbers(72, *shape, low=-2, high=2),
+        "std": [0.9, 0.7, 0.4],
+        "advantage": [1.5, -0.7, 0.0, 2.0, -1.1, -0.3],
+        "limit": LIMIT,
+    }
+    with doubles():
+        answers = loss(clone, inputs)
+    peer = {"program": clone.name, "calls": [f"{FILE}:_flowdppo_kl_adv_loss"], "relative": 1e-12}
+    write("flow_dppo", "Flow-DPPO, arXiv 2606.11025", inputs, [peer | answers], clone)
+
+
+def loss(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
+    b = tensors(inputs)
+    mean = (b.means + b.moved).requires_grad_()
+    std = b.std.reshape(1, 3, 1, 1, 1)
+    drawn = b.means + std * b.noise
+    new, old = (torch.distributions.Normal(m, std).log_prob(drawn).flatten(2).mean(2) for m in (mean, b.means))
+    take = clone.function(FILE, "_flowdppo_kl_adv_loss", _gaussian_kl_div=clone.function(FILE, "_gaussian_kl_div"))
+    losses, metrics = take(
+        new_logp=new,
+        old_logp=old,
+        new_means=mean,
+        old_means=b.means,
+        advantages=b.advantage[:, None].expand(-1, 3),
+        sigma_t=std,
+        kl_mask_threshold=LIMIT,
+    )
+    total = losses.mean()
+    names = {"kl_new_old_mean": "divergence", "pos_rm_fraction": "above", "neg_rm_fraction": "below"}
+    found = {"loss": total.detach(), "gradient": gradient(total, mean)}
+    return found | {own: metrics[name] for name, own in names.items()}
+
+
+if __name__ == "__main__":
+    main()
