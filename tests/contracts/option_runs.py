@@ -42,6 +42,13 @@ IMAGES = tuple(name for name, entry in RECIPES.items() if entry.target.startswit
 ROBOTS = ("robot_grpo", "robot_ppo", "srpo", "robot_clone")
 EXACT_KL = {"kind": "full", "coef": 0.1}
 KL = {"kind": "k3", "coef": 0.1}
+MOVING_WINDOW = {
+    "sampler.window": 1,
+    "sampler.window_high": 3,
+    "sampler.window_schedule": "progressive",
+    "sampler.window_every": 1,
+    "trainer.steps": 4,
+}
 PROBED = {"augmentation.measure": "probe", "augmentation.traces": 8, "trainer.tasks_per_step": 4}
 """Of so many questions one is hard, and of so many traces one is better, whatever the tiny model answers."""
 TINY_ENCODER = {"width": 32, "heads": 2, "layers": 1, "channels": 8, "keypoints": 4}
@@ -250,7 +257,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "group_regression": {"objective.ratio": {"kind": "sequence_product"}, **MOVING},
 }
 """Further changes without which a block is refused, or clips nothing."""
-ELSEWHERE = ("gae_turn", "turn_mean", "full", "separate")
+ELSEWHERE = ("gae_turn", "divergence_mask", "turn_mean", "full", "separate")
 """Blocks for turns, exact divergences and a critic of its own, which answers to one question do not have."""
 
 VARIANTS = [
@@ -296,7 +303,9 @@ VARIANTS = [
     Variant(("sampler.",), {"sampler.solver": "sa_solver"}),
     Variant(("sampler.",), {"sampler.window": 1, "sampler.random_share": 1.0}),
     Variant(("sampler.",), {"sampler.window": 1, "sampler.window_high": 3}),
-    Variant(("sampler.",), {"sampler.window": 0}, ("flow_grpo_fast",)),
+    Variant(("sampler.",), {"sampler.window": 0}, ("flow_grpo_fast", "flow_dppo")),
+    Variant(("sampler.",), MOVING_WINDOW, ("flow_grpo_fast", "mix_grpo")),
+    Variant(("sampler.",), MOVING_WINDOW | {"sampler.window_restart": False}, ("mix_grpo",)),
     Variant(("sampler.",), {"sampler.guidance": 3.0}),
     Variant(("awm.",), {"awm.ema_coef": 0.1}),
     Variant(("timesteps.",), {"timesteps.times": "uniform", "timesteps.fraction": 0.9}),
