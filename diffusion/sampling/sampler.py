@@ -224,7 +224,7 @@ class SamplerConfig:
                 raise ValueError(f"{key}.{name} is {getattr(self, name)}, but {reason}; leave it out")
 
 
-DRAWN_WINDOWS = ("random", "random_per_task")
+DRAWN_WINDOWS: tuple[str, ...] = ("random", "random_per_task")
 """Windows at random places."""
 MOVES = ("window_every", "window_stride", "window_restart")
 """Options of windows that move over training."""

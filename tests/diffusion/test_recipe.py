@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import diffusion.matching.velocity
 import diffusion.sampling.trajectories
 from mmrl.cli import main
 from mmrl.config import load_run

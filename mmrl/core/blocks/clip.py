@@ -384,10 +384,7 @@ class Unclipped(Clip):
 
 @dataclass(frozen=True)
 class DivergenceMask(Clip):
-    """Importance-weighted loss -A r, without the decisions that have moved too far and would move on.
-
-    A ratio is one sample of how far a Gaussian policy has moved; its exact divergence D from the old one is known.
-    Where D is at the limit or beyond it and the ratio is on the side that the advantage pushes to, the loss is 0.
+    """Importance-weighted loss -A r, 0 where the exact divergence D from the old policy is large and would grow.
 
     Gradient: through the ratio of the decisions that are kept; D only selects.
 
@@ -397,7 +394,7 @@ class DivergenceMask(Clip):
     kind = "divergence_mask"
     needs = frozenset({"kl_old"})
     limit: float = bounded(1e-5, above=0)
-    """Divergence of a decision, in nats (of an image's step: a number of the latent) from which on it is left out."""
+    """Divergence in nats (for steps of an image, a number of the latent) from which on a decision is left out."""
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
         """See `Clip`; the divergence comes from the policy's outputs."""
@@ -405,11 +402,8 @@ class DivergenceMask(Clip):
         far, advantage, ratio = moved.detach() >= self.limit, advantage.detach(), log_ratio.exp()
         above, below = far & (ratio > 1) & (advantage > 0), far & (ratio < 1) & (advantage < 0)
         loss = torch.where(above | below, 0.0, -advantage * ratio)
-        return loss, {
-            "policy/clip_fraction_low": below.to(ratio.dtype),
-            "policy/clip_fraction_high": above.to(ratio.dtype),
-            "policy/divergence_old": moved.detach(),
-        }
+        fractions = {f"policy/clip_fraction_{side}": x.to(ratio.dtype) for side, x in (("low", below), ("high", above))}
+        return loss, fractions | {"policy/divergence_old": moved.detach()}
 
     def formula(self) -> str:
         return f"[0 where D_it >= {self.limit:g} and (r_it - 1) A_it > 0, -A_it r_it elsewhere]"
@@ -462,8 +456,7 @@ class GroupRegression(Clip):
 
     Gradient: through rho, its mean and its standard deviation; the advantage is constant.
 
-    Source: DeepVideo-R1, arXiv 2506.07464, section 3.2 and appendix A.4. The paper does not state eps and ddof; eps is
-        that of TRL's advantages.
+    Source: DeepVideo-R1, arXiv 2506.07464, section 3.2 and appendix A.4; eps, which it does not state, is TRL's.
     """
 
     kind = "group_regression"
