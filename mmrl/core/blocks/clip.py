@@ -393,7 +393,7 @@ class DivergenceMask(Clip):
 
     kind = "divergence_mask"
     needs = frozenset({"kl_old"})
-    limit: float = bounded(1e-5, above=0)
+    limit: float = rare(bounded(1e-5, above=0))
     """Divergence in nats (for steps of an image, a number of the latent) from which on a decision is left out."""
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
