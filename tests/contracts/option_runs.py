@@ -304,7 +304,7 @@ VARIANTS = [
     Variant(("sampler.",), {"sampler.window": 1, "sampler.random_share": 1.0}),
     Variant(("sampler.",), {"sampler.window": 1, "sampler.window_high": 3}),
     Variant(("sampler.",), {"sampler.window": 0}, ("flow_grpo_fast", "flow_dppo")),
-    Variant(("sampler.",), MOVING_WINDOW, ("flow_grpo_fast", "mix_grpo")),
+    Variant(("sampler.",), MOVING_WINDOW, ("mix_grpo",)),
     Variant(("sampler.",), MOVING_WINDOW | {"sampler.window_restart": False}, ("mix_grpo",)),
     Variant(("sampler.",), {"sampler.guidance": 3.0}),
     Variant(("awm.",), {"awm.ema_coef": 0.1}),
