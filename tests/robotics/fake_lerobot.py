@@ -21,7 +21,7 @@ class SlowWalk:
     def hello(self):
         size = [32, 32] if self.cameras else None
         sizes = {"image_size": size, "state_size": 2, "chunk": CHUNK, "action_size": 1, "cameras": self.cameras}
-        return {"type": "slow", "history": 1, "lerobot": "none", **sizes}
+        return {"type": "slow", "history": 1, "executed": CHUNK, "lerobot": "none", **sizes}
 
     def answer(self, fields, arrays):
         assert set(arrays) == {"state", *(["images"] if self.cameras else []), *(["views"] if self.cameras[1:] else [])}
@@ -48,7 +48,7 @@ class Row:
     def hello(self):
         cameras = ["observation.images.top", "observation.images.side"]
         sizes = {"image_size": [64, 64], "state_size": 2, "chunk": CHUNK, "action_size": 2, "cameras": cameras}
-        return {"type": "row", "history": ROW, "lerobot": "none", **sizes}
+        return {"type": "row", "history": ROW, "executed": CHUNK, "lerobot": "none", **sizes}
 
     def answer(self, fields, arrays):
         rows = []

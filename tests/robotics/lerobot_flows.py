@@ -1,12 +1,13 @@
-"""Tiny random SmolVLA and pi0 policies that the package lerobot builds, saves and evaluates; run with its interpreter.
+"""Tiny random SmolVLA, pi0 and pi0.5 policies that lerobot builds, saves and evaluates; run with its interpreter.
 
     python -m tests.robotics.lerobot_flows build FOLDER
     python -m tests.robotics.lerobot_flows check POLICY ARRAYS
 
-`build` writes `smolvla` and `pi0` with the backbone and tokenizer that they name, for the observations of
-`tests.robotics.line_sim`, `smolvla_two`, which sees one further camera and has a place for a third, and `expected.npz`:
-what `predict_action_chunk` answers to `lerobot_policies.observations` for the noise of `noise`. `check` loads a policy
-afresh and writes its answers, and the log-densities of a chain and their gradients by autograd, into ARRAYS.
+`build` writes `smolvla`, `pi0` and `pi05` with the backbone and tokenizer that they name, for the observations of
+`tests.robotics.line_sim`, `smolvla_two`, which sees one further camera and has a place for a third, `pi05_two`, which
+does so too and predicts actions relative to the state, and `expected.npz`: what `predict_action_chunk` answers to
+`lerobot_policies.observations` for the noise of `noise`. `check` loads a policy afresh and writes its answers, and the
+log-densities of a chain and their gradients by autograd, into ARRAYS.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import numpy as np
 
 from tests.robotics.lerobot_policies import observations, statistics
 
-KINDS = ("smolvla", "pi0", "smolvla_two")
+KINDS = ("smolvla", "pi0", "pi05", "smolvla_two", "pi05_two")
 CHUNK, WIDTH, STEPS = 5, 4, 3
 """K, M and S of all."""
 WORDS = ("go", "right", "left", "Ċ", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-VOCABULARY = 2 + len(WORDS)
+PROMPT = ("Task", ":", ",", "State", ";", "Action", *map(str, range(256)))
+"""What pi0.5's prompt has in addition, with the bins of the state."""
+VOCABULARY = 2 + len(WORDS) + len(PROMPT)
 
 
 def noise() -> np.ndarray:
@@ -32,13 +35,19 @@ def noise() -> np.ndarray:
     return np.random.default_rng(3).normal(size=(3, CHUNK, WIDTH)).astype(np.float32)
 
 
-def shrink_pi0() -> None:
-    """Let lerobot build a tiny PaliGemma; its configuration knows two large ones."""
+def shrink_pi() -> None:
+    """Let lerobot build a tiny PaliGemma; the configurations of pi0 and pi0.5 know two large ones."""
     from lerobot.policies.pi0 import modeling_pi0
+    from lerobot.policies.pi05 import modeling_pi05
 
-    def variant(_: str) -> modeling_pi0.GemmaConfig:
-        # its training pass takes eight heads for granted
-        return modeling_pi0.GemmaConfig(width=16, depth=2, mlp_dim=32, num_heads=8, num_kv_heads=1, head_dim=4)
+    for module in (modeling_pi0, modeling_pi05):
+        _shrink(module)
+
+
+def _shrink(module) -> None:
+    def variant(_: str):
+        # the training pass takes eight heads for granted
+        return module.GemmaConfig(width=16, depth=2, mlp_dim=32, num_heads=8, num_kv_heads=1, head_dim=4)
 
     def both(config):
         small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -51,19 +60,19 @@ def shrink_pi0() -> None:
         config.vocab_size = VOCABULARY
         return expert(config=config)
 
-    whole, expert = modeling_pi0.PaliGemmaForConditionalGenerationWithPiGemma, modeling_pi0.PiGemmaForCausalLM
-    modeling_pi0.get_gemma_config = variant
-    modeling_pi0.PaliGemmaForConditionalGenerationWithPiGemma, modeling_pi0.PiGemmaForCausalLM = both, head
+    whole, expert = module.PaliGemmaForConditionalGenerationWithPiGemma, module.PiGemmaForCausalLM
+    module.get_gemma_config = variant
+    module.PaliGemmaForConditionalGenerationWithPiGemma, module.PiGemmaForCausalLM = both, head
 
 
-def _write_backbone(folder: Path) -> None:
-    """A SmolVLM without weights: configuration, processor and a tokenizer of eight words."""
+def write_backbone(folder: Path) -> None:
+    """Write a SmolVLM without weights: configuration, processor and a tokenizer of a few words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, SmolVLMConfig
 
-    vocabulary = {word: number for number, word in enumerate(("<pad>", "<unk>", *WORDS))}
+    vocabulary = {word: number for number, word in enumerate(("<pad>", "<unk>", *WORDS, *PROMPT))}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=plain, pad_token="<pad>", unk_token="<unk>", extra_special_tokens=_special()
     )
@@ -92,11 +101,12 @@ def build(folder: Path) -> None:
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
     from lerobot.policies.pi0.configuration_pi0 import PI0Config
+    from lerobot.policies.pi05.configuration_pi05 import PI05Config
     from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 
     backbone = folder / "backbone"
-    _write_backbone(backbone)
-    _name_tokenizer(backbone)
+    write_backbone(backbone)
+    name_tokenizer(backbone)
     inputs = {
         "observation.images.front": PolicyFeature(FeatureType.VISUAL, (3, 32, 32)),
         "observation.state": PolicyFeature(FeatureType.STATE, (2,)),
@@ -107,12 +117,16 @@ def build(folder: Path) -> None:
     shared |= {"max_action_dim": WIDTH, "max_state_dim": 3, "tokenizer_max_length": 6}
     smolvla = {"vlm_model_name": str(backbone), "num_vlm_layers": 2, "resize_imgs_with_padding": (32, 32)}
     smolvla |= {"num_steps": STEPS, "expert_width_multiplier": 0.5, **shared}
+    pi = {"num_inference_steps": STEPS, "image_resolution": (28, 28), **shared}
+    pi05 = pi | {"tokenizer_max_length": 14}
     configs = {
         "smolvla": SmolVLAConfig(input_features=dict(inputs), **smolvla),
-        "pi0": PI0Config(num_inference_steps=STEPS, image_resolution=(28, 28), input_features=dict(inputs), **shared),
-        "smolvla_two": SmolVLAConfig(input_features=two, empty_cameras=1, **smolvla),
+        "pi0": PI0Config(input_features=dict(inputs), **pi),
+        "pi05": PI05Config(input_features=dict(inputs), **pi05),
+        "smolvla_two": SmolVLAConfig(input_features=dict(two), empty_cameras=1, **smolvla),
+        "pi05_two": PI05Config(input_features=dict(two), empty_cameras=1, use_relative_actions=True, **pi05),
     }
-    shrink_pi0()
+    shrink_pi()
     expected = {}
     for name, config in configs.items():
         torch.manual_seed(0)
@@ -125,12 +139,17 @@ def build(folder: Path) -> None:
     np.savez(folder / "expected.npz", **expected)
 
 
-def _name_tokenizer(backbone: Path) -> None:
-    """pi0's processor names a tokenizer of the hub; this one replaces it when the processor is built."""
+def name_tokenizer(backbone: Path) -> None:
+    """Replace the tokenizer of the hub that the processors of pi0 and pi0.5 name when they are built."""
     from lerobot.policies.pi0 import processor_pi0
+    from lerobot.policies.pi05 import processor_pi05
 
     real = processor_pi0.TokenizerProcessorStep
-    processor_pi0.TokenizerProcessorStep = lambda **options: real(**options | {"tokenizer_name": str(backbone)})
+
+    def named(**options):
+        return real(**options | {"tokenizer_name": str(backbone)})
+
+    processor_pi0.TokenizerProcessorStep = processor_pi05.TokenizerProcessorStep = named
 
 
 def _spread(policy) -> None:
@@ -170,7 +189,7 @@ def check(folder: Path, arrays: Path) -> None:
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-    shrink_pi0()
+    shrink_pi()
     config = PreTrainedConfig.from_pretrained(folder)
     policy = get_policy_class(config.type).from_pretrained(folder, config=config)
     policy.eval()
@@ -212,11 +231,11 @@ def _velocity(policy, batch, latents, time):
     """
     found = {}
     hook = policy.model.action_out_proj.register_forward_hook(lambda *parts: found.update(velocity=parts[2]))
-    state = policy.prepare_state(batch)
+    state = [policy.prepare_state(batch)] if hasattr(policy, "prepare_state") else []  # pi0.5 reads it as text
     prepare = getattr(policy, "prepare_images", None) or policy._preprocess_images
     tokens = (batch["observation.language.tokens"], batch["observation.language.attention_mask"])
     noise = latents / time[:, None, None]
-    policy.model.forward(*prepare(batch), *tokens, state, latents * 0, noise, time)
+    policy.model.forward(*prepare(batch), *tokens, *state, latents * 0, noise, time)
     hook.remove()
     return found["velocity"]
 

@@ -99,7 +99,8 @@ def _statistics(mean: list[float], spread: list[float]) -> dict:
     import torch
 
     centre, width = torch.tensor(mean), torch.tensor(spread)
-    return {"mean": centre, "std": width, "min": centre - width, "max": centre + width}
+    ends = {"min": centre - width, "max": centre + width, "q01": centre - 2 * width, "q99": centre + 1.5 * width}
+    return {"mean": centre, "std": width, **ends}
 
 
 if __name__ == "__main__":

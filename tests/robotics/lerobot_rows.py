@@ -56,14 +56,15 @@ def build(folder: Path) -> None:
 
 def _build_vqbet(folder: Path, inputs: dict, outputs: dict) -> None:
     """A policy of another type that takes several observations."""
-    from lerobot.policies.factory import get_policy_class
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
     from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
 
     small = {"gpt_input_dim": 16, "gpt_output_dim": 16, "gpt_n_layer": 1, "gpt_n_head": 2, "gpt_hidden_dim": 16}
     small |= {"vqvae_embedding_dim": 8, "vqvae_enc_hidden_dim": 8, "crop_shape": None, "use_group_norm": True}
     shared = {"pretrained_backbone_weights": None, "device": "cpu", "push_to_hub": False}
     config = VQBeTConfig(input_features=inputs, output_features=outputs, **small, **shared)
-    get_policy_class(config.type)(config).save_pretrained(folder)
+    for part in (get_policy_class(config.type)(config), *make_pre_post_processors(config, dataset_stats=_statistics())):
+        part.save_pretrained(folder)
 
 
 def _statistics() -> dict:

@@ -47,6 +47,9 @@ class LeRobotServerConfig:
     cameras: list[str] = rare(field(default_factory=list))
     """Names of the policy's image features, such as observation.images.wrist, in the order of the simulator's cameras:
     `sim.camera`, then `sim.views`; empty = the policy's own order."""
+    tokenizer: str | None = rare(None)
+    """Folder of the tokenizer (for GR00T of its processor) in place of the hub's that the policy names, such as the
+    gated google/paligemma-3b-pt-224 of pi0 and pi0.5."""
     action_low: list[float] = rare(field(default_factory=list))
     """Value of the policy's data that is -1 of the simulator, for each entry of an action, such as [0, 0] of PushT;
     empty = -1."""
@@ -89,9 +92,13 @@ class LeRobotServer:
             )
         self.folder = expanded(config.folder).resolve()
         self._timeout_s = config.call_timeout_s
+        tokenizer = None if config.tokenizer is None else expanded(config.tokenizer).resolve()
+        if tokenizer is not None and not tokenizer.is_dir():
+            raise UserError(f"model.options.tokenizer is {config.tokenizer}, which is no folder")
+        arguments = {"folder": str(self.folder), "device": config.device, "cameras": list(config.cameras)}
         spec = WorkerSpec(
             f"{SERVICE}:{service}",
-            {"folder": str(self.folder), "device": config.device, "cameras": list(config.cameras)},
+            arguments if tokenizer is None else {**arguments, "tokenizer": str(tokenizer)},
             purpose=f"the LeRobot policy {self.folder}",
             python=config.python,
             environment={"HF_HUB_OFFLINE": "1"},
@@ -112,6 +119,13 @@ class LeRobotServer:
         self.past = int(self.hello["history"]) - 1
         """P, control steps before the present one whose observations the policy also takes."""
         self._warned = False
+        chunk, executed = (int(self.hello[name]) for name in ("chunk", "executed"))
+        if executed < chunk:
+            LOGGER.info(
+                "%s predicts %d control steps and in lerobot executes %d of them before it observes again, as with "
+                "acting.n_action_steps: %d here",
+                *(self.folder, chunk, executed, executed),
+            )
         try:
             self.action_range = ActionRange.of(
                 config.action_low, config.action_high, self.hello["action_size"], str(self.folder)

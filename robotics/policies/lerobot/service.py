@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +24,10 @@ import numpy as np
 import torch
 
 PAST = "past_"
+TOKENIZERS = ("tokenizer_name", "model_name")
+"""Entries of a processor's step that name a tokenizer; the second is GR00T's."""
+HUB_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")
+PREPROCESSOR = "policy_preprocessor.json"
 STATE, IMAGES, TASK, ACTION = "observation.state", "observation.image", "task", "action"
 
 
@@ -35,11 +40,12 @@ class RefusedError(Exception):
 class LeRobotService:
     """Answers observations with chunks of actions."""
 
-    def __init__(self, folder: str, device: str, cameras: list[str] | None = None) -> None:
+    def __init__(
+        self, folder: str, device: str, cameras: list[str] | None = None, tokenizer: str | None = None
+    ) -> None:
         from lerobot.configs.policies import PreTrainedConfig
-        from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-        for name in ("config.json", "model.safetensors"):
+        for name in ("config.json", "model.safetensors", PREPROCESSOR):
             if not (Path(folder) / name).is_file():
                 raise RefusedError(f"{folder} is no LeRobot policy: it has no {name}")
         config = PreTrainedConfig.from_pretrained(folder, local_files_only=True)
@@ -50,9 +56,9 @@ class LeRobotService:
             config.pretrained_backbone_weights = None
         self._folder, self._device, self._config = Path(folder), device, config
         self._cameras = self._read_cameras(cameras)
-        self._state = STATE in config.input_features
-        self._policy = get_policy_class(config.type).from_pretrained(folder, config=config, local_files_only=True)
-        self._policy.eval()
+        self._before, self._after = self._processors(tokenizer)
+        self._policy = self._loaded()
+        self._state = STATE in config.input_features  # pi0.5 adds one where the folder names none
         queued = set(getattr(self._policy, "_queues", None) or ()) - {ACTION}
         if queued and config.type != "diffusion":
             raise RefusedError(
@@ -60,10 +66,6 @@ class LeRobotService:
                 "only its select_action fills; of policies that take several in a row, diffusion is served"
             )
         self._history = int(config.n_obs_steps) if queued else 1
-        overrides = {"device_processor": {"device": device}}
-        self._before, self._after = make_pre_post_processors(
-            config, pretrained_path=folder, preprocessor_overrides=overrides
-        )
 
     def hello(self) -> Mapping[str, Any]:
         """Sizes of inputs and outputs; the length of a chunk is that of a predicted one."""
@@ -78,6 +80,7 @@ class LeRobotService:
             "state_size": blank["state"].shape[1] if self._state else None,
             "chunk": found["actions"].shape[1],
             "action_size": found["actions"].shape[2],
+            "executed": int(getattr(self._config, "n_action_steps", found["actions"].shape[1])),
             "history": self._history,
             "lerobot": lerobot.__version__,
         }
@@ -100,6 +103,68 @@ class LeRobotService:
 
     def close(self) -> None:
         """Nothing to free."""
+
+    def _processors(self, tokenizer: str | None) -> tuple[Any, Any]:
+        """The folder's processors; a tokenizer that they name on the hub is replaced by the given folder."""
+        from lerobot.policies.factory import make_pre_post_processors
+
+        saved = json.loads((self._folder / PREPROCESSOR).read_text(encoding="utf-8"))
+        named = [
+            (step.get("registry_name") or step["class"].rpartition(".")[2], key, step["config"][key])
+            for step in saved["steps"]
+            for key in TOKENIZERS
+            if step.get("config", {}).get(key)
+        ]
+        overrides = {"device_processor": {"device": self._device}}
+        if tokenizer and not named:
+            raise RefusedError(f"{self._folder} reads no text, so that model.options.tokenizer has no effect")
+        for step, key, name in named:
+            if tokenizer:
+                overrides[step] = {key: tokenizer}
+            elif not _at_hand(name):
+                raise RefusedError(
+                    f"{self._folder} reads text with the tokenizer of {name}, which is neither a folder nor in the "
+                    "cache of the Hugging Face hub here, and nothing is downloaded. Name a folder that holds it, "
+                    f"model.options.tokenizer, or download it once: hf download {name} (where it is gated, after its "
+                    "terms are accepted there and hf auth login)"
+                )
+        processors: tuple[Any, Any] = make_pre_post_processors(
+            self._config, pretrained_path=str(self._folder), preprocessor_overrides=overrides
+        )
+        return processors
+
+    def _loaded(self) -> Any:
+        """The policy with the weights of the folder.
+
+        pi0 and pi0.5 print why they could not read them and go on with random ones; here that is an error.
+        """
+        from lerobot.policies.factory import get_policy_class
+
+        base = getattr(self._config, "base_model_path", None)
+        if base and not _at_hand(base):
+            raise RefusedError(
+                f"{self._folder} is built on {base}, base_model_path in its config.json, which is neither a folder nor "
+                "in the cache of the Hugging Face hub here, and nothing is downloaded. Name a folder there, or "
+                f"download it once: hf download {base}"
+            )
+        kind = get_policy_class(self._config.type)
+        load, reason = torch.nn.Module.load_state_dict, "lerobot did not read them"
+
+        def noted(module: torch.nn.Module, *given: Any, **options: Any) -> Any:
+            nonlocal reason
+            try:
+                found = load(module, *given, **options)
+            except RuntimeError as error:
+                reason = " ".join(str(error).split()) if isinstance(module, kind) else reason
+                raise
+            reason = "" if isinstance(module, kind) else reason
+            return found
+
+        with patch.object(torch.nn.Module, "load_state_dict", noted):
+            policy = kind.from_pretrained(str(self._folder), config=self._config, local_files_only=True)
+        if reason:
+            raise RefusedError(f"the weights of {self._folder} are not those of a {self._config.type}: {reason:.300}")
+        return policy.eval()
 
     def _read_cameras(self, wanted: list[str] | None) -> list[str]:
         """Image features of the policy in the order of the simulator's cameras."""
@@ -129,7 +194,11 @@ class LeRobotService:
 
     def _finished(self, chunk: torch.Tensor) -> np.ndarray:
         """(B, K, D) actions of the model in the units of its data; the processors take the actions one by one."""
-        return torch.stack([self._after(chunk[:, step]) for step in range(chunk.shape[1])], 1).float().cpu().numpy()
+        if self._config.type == "groot":  # relative actions are decoded by their place in the chunk
+            found: torch.Tensor = self._after(chunk)
+        else:
+            found = torch.stack([self._after(chunk[:, step]) for step in range(chunk.shape[1])], 1)
+        return found.float().cpu().numpy()
 
     def _blank(self) -> dict[str, np.ndarray]:
         """Black images and a state of zeros, where the policy has them."""
@@ -183,14 +252,14 @@ class FlowService(LeRobotService):
         pi0/modeling_pi0.py.
     """
 
-    def __init__(self, folder: str, device: str, cameras: list[str] | None = None) -> None:
-        super().__init__(folder, device, cameras)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         self._module: Any = sys.modules[type(self._policy).__module__]
         self._model: Any = getattr(self._policy, "model", None)
         if not hasattr(self._module, "euler_integrate") or not hasattr(self._model, "denoise_step"):
             raise RefusedError(
-                f"{folder} holds a policy of type {self._config.type}, which has no flow head that can be trained; "
-                "model.kind lerobot learns a Gaussian around its actions"
+                f"{self._folder} holds a policy of type {self._config.type}, which has no flow head that can be "
+                "trained; model.kind lerobot learns a Gaussian around its actions"
             )
         self._steps = int(getattr(self._config, "num_steps", None) or self._config.num_inference_steps)
         self._width, self._uploads = int(self._config.max_action_dim), 0
@@ -346,16 +415,27 @@ class FlowService(LeRobotService):
         return torch.from_numpy(values).to(self._device)
 
 
+def _at_hand(name: str) -> bool:
+    """Whether a model of the hub is a folder or in the cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return Path(name).is_dir() or any(isinstance(try_to_load_from_cache(name, file), str) for file in HUB_FILES)
+
+
 def _stacked(tensors: list[torch.Tensor]) -> np.ndarray:
     """B rows of each step as (B, S, ...) float32."""
     return torch.stack(tensors, 1).float().cpu().numpy()
 
 
-def make(folder: str, device: str = "cpu", cameras: list[str] | None = None) -> LeRobotService:
+def make(
+    folder: str, device: str = "cpu", cameras: list[str] | None = None, tokenizer: str | None = None
+) -> LeRobotService:
     """Make the service of a worker; arguments as for `LeRobotService`."""
-    return LeRobotService(folder, device, cameras)
+    return LeRobotService(folder, device, cameras, tokenizer)
 
 
-def make_flow(folder: str, device: str = "cpu", cameras: list[str] | None = None) -> FlowService:
+def make_flow(
+    folder: str, device: str = "cpu", cameras: list[str] | None = None, tokenizer: str | None = None
+) -> FlowService:
     """Make the service of a worker for a flow head; arguments as for `LeRobotService`."""
-    return FlowService(folder, device, cameras)
+    return FlowService(folder, device, cameras, tokenizer)
