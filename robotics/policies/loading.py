@@ -46,9 +46,9 @@ class ActionPolicyConfig:
     """Folder of a saved policy or of a run, such as one of cloning (its best checkpoint); empty = a new one."""
     kind: str = choice("small", lambda: OPTIONS, or_function=True)
     """Kind of a new policy: small, gaussian, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction),
-    lerobot_flow (LeRobot's SmolVLA or pi0, whose action expert learns), openvla (a folder of OpenVLA-OFT, with action
-    tokens or an action head), or module:function that returns an ActionPolicy or a module with act and log_probs. With
-    a path only a user's function matters: it builds the module whose weights are loaded."""
+    lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5, whose action expert learns), openvla (a folder of OpenVLA-OFT, with
+    action tokens or an action head), or module:function that returns an ActionPolicy or a module with act and
+    log_probs. With a path only a user's function matters: it builds the module whose weights are loaded."""
     chunk: int = bounded(8, at_least=1)
     """K, control steps that a new policy predicts at once, for openvla as many as it learned; a saved policy and
     LeRobot's keep their own."""

@@ -1,4 +1,4 @@
-"""LeRobot policies whose flow head learns: with a service that stands in for lerobot, and its own SmolVLA and pi0.
+"""LeRobot policies whose flow head learns: with a service that stands in for lerobot, and its SmolVLA, pi0 and pi0.5.
 
 The slow tests need an environment with lerobot, see `test_lerobot_peer.py`:
 
@@ -6,10 +6,9 @@ The slow tests need an environment with lerobot, see `test_lerobot_peer.py`:
 """
 
 import copy
+import dataclasses
 import json
 import math
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +21,10 @@ from mmrl.errors import UserError
 from robotics.policies.base.policy import PolicyInputs, open_policy
 from robotics.policies.lerobot import server as lerobot_server
 from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
-from tests.robotics import lerobot_flows
+from tests.robotics import lerobot_flows, lerobot_policies
 from tests.robotics.lerobot_policies import observations
+from tests.robotics.lerobot_process import run_peer
 
-PROJECT = Path(__file__).resolve().parents[2]
 STATES = torch.tensor([[0.0, 0.5], [0.1, -0.4], [0.3, 0.31]])
 GAP = (STATES[:, 1] - STATES[:, 0])[:, None, None]
 RUN = """
@@ -190,7 +189,7 @@ def test_reinforcement_learning_improves_a_slow_flow(served, tmp_path):
 def built(lerobot, tmp_path_factory):
     """Folder of policies that lerobot built and saved."""
     folder = tmp_path_factory.mktemp("flows")
-    run_peer(lerobot, "build", folder)
+    run_peer(lerobot, lerobot_flows, "build", folder)
     return folder
 
 
@@ -198,13 +197,6 @@ def built(lerobot, tmp_path_factory):
 def tiny(monkeypatch):
     """The service knows a tiny pi0."""
     monkeypatch.setattr(lerobot_server, "SERVICE", Path(__file__).with_name("tiny_lerobot_service.py"))
-
-
-def run_peer(python, *arguments):
-    command = [python, "-m", "tests.robotics.lerobot_flows", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def seen(policy):
@@ -225,6 +217,8 @@ def test_flow_heads_of_lerobot(lerobot, built, tiny, kind, tmp_path, monkeypatch
         patch.setattr(torch, "randn", lambda *_, **__: fixed)
         chunk = policy.act(seen(policy), seeded(), greedy=True).actions
         np.testing.assert_allclose(chunk, answers[kind].clip(-1, 1), atol=1e-5)
+        if kind == "pi05":
+            assert_state_has_256_bins(policy, patch)
     # an update by the gradient, saved as a folder that lerobot loads
     choice = policy.act(seen(policy), seeded(2))
     loss = -policy.log_probs(seen(policy), choice.decisions)[0].mean()
@@ -238,7 +232,7 @@ def test_flow_heads_of_lerobot(lerobot, built, tiny, kind, tmp_path, monkeypatch
     # what lerobot makes of that folder, its training pass and autograd
     arrays = tmp_path / "arrays.npz"
     np.savez(arrays, chain=choice.decisions.unflatten(2, (5, 4)), level=0.6)
-    run_peer(lerobot, "check", tmp_path / "out/lerobot", arrays)
+    run_peer(lerobot, lerobot_flows, "check", tmp_path / "out/lerobot", arrays)
     logp, _ = policy.log_probs(seen(policy), choice.decisions)
     logp.sum().backward()
     with monkeypatch.context() as patch, np.load(arrays) as answers, np.load(built / "expected.npz") as before:
@@ -251,6 +245,20 @@ def test_flow_heads_of_lerobot(lerobot, built, tiny, kind, tmp_path, monkeypatch
         np.testing.assert_allclose(chunk, answers["chunks"].clip(-1, 1), atol=1e-5)
         assert np.abs(answers["chunks"] - before[kind]).max() > 1e-3
     policy.close()
+
+
+def assert_state_has_256_bins(policy, patch):
+    """pi0.5 reads a state as numbers between the quantiles of its data, -0.9 and 0.85 for the first entry."""
+    fixed = torch.zeros(3, 4, 5, 4)
+    fixed[:, 0] = torch.from_numpy(lerobot_flows.noise()[0])
+    patch.setattr(torch, "randn", lambda *_, **__: fixed)
+    batch, size = seen(policy), 1.75 / 256
+    entry = -0.9 + size * torch.tensor([150.1, 150.9, 151.1])
+    same = {"images": batch.images[:1].expand(3, -1, -1, -1), "instructions": ("go right",) * 3}
+    batch = dataclasses.replace(batch, state=torch.stack([entry, torch.zeros(3)], 1), **same)
+    first, alike, other = policy.act(batch, seeded(), greedy=True).actions
+    torch.testing.assert_close(first, alike, atol=1e-6, rtol=0)
+    assert (first - other).abs().max() > 1e-3
 
 
 @pytest.mark.slow
@@ -285,8 +293,6 @@ def test_reinforcement_learning_improves_a_smolvla(lerobot, built, tmp_path, cap
 
 @pytest.mark.slow
 def test_a_policy_without_a_flow_head_is_refused(lerobot, tmp_path):
-    command = [lerobot, "-m", "tests.robotics.lerobot_policies", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1"}
-    assert subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, timeout=900).returncode == 0
+    run_peer(lerobot, lerobot_policies, tmp_path)
     with pytest.raises(UserError, match=r"type act, which has no flow head.*model\.kind lerobot"):
         LeRobotFlowPolicy(LeRobotFlowConfig(str(tmp_path / "act"), python=lerobot))

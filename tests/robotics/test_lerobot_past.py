@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
-import subprocess
 from collections import deque
 from pathlib import Path
 
@@ -35,10 +33,10 @@ from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
 from tests.robotics import fake_lerobot, lerobot_rows
 from tests.robotics.ball_env import HIGH, LOW, Ball
+from tests.robotics.lerobot_process import run_peer
 from tests.robotics.line_demos import demonstrate
 from tests.robotics.test_cloning import clone
 
-PROJECT = Path(__file__).resolve().parents[2]
 BALL = f"{Path(__file__).with_name('ball_env.py')}:make"
 EPISODES = [EpisodeSpec("Ball", "", layout) for layout in (3, 8)]
 PARTS = ("images", "state", "views")
@@ -232,15 +230,8 @@ def _row(given, name):
 def built(lerobot, tmp_path_factory):
     """Folder of policies that lerobot built and saved."""
     folder = tmp_path_factory.mktemp("rows")
-    run_peer(lerobot, "build", folder)
+    run_peer(lerobot, lerobot_rows, "build", folder)
     return folder
-
-
-def run_peer(python, *arguments):
-    command = [python, "-m", "tests.robotics.lerobot_rows", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def each_step(sim, actions):
@@ -265,7 +256,7 @@ def test_evaluations_choose_the_actions_of_lerobots_select_action(lerobot, built
         actions = np.stack(found.actions)
         shown = each_step(sim, actions)
         np.savez(arrays, **shown, seeds=seeds)
-        run_peer(lerobot, "select", built / f"row{rows}", arrays)
+        run_peer(lerobot, lerobot_rows, "select", built / f"row{rows}", arrays)
         with np.load(arrays) as answers:
             wanted = answers["actions"].swapaxes(0, 1)
         own = (actions + 1) / 2 * (np.array(HIGH) - LOW) + LOW

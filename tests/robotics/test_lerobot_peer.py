@@ -8,8 +8,6 @@ an environment of its own, for it caps the versions of the stack:
 """
 
 import json
-import os
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -21,12 +19,12 @@ from robotics.data import EpisodeWriter, LeRobotReader, robot_features
 from robotics.data.features import BOOKKEPT, IMAGES, camera_name
 from robotics.data.images import DepthCodes
 from tests.robotics import lerobot_peer as peer
+from tests.robotics.lerobot_process import run_peer
 
 pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'mmrl-suite[vlm]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'mmrl-suite[vlm]'")
 
-PROJECT = Path(__file__).resolve().parents[2]
 CODE_M = 1.35 / 4095 * (4 + 3.5)
 """Metres of a step of the depth video's codes at 4 m, beyond which no depth lies here."""
 LEVELS = 10
@@ -266,26 +264,9 @@ def test_a_dataset_is_opened_by_its_folder_alone(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def lerobot():
-    """Runs commands of `lerobot_peer` with the interpreter that MMRL_LEROBOT_PYTHON names."""
-    python = os.environ.get("MMRL_LEROBOT_PYTHON")
-    if not python:
-        pytest.skip("needs MMRL_LEROBOT_PYTHON, the interpreter of an environment with lerobot 0.6.1")
-
-    def run(*steps):
-        command = " , ".join(" ".join(map(str, step)) for step in steps).split()
-        environment = {**os.environ, "PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [python, "-m", "tests.robotics.lerobot_peer", *command],
-            cwd=PROJECT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    return run
+def run(lerobot):
+    """Runs commands of `lerobot_peer`."""
+    return lambda *steps: run_peer(lerobot, peer, *" , ".join(" ".join(map(str, step)) for step in steps).split())
 
 
 def assert_lerobot_reads_the_same(reader, path):
@@ -341,7 +322,7 @@ def compare_metadata(reader, meta):
 
 
 @pytest.mark.slow
-def test_both_read_write_and_append(lerobot, tmp_path):
+def test_both_read_write_and_append(run, tmp_path):
     theirs, ours, plain = tmp_path / "theirs", tmp_path / "ours", tmp_path / "plain"
     with EpisodeWriter(ours, peer.FPS, peer.FEATURES, "arm") as writer:
         for number in range(3):
@@ -350,7 +331,7 @@ def test_both_read_write_and_append(lerobot, tmp_path):
         add(writer, 0, True)
     (tmp_path / "dumps").mkdir()
     dumps = {name: tmp_path / f"dumps/{name}.npz" for name in ("theirs", "ours", "plain", "appended", "mixed", "last")}
-    lerobot(
+    run(
         ("write", theirs),
         ("read", theirs, dumps["theirs"]),
         ("read", plain, dumps["plain"]),
@@ -364,7 +345,7 @@ def test_both_read_write_and_append(lerobot, tmp_path):
 
     with EpisodeWriter(theirs) as writer:
         add(writer, 3, None)
-    lerobot(("append", ours, 3), ("read", ours, dumps["appended"]), ("read", theirs, dumps["mixed"]))
+    run(("append", ours, 3), ("read", ours, dumps["appended"]), ("read", theirs, dumps["mixed"]))
     assert_holds(LeRobotReader(ours), range(4))
     assert_holds(LeRobotReader(theirs), range(4))
     assert_lerobot_reads_the_same(LeRobotReader(ours), dumps["appended"])
@@ -372,7 +353,7 @@ def test_both_read_write_and_append(lerobot, tmp_path):
 
     with EpisodeWriter(ours) as writer:
         add(writer, 4, False)
-    lerobot(("append", theirs, 4), ("read", theirs, dumps["mixed"]), ("read", ours, dumps["last"]))
+    run(("append", theirs, 4), ("read", theirs, dumps["mixed"]), ("read", ours, dumps["last"]))
     assert_holds(LeRobotReader(theirs), range(5))
     assert_holds(LeRobotReader(ours), range(5))
     assert_lerobot_reads_the_same(LeRobotReader(theirs), dumps["mixed"])

@@ -8,8 +8,6 @@ The slow test needs an environment with lerobot, see `test_lerobot_peer.py`; dif
 import copy
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,10 +22,11 @@ from robotics.policies.base.policy import PolicyInputs, open_policy
 from robotics.policies.lerobot import server as lerobot_server
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
 from robotics.policies.loading import check_fit
+from tests.robotics import lerobot_policies
 from tests.robotics.lerobot_policies import observations
+from tests.robotics.lerobot_process import run_peer
 from tests.robotics.line_sim import LineSim
 
-PROJECT = Path(__file__).resolve().parents[2]
 STATES = torch.tensor([[0.0, 0.5], [0.1, -0.4], [0.3, 0.31]])
 RUN = """
 recipe: robot_grpo
@@ -192,10 +191,7 @@ def test_reinforcement_learning_improves_a_slow_policy(served, tmp_path):
 def built(lerobot, tmp_path_factory):
     """Folder of policies that lerobot built and saved."""
     folder = tmp_path_factory.mktemp("policies")
-    command = [lerobot, "-m", "tests.robotics.lerobot_policies", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_peer(lerobot, lerobot_policies, folder)
     return folder
 
 

@@ -8,9 +8,7 @@ The slow tests need an environment with lerobot, see `test_lerobot_peer.py`:
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +28,9 @@ from robotics.serving.opening import open_served_policy
 from robotics.serving.queue import choose_chunks
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
-from tests.robotics import lerobot_vlas
+from tests.robotics import lerobot_process, lerobot_vlas
+from tests.robotics.lerobot_process import run_peer
 
-PROJECT = Path(__file__).resolve().parents[2]
 KINDS = ("pi05", "xvla", "groot")
 EPISODES = [EpisodeSpec("push", "", layout) for layout in (3, 8)]
 RUN = """
@@ -54,13 +52,6 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def run_peer(python, *arguments):
-    command = [python, "-m", "tests.robotics.lerobot_vlas", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def test_a_tokenizer_is_a_folder(tmp_path):
     options = LeRobotPolicyConfig("anything", tokenizer=str(tmp_path / "absent"))
     with pytest.raises(UserError, match=r"model\.options\.tokenizer is .*absent, which is no folder"):
@@ -78,7 +69,7 @@ def test_a_tokenizer_and_the_executed_steps_reach_the_other_side(tmp_path, monke
         "    return Told(folder, device, cameras)\n"
     )
     monkeypatch.setattr(lerobot_server, "SERVICE", tmp_path / "service.py")
-    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    monkeypatch.setenv("PYTHONPATH", str(lerobot_process.PROJECT))
     with caplog.at_level("INFO", "mmrl"):
         LeRobotPolicy(LeRobotPolicyConfig("anything", tokenizer=str(tmp_path))).close()
     assert "predicts 4 control steps and in lerobot executes 3 of them" in caplog.text
@@ -91,7 +82,7 @@ def test_a_tokenizer_and_the_executed_steps_reach_the_other_side(tmp_path, monke
 def built(lerobot, tmp_path_factory):
     """Folder of policies that lerobot built and saved."""
     folder = tmp_path_factory.mktemp("vlas")
-    run_peer(lerobot, "build", folder)
+    run_peer(lerobot, lerobot_vlas, "build", folder)
     return folder
 
 
@@ -133,7 +124,7 @@ def test_evaluations_choose_the_actions_of_lerobots_select_action(lerobot, built
     }
     assert len(np.unique(parts["images"], axis=0)) == 3
     np.savez(arrays, **parts, seeds=[seed for _, seed in seen], tasks=seen[0][0].instructions)
-    run_peer(lerobot, "select", built / kind, text_of(built, kind), arrays)
+    run_peer(lerobot, lerobot_vlas, "select", built / kind, text_of(built, kind), arrays)
     with np.load(arrays) as answers:
         wanted = answers["actions"].swapaxes(0, 1)
     assert np.abs(np.diff(wanted, axis=1)).max() > 0.01, "the actions hardly change"

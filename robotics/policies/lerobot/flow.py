@@ -1,4 +1,4 @@
-"""SmolVLA and pi0 of the package lerobot, improved here by reinforcement learning of their action expert.
+"""SmolVLA, pi0 and pi0.5 of the package lerobot, improved here by reinforcement learning of their action expert.
 
 Shapes: B rows, K control steps, D entries of an action, M >= D those of the head (lerobot pads actions to M), S
 denoising steps, E = K M numbers of a chain's point.
@@ -7,13 +7,14 @@ The policy runs in a separate process, in the interpreter of lerobot, which give
 trained weights are parameters here, in float32, and are sent there when they changed. So the optimiser, clipping,
 averaging and checkpoints are the suite's, and the policy itself learns, not a correction around it. Trained are the
 weights that a velocity depends on once the observation has become keys and values: the action expert with its
-projections of actions and time (in pi0 also of the state). The vision-language model is frozen.
+projections of actions and time, in pi0 also of the state, which pi0.5 reads as text. The vision-language model is
+frozen.
 
 Sampling is that of `flow_policy`: a decision is one denoising step of Flow-GRPO's SDE, which has the marginals of the
 policy's own ODE. Greedy actions follow the ODE and are those of lerobot's `predict_action_chunk` for the same noise.
 
-Source: SmolVLA, arXiv 2506.01844; pi_0, arXiv 2410.24164; Flow-GRPO, arXiv 2505.05470, and pi_RL, arXiv 2510.25889
-    (denoising steps as decisions).
+Source: SmolVLA, arXiv 2506.01844; pi_0, arXiv 2410.24164; pi_0.5, arXiv 2504.16054; Flow-GRPO, arXiv 2505.05470, and
+    pi_RL, arXiv 2510.25889 (denoising steps as decisions).
 
 `action_low` and `action_high` are the values of the policy's data that are -1 and 1 of the simulator. They convert
 executed and demonstrated actions; the chain and its density are those of the head.
@@ -65,7 +66,7 @@ class LeRobotFlowConfig(LeRobotServerConfig):
 
 
 class LeRobotFlowPolicy(ServedActionPolicy):
-    """A SmolVLA or pi0 policy of LeRobot whose action expert learns.
+    """A SmolVLA, pi0 or pi0.5 policy of LeRobot whose action expert learns.
 
     policy = LeRobotFlowPolicy(LeRobotFlowConfig("my-smolvla", python="lerobot-env/bin/python"))
     choice = policy.act(batch, torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Policies that the package lerobot trained (ACT, diffusion), evaluated and improved here.
+"""Policies that the package lerobot trained (ACT, diffusion, pi0.5, X-VLA, GR00T), evaluated and improved here.
 
 The policy stays frozen in a separate process, in the interpreter of lerobot, and predicts chunks of actions. A
 learned Gaussian surrounds them: its mean is the chunk plus a small network's correction, which starts as zero, and each

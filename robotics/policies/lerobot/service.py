@@ -238,7 +238,7 @@ class LeRobotService:
 
 
 class FlowService(LeRobotService):
-    """The flow head of a policy (SmolVLA, pi0): its velocities, their gradients, and its weights.
+    """The flow head of a policy (SmolVLA, pi0, pi0.5): its velocities, their gradients, and its weights.
 
     Shapes: B rows, K control steps, M entries of a padded action, S denoising steps.
 
@@ -249,7 +249,7 @@ class FlowService(LeRobotService):
     then still depends on: the action expert with its projections.
 
     Source: huggingface/lerobot 0.6.1, src/lerobot/policies/common/flow_matching.py, smolvla/modeling_smolvla.py,
-        pi0/modeling_pi0.py.
+        pi0/modeling_pi0.py, pi05/modeling_pi05.py.
     """
 
     def __init__(self, *given: Any, **options: Any) -> None:
@@ -427,15 +427,5 @@ def _stacked(tensors: list[torch.Tensor]) -> np.ndarray:
     return torch.stack(tensors, 1).float().cpu().numpy()
 
 
-def make(
-    folder: str, device: str = "cpu", cameras: list[str] | None = None, tokenizer: str | None = None
-) -> LeRobotService:
-    """Make the service of a worker; arguments as for `LeRobotService`."""
-    return LeRobotService(folder, device, cameras, tokenizer)
-
-
-def make_flow(
-    folder: str, device: str = "cpu", cameras: list[str] | None = None, tokenizer: str | None = None
-) -> FlowService:
-    """Make the service of a worker for a flow head; arguments as for `LeRobotService`."""
-    return FlowService(folder, device, cameras, tokenizer)
+make, make_flow = LeRobotService, FlowService
+"""Factories of the services of a worker."""
