@@ -139,7 +139,7 @@ def test_policies_are_evaluated_trained_and_served(lerobot, built, kind, model, 
     assert "all tasks" in capsys.readouterr().out
     assert main(["train", config]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
-    assert rows[-1]["update/grad_norm"] > 0
+    assert [row["optim/grad_norm"] > 0 for row in rows if "optim/grad_norm" in row] == [True]
     served = open_served_policy(tmp_path / "run", ServeConfig(prompt="push the red cube to the blue zone"))
     message = {
         "observation/image": np.full((64, 64, 3), 80, np.uint8),
