@@ -73,6 +73,7 @@ class LeRobotService:
 
         blank = self._blank()
         _, found = self.answer({"tasks": [""], "seed": 0}, blank)
+        executed: Any = getattr(self._config, "n_action_steps", found["actions"].shape[1])
         return {
             "type": self._config.type,
             "image_size": list(blank["images"].shape[1:3]) if self._cameras else None,
@@ -80,7 +81,7 @@ class LeRobotService:
             "state_size": blank["state"].shape[1] if self._state else None,
             "chunk": found["actions"].shape[1],
             "action_size": found["actions"].shape[2],
-            "executed": int(getattr(self._config, "n_action_steps", found["actions"].shape[1])),
+            "executed": int(executed),
             "history": self._history,
             "lerobot": lerobot.__version__,
         }
