@@ -88,6 +88,7 @@ def test_own_image_reward(tmp_path):
     assert Path(re.search(r"images: (\S+)", text)[1]).is_file()
 
 
+@pytest.mark.slow
 def test_evaluate_only(tmp_path):
     text = run("evaluate_only.py", tmp_path)
     assert "held_out/n: 12.000" in text

@@ -44,7 +44,7 @@ PREPARED = {
     "docs/use_results.md": example_runs.make_results,
     "docs/vlm.md": example_runs.make_agent,
 }
-SLOW = ("docs/flow3d.md", "docs/robotics.md", "docs/use_results.md")
+SLOW = ("docs/data.md", "docs/diffusion.md", "docs/flow3d.md", "docs/robotics.md", "docs/use_results.md", "docs/vlm.md")
 """Pages whose programs take longest."""
 RUN = """
 import json, sys

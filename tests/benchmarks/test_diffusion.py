@@ -46,6 +46,7 @@ def test_every_comparison_ends_with_its_checks_passed(comparisons):
     json.dumps(comparisons)
 
 
+@pytest.mark.slow
 def test_rollouts_compute_the_same_latents_with_fewer_text_rows(comparisons):
     found = counts(comparisons, "rollout")
     steps, halves = diffusion.QUICK["steps"], 2

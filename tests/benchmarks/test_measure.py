@@ -43,6 +43,7 @@ def test_a_stage_that_is_entered_twice_adds_up_and_stages_may_nest():
     assert found["outer"] >= found["inner"]
 
 
+@pytest.mark.slow
 def test_the_first_repetition_warms_up_and_the_median_of_the_others_counts():
     waits = iter([0.5, 0.01, 0.3, 0.02])
     found = repeat(lambda watch: time.sleep(next(waits)), 3)

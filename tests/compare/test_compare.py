@@ -50,6 +50,7 @@ def test_new_seeds_are_added_to_finished_ones(lab):
     assert lab.starts("runs/papo/seed-1") == ["fresh"]
 
 
+@pytest.mark.slow
 def test_a_changed_setting_repeats_the_run(lab):
     lab.run()
     changed = lab.run(arms={"papo": {"overrides": {"gain": 0.2}}, "grpo": {}})

@@ -44,6 +44,7 @@ def test_runs_of_the_sweep_may_be_shorter(lab):
     assert (short["trainer.steps"], long["trainer.steps"]) == ("1", "3")
 
 
+@pytest.mark.slow
 def test_the_sweep_survives_failed_runs_and_says_when_nothing_is_left(lab):
     sweep = {"values": [0.01, 0.1], "seeds": [11, 12]}
     arms = {"papo": {"overrides": {"trouble11": "crash"}}, "grpo": {}}

@@ -10,6 +10,7 @@ from mmrl.cli import main
 from mmrl.gui.grounding.samples import GroundingSample, target_of
 
 
+@pytest.mark.slow
 def test_screens_on_disk(browser, tmp_path, capsys):
     browser.close()  # the command starts its own
     arguments = ["gui", "screens", str(tmp_path / "set"), "--count", "5", "--split", "layouts", "--language", "de"]

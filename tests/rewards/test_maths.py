@@ -67,6 +67,7 @@ def test_right_answer_that_cannot_be_parsed_is_counted_and_never_rewarded(maths)
     assert errors == {"math/raised": 3}
 
 
+@pytest.mark.slow
 def test_endless_computation_costs_its_own_row_only(maths):
     rewards = RewardSum([RewardConfig("math", timeout_s=3.0)], workers=1)
     answers = ["\\boxed{4}", "\\boxed{10^{10^{10}}}", "\\boxed{5}", "\\boxed{4}"]

@@ -94,6 +94,7 @@ def test_mistakes_are_named():
         Expert("reach").act(np.zeros(PROPRIO_SIZE))
 
 
+@pytest.mark.slow
 def test_a_motion_opens_its_own_drawer_and_fewer_of_those_that_stand_further_apart():
     with TabletopBatch(["drawer", "drawer_wide"], settings=BatchSettings(image_size=None)) as sim:
         near, wide = (replay_experts(sim, task, 10) for task in sim.tasks())

@@ -407,6 +407,7 @@ def run_and_die(folder, steps):
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_kill_at_any_moment_leaves_the_finished_episodes(tmp_path):
     seen, steps, finished = set(), 3, False

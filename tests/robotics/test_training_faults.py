@@ -20,6 +20,7 @@ FAKES = Path(__file__).with_name("fake_envs.py")
 POLICIES = "tests.robotics.fake_policies:make_blind"
 
 
+@pytest.mark.slow
 def test_killed_hanging_and_raising_environments_cost_their_groups_only(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
     limits = {"call_timeout_s": 3.0, "heartbeat_timeout_s": 20.0, "start_timeout_s": 30.0}

@@ -53,6 +53,7 @@ def test_several_launchers_are_refused(tmp_path, monkeypatch):
         COMMANDS["train"].run(_parse(["train", "x.yaml", "--processes", "2"]))
 
 
+@pytest.mark.slow
 def test_a_mistake_is_the_exit_code_of_all(tmp_path):
     done = mmrl(tmp_path, "trainer.tasks_per_step=3", "--processes", "2")
     assert done.returncode == 2

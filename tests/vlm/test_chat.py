@@ -219,6 +219,7 @@ print("works")
 """
 
 
+@pytest.mark.slow
 def test_the_suite_without_torchvision(tiny_folders, tmp_path):
     command = [sys.executable, "-c", WITHOUT_TORCHVISION, str(tiny_folders["qwen2_5_vl"]), str(tmp_path / "own")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path) or "."}

@@ -125,6 +125,7 @@ def test_margins_are_zero_at_the_start_of_a_run_from_an_adapter(tmp_path, tiny_f
     assert_equal_up_to_rounding(recipe.logp(recipe.policy, held_out), held_out.logp_ref)
 
 
+@pytest.mark.slow
 def test_steps_from_an_adapter_are_those_of_trl(tmp_path, tiny_folders, monkeypatch):
     """Margins of 0 at the first step, and then equal losses and weights."""
     pytest.importorskip("trl", reason="needs pip install 'mmrl-suite[bench]'")

@@ -52,6 +52,7 @@ def test_run_leaves_a_whole_folder(tmp_path, tiny_folders, name, family):
     assert (run_dir / "checkpoints/best.json").is_file()
 
 
+@pytest.mark.slow
 def test_supervised_run_learns_its_answers(tmp_path, tiny_folders):
     config = run_config(
         SftConfig,

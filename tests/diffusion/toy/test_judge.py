@@ -23,6 +23,7 @@ def right_and_wrong(judge, kind, count):
     return np.asarray(judge.score(images, right)), np.asarray(judge.score(images, wrong))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "least"), [("single", 0.85), ("two", 0.85), ("count", 0.6)])
 def test_a_short_training_already_separates_right_from_wrong(judge, kind, least):
     right, wrong = right_and_wrong(judge, kind, 120)

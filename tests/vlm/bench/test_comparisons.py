@@ -123,6 +123,7 @@ def test_switches_reach_the_configuration(options):
         ) * 3
 
 
+@pytest.mark.slow
 def test_half_of_the_groups_are_dead_where_skipping_them_is_measured(options, monkeypatch):
     from mmrl.training.update import Updater
 

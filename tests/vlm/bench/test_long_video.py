@@ -20,6 +20,7 @@ def _run(folder, kept, **changes):
     return pick_arm({**QUICK, **common, "kept": kept, **changes})
 
 
+@pytest.mark.slow
 def test_a_second_epoch_embeds_nothing_and_picks_the_same_number(folder):
     first, second = _run(folder, kept=False), _run(folder, kept=True)
     assert (first["counts"]["embedded"], second["counts"]["embedded"]) == (1, 0)

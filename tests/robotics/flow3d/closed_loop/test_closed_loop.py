@@ -100,6 +100,7 @@ def none():
 """
 
 
+@pytest.mark.slow
 def test_an_arm_of_ones_own_does_the_task(tmp_path):
     (tmp_path / "arms.py").write_text(OWN_ARM)
     arm = f"{tmp_path}/arms.py:mine"
