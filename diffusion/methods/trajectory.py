@@ -1,4 +1,4 @@
-"""What the methods that train the sampler's own steps share: DDPO, Flow-GRPO and its relatives, PPO with a critic."""
+"""Base of the methods that train the sampler's denoising steps: DDPO, Flow-GRPO and its variants, PPO with a critic."""
 
 from __future__ import annotations
 

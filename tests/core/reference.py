@@ -361,11 +361,9 @@ def method_loss(name, b, lp):
         a = group_mean_global_std(group, mask, reward, 1e-4)
         a = table(lambda i, t: clip(a[i][t], -5, 5), valid)
 
-        def kept(i, t):
-            far = 0.5 * (lp[i][t] - ol[i][t]) ** 2 >= 1e-5
-            return 0.0 if far and (ratio(i, t) - 1) * a[i][t] > 0 else -a[i][t] * ratio(i, t)
-
-        return token_mean(table(kept, valid), valid)
+        far = table(lambda i, t: 0.5 * (lp[i][t] - ol[i][t]) ** 2 >= 1e-5, valid)
+        left = table(lambda i, t: far[i][t] and (ratio(i, t) - 1) * a[i][t] > 0, valid)
+        return token_mean(table(lambda i, t: 0.0 if left[i][t] else -a[i][t] * ratio(i, t), valid), valid)
     raise KeyError(name)
 
 

@@ -91,7 +91,7 @@ def final_state(folder, case, resumed):
 
 
 QUICK = ("ac_flow_states", "orw", "lora", "full")
-"""What tests/contracts/test_recipes.py does not resume."""
+"""Cases that tests/contracts/test_recipes.py does not cover; the others are slow."""
 
 
 @pytest.mark.parametrize(

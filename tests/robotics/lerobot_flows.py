@@ -26,7 +26,7 @@ CHUNK, WIDTH, STEPS = 5, 4, 3
 """K, M and S of all."""
 WORDS = ("go", "right", "left", "Ċ", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 PROMPT = ("Task", ":", ",", "State", ";", "Action", *map(str, range(256)))
-"""What pi0.5's prompt has in addition, with the bins of the state."""
+"""Further words of pi0.5's prompt, with the bins of the state."""
 VOCABULARY = 2 + len(WORDS) + len(PROMPT)
 
 

@@ -25,7 +25,7 @@ from tests.robotics import lerobot_flows
 CAMERAS = ("observation.images.front", "observation.images.wrist")
 CHUNK, EXECUTED = 8, 5
 SIDE, STATE, ACTION = 64, 10, 5
-"""Of the tabletop's images, of what its robot measures, and of its actions."""
+"""Sizes at the tabletop: the side of an image, the robot's state, an action."""
 HUB = {"pi05": "google/paligemma-3b-pt-224", "xvla": "facebook/bart-large", "groot": "nvidia/Cosmos-Reason2-2B"}
 """Tokenizers that published policies name."""
 STEPS = {"pi05": "tokenizer_processor", "xvla": "tokenizer_processor", "groot": "groot_n1_7_vlm_encode_v1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
@@ -83,8 +84,9 @@ class Family:
         return {token for token in found if isinstance(token, int) and token >= 0}
 
 
-def known_families() -> dict[str, Family]:
-    """Families that have a file, by `model_type`."""
+@functools.cache
+def known_families() -> Mapping[str, Family]:
+    """Families that have a file, by `model_type`; the folder is read once."""
     names = [module.name for module in pkgutil.iter_modules(importlib.import_module(__package__).__path__)]
     modules = {name: importlib.import_module(f"{__package__}.{name}") for name in names}
     return {name: module.FAMILY for name, module in modules.items() if hasattr(module, "FAMILY")}

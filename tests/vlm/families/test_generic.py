@@ -65,16 +65,21 @@ def gradient(policy: VlmPolicy) -> torch.Tensor:
     return found
 
 
+def own_numbers(policy: VlmPolicy, kind: str, rollouts: Rollouts) -> tuple[torch.Tensor, ...]:
+    """Random weights, the model's own scores and entropies, and the gradient of their weighted sum."""
+    weights = torch.randn(2, *rollouts.mask.shape, generator=torch.Generator().manual_seed(0))
+    logp, entropy = own_scores(policy, kind, rollouts)
+    (logp * weights[0] + entropy * weights[1]).sum().backward()
+    return weights, logp, entropy, gradient(policy)
+
+
 @pytest.mark.parametrize("kind", ZOO)
 def test_scores_gradients_and_tokens_are_the_models_own(kind):
     policy = make_policy(kind)
     tolerance = LINEAR_TOLERANCE if kind.startswith("qwen3_5") else TOLERANCE
     prompts = make_prompts(policy, kind)
     rollouts = make_rollouts(prompts)
-    weights = torch.randn(2, *rollouts.mask.shape, generator=torch.Generator().manual_seed(0))
-    logp, entropy = own_scores(policy, kind, rollouts)
-    (logp * weights[0] + entropy * weights[1]).sum().backward()
-    expected = gradient(policy)
+    weights, logp, entropy, expected = own_numbers(policy, kind, rollouts)
     for config in ({}, {"shared_prefix": False}):
         policy.generic._config = type(policy.config)(path=kind, lane="generic", **config)
         found = policy(rollouts, outputs=frozenset({"logp", "entropy"}))
@@ -96,10 +101,7 @@ def test_the_fast_lane_gives_the_models_own_numbers(kind):
     assert policy.shares_prefix
     prompts = make_prompts(policy, kind)
     rollouts = make_rollouts(prompts)
-    weights = torch.randn(2, *rollouts.mask.shape, generator=torch.Generator().manual_seed(0))
-    logp, entropy = own_scores(policy, kind, rollouts)
-    (logp * weights[0] + entropy * weights[1]).sum().backward()
-    expected = gradient(policy)
+    weights, logp, _, expected = own_numbers(policy, kind, rollouts)
     weighted(policy, rollouts, weights).backward()
     assert (gradient(policy) - expected).norm() < TOLERANCE * expected.norm()
     assert (policy(rollouts).logp - logp).abs().max() < TOLERANCE
