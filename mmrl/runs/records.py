@@ -56,9 +56,13 @@ class JsonLines:
 
     def truncate_after(self, step: int) -> None:
         """Drop records of later steps, so that a resumed run writes them once; those without a step stay."""
-        self.close()
         read_steps(self.path)
-        self._rewrite(lambda record: bool(record.get("step", step) <= step))
+        self.drop(lambda record: bool(record.get("step", step) > step))
+
+    def drop(self, dropped: Callable[[dict[str, Any]], bool]) -> None:
+        """Rewrite the file without the records for which `dropped` is true."""
+        self.close()
+        self._rewrite(lambda record: not dropped(record))
 
     def close(self) -> None:
         """Close the file; a later `append` opens it again."""

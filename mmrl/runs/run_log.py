@@ -367,6 +367,10 @@ class RunLog:
         self.warnings.truncate_after(step)
         if self.tracker is not None:
             self.tracker.truncate_after(step)
+            if all(evaluation["step"] != step for evaluation in self.evaluations):
+                # a stop had saved the step without its evaluation, and a kill then hit the run that made up for it
+                records = JsonLines(self.run_dir / "evaluations.jsonl")
+                records.drop(lambda row: row.get("step") == step and row.get("tag") != "evaluate")
             forget_after(self.run_dir, step)
 
     def result(self, found: Mapping[str, Any], *, write: bool) -> dict[str, Any]:

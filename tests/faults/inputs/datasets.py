@@ -120,9 +120,9 @@ def _damage_table(rng: random.Random, file: Path) -> None:
 
 
 def _use(demonstrations: Any) -> None:
-    moments = demonstrations.moments[:3]
-    demonstrations.observations(moments)
-    demonstrations.chunks(moments, 2)
+    transitions = demonstrations.transitions[:3]
+    demonstrations.observations(transitions)
+    demonstrations.chunks(transitions, 2)
     demonstrations.statistics()
 
 

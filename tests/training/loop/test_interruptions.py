@@ -60,7 +60,7 @@ def forget_extra(stopped, whole):
             shutil.rmtree(checkpoint)
 
 
-def run_and_kill(config, folder, place, count):
+def run_and_kill(config, folder, place, count, **options):
     """Train in a child process that kills itself after a given number of calls of a method."""
     owner, _, name = place.partition(".")
     owner = {"Trainer": Trainer, "RunSaver": RunSaver, "Checkpoints": Checkpoints}[owner]
@@ -74,7 +74,7 @@ def run_and_kill(config, folder, place, count):
 
     def work():
         setattr(owner, name, killed)
-        run(config, folder)
+        run(config, folder, **options)
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
@@ -206,8 +206,8 @@ def test_signal_ends_the_run_after_the_step_with_a_checkpoint(config, signum):
     assert differences(whole, resumed) == []
 
 
-def test_stop_between_step_and_evaluation_makes_the_evaluation_up(config, monkeypatch):
-    whole = run(config, "whole")
+def stop_in_step_two(config, monkeypatch):
+    """Stop a run after its second step, before the evaluation that is due then."""
     train_step = Trainer.train_step
 
     def stopped_in_step_two(self):
@@ -220,10 +220,31 @@ def test_stop_between_step_and_evaluation_makes_the_evaluation_up(config, monkey
         with pytest.raises(RunStopped, match="stopped after step 2"):
             run(config, "stopped")
     assert [row["step"] for row in lines(config.parent / "stopped/evaluations.jsonl")] == [0]
+
+
+def test_stop_between_step_and_evaluation_makes_the_evaluation_up(config, monkeypatch):
+    whole = run(config, "whole")
+    stop_in_step_two(config, monkeypatch)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the handlers are the caller's again
     resumed = run(config, "stopped", resume=True)
     forget_extra(resumed, whole)
     assert differences(whole, resumed) == []
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_kill_after_an_evaluation_that_was_made_up_writes_it_once(config, monkeypatch, by_hand):
+    whole = run(config, "whole")
+    stop_in_step_two(config, monkeypatch)
+    run_and_kill(config, "stopped", "Trainer.train_step", 0, resume=True)
+    records = config.parent / "stopped/evaluations.jsonl"
+    assert [row["step"] for row in lines(records)] == [0, 2]
+    if by_hand:  # as `mmrl evaluate` does; such a row stays
+        with records.open("a") as file:
+            file.write(json.dumps({"step": 2, "tag": "evaluate", "split": "other"}) + "\n")
+    resumed = run(config, "stopped", resume=True)
+    assert sorted(row["step"] for row in lines(records)) == [0, 2, *[2] * by_hand, 4, 6]
+    forget_extra(resumed, whole)
+    assert by_hand or differences(whole, resumed) == []
 
 
 def test_stop_in_the_first_evaluation_keeps_it(config, monkeypatch):
