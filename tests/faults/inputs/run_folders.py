@@ -164,7 +164,7 @@ def _experiments(_: None, rng: random.Random, folder: Path) -> Verdict:
     if rng.random() < 0.3:
         text = damage_text(rng, sound.read_text())
     path = folder / "experiment.yaml"
-    path.write_bytes(text.replace("../vlm", str(EXPERIMENTS.parent / "vlm")).encode(errors="surrogatepass"))
+    path.write_bytes(text.replace("../", f"{EXPERIMENTS.parent}/").encode(errors="surrogatepass"))
     with mock.patch("mmrl.compare.run.run_jobs"):
         return of_command("compare", path, "--output", folder / "compared", may_fail=True)
 
