@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repetitions", metavar="N", type=int, default=0, help="that count in each; default 2")
     add("--threads", metavar="N", type=int, default=1, help="of each process; default 1")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
-    add("--family", choices=["qwen2_5_vl", "qwen3_vl"], default="qwen2_5_vl", help="of the built model")
+    families = ["qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3", "qwen3"]
+    add("--family", choices=families, default="qwen2_5_vl", help="of the built model; the last three: --only step")
     add("--model", metavar="DIR", type=Path, help="model folder in place of a built one")
     add("--folder", metavar="DIR", type=Path, default=BenchOptions.folder, help="where built things are kept")
     add("--out", metavar="FILE", type=Path, help="write the JSON to a file as well")

@@ -171,8 +171,9 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
     """Build the recipe of an arm through the public configuration.
 
     Args:
-        options: model, data, shape, device; dtype, layout, shared_prefix, lean, keep_prefill,
-            skip_zero_advantage_groups, tasks_per_step and reward where they differ from the suite's defaults.
+        options: model, data, shape, device; dtype, lane, layout, shared_prefix, gradient_checkpointing, lean,
+            keep_prefill, skip_zero_advantage_groups, tasks_per_step and reward where they differ from the suite's
+            defaults.
         papo: PAPO in place of GRPO without KL.
         old_logp: value of trainer.old_logp.
     """
@@ -180,7 +181,13 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
     shared = options.get("shared_prefix", options.get("layout", "shared") == "shared")
     dtype = options.get("dtype", "bfloat16" if options["device"] == "cuda" else "float32")
     common: dict[str, Any] = {
-        "model": ModelConfig(path=options["model"], dtype=dtype, shared_prefix=shared),
+        "model": ModelConfig(
+            path=options["model"],
+            dtype=dtype,
+            lane=options.get("lane", "auto"),
+            shared_prefix=shared,
+            gradient_checkpointing=options.get("gradient_checkpointing", False),
+        ),
         "data": DataConfig(path=options["data"]),
         "rewards": [RewardConfig(name="checksum", function=options.get("reward", REWARD), isolate=False)],
         "sampler": SamplerConfig(
@@ -219,7 +226,7 @@ def make_rollouts(recipe: VlmRecipe, shape: Shape, lengths: Sequence[int] = (), 
     policy = recipe.policy
     found, prompts = recipe.encode(recipe.policy, recipe.train_tasks[:tasks])
     rows = tasks * shape.group
-    allowed = torch.ones(policy.network.config.text_config.vocab_size, dtype=torch.bool)
+    allowed = torch.ones(policy.network.config.get_text_config().vocab_size, dtype=torch.bool)
     allowed[policy.banned_ids.cpu()] = False
     words = torch.nonzero(allowed).flatten()
     ids = words[torch.randint(len(words), (rows, shape.completion), generator=generator)]

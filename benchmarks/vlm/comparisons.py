@@ -8,6 +8,7 @@ key weights are multiplied by `workload.ATTENTION_GAIN`. "16:1" and "288:48" are
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ STEP_TARGETS = {
     "607:32": ({"minimum": 8.0, "goal": 9.0}, {"minimum": 5.0, "goal": 5.0}),
 }
 """Time and memory against TRL."""
+GENERIC_TARGETS = ({"minimum": 3.0}, {"minimum": 2.0})
+"""The same in the generic lane."""
 
 
 def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
@@ -100,18 +103,23 @@ def _generation(bench: Bench) -> dict[str, Any]:
 
 
 def _step(bench: Bench) -> dict[str, Any]:
-    """Whole GRPO steps, of the suite and with `--against trl` of TRL's trainer."""
+    """Whole GRPO steps in both lanes, of the suite and with `--against trl` of TRL's trainer."""
     runs: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
-    for name, shape in bench.shapes("288:48", "607:32").items():
-        arms = [bench.arm(f"{name} mmrl", "arms:step_arm", shape)]
-        if bench.options.against == "trl":
-            fastest = bench.arm(f"{name} trl", "trl_arm:step_arm", shape, gradient_checkpointing=False)
-            usual = bench.arm(f"{name} trl defaults", "trl_arm:step_arm", shape, gradient_checkpointing=True, blocks=1)
+    trl = bench.options.against == "trl"
+    for name, shape, model, both in bench.steps():
+        make = functools.partial(bench.arm, shape=shape, model=model)
+        arms = [make(f"{name} mmrl", "arms:step_arm")]
+        if both:
+            arms.append(make(f"{name} mmrl, generic lane", "arms:step_arm", lane="generic"))
+        if trl:
+            fastest = make(f"{name} trl", "trl_arm:step_arm", gradient_checkpointing=False)
+            usual = make(f"{name} trl defaults", "trl_arm:step_arm", gradient_checkpointing=True, blocks=1)
             arms = [fastest, usual, *arms]
         runs |= run_arms("step", arms, bench.options)
-        if bench.options.against == "trl":
-            ratios |= _against_trl(bench, name, runs)
+        for arm in arms[2:] if trl else ():
+            targets = STEP_TARGETS.get(name, ({}, {})) if both and arm is arms[2] else GENERIC_TARGETS
+            ratios |= _against_trl(bench, name, arm.name, runs, *targets)
     notes = [
         "one prompt with its group, no KL term, one update with AdamW and clipping at norm 1, trained vision tower",
         "each arm samples its own tokens: the work is equal in shape, not token for token",
@@ -123,16 +131,17 @@ def _step(bench: Bench) -> dict[str, Any]:
     return comparison(runs, ratios=ratios, notes=notes)
 
 
-def _against_trl(bench: Bench, name: str, runs: dict[str, Any]) -> dict[str, Any]:
-    ours, theirs = f"{name} mmrl", f"{name} trl"
-    time, memory = STEP_TARGETS.get(name, ({}, {}))
+def _against_trl(
+    bench: Bench, name: str, ours: str, runs: dict[str, Any], time: dict[str, Any], memory: dict[str, Any]
+) -> dict[str, Any]:
+    theirs, label = f"{name} trl", ours.replace(" mmrl", "")
     predicted: dict[str, Any] = {"goal": 6.0} if bench.options.device == "cuda" else {}
     return {
-        **_ratios(runs, name, theirs, ours, **(bench.targets(time) or predicted)),
-        f"{name} memory": ratio(runs, theirs, ours, "peak_mb", **bench.targets(memory)),
-        f"{name} generation": ratio(runs, theirs, ours, stage="generate"),
-        f"{name} update": ratio(runs, theirs, ours, stage="update"),
-        f"{name} time over trl defaults": ratio(runs, f"{name} trl defaults", ours),
+        **_ratios(runs, label, theirs, ours, **(bench.targets(time) or predicted)),
+        f"{label} memory": ratio(runs, theirs, ours, "peak_mb", **bench.targets(memory)),
+        f"{label} generation": ratio(runs, theirs, ours, stage="generate"),
+        f"{label} update": ratio(runs, theirs, ours, stage="update"),
+        f"{label} time over trl defaults": ratio(runs, f"{name} trl defaults", ours),
     }
 
 

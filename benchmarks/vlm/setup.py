@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Arm, BenchOptions
-from benchmarks.vlm.workload import Shape, build_model, questions_file
+from benchmarks.harness import Arm, BenchOptions, progress
+from benchmarks.vlm.workload import GENERIC, Shape, build_model, questions_file
 from mmrl.errors import UserError
 
 CPU_SHAPES = {
@@ -20,6 +22,9 @@ CPU_SHAPES = {
 }
 CUDA_SHAPE = ("1200:512", Shape((25, 40), 1200, 512))
 QUICK_SHAPE = ("40:4", Shape((2, 2), 40, 4, 4))
+WORDS = "its processor needs num2words, which is not installed: pip install 'mmrl-suite[bench]'"
+TEXT_ONLY = {"qwen3": (0, 0)}
+"""Grid of the images of families that see none."""
 CUDA_VIDEO = ("1200:512 video", Shape((10, 10), 1200, 512, frames=20))
 QUICK_VIDEO = ("80:4 video", Shape((2, 2), 80, 4, 4, frames=4))
 
@@ -31,13 +36,27 @@ class Bench:
         _check(options)
         self.options = options
         self.full = options.device == "cpu" and not options.quick
-        self.model = options.model or self._build("3b" if options.device == "cuda" else "21m")
+        self.model = options.model or self.build(options.family)
 
     def shapes(self, *names: str) -> dict[str, Shape]:
         """The shapes of a comparison: those named, or the one of a GPU or of a quick run."""
         if self.full:
             return {name: CPU_SHAPES[name] for name in names}
         return dict([QUICK_SHAPE if self.options.quick else CUDA_SHAPE])
+
+    def steps(self) -> Iterator[tuple[str, Shape, Path, bool]]:
+        """Name, shape and model of the whole steps that are measured, and whether both lanes compute the model."""
+        options = self.options
+        if options.family not in GENERIC:
+            yield from ((name, shape, self.model, True) for name, shape in self.shapes("288:48", "607:32").items())
+        if options.device == "cpu" and options.model is None and options.family in (BenchOptions.family, *GENERIC):
+            ((name, shape),) = self.shapes("288:48").items()
+            for family in GENERIC if options.family == BenchOptions.family else (options.family,):
+                if family == "smolvlm" and find_spec("num2words") is None:
+                    progress(f"step: {family} is left out: {WORDS}")
+                    continue
+                own = dataclasses.replace(shape, grid=TEXT_ONLY.get(family, shape.grid))
+                yield f"{family} {name}", own, self.build(family), False
 
     def video_shape(self) -> tuple[str, Shape]:
         """Name and shape of a group whose prompt has a video in place of an image."""
@@ -61,20 +80,25 @@ class Bench:
     def small(self) -> tuple[Path, Shape]:
         """Model and shape of comparisons that need float32 and no size, on GPUs too."""
         shape = QUICK_SHAPE[1] if self.options.quick else CPU_SHAPES["4:1"]
-        return self.options.model or self._build("21m"), shape
+        return self.options.model or self.build(self.options.family, "21m"), shape
 
     def wide_model(self) -> Path:
         """The default model on CPUs, with a vocabulary of 65536."""
-        return self._build("21m-64k")
+        return self.build(self.options.family, "21m-64k")
 
-    def _build(self, size: str) -> Path:
-        size = "quick" if self.options.quick else size
-        return build_model(self.options.folder, self.options.family, size)
+    def build(self, family: str, size: str = "") -> Path:
+        """A model of a family; the size is that of the device unless one is named."""
+        size = size or ("3b" if self.options.device == "cuda" else "21m")
+        return build_model(self.options.folder, family, "quick" if self.options.quick else size)
 
 
 def _check(options: BenchOptions) -> None:
     if options.model is not None and options.family != BenchOptions.family:
         raise UserError("--family says which model is built, --model names one that exists; give one of them")
+    if options.family in GENERIC and (options.only != ["step"] or options.device == "cuda"):
+        raise UserError(f"--family {options.family} is measured by --only step, on a CPU")
+    if options.family == "smolvlm" and find_spec("num2words") is None:
+        raise UserError(f"--family smolvlm: {WORDS}")
     if options.model is not None and not (options.model / "config.json").is_file():
         raise UserError(f"--model {options.model} is not a model folder: it has no config.json")
     if options.device == "cuda":

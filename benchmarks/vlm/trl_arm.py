@@ -51,10 +51,13 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 def _load(path: str, device: str) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoConfig, AutoProcessor
+
+    from mmrl.vlm.model.network import auto_class
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    auto = auto_class(AutoConfig.from_pretrained(path).model_type, path)
+    model = auto.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     return model, AutoProcessor.from_pretrained(path, padding_side="left")
 
 
@@ -72,7 +75,9 @@ def _arguments(options: dict[str, Any], shape: Shape, processor: Any, folder: st
         gradient_checkpointing=options["gradient_checkpointing"],
         bf16=options["device"] == "cuda",
         use_cpu=options["device"] == "cpu",
-        generation_kwargs={"suppress_tokens": suppressed_tokens(options["model"], processor.tokenizer)},
+        generation_kwargs={
+            "suppress_tokens": suppressed_tokens(options["model"], getattr(processor, "tokenizer", processor))
+        },
         max_grad_norm=1.0,
         log_completions=False,
         save_strategy="no",
@@ -89,10 +94,10 @@ def _questions(path: str) -> Any:
 
     tasks = load_tasks(DataConfig(path=path)).tasks
     text = [item["text"] for task in tasks for item in task.messages[0]["content"] if item["type"] == "text"]
-    columns = {
-        "prompt": [[{"role": "user", "content": question}] for question in text],
-        "image": [task.load_images()[0] for task in tasks],
-    }
+    columns: dict[str, Any] = {"prompt": [[{"role": "user", "content": question}] for question in text]}
+    if not any(task.images for task in tasks):
+        return datasets.Dataset.from_dict(columns)
+    columns["image"] = [task.load_images()[0] for task in tasks]
     return datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
 
 

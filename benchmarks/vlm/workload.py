@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mmrl.errors import UserError
@@ -55,6 +56,23 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MODELS["21m-64k"] = MODELS["21m"] | {"embedding_rows": 65536}
 """Options of `build_tiny_vlm`; 21m has 21.0 million weights, 3b the sizes of Qwen2.5-VL-3B."""
+GENERIC_MODELS: dict[str, dict[str, Any]] = {
+    "quick": {"max_positions": 512},
+    "21m": {name: MODELS["21m"][name] for name in ("hidden", "layers", "heads", "kv_heads", "intermediate")}
+    | {"vocab_size": 8192, "max_positions": 4096, "initializer_range": 0.02}
+    | {
+        "vision": {
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "image_size": 448,
+        }
+    },
+}
+"""Options of `build_tiny_generic`, of the same sizes."""
+GENERIC = ("smolvlm", "gemma3", "qwen3")
+"""Families of the generic lane that are measured; the last one reads text alone."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,7 @@ class Shape:
     """Sizes of one group."""
 
     grid: tuple[int, int]
-    """Image tokens along height and width."""
+    """Image tokens along height and width; (0, 0) for a prompt of text alone."""
     prompt: int
     """Tokens of the prompt P, image and text."""
     completion: int
@@ -71,6 +89,11 @@ class Shape:
     """Completions of the prompt G."""
     frames: int = 0
     """Frames of the video that the prompt has in place of an image, an even number; 0 for an image."""
+
+    @property
+    def kind(self) -> str:
+        """Medium of the prompt: image, video, or empty."""
+        return "video" if self.frames else "image" if any(self.grid) else ""
 
     @property
     def images(self) -> int:
@@ -93,8 +116,8 @@ def build_model(folder: Path, family: str, size: str) -> Path:
 
     Args:
         folder: where the benchmark keeps what it builds.
-        family: row of `mmrl.vlm.toy.tiny.FAMILIES`.
-        size: row of `MODELS`.
+        family: row of `mmrl.vlm.toy.tiny.FAMILIES`, or one of `GENERIC`.
+        size: row of `MODELS` or `GENERIC_MODELS`.
 
     Returns:
         The model folder, named after family, size and options.
@@ -102,13 +125,15 @@ def build_model(folder: Path, family: str, size: str) -> Path:
     import hashlib
 
     from mmrl.vlm.toy.tiny import build_tiny_vlm
+    from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 
-    options = MODELS[size] | {"attention_gain": ATTENTION_GAIN}
+    build: Any = build_tiny_generic if family in GENERIC else build_tiny_vlm
+    options = GENERIC_MODELS[size] if family in GENERIC else MODELS[size] | {"attention_gain": ATTENTION_GAIN}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
     path = folder / f"{family}-{size}-{digest}"
     if not (path / "config.json").is_file():
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-        build_tiny_vlm(unfinished, family=family, corpus=_corpus(options["vocab_size"]), **options)
+        build(unfinished, family=family, corpus=_corpus(options.get("vocab_size", 400)), **options)
         shutil.rmtree(path, ignore_errors=True)
         unfinished.rename(path)
     return path
@@ -122,18 +147,19 @@ def questions_file(folder: Path, model: Path, shape: Shape) -> Path:
         model: model folder; its processor counts the tokens.
         shape: image grid, frames and prompt length.
     """
-    kind = "video" if shape.frames else "image"
     grid = f"{shape.grid[0]}x{shape.grid[1]}" + f"x{shape.frames}" * bool(shape.frames)
     path = folder / f"{model.name}-{grid}-{shape.prompt}" / "questions.jsonl"
     if path.is_file():
         return path
     processor, layout = _processor_and_layout(model)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = []
+    lines: list[dict[str, Any]] = []
     for index in range(QUESTIONS):
-        medium = _write_medium(path.parent, index, shape, layout)
-        text = _text_of_length(processor, layout, path.parent, medium, shape)
-        lines.append({"id": str(index), "problem": f"<{kind}>{text}", "answer": "0", f"{kind}s": [medium]})
+        medium = _write_medium(path.parent, index, shape, layout) if shape.kind else None
+        # digits, so that questions of text alone differ by one
+        text = _text_of_length(processor, layout, path.parent, medium, shape, str(index))
+        media = {f"{shape.kind}s": [medium]} if shape.kind else {}
+        lines.append({"id": str(index), "problem": f"<{shape.kind}>" * bool(media) + text, "answer": "0"} | media)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
@@ -151,12 +177,15 @@ def half_dead_reward(prompts: list[Any], completions: list[str], *, id: list[str
 
 def suppressed_tokens(model: str, tokenizer: Any) -> list[int]:
     """Tokens that no arm may sample, so that every completion has exactly T tokens: ends of turn and image markup."""
-    from mmrl.vlm.families import MEDIA_TOKENS
+    from transformers import AutoConfig
 
-    config = json.loads((Path(model) / "generation_config.json").read_text(encoding="utf-8"))
-    ends = config["eos_token_id"]
-    markup = [tokenizer.convert_tokens_to_ids(token) for token in MEDIA_TOKENS]
-    return sorted({*(ends if isinstance(ends, list) else [ends]), *markup})
+    from mmrl.vlm.families.family import family_of
+
+    ends = json.loads((Path(model) / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    config, vocabulary = AutoConfig.from_pretrained(model), tokenizer.get_vocab()
+    family, entries = family_of(config.model_type), config.get_text_config().vocab_size
+    markup = {vocabulary[token] for token in family.media_tokens if token in vocabulary} | family.banned(config)
+    return sorted({*(ends if isinstance(ends, list) else [ends]), *(token for token in markup if token < entries)})
 
 
 def _corpus(vocab_size: int) -> list[str]:
@@ -170,15 +199,16 @@ def _corpus(vocab_size: int) -> list[str]:
 
 def _processor_and_layout(model: Path) -> tuple[Any, PromptLayout]:
     """Processor of a model, and what encodes prompts of any length for it."""
-    from mmrl.vlm.families.qwen_vl import grid_tables
+    from transformers import AutoConfig
+
+    from mmrl.vlm.families.family import family_of
     from mmrl.vlm.model.processor import load_processor
 
-    processor = load_processor(str(model))
-    images = processor.image_processor
-    vision = json.loads((model / "config.json").read_text(encoding="utf-8"))["vision_config"]
-    per_second = vision.get("tokens_per_second")
-    tables = grid_tables(int(images.merge_size), per_second)
-    return processor, PromptLayout(int(images.patch_size), 10**9, "", int(images.merge_size), tables)
+    config = AutoConfig.from_pretrained(model)
+    family = family_of(config.model_type)
+    patch, merge, _ = family.sizes(config)
+    tables = family.token_tables(SimpleNamespace(config=config, base_model=None))
+    return load_processor(str(model)), PromptLayout(patch, 10**9, "", merge, tables)
 
 
 def _write_medium(folder: Path, index: int, shape: Shape, layout: PromptLayout) -> Any:
@@ -188,7 +218,8 @@ def _write_medium(folder: Path, index: int, shape: Shape, layout: PromptLayout) 
 
     from mmrl.hub.video import write_mp4
 
-    height, width = (side * layout.patch_size * layout.merge_size for side in shape.grid)
+    merge = max(layout.merge_size, 2)  # towers that do not merge themselves have a layer behind them that does
+    height, width = (side * layout.patch_size * merge for side in shape.grid)
     rng = np.random.default_rng(index)
     noise = rng.integers(0, 256, (max(shape.frames, 1), height, width, 3), dtype=np.uint8)
     if not shape.frames:
@@ -199,16 +230,15 @@ def _write_medium(folder: Path, index: int, shape: Shape, layout: PromptLayout) 
     return {"path": f"{index}.mp4", "nframes": shape.frames, **size}
 
 
-def _text_of_length(processor: Any, layout: PromptLayout, folder: Path, medium: Any, shape: Shape) -> str:
-    """Digits, which are a token each, until the prompt has its length."""
+def _text_of_length(processor: Any, layout: PromptLayout, folder: Path, medium: Any, shape: Shape, digit: str) -> str:
+    """Copies of a digit, which is a token, until the prompt has its length."""
 
     def count(digits: int) -> int:
-        kind = "video" if shape.frames else "image"
-        content = [{"type": kind}, {"type": "text", "text": "7" * digits}]
+        content = [{"type": shape.kind}] * bool(shape.kind) + [{"type": "text", "text": digit * digits}]
         task = VlmTask("counted", [{"role": "user", "content": content}])
         if shape.frames:
             task.videos = [*read_video_cell(medium, folder, "the benchmark")]
-        else:
+        elif shape.kind:
             task.images = [str(folder / medium)]
         return len(encode_prompt(task, processor, layout))
 
@@ -219,4 +249,4 @@ def _text_of_length(processor: Any, layout: PromptLayout, folder: Path, medium: 
         raise UserError(
             f"the prompt has {count(missing)} tokens, wanted are {shape.prompt}; is this another tokenizer?"
         )
-    return "7" * missing
+    return digit * missing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from mmrl.vlm.toy.tiny import CHAT_TEMPLATE, train_tokenizer
 
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_VIDEO = QWEN_IMAGE.replace("image", "video")
-SIDE_PX, PATCH_PX, IMAGE_TOKENS = 56, 14, 4
-"""Side of the only image size, of a patch, and tokens of an image."""
+PATCH_PX = 14
+"""Side of a patch; an image token is 2 x 2 of them."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class _Family:
     """Text that stands for a video, where the processor knows it."""
     tokens: dict[str, str] | None = None
     """Special tokens by the names that the processor looks for."""
-    config: Callable[[dict[str, Any], Any], Any] | None = None
-    """Configuration from that of the language model and the tokenizer; None for a language model alone."""
-    processor: Callable[[Any], Any] | None = None
-    """Processor around a tokenizer."""
+    config: Callable[[dict[str, Any], dict[str, Any], Any], Any] | None = None
+    """Configuration from those of language model and tower, and the tokenizer; None for a language model alone."""
+    processor: Callable[[Any, int], Any] | None = None
+    """Processor around a tokenizer, for images of a side."""
 
 
 def build_tiny_generic(
@@ -40,6 +40,10 @@ def build_tiny_generic(
     tokens: Sequence[str] = (),
     hidden: int = 48,
     layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate: int | None = None,
+    vision: Mapping[str, int] | None = None,
     vocab_size: int = 400,
     max_positions: int = 1024,
     initializer_range: float = 0.1,
@@ -52,8 +56,12 @@ def build_tiny_generic(
         family: row of `FAMILIES`: `model_type` of a language model, smolvlm or gemma3.
         corpus: texts that the byte-level BPE tokenizer learns its merges from.
         tokens: texts that are one token each, beyond `vocab_size`.
-        hidden: width; a multiple of 8.
+        hidden: width; a multiple of 2 * heads.
         layers: decoder layers.
+        heads: query heads.
+        kv_heads: key and value heads, a divisor of heads.
+        intermediate: width of the gated layers; None is 2 * hidden.
+        vision: changes to the tower's configuration; `image_size` is the side of all images, a multiple of 28.
         vocab_size: most tokens, without `tokens` and those of images.
         max_positions: longest sequence in tokens.
         initializer_range: standard deviation of the random weights.
@@ -84,11 +92,11 @@ def build_tiny_generic(
     )
     text = {
         "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
+        "intermediate_size": intermediate or 2 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": hidden // 4,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
         "vocab_size": len(tokenizer),
         "max_position_embeddings": max_positions,
         "initializer_range": initializer_range,
@@ -97,7 +105,11 @@ def build_tiny_generic(
         "pad_token_id": tokenizer.pad_token_id,
         "tie_word_embeddings": True,
     }
-    config = transformers.AutoConfig.for_model(family, **text) if row.config is None else row.config(text, tokenizer)
+    tower: dict[str, Any] = {**TOWER, **(vision or {})}
+    if row.config is None:
+        config = transformers.AutoConfig.for_model(family, **text)
+    else:
+        config = row.config(text, tower, tokenizer)
     auto: Any = transformers.AutoModelForCausalLM if row.config is None else transformers.AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -108,47 +120,38 @@ def build_tiny_generic(
     )
     with replaced(Path(path)) as draft, quiet_transformers():
         model.save_pretrained(draft)
-        (tokenizer if row.processor is None else row.processor(tokenizer)).save_pretrained(draft)
+        (tokenizer if row.processor is None else row.processor(tokenizer, tower["image_size"])).save_pretrained(draft)
     return Path(path)
 
 
-def _vision(kind: str) -> dict[str, Any]:
-    return {
-        "model_type": kind,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": SIDE_PX,
-        "patch_size": PATCH_PX,
-    }
+def _image_tokens(side_px: int) -> int:
+    return (side_px // (2 * PATCH_PX)) ** 2
 
 
-def _smolvlm_config(text: dict[str, Any], tokenizer: Any) -> Any:
+def _smolvlm_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.for_model(
         "smolvlm",
         text_config=text | {"model_type": "llama"},
-        vision_config=_vision("smolvlm_vision"),
+        vision_config=vision | {"model_type": "smolvlm_vision"},
         image_token_id=tokenizer.image_token_id,
         scale_factor=2,
         tie_word_embeddings=True,
     )
 
 
-def _smolvlm_processor(tokenizer: Any) -> Any:
+def _smolvlm_processor(tokenizer: Any, side_px: int) -> Any:
     from transformers import SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
 
-    size = {"longest_edge": SIDE_PX}
+    size = {"longest_edge": side_px}
     images = SmolVLMImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
     videos = SmolVLMVideoProcessor(size=size, max_image_size=size, num_frames=2, fps=1)
-    return SmolVLMProcessor(
-        images, tokenizer, videos, image_seq_len=IMAGE_TOKENS, chat_template=tokenizer.chat_template
-    )
+    tokens = _image_tokens(side_px)
+    return SmolVLMProcessor(images, tokenizer, videos, image_seq_len=tokens, chat_template=tokenizer.chat_template)
 
 
-def _gemma3_config(text: dict[str, Any], tokenizer: Any) -> Any:
+def _gemma3_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any) -> Any:
     from transformers import AutoConfig
 
     kinds = [
@@ -157,8 +160,8 @@ def _gemma3_config(text: dict[str, Any], tokenizer: Any) -> Any:
     return AutoConfig.for_model(
         "gemma3",
         text_config=text | {"model_type": "gemma3_text", "sliding_window": 16, "layer_types": kinds},
-        vision_config=_vision("siglip_vision_model"),
-        mm_tokens_per_image=IMAGE_TOKENS,
+        vision_config=vision | {"model_type": "siglip_vision_model"},
+        mm_tokens_per_image=_image_tokens(vision["image_size"]),
         image_token_index=tokenizer.image_token_id,
         boi_token_index=tokenizer.boi_token_id,
         eoi_token_index=tokenizer.eoi_token_id,
@@ -166,11 +169,23 @@ def _gemma3_config(text: dict[str, Any], tokenizer: Any) -> Any:
     )
 
 
-def _gemma3_processor(tokenizer: Any) -> Any:
+def _gemma3_processor(tokenizer: Any, side_px: int) -> Any:
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
-    images = Gemma3ImageProcessor(size={"height": SIDE_PX, "width": SIDE_PX})
-    return Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=IMAGE_TOKENS)
+    images = Gemma3ImageProcessor(size={"height": side_px, "width": side_px})
+    tokens = _image_tokens(side_px)
+    return Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=tokens)
+
+
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": PATCH_PX,
+}
+"""Configuration of the vision towers."""
 
 
 FAMILIES = {

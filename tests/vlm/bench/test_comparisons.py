@@ -171,7 +171,10 @@ def test_a_step_of_trl_samples_as_many_tokens_and_is_compared(folder):
     assert arm["counts"]["completion_tokens"] == SHAPE.completion
     assert {"generate", "forward", "backward", "optimizer", "update"} <= set(arm["cpu_s"])
     assert arm["cpu_s"]["forward"] + arm["cpu_s"]["backward"] <= arm["cpu_s"]["update"]
-    assert {f"{QUICK_SHAPE[0]} {what}" for what in ("time", "memory", "generation", "update")} <= set(found["ratios"])
+    for arm in ("", " generic lane"):
+        names = {f"{QUICK_SHAPE[0]}{arm} {what}" for what in ("time", "memory", "generation", "update")}
+        assert names <= {name.replace(",", "") for name in found["ratios"]}
+    assert {f"{family} {QUICK_SHAPE[0]} time" for family in ("gemma3", "qwen3")} <= set(found["ratios"])
 
 
 @pytest.mark.parametrize(
@@ -179,6 +182,7 @@ def test_a_step_of_trl_samples_as_many_tokens_and_is_compared(folder):
     [
         ({"model": Path("nowhere")}, "--model nowhere is not a model folder"),
         ({"model": Path("nowhere"), "family": "qwen3_vl"}, "--family says which model is built"),
+        ({"family": "gemma3"}, "--family gemma3 is measured by --only step"),
         pytest.param(
             {"device": "cuda"},
             "there is no GPU",

@@ -37,6 +37,18 @@ def test_prompts_have_exactly_their_length_and_image_tokens(tmp_path, family):
             assert int((prompt.mm_token_type_ids == (2 if shape.frames else 1)).sum()) == shape.image_tokens
 
 
+@pytest.mark.parametrize(("family", "grid"), [("gemma3", (2, 2)), ("qwen3", (0, 0))])
+def test_prompts_of_the_generic_lane_have_exactly_their_length_too(tmp_path, family, grid):
+    model, shape = build_model(tmp_path, family, "quick"), Shape(grid, 40, 4)
+    policy = load_policy(ModelConfig(path=str(model)))
+    tasks = load_tasks(DataConfig(path=str(questions_file(tmp_path, model, shape)))).tasks
+    prompts = [policy.encode(task) for task in tasks]
+    assert [len(prompt) for prompt in prompts] == [40] * 4
+    assert {int((prompt.mm_token_type_ids == 1).sum()) for prompt in prompts} == {shape.image_tokens}
+    assert len({prompt.text for prompt in prompts}) == 4
+    assert policy.eos_ids[0] in suppressed_tokens(str(model), policy.processor.tokenizer)
+
+
 def test_model_and_questions_are_built_once(tmp_path):
     shape = Shape((2, 2), 40, 4)
     first = build_model(tmp_path, "qwen2_5_vl", "quick")
