@@ -111,6 +111,23 @@ class DiffusionParts:
     eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
     """Moving average that evaluations use."""
 
+    def validate(self) -> None:
+        """Refuse float16 weights whose gradients would vanish or cannot be unscaled; raises ValueError."""
+        super().validate()  # type: ignore[misc]
+        if self.model.dtype != "float16":
+            return
+        precision = self.trainer.mixed_precision  # type: ignore[attr-defined]
+        if precision != "fp16":
+            raise ValueError(
+                f"model.dtype is float16 and trainer.mixed_precision {precision}: gradients below 6e-8 would become 0; "
+                "set trainer.mixed_precision=fp16, which scales the loss"
+            )
+        if not self.model.lora.enabled:
+            raise ValueError(
+                "model.dtype is float16 and model.lora.enabled false: gradients of float16 weights cannot be unscaled; "
+                "use model.dtype=float32 with trainer.mixed_precision=fp16, or adapters"
+            )
+
 
 @dataclass
 class GivenEvaluationConfig(DiffusionEvaluationConfig):

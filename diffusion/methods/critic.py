@@ -172,10 +172,11 @@ class CriticTrainer:
 
     @torch.no_grad()
     def values(self, latents: Tensor, sigma: Tensor, pooled: Tensor) -> Tensor:
-        """Expected returns (M,) of noisy latents, without gradient."""
+        """Expected returns (M,) of noisy latents, in float32 and without gradient."""
         size = self.config.batch_rows
         parts = zip(latents.split(size), sigma.split(size), pooled.split(size), strict=True)
-        return torch.cat([self.critic(x.float(), t, c.float()) for x, t, c in parts])
+        with torch.autocast(latents.device.type, enabled=False):
+            return torch.cat([self.critic(x.float(), t, c.float()) for x, t, c in parts])
 
     def train(
         self,

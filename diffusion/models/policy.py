@@ -84,7 +84,7 @@ class ModelConfig:
     family_options: dict[str, Any] = rare(field(default_factory=dict))
     """Further options of the family, the fields of its `options_class` in `diffusion/families`."""
     dtype: str = choice("float32", lambda: DTYPES)
-    """Precision of all weights but the adapters, which are float32: float32 or bfloat16."""
+    """Precision of all weights but the adapters, which are float32: float32, bfloat16 or float16."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Adapters in place of full fine-tuning."""
     gradient_checkpointing: bool = False
@@ -116,7 +116,7 @@ def full_model() -> ModelConfig:
     return ModelConfig(lora=LoraSettings(enabled=False))
 
 
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int) -> None:
@@ -139,7 +139,7 @@ def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int)
         )
     for weight in network.parameters():
         if weight.requires_grad:
-            # optimiser steps are smaller than bfloat16 can add
+            # optimiser steps are smaller than bfloat16 and float16 can add
             weight.data = weight.data.float()
     blocks = blocks_of(network).values()
     reached = sum(any(".lora_" in name for name, _ in block.named_parameters()) for block in blocks)
@@ -412,7 +412,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
         UserError: a setting is out of range, or the pipeline is missing, damaged or of another kind.
     """
     check_config(config, "model")
-    if config.dtype == "bfloat16":
+    if config.dtype != "float32":
         avoid_refused_instructions()
     if config.build is not None:
         build_if_missing(config, "model")

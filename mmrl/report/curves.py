@@ -202,6 +202,7 @@ UNCHARTED = (
     "data/epoch",
     "data/skipped",
     "optim/skipped",
+    "optim/overflows",
     "optim/without_gradient",
     "checkpoint/failed",
     "cost/forward_rows",

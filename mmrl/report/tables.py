@@ -39,6 +39,7 @@ LOSSES = (
         True,
         "not finite; batches are in failures/",
     ),
+    ("optimiser steps that overflowed", "optim/overflows", True, "in fp16; a smaller loss scale followed"),
     ("checkpoints that failed", "checkpoint/failed", True, "e.g. the disk was full"),
 )
 Estimate = tuple[float, float, float]

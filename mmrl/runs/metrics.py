@@ -75,6 +75,8 @@ METRICS: dict[str, str] = {
     "optim/lr": "Learning rate of the last optimiser step.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the optimiser steps.",
     "optim/skipped": "Optimiser steps that the NaN guard has skipped since the run began.",
+    "optim/loss_scale": "Factor of the loss in fp16 after the step; halved by a gradient that is not finite.",
+    "optim/overflows": "Optimiser steps skipped since the run began, because a gradient overflowed in fp16.",
     "optim/without_gradient": "Optimiser steps left out since the run began, because no group had a gradient.",
     "data/skipped": "Rows skipped since the run began: bad row, unreadable image, prompt too long.",
     "data/epoch": "Passes over the task set so far.",

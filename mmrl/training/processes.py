@@ -53,7 +53,7 @@ ItemT = TypeVar("ItemT")
 
 def make_accelerator(mixed_precision: str = "none") -> Accelerator:
     """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for."""
-    if mixed_precision == "bf16":
+    if mixed_precision != "none":
         avoid_refused_instructions()
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -62,6 +62,8 @@ def make_accelerator(mixed_precision: str = "none") -> Accelerator:
         cpu=world > 1 and not torch.accelerator.is_available(),  # else each process would run alone, in one folder
         kwargs_handlers=[patience],
     )
+    if mixed_precision == "fp16":  # on a CPU accelerate would stay in float32; the update scales losses itself
+        accelerator.native_amp, accelerator.scaler = True, None
     if accelerator.num_processes != world:
         raise UserError(f"WORLD_SIZE is {world}, but accelerate counts {accelerator.num_processes} processes")
     return accelerator
@@ -88,7 +90,7 @@ def leave(code: int = 0) -> None:
 
 @functools.cache
 def avoid_refused_instructions() -> None:
-    """Keep bfloat16 arithmetic on the CPU from ending the process.
+    """Keep low-precision arithmetic on the CPU from ending the process.
 
     Some virtual machines announce AMX instructions and then refuse them. Whether this is one of them is tried in a
     process of its own, before the first product here; if so, oneDNN is set up to do without. A limit that the user has

@@ -16,7 +16,7 @@ OLD_LOGP_SOURCES = ("recompute", "sampler", "auto")
 REFERENCE_KINDS = ("auto", "none", "frozen", "adapter", "ema")
 SMALLEST_LOW_PRECISION_STEP = 1e-4
 """About how far bfloat16 numbers near a typical weight of 0.02 are apart; AdamW moves a weight by the learning rate."""
-PRECISIONS = ("none", "bf16")  # not "no": YAML reads that as false
+PRECISIONS = ("none", "bf16", "fp16")  # not "no": YAML reads that as false
 
 
 @dataclass
@@ -55,7 +55,7 @@ class BaseTrainerConfig:
     max_nonfinite: int = rare(10)
     """Skipped optimiser steps after which the run stops."""
     mixed_precision: str = choice("none", PRECISIONS)
-    """Autocast: none or bf16."""
+    """Autocast: none, bf16 or fp16, which scales the loss so that small gradients do not become 0."""
     threads: int = bounded(0, at_least=0)
     """CPU threads of torch; 0 = leave as it is."""
     release_memory: bool = rare(True)

@@ -22,6 +22,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.files import replaced
 from mmrl.runs.fingerprint import sum_of_bits
 from mmrl.runs.run_log import stopwatch
+from mmrl.training.loss_scale import LossScale
 from mmrl.training.processes import (
     HeapTrimmer,
     all_ranks,
@@ -187,9 +188,14 @@ def make_optimizer(policy: nn.Module, config: BaseTrainerConfig) -> torch.optim.
 
 
 def _check_precision(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse steps that the weights' own precision rounds away; raises UserError."""
+    """Refuse steps that the weights' own precision cannot take or rounds away; raises UserError."""
     for group in optimizer.param_groups:
         low = {parameter.dtype for parameter in group["params"]} & {torch.bfloat16, torch.float16}
+        if torch.float16 in low:
+            raise UserError(
+                "the weights to be trained are float16, in which their gradients cannot be unscaled; use float32 "
+                "weights with trainer.mixed_precision=fp16, or adapters (LoRA)"
+            )
         rate = group["lr"] * group.get(FACTOR, 1.0)
         if low and rate < SMALLEST_LOW_PRECISION_STEP:
             kind = str(low.pop()).removeprefix("torch.")
@@ -232,6 +238,7 @@ class Updater:
         self.heap = heap or HeapTrimmer(enabled=False)
         optimizer = make_optimizer(recipe.policy, self.config)
         _check_precision(optimizer)
+        self.scale = LossScale(enabled=self.config.mixed_precision == "fp16")
         # for evaluation, since the loop adds up the gradients of the processes itself: no data-parallel wrapper
         self.policy = accelerator.prepare_model(recipe.policy, evaluation_mode=True)
         self.optimizer = accelerator.prepare_optimizer(optimizer)
@@ -252,7 +259,8 @@ class Updater:
                 taken.extend([metric_values(metrics)] if metrics is not None else [])
                 self.heap.trim()
         counts = {"optim/skipped": float(self.skipped), "optim/without_gradient": float(self.waited)}
-        return _over_steps(taken) | {"optim/lr": self._current_rate()} | counts | _clipped_at_start(taken, rollouts)
+        counts |= {"optim/lr": self._current_rate()} | self.scale.metrics()
+        return _over_steps(taken) | counts | _clipped_at_start(taken, rollouts)
 
     @property
     def moved(self) -> bool:
@@ -266,6 +274,7 @@ class Updater:
             "optimiser_step": self.optimiser_step,
             "skipped": self.skipped,
             "waited": self.waited,
+            "loss_scale": self.scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -274,6 +283,7 @@ class Updater:
         self.optimiser_step = int(state["optimiser_step"])
         self.skipped = int(state["skipped"])
         self.waited = int(state.get("waited", 0))
+        self.scale.load_state_dict(state.get("loss_scale", {}))
 
     def _minibatches(self, rollouts: Rollouts, step: Step, epoch: int) -> list[Rollouts | None]:
         """Whole groups for each optimiser step, those that one process would take; None where none is of this one."""
@@ -289,7 +299,7 @@ class Updater:
         return [rollouts.select_groups(part) if len(part) else None for part in parts]
 
     def _optimiser_step(self, minibatch: Rollouts | None, step: Step) -> dict[str, Metric] | None:
-        """Take one optimiser step, unless there is nothing to learn; None if the guard skipped it.
+        """Take one optimiser step, unless there is nothing to learn; None if it was skipped.
 
         The denominators are counted over the whole minibatch and all processes before any group is left out and before
         it is cut into micro-batches. Neither changes the step: the shares of the micro-batches add up to the same loss.
@@ -302,11 +312,16 @@ class Updater:
         self._set_rate()
         loss, metrics = self._accumulate(minibatch, denominators, step)
         with stopwatch("optimizer"):
+            self.scale.unscale(self._trained)
             self._complete_gradients()
             norm = self._clip()
         if not all_ranks(bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)), self.accelerator):
-            self._on_nonfinite(minibatch, loss, step.number)
+            if self.scale.can_shrink and all_ranks(bool(torch.isfinite(loss)), self.accelerator):
+                self._on_overflow(step.number)
+            else:
+                self._on_nonfinite(minibatch, loss, step.number)
             return None
+        self.scale.keep()
         with stopwatch("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -357,7 +372,7 @@ class Updater:
                     with stopwatch("forward"):
                         output = self.recipe.loss(self.policy, chunk, denominators, step)
                     with stopwatch("backward"):
-                        self.accelerator.backward(output.loss)
+                        self.accelerator.backward(self.scale.scaled(output.loss))
                     losses.append(output.loss.detach())
                     parts.append(output.metrics)
                 with stopwatch("backward"):
@@ -382,6 +397,18 @@ class Updater:
         if self.config.max_grad_norm and bool(torch.isfinite(norm)):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
         return norm
+
+    def _on_overflow(self, step: int) -> None:
+        """Leave out the step of a gradient that the scaling of the loss may have made infinite, on every process."""
+        self.optimizer.zero_grad()
+        before = self.scale.value
+        self.scale.shrink()
+        LOGGER.warning(
+            "step %d: a gradient overflows in fp16; optimiser step skipped, loss scale %g in place of %g",
+            step,
+            self.scale.value,
+            before,
+        )
 
     def _on_nonfinite(self, minibatch: Rollouts | None, loss: Tensor, step: int) -> None:
         found = None if minibatch is None else describe_nonfinite(minibatch, loss, self.recipe.policy)

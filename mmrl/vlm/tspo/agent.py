@@ -85,7 +85,7 @@ class TemporalAgent(nn.Module):
         frame = torch.arange(total, device=lengths.device)[:, None] - back
         frame = frame + torch.arange(self.window, device=lengths.device)  # (T, w), the frames of each window
         inside = (frame >= 0) & (frame < lengths[:, None, None])
-        scores = scores.masked_fill(~inside[:, :, None], OUTSIDE)
+        scores = scores.masked_fill(~inside[:, :, None], max(OUTSIDE, torch.finfo(scores.dtype).min))
         weights = scores.softmax(-1)
         parts = (weights[..., i, None] * values[:, i : i + total] for i in range(self.window))
         return functools.reduce(torch.add, parts).flatten(-2)

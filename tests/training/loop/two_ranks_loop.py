@@ -60,7 +60,7 @@ class FixedRecipe(ToyRecipe):
         return rollouts.replace(reward=torch.where(flat, torch.ones(()), rollouts.reward))
 
 
-def main(chooses: str, minibatches: int, micro_batch: int, output: Path) -> None:
+def main(chooses: str, minibatches: int, micro_batch: int, output: Path, overflows: bool) -> None:
     accelerator = make_accelerator()
     config = ToyConfig(
         preset="grpo",
@@ -72,6 +72,7 @@ def main(chooses: str, minibatches: int, micro_batch: int, output: Path) -> None
             learning_rate=0.1,
             micro_batch=micro_batch,
             minibatches_per_step=minibatches,
+            mixed_precision="fp16" if overflows else "none",
         ),
     )
     recipe = FixedRecipe(config)
@@ -82,14 +83,17 @@ def main(chooses: str, minibatches: int, micro_batch: int, output: Path) -> None
     trainer.tasks.shuffle = False
     _, collected = trainer.collect()
     trainer.tasks.position = 0
+    if overflows and accelerator.process_index == accelerator.num_processes - 1:  # in the first step, on one of them
+        recipe.policy.shared.register_hook(lambda own: own * float("inf") if trainer.step == 0 else own)
     for _ in range(config.trainer.steps):
         trainer.train_step()
     if accelerator.is_main_process:
         steps = trainer.updater.optimiser_step
-        torch.save({"weights": recipe.policy.state_dict(), "metrics": collected, "steps": steps}, output)
+        found = {"weights": recipe.policy.state_dict(), "metrics": collected, "steps": steps}
+        torch.save(found | {"scale": trainer.updater.scale.state_dict()}, output)
     accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
     leave()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), "overflow" in sys.argv)
