@@ -88,8 +88,8 @@ _NAMES = {
         "ImageReward",
         "load_image_rewards",
     ),
+    "diffusion.sampling.guidance": ("GuidedVelocity",),
     "diffusion.sampling.sampler": (
-        "GuidedVelocity",
         "SamplerConfig",
         "euler_ode",
         "sample_latents",

@@ -17,7 +17,8 @@ from diffusion.models.conditioning import TextRows
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.rewards.video import flicker
-from diffusion.sampling.sampler import GuidedVelocity, SamplerConfig, sample_latents, text_of
+from diffusion.sampling.guidance import GuidedVelocity
+from diffusion.sampling.sampler import SamplerConfig, sample_latents, text_of
 from mmrl.rewards import RewardResult
 from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.run_log import metric_label

@@ -23,7 +23,8 @@ from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.losses import NoisyRows, mix
 from diffusion.matching.times import TimestepConfig, draw_times
 from diffusion.models.policy import DiffusionPolicy
-from diffusion.sampling.sampler import SamplerConfig, group_seeds, guided, row_noise, sample_latents, text_of, times_of
+from diffusion.sampling.guidance import guided
+from diffusion.sampling.sampler import SamplerConfig, group_seeds, row_noise, sample_latents, text_of, times_of
 from diffusion.sampling.steps import velocity_kl
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions, mean_over_decisions
 from mmrl.core.loss import Denominators, Metric, mean_metric

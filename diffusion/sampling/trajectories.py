@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from diffusion.data.prompts import DiffusionTask
 from diffusion.models.conditioning import TextRows
 from diffusion.models.policy import DiffusionPolicy
+from diffusion.sampling.guidance import guided
 from diffusion.sampling.sampler import (
     DRAWN_WINDOWS,
     MOVES,
     SamplerConfig,
     group_seeds,
-    guided,
     last_trained,
     make_kernel,
     sample_trajectories,

@@ -12,7 +12,8 @@ from diffusion.families.base import blocks_of
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.saved import LORA_FILE
-from diffusion.sampling.sampler import euler_ode, guided, times_of
+from diffusion.sampling.guidance import guided
+from diffusion.sampling.sampler import euler_ode, times_of
 from tests.diffusion.families.cases import CASES
 from tests.diffusion.families.tiny import LONG, SHORT
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from diffusion.sampling.guidance import guided
 from diffusion.sampling.sampler import (
     SamplerConfig,
     euler_ode,
-    guided,
     row_noise,
     sample_latents,
     sample_trajectories,

@@ -1,0 +1,130 @@
+"""The velocity of a flow model under classifier-free guidance.
+
+Shapes: B rows (images), C channels, H x W latent pixels; latents of videos are (B, C, T, H, W).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.families.base import Combine, Family, Text, VelocityModel, linear_guidance
+from diffusion.models.conditioning import TextRows
+from mmrl.errors import UserError
+
+
+class GuidedVelocity:
+    """Velocity of fixed text rows under guidance, negative + scale (positive - negative), from one call of both.
+
+    The text rows are laid out at the first step and then serve every one. Scale 1 needs the positive half only, scale 0
+    the negative half only; the other half is then not computed.
+
+    Args:
+        model: the flow model.
+        text: positive text of B rows.
+        negative: negative text of the same B rows, or of one row that all share; not needed with scale 1.
+        scale: guidance scale w; 1 = no guidance.
+        together: whether both halves go through the model in one call of 2 B rows or in two of B.
+        detach_negative: leave the negative half out of the gradient. It then gets a call of its own without a graph
+            wherever gradients are on, which saves its backward pass.
+        combine: the family's own formula in place of the linear one.
+
+    Raises:
+        UserError: the scale is not finite, or guidance without a negative prompt for every row.
+
+    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598), eq. 6 with scale = 1 + their w.
+    """
+
+    def __init__(
+        self,
+        model: VelocityModel,
+        text: TextRows,
+        negative: TextRows | None = None,
+        scale: float = 1.0,
+        *,
+        together: bool = True,
+        detach_negative: bool = False,
+        combine: Combine = linear_guidance,
+    ) -> None:
+        if not math.isfinite(scale):
+            raise UserError(f"guidance scale is {scale}; must be finite")
+        self.model = model
+        self.scale = scale
+        self.together = together
+        self.detach_negative = detach_negative
+        self.combine = combine
+        self._positive = None if scale == 0.0 and combine is linear_guidance else text
+        self._negative = None if scale == 1.0 else _negative_rows(negative, len(text), scale)
+
+    @property
+    def halves(self) -> int:
+        """Model rows that one image costs at each step: 1 or 2."""
+        return (self._positive is not None) + (self._negative is not None)
+
+    def __call__(self, latents: Tensor, sigma: Tensor) -> Tensor:
+        """Evaluate the guided velocity.
+
+        Args:
+            latents: x_t (B, C, H, W).
+            sigma: time of each row (B,), or of all of them ().
+
+        Returns:
+            Velocity (B, C, H, W) in the model's dtype.
+
+        Gradient: through both halves, or with `detach_negative` through the positive one only.
+        """
+        sigma = sigma.expand(len(latents))
+        if self._negative is None:
+            return self.model(latents, sigma, self._positive_text)
+        if self._positive is None:
+            return self.model(latents, sigma, self._negative_text)
+        apart = not self.together or (self.detach_negative and torch.is_grad_enabled())
+        if apart:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach_negative):
+                negative = self.model(latents, sigma, self._negative_text)
+            positive = self.model(latents, sigma, self._positive_text)
+        else:
+            both = self.model(torch.cat([latents, latents]), torch.cat([sigma, sigma]), self._both_texts)
+            negative, positive = both.chunk(2)
+        return self.combine(positive, negative, self.scale, sigma)
+
+    # expanded at first use: a half that is never evaluated is never laid out
+    @cached_property
+    def _positive_text(self) -> Text:
+        assert self._positive is not None
+        return self._positive.expanded()
+
+    @cached_property
+    def _negative_text(self) -> Text:
+        assert self._negative is not None
+        return self._negative.expanded()
+
+    @cached_property
+    def _both_texts(self) -> Text:
+        assert self._negative is not None
+        assert self._positive is not None
+        return self._negative.followed_by(self._positive).expanded()
+
+
+def guided(
+    policy: Any, velocity_of: Any, text: TextRows, scale: float, negative: str, **options: Any
+) -> GuidedVelocity:
+    """Velocity of rows under classifier-free guidance, with the policy's embeddings of the negative prompt."""
+    other = None if scale == 1.0 else policy.embeddings.negative(negative)
+    linear = type(policy.family).combine is Family.combine
+    combine = linear_guidance if linear else policy.family.combine
+    return GuidedVelocity(velocity_of, text, other, scale, combine=combine, **options)
+
+
+def _negative_rows(negative: TextRows | None, rows: int, scale: float) -> TextRows:
+    if negative is None:
+        raise UserError(f"guidance scale {scale} needs a negative prompt, which may be empty; scale 1 needs none")
+    if len(negative) == 1:
+        return negative.select(torch.zeros(rows, dtype=torch.int64))
+    if len(negative) != rows:
+        raise UserError(f"there are {len(negative)} negative text rows for {rows} rows; must be 1 or {rows}")
+    return negative
