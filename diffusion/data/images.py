@@ -33,7 +33,7 @@ class CaptionedImage:
     caption: str
     """Its text."""
     read: Callable[[], NDArray[np.uint8]]
-    """Gives RGB uint8 (h, w, 3)."""
+    """Gives RGB uint8 (h, w, 3), of a video (F, h, w, 3)."""
 
 
 @dataclass
@@ -41,8 +41,8 @@ class ImageDataConfig:
     """Location of the captioned images."""
 
     path: str = MISSING
-    """A .npz file with `images` uint8 (N, h, w, 3) and `captions`, or a .jsonl file with the columns image (a path,
-    relative to the file) and prompt."""
+    """A .npz file with `images` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos, and `captions`; or a .jsonl file with
+    the columns image (a path, relative to the file) and prompt."""
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def write_images(path: Path | str, images: NDArray[np.uint8], captions: Sequence
 
     Args:
         path: file to write; created with its folder.
-        images: RGB uint8 (N, h, w, 3).
+        images: RGB uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos.
         captions: N texts.
 
     Returns:
@@ -118,16 +118,19 @@ def read_arrays(
     except Exception as error:  # zipfile, zlib and the parser of NumPy's headers each raise their own kinds
         raise UserError(f"{path} is no file of {content}: {error}") from error
     shape = heads[sides[0]][0]
-    fits = len(shape) == 4 and shape[3] == 3 and all(heads[name] == (shape, np.uint8) for name in sides)
+    fits = len(shape) in (4, 5) and shape[-1] == 3 and all(heads[name] == (shape, np.uint8) for name in sides)
     if (
         not fits
         or any(heads[name][0] != shape[:1] for name in ("captions", *known))
         or heads["captions"][1].kind != "U"
     ):
         found = ", ".join(f"{name} {dtype} {size}" for name, (size, dtype) in heads.items())
-        raise UserError(f"{path}: {found}; {' and '.join(sides)} must be uint8 (N, h, w, 3), with N texts and numbers")
+        raise UserError(
+            f"{path}: {found}; {' and '.join(sides)} must be uint8 (N, h, w, 3), or (N, F, h, w, 3) "
+            "of videos, with N texts and numbers"
+        )
     try:
-        check_pixels(shape[2], shape[1], max_pixels, f"{key}.max_image_pixels")
+        check_pixels(shape[-2], shape[-3], max_pixels, f"{key}.max_image_pixels")
         with np.load(path, allow_pickle=False) as data:
             return {name: data[name] for name in heads}
     except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
@@ -197,13 +200,13 @@ def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image of an array of images."""
+    """An image or video of an array of them."""
 
     images: NDArray[np.uint8]
     row: int
 
     def __call__(self) -> NDArray[np.uint8]:
-        """RGB uint8 (h, w, 3)."""
+        """RGB uint8 (h, w, 3) or (F, h, w, 3)."""
         pixels: NDArray[np.uint8] = self.images[self.row]
         return pixels
 

@@ -53,9 +53,9 @@ class ImagePairConfig:
     """Location of the pairs."""
 
     path: str = MISSING
-    """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3) and optionally the numbers
-    score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file whose columns prompt, chosen
-    and rejected name image files beside it."""
+    """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos,
+    and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file whose
+    columns prompt, chosen and rejected name image files beside it."""
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from torch import nn
 from diffusion.config import GivenImagesConfig, check_matching
 from diffusion.data.pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.data.prompts import DiffusionTask
+from diffusion.evaluation import film_strip
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching, given_rollouts
 from diffusion.methods.fifa import PairFilterConfig, embed_captions, select_pairs
@@ -170,7 +171,7 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
                 id=task.id,
                 prompt=task.prompt,
                 response="",
-                outputs=[Image.fromarray(payload.images[2 * pair + side]) for side in (0, 1)],
+                outputs=[Image.fromarray(film_strip(payload.images[2 * pair + side])) for side in (0, 1)],
                 reward=means["rewards/margins"][pair] if "rewards/margins" in means else None,
                 terms={name: values[pair] for name, values in means.items()},
                 finish="image",

@@ -127,35 +127,30 @@ def decode_latents(family: Family, latents: Tensor, batch: int = 8, frames: int 
 def encode_images(
     family: Family, images: NDArray[np.uint8], generator: torch.Generator | None = None, batch: int = 8
 ) -> Tensor:
-    """Encode images to latents, some at a time.
+    """Encode images or videos to latents, some at a time.
 
     Args:
         family: the family whose autoencoder encodes.
-        images: RGB uint8 (B, h, w, 3); h and w multiples of the autoencoder's factor.
+        images: RGB uint8 (B, h, w, 3), of videos (B, F, h, w, 3), of sizes that the autoencoder takes.
         generator: source of a sample of the autoencoder's Gaussian; None takes its mode. The draws do not depend on
             `batch`.
-        batch: images encoded together.
+        batch: images encoded together, videos one at a time.
 
     Returns:
-        Latents (B, C, H, W) float32 on the autoencoder's device, as the network works on them.
+        Latents (B, C, H, W) or (B, C, T, H, W) float32 on the autoencoder's device, as the network works on them.
 
     Raises:
+        UserError: images for a family of videos, or the other way round.
         ValueError: images of another shape or dtype.
 
     Gradient: none.
     """
-    if family.video:
-        raise UserError(f"{family.pipeline_class} draws videos; only images are learned from as they are given")
-    autoencoder, factor = family.pipeline.vae, family.factor
-    fits = images.ndim == 4 and images.shape[3] == 3 and not (images.shape[1] % factor or images.shape[2] % factor)
-    if not fits or images.dtype != np.uint8:
-        raise ValueError(
-            f"images are {images.dtype} {images.shape}; must be uint8 (B, h, w, 3), h and w multiples of {factor}."
-        )
+    autoencoder = family.pipeline.vae
+    _check_given(family, images)
     means, deviations = [], []
     with torch.no_grad():
-        for part in torch.from_numpy(np.ascontiguousarray(images)).split(batch):
-            scaled = part.to(autoencoder.device).permute(0, 3, 1, 2).to(autoencoder.dtype) / 127.5 - 1
+        for part in torch.from_numpy(np.ascontiguousarray(images)).split(1 if family.video else batch):
+            scaled = part.to(autoencoder.device).movedim(-1, 1).to(autoencoder.dtype) / 127.5 - 1
             mean, deviation = family.encode_pixels(scaled)
             means.append(mean)
             deviations.append(deviation)
@@ -164,6 +159,23 @@ def encode_images(
             noise = torch.randn(encoded.shape, generator=generator, device=generator.device).to(encoded.device)
             encoded = encoded + torch.cat(deviations) * noise
         return family.normalise(encoded)
+
+
+def _check_given(family: Family, images: NDArray[np.uint8]) -> None:
+    """Refuse images that the family's autoencoder does not take."""
+    if images.ndim in (4, 5) and (images.ndim == 5) != family.video:
+        drawn, given = ("videos", "images (B, h, w, 3)") if family.video else ("images", "videos (B, F, h, w, 3)")
+        raise UserError(
+            f"{family.pipeline_class} draws {drawn}, but was given {given}; a .npz file holds videos (N, F, h, w, 3)"
+        )
+    factor, group = family.factor, family.frame_factor
+    fits = images.ndim == 4 + family.video and images.shape[-1] == 3
+    fits = fits and not (images.shape[-3] % factor or images.shape[-2] % factor)
+    fits = fits and not (family.video and (images.shape[1] - 1) % group)
+    if not fits or images.dtype != np.uint8:
+        expected = f"uint8 (B, {'F, ' if family.video else ''}h, w, 3), h and w multiples of {factor}"
+        frames = f", F 1 more than a multiple of {group}" if family.video else ""
+        raise ValueError(f"images are {images.dtype} {images.shape}; must be {expected}{frames}.")
 
 
 def _resolve(path_or_id: Path | str) -> tuple[str, Path | None]:

@@ -140,6 +140,25 @@ _TABLE = (
         _DIGITS, (0.0, 1.0), needs="scikit-learn",
     ),
     ImageReward(
+        "moving_digit", "diffusion.toy.clips:moving_digit", "moving_digit_shape times moving_digit_way", _DIGITS,
+        (0.0, 1.0), video=True, needs="scikit-learn",
+    ),
+    ImageReward(
+        "moving_digit_shape", "diffusion.toy.clips:moving_digit_shape",
+        "probability of the prompt's digit under a logistic regression, in the mean over the frames of a video",
+        _DIGITS, (0.0, 1.0), video=True, needs="scikit-learn",
+    ),
+    ImageReward(
+        "moving_digit_way", "diffusion.toy.clips:moving_digit_way",
+        "share of a video's steps in which the centre of brightness goes in the prompt's direction", "this suite",
+        (0.0, 1.0), video=True,
+    ),
+    ImageReward(
+        "moving_digit_judge", "diffusion.toy.clips:moving_digit_judge",
+        "digit and direction as a network that saw other scans and matched frames see them; for measuring, not for "
+        "training", _DIGITS, (0.0, 1.0), video=True, needs="scikit-learn",
+    ),
+    ImageReward(
         "caption_colour", "diffusion.toy.shapes.colour:caption_colour",
         "nearness of the pixels to the colours of the caption", "this suite", (0.0, 1.0),
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,14 +85,21 @@ def digit_scans(half: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 @functools.cache
 def _classifier(half: str) -> Any:
     """The fitted classifier of a half."""
-    scans, labels = digit_scans(half)
+    return fit_classifier(half, *digit_scans(half))
+
+
+def fit_classifier(half: str, scans: NDArray[np.float32], labels: NDArray[np.int64]) -> Any:
+    """Fit the kind of classifier that a half has: a logistic regression for the reward, a network for the judge."""
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.neural_network import MLPClassifier
 
     if half == "reward":
         return LogisticRegression(max_iter=500).fit(scans, labels)
     network = MLPClassifier((64,), alpha=1e-2, learning_rate_init=1e-2, max_iter=120, random_state=JUDGE_SEED)
-    return network.fit(scans, labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # the limit is meant
+        return network.fit(scans, labels)
 
 
 def _probabilities(

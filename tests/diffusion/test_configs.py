@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.toy import digits
+from diffusion.toy import clips, digits
 from diffusion.toy.shapes.building import build_prompts
 from mmrl.config import load_run
 from tests.diffusion.families.cases import CASES
@@ -51,7 +51,10 @@ def models(tmp_path_factory):
     """A tiny pipeline for a configuration's images."""
     folder = tmp_path_factory.mktemp("digits") / "model"
     digits.build_pipeline(str(folder), layers=1, heads=2, text_width=32, pooled_width=16)
-    return {"digits": folder, "shapes": tiny_model()}
+    moving = clips.build_pipeline(
+        str(folder.parent / "clips"), scans=30, layers=1, heads=2, head_width=12, text_width=16
+    )
+    return {"digits": folder, "clips": moving, "shapes": tiny_model()}
 
 
 def family_of(path):
@@ -62,10 +65,13 @@ def family_of(path):
 def overrides_of(path, whole, folder, models):
     """Paths inside the test's folder and small numbers; prompts that no function builds are captions of shapes."""
     source = whole.images if hasattr(whole, "images") else next(iter(whole.eval_data.values()))
-    subject = "digits" if "digits" in str(source.build) else "shapes"
+    subject = next((name for name in ("digits", "clips") if name in str(source.build)), "shapes")
     case = family_of(path)
     model = models[subject] if case is None else case.build(folder / "pipeline")
     found = [*SMALL, f"output_dir={folder / 'run'}", f"model.path={model}", "model.build=null"]
+    if subject == "clips":
+        found += ["images.build_options.scans=30"] if hasattr(whole, "images") else []
+        found += ["model.height=12", "model.width=12", "model.max_sequence_length=8"]
     if case is not None:
         sizes = {"height": case.height, "width": case.width, "frames": case.frames, "max_sequence_length": None}
         found += [f"model.{key}={json.dumps(value)}" for key, value in {**sizes, **case.model}.items()]

@@ -29,6 +29,16 @@ NOISELESS = -60.0
 """Log-variance of the encoder's Gaussian: it is a point."""
 
 
+def principal_directions(patches: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
+    """Mean (D,) of patches (N, D) float64, K directions (K, D) in which they vary most, and their size along them."""
+    mean = patches.mean(0)
+    directions = torch.linalg.eigh(torch.cov((patches - mean).T, correction=0))[1].flip(1)[:, :count].T
+    # a direction and its opposite are equally good; the larger side is made the positive one
+    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+    deviation = float(((patches - mean) @ directions.T).std(correction=0))
+    return mean, directions * largest.sign(), max(deviation, 1e-6)
+
+
 class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """Linear patch autoencoder with the interface of diffusers' AutoencoderKL.
 
@@ -61,14 +71,10 @@ class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
         model = cls(patch=patch, latent_channels=latent_channels, block_out_channels=levels)
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
         patches = model._patches(pixels).transpose(1, 2).reshape(-1, 3 * patch * patch).double()
-        mean = patches.mean(0)
-        directions = torch.linalg.eigh(torch.cov((patches - mean).T, correction=0))[1].flip(1)[:, :latent_channels].T
-        # a direction and its opposite are equally good; the larger side is made the positive one
-        largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+        mean, directions, deviation = principal_directions(patches, latent_channels)
         model.mean.data.copy_(mean)
-        model.basis.data.copy_(directions * largest.sign())
-        deviation = float(((patches - mean) @ directions.T).std(correction=0))
-        model.register_to_config(scaling_factor=1.0 / max(deviation, 1e-6))
+        model.basis.data.copy_(directions)
+        model.register_to_config(scaling_factor=1.0 / deviation)
         return model.eval()
 
     def encode(self, x: Tensor, return_dict: bool = True) -> Any:

@@ -287,7 +287,7 @@ def build_tiny_sd3(
     """
     sizes = sizes or TinySd3Sizes()
     check_config(sizes)
-    return _write(Path(path), lambda: _assemble(sizes, corpus, shift, autoencoder), seed)
+    return write_pipeline(Path(path), lambda: _assemble(sizes, corpus, shift, autoencoder), seed)
 
 
 def build_tiny_flux(
@@ -309,10 +309,11 @@ def build_tiny_flux(
     """
     sizes = sizes or TinyFluxSizes()
     check_config(sizes)
-    return _write(Path(path), lambda: _assemble_flux(sizes, corpus), seed)
+    return write_pipeline(Path(path), lambda: _assemble_flux(sizes, corpus), seed)
 
 
-def _write(path: Path, assemble: Callable[[], Any], seed: int) -> Path:
+def write_pipeline(path: Path, assemble: Callable[[], Any], seed: int) -> Path:
+    """Make a pipeline of random weights and save it; the global generator is left alone."""
     import torch
 
     ensure_torchvision()
