@@ -120,25 +120,27 @@ class CriticConfig:
 class Critic(nn.Module):
     """V(x_t, t, c), a small convolutional network on C channels and a pooled text embedding of width P.
 
-    The latent frames of a video are channels, C T of them.
+    Convolutions are over the pixels of an image, and over the frames of a video too.
     """
 
-    def __init__(self, channels: int, pooled_width: int, width: int) -> None:
+    def __init__(self, channels: int, pooled_width: int, width: int, *, video: bool = False) -> None:
         super().__init__()
+        convolution, pool = (nn.Conv3d, nn.AdaptiveAvgPool3d) if video else (nn.Conv2d, nn.AdaptiveAvgPool2d)
+        features = (8 if video else 4) * width + width + TIME_FEATURES
         self.image = nn.Sequential(
-            nn.Conv2d(channels, width, 3, padding=1),
+            convolution(channels, width, 3, padding=1),
             nn.GroupNorm(1, width),
             nn.SiLU(),
-            nn.Conv2d(width, width, 3, stride=2, padding=1),
+            convolution(width, width, 3, stride=2, padding=1),
             nn.GroupNorm(1, width),
             nn.SiLU(),
-            nn.AdaptiveAvgPool2d(2),
+            pool(2),
             nn.Flatten(),
         )
         self.text = nn.Linear(pooled_width, width)
         self.head = nn.Sequential(
-            nn.LayerNorm(4 * width + width + TIME_FEATURES),
-            nn.Linear(4 * width + width + TIME_FEATURES, width),
+            nn.LayerNorm(features),
+            nn.Linear(features, width),
             nn.SiLU(),
             nn.LayerNorm(width),
             nn.Linear(width, 1),
@@ -148,10 +150,13 @@ class Critic(nn.Module):
         nn.init.zeros_(last.bias)
 
     def forward(self, latents: Tensor, sigma: Tensor, pooled: Tensor) -> Tensor:
-        """Expected return (M,) of latents x_t (M, C, H, W) float32 at times (M,) with pooled text (M, P)."""
+        """Expected return (M,) of float32 latents x_t (M, C, H, W), of videos (M, C, T, H, W), at times (M,).
+
+        `pooled` is their text (M, P).
+        """
         frequency = 2.0 ** torch.arange(TIME_FEATURES // 2, device=sigma.device)
         angle = math.pi * sigma[:, None] * frequency
-        features = torch.cat([self.image(latents.flatten(1, -3)), self.text(pooled), angle.sin(), angle.cos()], 1)
+        features = torch.cat([self.image(latents), self.text(pooled), angle.sin(), angle.cos()], 1)
         value: Tensor = self.head(features)[:, 0]
         return value
 
@@ -275,7 +280,7 @@ class StateCritic(CriticTrainer):
         pooled = policy.family.text_vector(text.values).shape[1]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "critic"))
-            critic = Critic(math.prod(policy.latent_shape[:-2]), pooled, config.width)
+            critic = Critic(policy.latent_shape[0], pooled, config.width, video=policy.family.video)
         super().__init__(critic.to(policy.device), config)
         self.policy, self.seed, self.states = policy, seed, states
 

@@ -169,6 +169,22 @@ def test_critic_starts_at_zero_and_learns_from_the_prompt():
     torch.testing.assert_close(shorter.values(latents, sigma, pooled), trainer.values(latents, sigma, pooled))
 
 
+def test_critic_of_videos_learns_which_way_they_go():
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        critic = Critic(2, 6, 16, video=True)
+    trainer = CriticTrainer(critic, CriticConfig(width=16, learning_rate=1e-2, updates_per_step=60, batch_rows=64))
+    start, back = torch.randint(0, 3, (64,), generator=generator), torch.arange(64) % 2 == 0
+    videos = torch.zeros(64, 2, 3, 6, 6)
+    for frame in range(3):
+        videos[torch.arange(64), :, torch.where(back, 2 - frame, frame), 2:4, start + frame] = 1.0
+    returns = torch.where(back, -1.0, 1.0)
+    trainer.train((videos, torch.full((64,), 0.1), torch.zeros(64, 6)), returns, generator, make_accelerator())
+    assert float((trainer.values(videos, torch.full((64,), 0.1), torch.zeros(64, 6)) - returns).square().mean()) < 0.1
+    assert critic(torch.zeros(1, 2, 7, 6, 6), torch.ones(1), torch.zeros(1, 6)).shape == (1,)  # of any length
+
+
 def test_without_a_scored_image_the_critic_is_not_updated():
     trainer = CriticTrainer(Critic(4, 6, 8), CriticConfig(width=8))
     before = copy.deepcopy(trainer.state_dict())
