@@ -22,6 +22,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from accelerate import Accelerator
 from torch import nn
 
 from diffusion.config import DiffusionConfig, TrajectoryParts, image_trainer
@@ -29,9 +30,15 @@ from diffusion.methods.trajectory import TrajectoryRecipe
 from diffusion.models.policy import full_model
 from diffusion.sampling.sampler import SamplerConfig
 from diffusion.sampling.steps import guard_log_ratio
+from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import rare
 from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import merge_lists
+from mmrl.training.recipe import Step
+
+TINY = 1e-12
 
 
 def flow_grpo_objective() -> ObjectiveConfig:
@@ -45,12 +52,35 @@ class FlowGrpoConfig(TrajectoryParts, DiffusionConfig):
 
     objective: ObjectiveConfig = field(default_factory=flow_grpo_objective)
     """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
+    equal_steps: bool = rare(False)
+    """Weigh each step by 1 / the size of its gradient, which depends on the time, over the rollout's mean of that
+    (Flash-GRPO, arXiv 2605.15980)."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if self.equal_steps and self.sampler.kernel == "cps":
+            raise ValueError("equal_steps is true, but sampler.kernel 'cps' has no log-density to scale; use flow_sde")
 
 
 class FlowGrpoRecipe(TrajectoryRecipe):
     """Group-relative policy optimisation over stochastic denoising steps; see the module."""
 
     config: FlowGrpoConfig
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Group advantages, with `equal_steps` weighed by the inverse of each step's gradient."""
+        found = super().advantages(rollouts, accelerator, step)
+        if not self.config.equal_steps:
+            return found
+        payload, trained = DiffusionPayload.of(rollouts), rollouts.loss_mask
+        assert payload.sigma_next is not None
+        assert found.advantage is not None
+        scale = self.process.kernel.gradient_scale(payload.sigma.flatten(), payload.sigma_next.flatten())
+        weight = scale.reciprocal().view_as(payload.sigma)
+        sums = zip(*merge_lists([(float((weight * trained).sum()), float(trained.sum()))], accelerator), strict=True)
+        total, count = (sum(parts) for parts in sums)
+        return found.replace(advantage=found.advantage * weight * (count / max(total, TINY)))
 
 
 def flow_grpo_fast() -> FlowGrpoConfig:

@@ -214,8 +214,8 @@ def make_solver(name: str, sigmas: Tensor, noise_level: float = 0.0) -> Solver:
     * dpm: DPM-Solver++ of second order, deterministic; the last time before 0 is half of the one before it, because a
       rule that extrapolates from the step before overshoots in the grid's own step from 0.28 to 0.009, so far that
       Euler's is the better one
-    * flow_sde, dance_sde, cps, ddim: first order, stochastic steps of `diffusion.sampling.steps` at all times but the
-      last
+    * flow_sde, dance_sde, cps, ddim, linear_sde: first order, stochastic steps of `diffusion.sampling.steps` at all
+      times but the last
 
     Args:
         name: one of `SOLVERS`.

@@ -87,6 +87,17 @@ class StepKernel(ABC):
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         """`transition` in one dtype, with times (B, 1, 1, 1)."""
 
+    def gradient_scale(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+        """Size (B,) of the gradient of the log-density with respect to the velocity, for noise of size 1.
+
+        The mean is affine in the velocity, with slope b, so the gradient is |b| / std.
+
+        Source: Flash-GRPO, arXiv 2605.15980.
+        """
+        none, one = torch.zeros(len(sigma), 1, device=sigma.device), torch.ones(len(sigma), 1, device=sigma.device)
+        mean, std = self.transition(one, none, sigma, sigma_next)
+        return (mean - self.transition(none, none, sigma, sigma_next)[0])[:, 0].abs() / std
+
     def log_prob(self, previous: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         """Return the log-density (B,) float32 of the latents (B, C, H, W) that were drawn, averaged over C, H and W.
 
@@ -138,6 +149,23 @@ class DanceSdeStep(StepKernel):
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         return _reverse_sde(v, x, s, s_next, torch.full_like(s, self.eta))
+
+
+@dataclass(frozen=True)
+class LinearSdeStep(StepKernel):
+    """SDE step with g = noise_level * sigma_max * sigma, the noise of Flash-GRPO.
+
+    Source: Flash-GRPO, arXiv 2605.15980; Shredded-Pork/Flash-GRPO
+        flow_grpo/diffusers_patch/wan2_1_pipeline_with_logprob2.py.
+    """
+
+    sigma_max: float = bounded(above=0, below=1)
+    """The grid's second time."""
+    noise_level: float = bounded(1.0, at_least=0)
+    """0 gives the ODE."""
+
+    def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
+        return _reverse_sde(v, x, s, s_next, self.noise_level * self.sigma_max * s)
 
 
 @dataclass(frozen=True)
@@ -319,12 +347,14 @@ STEPS: dict[str, Callable[..., StepKernel]] = {
     "dance_sde": DanceSdeStep,
     "cps": CpsStep,
     "ddim": DdimStep,
+    "linear_sde": LinearSdeStep,
 }
 KERNELS: dict[str, Callable[[float, float], StepKernel]] = {
     "flow_sde": lambda noise_level, sigma_max: FlowSdeStep(sigma_max, noise_level),
     "dance_sde": lambda noise_level, sigma_max: DanceSdeStep(noise_level),
     "cps": lambda noise_level, sigma_max: CpsStep(noise_level),
     "ddim": lambda noise_level, sigma_max: DdimStep(noise_level),
+    "linear_sde": lambda noise_level, sigma_max: LinearSdeStep(sigma_max, noise_level),
 }
 """Stochastic steps of a flow model, from the noise level and the grid's second time."""
 BOUNDED = ("cps", "ddim")

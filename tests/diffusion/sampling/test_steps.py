@@ -13,6 +13,7 @@ from diffusion.sampling.steps import (
     DanceSdeStep,
     DdimStep,
     FlowSdeStep,
+    LinearSdeStep,
     OdeStep,
     flow_grpo_head_kl,
     gaussian_kl,
@@ -29,6 +30,7 @@ OPTIONS = {
     "dance_sde": {"eta": 0.3},
     "cps": {"noise_level": 0.8},
     "ddim": {"eta": 0.9},
+    "linear_sde": {"noise_level": 0.9, "sigma_max": SIGMA_MAX},
 }
 RANDOM = sorted(set(OPTIONS) - {"ode"})
 TIMES = [(1.0, SIGMA_MAX), (0.707278, 0.602151), (0.278049, 0.008929)]
@@ -55,6 +57,10 @@ def numpy_transition(name, v, x, s, n):
         return x + dt * v, 0.0
     if name == "flow_sde":
         std = 0.7 * np.sqrt(s / (1 - (SIGMA_MAX if s == 1 else s)))
+        mean = x * (1 + std**2 / (2 * s) * dt) + v * (1 + std**2 * (1 - s) / (2 * s)) * dt
+        return mean, std * np.sqrt(-dt)
+    if name == "linear_sde":
+        std = 0.9 * SIGMA_MAX * s
         mean = x * (1 + std**2 / (2 * s) * dt) + v * (1 + std**2 * (1 - s) / (2 * s)) * dt
         return mean, std * np.sqrt(-dt)
     if name == "dance_sde":
@@ -278,6 +284,30 @@ def test_divergences_pull_on_the_policy_only():
         found = torch.autograd.grad(value.sum(), [policy, reference], allow_unused=True)
         assert found[1] is None
         assert found[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("name", sorted(set(RANDOM) - {"cps"}))
+def test_gradient_scale_is_the_gradient_of_the_log_density(name):
+    velocity, latents, noise = drawn(dtype=torch.float64)
+    velocity.requires_grad_()
+    step, (sigma, sigma_next) = kernel(name), times(name, dtype=torch.float64)
+    mean, std = step.transition(velocity, latents, sigma, sigma_next)
+    previous = (mean + std.reshape(-1, 1, 1, 1) * noise).detach()
+    step.log_prob(previous, mean, std).sum().backward()
+    size = velocity[0].numel()
+    scale = step.gradient_scale(sigma.expand(3), sigma_next.expand(3))
+    assert scale.shape == (3,)
+    found = (velocity.grad.flatten(1).norm(dim=1) * size / noise.flatten(1).norm(dim=1)).numpy()
+    np.testing.assert_allclose(scale.numpy(), found, rtol=1e-5)
+
+
+def test_weights_of_flash_grpo():
+    # the table in Shredded-Pork/Flash-GRPO scripts/train_wanx2_1_flash.py, whose grid is rounded otherwise
+    table = [7.4770, 7.0414, 6.6112, 6.1867, 5.7682, 5.3559, 4.9502, 4.5513, 4.1596, 3.7754]
+    plain = torch.linspace(1, 1 / 1000, 21, dtype=torch.float64)[:-1]
+    grid = 3 * plain / (1 + 2 * plain)
+    scale = LinearSdeStep(float(grid[1])).gradient_scale(grid[:10], grid[1:11])
+    np.testing.assert_allclose(1 / scale.numpy(), table, rtol=3e-3)
 
 
 def test_guarded_log_ratio_is_the_product_of_noise_and_move():

@@ -9,7 +9,7 @@ from diffusion.sampling.sampler import times_of
 from diffusion.sampling.steps import gaussian_kl
 from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams
+from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from tests.diffusion.runs import build, collected, disturb, gradients, run_config
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
@@ -101,4 +101,24 @@ def test_other_methods_do_not_score_the_divergence(tmp_path):
     config = run_config("awm", tmp_path)
     config.objective = ObjectiveConfig(preset="flow_dppo")
     with pytest.raises(ValueError, match=r"objective.clip is 'divergence_mask', which needs the exact divergence"):
+        config.validate()
+
+
+def test_equal_steps_weigh_by_the_inverse_of_the_gradient(tmp_path):
+    recipe = windowed(tmp_path, window_schedule="random_per_task", window_high=5)
+    plain = collected(recipe)
+    recipe.config.equal_steps = True
+    weighed = recipe.advantages(plain, make_accelerator(), Step())
+    payload = DiffusionPayload.of(plain)
+    scale = recipe.process.kernel.gradient_scale(payload.sigma.flatten(), payload.sigma_next.flatten())
+    assert len(set(scale.tolist())) > 1
+    weight = (1 / scale) / (1 / scale).mean()
+    torch.testing.assert_close(weighed.advantage, plain.advantage * weight.view_as(payload.sigma))
+    assert plain.advantage.any()
+
+
+def test_equal_steps_need_a_density(tmp_path):
+    config = run_config("flow_grpo_fast", tmp_path)
+    config.equal_steps = True
+    with pytest.raises(ValueError, match=r"equal_steps is true, but sampler\.kernel 'cps'"):
         config.validate()
