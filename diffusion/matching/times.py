@@ -86,6 +86,13 @@ def sample_times(options: TimestepConfig, grid: Tensor, generator: torch.Generat
     return TIME_SAMPLERS[options.times](options, grid, generator)
 
 
+def reachable_times(options: TimestepConfig, grid: Tensor) -> Tensor:
+    """Times (T,) that some draw may give, of continuous kinds the smallest and the largest."""
+    if options.times in CONTINUOUS:
+        return torch.tensor([LOWEST_TIME, 1.0])
+    return _usable(options, grid, first=0)[int(options.times == "discrete_wo_init") :]
+
+
 def _discrete_with_init(options: TimestepConfig, grid: Tensor, generator: torch.Generator) -> Tensor:
     initial = _usable(options, grid, first=0)[:1]
     if options.count == 1:

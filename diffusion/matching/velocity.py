@@ -21,10 +21,18 @@ from torch import Tensor
 
 from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.losses import NoisyRows, mix
-from diffusion.matching.times import TimestepConfig, draw_times
+from diffusion.matching.times import TimestepConfig, draw_times, reachable_times
 from diffusion.models.policy import DiffusionPolicy
 from diffusion.sampling.guidance import guided
-from diffusion.sampling.sampler import SamplerConfig, group_seeds, row_noise, sample_latents, text_of, times_of
+from diffusion.sampling.sampler import (
+    SamplerConfig,
+    check_networks,
+    group_seeds,
+    row_noise,
+    sample_latents,
+    text_of,
+    times_of,
+)
 from diffusion.sampling.steps import velocity_kl
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions, mean_over_decisions
 from mmrl.core.loss import Denominators, Metric, mean_metric
@@ -153,6 +161,7 @@ class FlowMatching(VelocityMatching):
         super().__init__(timesteps)
         self.policy = policy
         self.sampler = sampler
+        check_networks(policy, reachable_times(timesteps, times_of(policy, sampler.steps)), "timesteps")
 
     def draw(
         self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, streams: Streams

@@ -64,7 +64,8 @@ class SamplerConfig:
     negative_prompt: str = rare("")
     """Negative prompt of classifier-free guidance."""
     kernel: str = rare(choice("flow_sde", lambda: KERNELS))
-    """Transition of the trained steps: flow_sde, dance_sde, cps or ddim; those that learn from x_0 use `solver`."""
+    """Transition of the trained steps: flow_sde, dance_sde, cps, ddim or linear_sde; methods that learn from x_0 use
+    `solver`."""
     noise_level: float = bounded(0.7, at_least=0)
     """Noise of the stochastic steps, eta; the meaning is the kernel's (or sa_solver's tau). euler and dpm have none."""
     window: int = rare(bounded(0, at_least=0))
@@ -88,7 +89,7 @@ class SamplerConfig:
     """Train on this share of the trained steps, drawn for each image (DanceGRPO 0.6)."""
     solver: str = choice("euler", lambda: SOLVERS)
     """Solver of rollouts without log-probabilities: euler, sa_solver (2nd order, stochastic), dpm (2nd order), or the
-    stochastic steps flow_sde, dance_sde, cps and ddim, of which the last has no noise."""
+    stochastic steps flow_sde, dance_sde, cps, ddim and linear_sde, of which the last has no noise."""
     same_noise: bool = rare(False)
     """Whether the images of a group start from the same noise (DanceGRPO)."""
     kept_frames: int = rare(bounded(4, at_least=0))
@@ -195,6 +196,25 @@ def check_guidance(policy: Any, config: SamplerConfig, key: str = "sampler") -> 
                 f"model.guidance_embedding={embedded}: images would be guided twice; set {key}.{name}=1, or "
                 "model.guidance_embedding=1 for guidance by the negative prompt alone"
             )
+
+
+def check_networks(policy: Any, times: Tensor, key: str) -> None:
+    """Warn of trained networks that no time (T,) of training reaches; raises UserError where it reaches none of them.
+
+    `key` names the options that decide about the times.
+    """
+    which = policy.family.network_of(times)
+    if which is None:
+        return
+    used = {policy.family.networks[index] for index in which.tolist()}
+    idle = [name for name in policy.trained_networks if name not in used]
+    if not idle:
+        return
+    names = " and ".join(idle)
+    said = f"{key}: no time of training, {float(times.min()):.3g} to {float(times.max()):.3g}, reaches {names}"
+    if len(idle) == len(policy.trained_networks):
+        raise UserError(f"{said}, and model.networks trains nothing else; change one of the two")
+    LOGGER.warning("%s, whose weights stay as they are; change %s, or leave it out of model.networks", said, key)
 
 
 def times_of(policy: Any, steps: int) -> Tensor:
@@ -357,6 +377,12 @@ def trained_window(config: SamplerConfig, generator: torch.Generator, done: int 
         return sde_window(config.steps, config.window, low, high, generator)
     moves = config.window_schedule, config.window_every, config.window_stride
     return moving_window(done, config.window, low, high, *moves, restart=config.window_restart)
+
+
+def reachable_times(config: SamplerConfig, grid: Tensor) -> Tensor:
+    """Times (T,) of a grid (S + 1,) that some rollout may train at."""
+    first = config.window_low if config.window else 0
+    return grid[first : last_trained(config) + 1]
 
 
 def last_trained(config: SamplerConfig) -> int:

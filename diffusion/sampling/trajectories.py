@@ -26,9 +26,11 @@ from diffusion.sampling.sampler import (
     DRAWN_WINDOWS,
     MOVES,
     SamplerConfig,
+    check_networks,
     group_seeds,
     last_trained,
     make_kernel,
+    reachable_times,
     sample_trajectories,
     text_of,
     times_of,
@@ -213,6 +215,7 @@ class Trajectories:
         self.step = step
         self.keep_mean = keep_mean
         self.kernel = make_kernel(sampler, times_of(policy, sampler.steps))
+        check_networks(policy, reachable_times(sampler, times_of(policy, sampler.steps)), "sampler.window")
         self._low_precision = policy.dtype != torch.float32 or mixed_precision != "none"
 
     @property

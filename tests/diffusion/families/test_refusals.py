@@ -12,9 +12,12 @@ import torch
 from diffusion.families.flux import FluxFamily
 from diffusion.families.sd3 import ATTENTION, Sd3Family
 from diffusion.families.table import FAMILIES, family_of
+from diffusion.matching.times import TimestepConfig
+from diffusion.matching.velocity import FlowMatching
 from diffusion.models.pipelines import load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.sampling.sampler import SamplerConfig, check_guidance
+from diffusion.sampling.trajectories import StepConfig, Trajectories
 from mmrl.errors import UserError
 from mmrl.listings import rows_of
 from tests.diffusion.families.cases import CASES
@@ -112,3 +115,18 @@ def test_reading_a_family_draws_nothing_from_the_global_generator(folder):
     family = family_of(pipeline)
     family.latent_shape()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_network_that_no_time_reaches_is_named(tmp_path, caplog):
+    policy = load_policy(
+        ModelConfig(path=str(CASES["wan_two_networks"].build(tmp_path / "wan")), max_sequence_length=32)
+    )
+    late = SamplerConfig(steps=10, window=2, window_low=6, window_high=9, guidance=1.0)
+    Trajectories(policy, late, StepConfig())
+    assert "sampler.window: no time of training, 0.43 to 0.667, reaches transformer, whose weights" in caplog.text
+    caplog.clear()
+    FlowMatching(policy, SamplerConfig(steps=4), TimestepConfig(times="discrete", count=1, fraction=0.9))
+    assert not caplog.text
+    policy.trained_networks = ("transformer",)
+    with pytest.raises(UserError, match=r"0\.667, reaches transformer, and model\.networks trains nothing else"):
+        Trajectories(policy, late, StepConfig())
