@@ -22,7 +22,7 @@ from tests.fitting import fitting, group_size
 
 CONFIGS = Path(__file__).parents[2] / "configs/diffusion"
 FILES = sorted(CONFIGS.glob("*.yaml"))
-FAMILY_OF = {"flux2_klein_base_9b": "klein", "qwen_image": "qwen_image", "wan2_1_1_3b": "wan"}
+FAMILY_OF = {"flux2_klein": "klein", "qwen_image": "qwen_image", "wan2_1_1_3b": "wan"}
 """Case of the family of files whose names begin so."""
 SMALL = [
     "trainer.steps=1",

@@ -40,10 +40,10 @@ def test_values_lie_in_the_range_of_the_table(name):
     images += list(np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), dtype=np.uint8))
     if IMAGE_REWARDS[name].video:
         images = [np.stack([image, image[::-1]]) for image in images]
-    digits = name.startswith("class")
+    digits = name.startswith(("class", "moving"))
     prompts = [f"a {row % 10}" if digits else scenes[row % len(scenes)].caption for row in range(len(images))]
-    if name == "motion":
-        prompts = [f"{prompt} moves down" for prompt in prompts]
+    if name.startswith("mo"):
+        prompts = [f"{prompt} moving down" for prompt in prompts]
     values = [value for value in load_image_rewards([name])[name](prompts, images) if value is not None]
     low, high = IMAGE_REWARDS[name].range
     assert len(set(values)) > 1
