@@ -3,7 +3,8 @@
     python -m tests.robotics.lerobot_policies FOLDER
 
 writes `act` and `diffusion`, for the observations of `tests.robotics.line_sim`, `act_two` and `diffusion_two`, which
-see one further camera, and `expected.npz`, the actions that lerobot chooses for `observations`.
+see one further camera, `act_ensemble`, which averages overlapping chunks, and `expected.npz`, the actions that lerobot
+chooses for `observations`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def main(folder: Path) -> None:
         )
         for name, seen in (("", inputs), ("_two", two))
     }
+    averaging = {"chunk_size": 6, "n_action_steps": 1, "temporal_ensemble_coeff": 0.5, "latent_dim": 4}
+    configs["act_ensemble"] = ACTConfig(input_features=dict(inputs), **averaging, **small, **shared)
     expected = {}
     for name, config in configs.items():
         torch.manual_seed(0)

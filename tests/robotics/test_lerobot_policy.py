@@ -18,6 +18,7 @@ from torch.distributions import Normal
 
 from mmrl.cli import main
 from mmrl.errors import RunError, UserError
+from robotics.episodes.collect import TemporalEnsemble
 from robotics.policies.base.policy import PolicyInputs, open_policy
 from robotics.policies.lerobot import server as lerobot_server
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
@@ -214,6 +215,21 @@ def test_policies_of_lerobot_act_are_evaluated_and_trained(lerobot, built, kind,
     opened = open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model")))
     assert opened.correction[2].bias.abs().max() > 0
     opened.close()
+
+
+@pytest.mark.slow
+def test_overlapping_chunks_are_averaged_as_by_lerobot(lerobot, built, caplog):
+    policy = LeRobotPolicy(LeRobotPolicyConfig(str(built / "act_ensemble"), python=lerobot))
+    assert "with acting.ensemble: 0.5" in caplog.text
+    seen = observations()
+    batch = PolicyInputs(torch.from_numpy(seen["images"]), torch.from_numpy(seen["state"]), ("go",) * 3)
+    chunk = policy.predict(batch, seed=5).numpy()
+    policy.close()
+    ensemble = TemporalEnsemble(3, 6, 1, decay=0.5)
+    found = np.stack([ensemble.step(chunk, range(3)) for _ in range(4)], 1)
+    assert np.abs(found - chunk[:, :1]).max() > 1e-4
+    with np.load(built / "expected.npz") as expected:
+        np.testing.assert_allclose(found, expected["act_ensemble"], atol=1e-5)
 
 
 @pytest.mark.slow

@@ -58,12 +58,12 @@ def test_a_tokenizer_is_a_folder(tmp_path):
         LeRobotPolicy(options)
 
 
-def test_a_tokenizer_and_the_executed_steps_reach_the_other_side(tmp_path, monkeypatch, caplog):
+def test_a_tokenizer_reaches_the_other_side_and_its_way_of_acting_this_one(tmp_path, monkeypatch, caplog):
     (tmp_path / "service.py").write_text(
         "from tests.robotics.fake_lerobot import SlowWalk\n"
         "class Told(SlowWalk):\n"
         "    def hello(self):\n"
-        "        return {**super().hello(), 'executed': 3}\n"
+        "        return {**super().hello(), 'executed': 3, 'ensemble': 0.01}\n"
         "def make(folder, device, cameras, tokenizer):\n"
         f"    assert tokenizer == {str(tmp_path)!r}\n"
         "    return Told(folder, device, cameras)\n"
@@ -73,6 +73,9 @@ def test_a_tokenizer_and_the_executed_steps_reach_the_other_side(tmp_path, monke
     with caplog.at_level("INFO", "mmrl"):
         LeRobotPolicy(LeRobotPolicyConfig("anything", tokenizer=str(tmp_path))).close()
     assert "predicts 4 control steps and in lerobot executes 3 of them" in caplog.text
+    assert "averages its overlapping chunks in lerobot; here greedy evaluation does with acting.ensemble: 0.01" in (
+        caplog.text
+    )
 
 
 # Below: policies of the package itself.

@@ -126,6 +126,11 @@ class LeRobotServer:
                 "acting.n_action_steps: %d here",
                 *(self.folder, chunk, executed, executed),
             )
+        if self.hello.get("ensemble") is not None:
+            LOGGER.warning(
+                "%s averages its overlapping chunks in lerobot; here greedy evaluation does with acting.ensemble: %g",
+                *(self.folder, self.hello["ensemble"]),
+            )
         try:
             self.action_range = ActionRange.of(
                 config.action_low, config.action_high, self.hello["action_size"], str(self.folder)

@@ -43,6 +43,7 @@ class LeRobotService:
     def __init__(
         self, folder: str, device: str, cameras: list[str] | None = None, tokenizer: str | None = None
     ) -> None:
+        import lerobot.policies  # noqa: F401  registers the types of policies that config.json may name
         from lerobot.configs.policies import PreTrainedConfig
 
         for name in ("config.json", "model.safetensors", PREPROCESSOR):
@@ -82,6 +83,7 @@ class LeRobotService:
             "chunk": found["actions"].shape[1],
             "action_size": found["actions"].shape[2],
             "executed": int(executed),
+            "ensemble": getattr(self._config, "temporal_ensemble_coeff", None),
             "history": self._history,
             "lerobot": lerobot.__version__,
         }
