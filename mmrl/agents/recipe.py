@@ -46,6 +46,7 @@ from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precision
+from mmrl.vlm.router_loss import router_terms
 
 LOGGER = logging.getLogger("mmrl")
 SCORES = ("values", "turns", "entropy", "logp_ref")
@@ -160,6 +161,7 @@ class AgentDomain:
                     "mmrl.agents.environments.tools"
                 )
             self.policy = load_policy(config.model, value_head=value_head)
+            self.terms = router_terms(self)
             self.policy.check_response_length(sampler.max_new_tokens)
             if kept := config.conversation.history_images:
                 self.policy.check_reads_media(f"conversation.history_images is {kept}")

@@ -151,6 +151,18 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         scores = self.scores(policy, minibatch, self.loss_outputs)
         minibatch = old_in_update(self, minibatch, scores.logp)
         output = self.objective.loss(scores, minibatch, denominators)
+        return self.plus_terms(output, policy, minibatch, scores, denominators, step)
+
+    def plus_terms(
+        self,
+        output: LossOutput,
+        policy: nn.Module,
+        minibatch: Rollouts,
+        scores: PolicyOutputs,
+        denominators: Denominators,
+        step: Step,
+    ) -> LossOutput:
+        """The loss of a micro-batch with that of the terms, which read the policy's `scores` on it."""
         return with_terms(output, [term(policy, minibatch, scores, denominators, step) for term in self.terms])
 
     @property

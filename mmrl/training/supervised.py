@@ -32,7 +32,9 @@ class SupervisedRecipe(Recipe[PolicyT, TaskT]):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean negative log-likelihood of the decisions."""
-        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
+        scores = self.scores(policy, minibatch, self.loss_outputs)
+        output = likelihood_loss(scores, minibatch, denominators)
+        return self.plus_terms(output, policy, minibatch, scores, denominators, step)
 
     def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:
         """The batch."""
@@ -48,8 +50,8 @@ class SupervisedRecipe(Recipe[PolicyT, TaskT]):
 
     @property
     def loss_outputs(self) -> frozenset[str]:
-        """Log-probabilities alone."""
-        return frozenset({"logp"})
+        """Log-probabilities, and what the terms read."""
+        return frozenset({"logp"}).union(*(term.outputs for term in self.terms))
 
     def describe(self) -> str:
         """Formula of the loss."""

@@ -34,7 +34,7 @@ from mmrl.training.evaluation import (
     with_interval,
 )
 from mmrl.training.processes import Streams, stream_seed
-from mmrl.training.recipe import NoUsableTasksError, Stateful, Step, Tally
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Stateful, Step, Tally
 from mmrl.training.scoring import RewardErrors, describe_failure, failure_of
 from mmrl.vlm.config import AnswerScoring, ExtraMeasures, VlmConfig, VlmEvaluationConfig
 from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks
@@ -43,6 +43,7 @@ from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, check_columns, 
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import Samples, sample
 from mmrl.vlm.model.network import auto_class
+from mmrl.vlm.router_loss import router_terms
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -95,6 +96,7 @@ class VlmDomain:
     train_tasks: Sequence[VlmTask]
     eval_tasks: Mapping[str, Sequence[VlmTask]]
     parts: dict[str, Stateful]
+    terms: Sequence[LossTerm]
     supervised: ClassVar[bool]
     longest: int = 0
     """Longest response in tokens; 0 where none is sampled."""
@@ -129,6 +131,7 @@ class VlmDomain:
             scored = {"data": self.train_tasks} if trains_on_rewards else {}
             check_columns(self.rewards, scored | splits_by_key(self.eval_tasks))
             self.policy = load_policy(config.model, value_head=value_head)
+            self.terms = router_terms(self)
             self._check_media()
             if trains_on_rewards or self.eval_tasks:
                 self.longest = sampler.max_new_tokens

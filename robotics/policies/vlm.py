@@ -161,6 +161,8 @@ class VlmActionPolicy(TokenPolicy):
         """Put an action head on a vision-language model, on the CPU; `shared_prefix` is off, since rows share none."""
         from mmrl.vlm.engine.policy import load_policy
 
+        if model.router_aux_loss_coef:
+            raise UserError("model.router_aux_loss_coef is for text; a policy with an action head has no router loss")
         return cls(load_policy(dataclasses.replace(model, shared_prefix=False)), config)
 
     @classmethod

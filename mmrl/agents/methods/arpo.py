@@ -266,7 +266,8 @@ class ArpoRecipe(AgentRecipe):
     def __init__(self, config: ArpoConfig) -> None:
         super().__init__(config)
         self.replay = Replay(config.replay, recomputes=not self.keeps_sampled_logp)
-        self.terms = [self.replay] if config.replay.enabled else []
+        if config.replay.enabled:
+            self.terms = [*self.terms, self.replay]
         self._fresh: list[Fresh] = []
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:

@@ -182,7 +182,7 @@ class DigirlRecipe(AgentRecipe):
     def __init__(self, config: DigirlConfig) -> None:
         super().__init__(config)
         settings = config.digirl
-        self.terms = [KeptSteps()]
+        self.terms = [*self.terms, KeptSteps()]
         self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))
         size = self.policy.width
         with torch.random.fork_rng(devices=[]):
@@ -246,13 +246,15 @@ class DigirlRecipe(AgentRecipe):
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Minus the mean over all steps of the log-probability of the kept ones."""
         assert minibatch.advantage is not None
-        logp = self.scores(policy, minibatch, frozenset({"logp"})).logp
+        scores = self.scores(policy, minibatch, frozenset({"logp"}).union(*(term.outputs for term in self.terms)))
+        logp = scores.logp
         bounded_logp = clamp_logp(logp) if self.config.digirl.clamp else logp
         mask = minibatch.loss_mask * minibatch.advantage
         loss = -torch.where(mask > 0, bounded_logp, 0.0).sum() / denominators.others[STEPS]
-        return LossOutput(
+        output = LossOutput(
             loss, {"loss/total": Metric.summed(loss.detach()), "loss/nll": mean_metric(-logp.detach(), mask)}
         )
+        return self.plus_terms(output, policy, minibatch, scores, denominators, step)
 
     def describe(self) -> str:
         """The loss and the filters."""

@@ -131,7 +131,7 @@ class VlDacRecipe(AgentRecipe):
 
     def __init__(self, config: VlDacConfig) -> None:
         super().__init__(config)
-        self.terms = [CriticWarmup(config.warmup_updates)]
+        self.terms = [*self.terms, CriticWarmup(config.warmup_updates)]
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """The critic's part of the objective in the warm-up, then the whole objective."""

@@ -98,6 +98,7 @@ class GenericLane:
             return self._flat_states(policy, reading)
         device, group = policy.device, reading.group
         prefix = policy.prefixes.get(reading.prompts, reading.view)
+        policy.routes.add_prompts(prefix.routes, reading)
         found: list[Tensor] = []
         last = torch.zeros(len(reading.prompts), dtype=torch.int64, device=device)  # place of each prompt's last state
         first = torch.zeros(len(group), dtype=torch.int64, device=device)  # place of each row's first own state
@@ -112,7 +113,9 @@ class GenericLane:
                 continue
             real = torch.arange(width, device=device) < reading.lengths[row][:, None]
             tokens = reading.tokens[row, :width].where(real, policy.pad_id)
-            found.append(self.advance(policy, tokens, part.select(local)).flatten(0, 1))
+            with policy.routes.watch():
+                found.append(self.advance(policy, tokens, part.select(local)).flatten(0, 1))
+            policy.routes.add(real.flatten())
             first[row] = count + width * torch.arange(len(row), device=device)
             count += width * len(row)
         row, step = reading.row, reading.step
@@ -141,10 +144,13 @@ class GenericLane:
             width = int(lengths.max())
             found = torch.arange(width, device=policy.device) < lengths[:, None]
             real = None if bool(found.all()) else found
-            states = self.read(policy, some, cache=cache, real=real)
+            with policy.routes.watch():
+                states = self.read(policy, some, cache=cache, real=real)
+            own = torch.arange(len(some), device=policy.device)[:, None].expand(found.shape).where(found, -1)
             last = states[torch.arange(len(some), device=policy.device), lengths - 1]
             position = column([prompt.next_position for prompt in some])
-            parts.append(CachedPart(column(numbers), cache, lengths, position, last, real))
+            routes = policy.routes.sums(own.flatten(), len(some))
+            parts.append(CachedPart(column(numbers), cache, lengths, position, last, real, routes))
         return CachedPrefix(parts)
 
     def together(self, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
@@ -236,7 +242,9 @@ class GenericLane:
     def _flat_states(self, policy: Any, reading: Reading) -> Tensor:
         """States before the scored tokens, every row with a separate prompt."""
         begun = torch.tensor([len(prompt) for prompt in reading.prompts], device=policy.device)[reading.group]
-        hidden = self.read(policy, joined_rows(reading), begun=begun)
+        with policy.routes.watch():
+            hidden = self.read(policy, joined_rows(reading), begun=begun)
+        policy.routes.add_rows(hidden, begun, reading)
         return hidden[reading.row, begun[reading.row] - 1 + reading.step]
 
     def _features(self, policy: Any, prompts: Sequence[Prompt]) -> dict[str, MediaFeatures]:

@@ -37,6 +37,7 @@ from mmrl.vlm.engine.generic import GenericLane
 from mmrl.vlm.engine.head import Head
 from mmrl.vlm.engine.loading import fast_lane_obstacle, prepare, set_pixels, template_variables
 from mmrl.vlm.engine.prefix import Prefix, PrefixStore
+from mmrl.vlm.engine.routes import Routes
 from mmrl.vlm.engine.rows import (
     PackedRows,
     Reading,
@@ -64,7 +65,7 @@ from mmrl.vlm.model.network import (
 from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor
 from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, weights_state
 
-OUTPUTS = frozenset({"logp", "entropy", "values"})
+OUTPUTS = frozenset({"logp", "entropy", "values", "routes"})
 
 
 class VlmPolicy(nn.Module):
@@ -102,6 +103,7 @@ class VlmPolicy(nn.Module):
         self.generic = None if fast_lane_obstacle(self.network, config) is None else GenericLane(self.network, config)
         """The lane of models that the suite's own attention does not know; None in the fast lane."""
         self.head = Head(self.network, plain=self.generic is None)
+        self.routes = Routes(self.network, wanted=config.router_aux_loss_coef > 0)
         self._template = template_variables(processor, config, self.family.thinking_switch)
         self._adapter_off = False
 
@@ -241,7 +243,7 @@ class VlmPolicy(nn.Module):
             rollouts: rows whose payload is a `VlmPayload`.
             view: form of the prompts: "original" or a key of the payload's views.
             temperature: logits are divided by it.
-            outputs: any of "logp", "entropy" and "values".
+            outputs: any of "logp", "entropy", "values" and, with `model.router_aux_loss_coef`, "routes".
 
         Returns:
             Scores (B, T) float32, 0 where the mask is 0. The value is that of the state before each token.
@@ -257,7 +259,7 @@ class VlmPolicy(nn.Module):
             raise ValueError(f"outputs={sorted(outputs)}; a policy scores: {', '.join(sorted(OUTPUTS))}.")
         if "values" in outputs and self.value_head is None:
             raise ValueError('outputs has "values" but the policy has no value head; load it with value_head=True.')
-        states, targets = self._states(rollouts, view)
+        states, targets, routes = self._states(rollouts, view)
         row_and_step = torch.nonzero(rollouts.mask.to(self.device), as_tuple=True)
 
         def spread(flat: Tensor) -> Tensor:
@@ -278,6 +280,7 @@ class VlmPolicy(nn.Module):
             logp=spread(found.logp),
             entropy=None if found.entropy is None else spread(found.entropy),
             values=values,
+            routes=routes if "routes" in outputs else None,
         )
 
     def states(self, rollouts: Rollouts, *, view: str = "original") -> Tensor:
@@ -308,7 +311,8 @@ class VlmPolicy(nn.Module):
         rows = pack_prompts(prompts, device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         shared = PromptRow(prompt_index(lengths))
-        hidden = self.run(rows, gather_features(self.network.model, prompts, self.features), shared=shared)
+        with self.routes.watch():
+            hidden = self.run(rows, gather_features(self.network.model, prompts, self.features), shared=shared)
         layers = range(len(shared.keys))
         return Prefix(
             keys=[shared.keys[layer] for layer in layers],
@@ -316,6 +320,7 @@ class VlmPolicy(nn.Module):
             lengths=lengths,
             next_position=torch.tensor([prompt.next_position for prompt in prompts], device=device),
             last_state=hidden[0, lengths.cumsum(0) - 1],
+            routes=self.routes.sums(torch.arange(len(prompts), device=device).repeat_interleave(lengths), len(prompts)),
         )
 
     def last_states(self, prompts: Sequence[Prompt]) -> Tensor:
@@ -330,16 +335,17 @@ class VlmPolicy(nn.Module):
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return weights_state(self.parameters()), self._adapter_off, precision
 
-    def _states(self, rollouts: Rollouts, view: str) -> tuple[Tensor, Tensor]:
-        """States (M, H) before the tokens under the mask, and these tokens (M,)."""
+    def _states(self, rollouts: Rollouts, view: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """States (M, H) before the tokens under the mask, these tokens (M,), and the sums of `Routes` over all rows."""
         payload = VlmPayload.of(rollouts)
         mask = rollouts.mask.to(self.device)
         reading = make_reading(payload, view, rollouts.group.to(self.device), mask)
         if self.generic is not None:
-            return self.generic.states(self, reading), reading.targets
+            return self.generic.states(self, reading), reading.targets, self.routes.take()
         # responses that are alone with their prompt have nothing to share, and one row each is one pass less
         sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
-        return (self._shared_states(reading) if sharing else self._flat_states(reading)), reading.targets
+        states = self._shared_states(reading) if sharing else self._flat_states(reading)
+        return states, reading.targets, self.routes.take()
 
     def _flat_states(self, reading: Reading) -> Tensor:
         """States before the scored tokens, every row with a separate prompt."""
@@ -350,9 +356,11 @@ class VlmPolicy(nn.Module):
             lengths = torch.zeros_like(lengths)
         table = tabulate(prompts, self.pad_id, group.device)
         rows = pack_rows(table, group, reading.tokens, lengths, self.pad_id)
-        hidden = self.run(rows, gather_features(self.network.model, prompts, self.features))
+        with self.routes.watch():
+            hidden = self.run(rows, gather_features(self.network.model, prompts, self.features))
         if not reading.inserts:
             before = table.lengths[group]
+        self.routes.add_rows(hidden, before, reading)
         return hidden[reading.row, before[reading.row] - 1 + reading.step]
 
     def _shared_states(self, reading: Reading) -> Tensor:
@@ -365,7 +373,10 @@ class VlmPolicy(nn.Module):
             rows = pack_reading(reading, prefix.next_position[group])
             inserted = [insert.prompt for own in reading.inserts for insert in own]
             features = gather_features(self.network.model, inserted, self.features) if inserted else None
-            states = torch.cat([states, self.run(rows, features, shared=shared)[0]])
+            with self.routes.watch():
+                states = torch.cat([states, self.run(rows, features, shared=shared)[0]])
+            self.routes.add(torch.ones(int(lengths.sum()), dtype=torch.bool, device=lengths.device))
+        self.routes.add_prompts(prefix.routes, reading)
         starts = len(prefix) + lengths.cumsum(0) - lengths
         # the first token of a row is predicted by the prompt's last state, which the group shares
         return states[torch.where(step == 0, group[row], starts[row] + step - 1)]

@@ -31,6 +31,8 @@ class Prefix:
     """(N,) int64, rotary position of the first response token, the same along all three axes."""
     last_state: Tensor
     """(N, H), state after the final norm of each prompt's last token."""
+    routes: Tensor | None = None
+    """(N, 2, E), sums of `Routes` over each prompt; None where they are not wanted."""
 
     def __len__(self) -> int:
         """Number of prompts N."""
@@ -65,6 +67,7 @@ class Prefix:
             lengths=lengths,
             next_position=self.next_position[index],
             last_state=self.last_state[index],
+            routes=None if self.routes is None else self.routes[index],
         )
 
     def detach(self) -> Prefix:
@@ -77,7 +80,7 @@ class Prefix:
 
     def tensors(self) -> list[Tensor]:
         """Everything that gradients flow through."""
-        return [*self.keys, *self.values, self.last_state]
+        return [*self.keys, *self.values, self.last_state, *([] if self.routes is None else [self.routes])]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Prefix:
         return Prefix(
@@ -86,6 +89,7 @@ class Prefix:
             lengths=self.lengths,
             next_position=self.next_position,
             last_state=function(self.last_state),
+            routes=None if self.routes is None else function(self.routes),
         )
 
     @staticmethod
@@ -104,7 +108,13 @@ class Prefix:
             lengths=torch.cat([part.lengths for part in parts]),
             next_position=torch.cat([part.next_position for part in parts]),
             last_state=torch.cat([part.last_state for part in parts]),
+            routes=_joined_routes(parts),
         )
+
+
+def _joined_routes(parts: Sequence[Any]) -> Tensor | None:
+    found = [part.routes for part in parts if part.routes is not None]
+    return torch.cat(found) if found else None
 
 
 @dataclass
@@ -123,6 +133,8 @@ class CachedPart:
     """(n, H), state after the final norm of each prompt's last token."""
     real: Tensor | None = None
     """(n, P) bool, False on padding; None where nothing is padded."""
+    routes: Tensor | None = None
+    """(n, 2, E), sums of `Routes` over each prompt; None where they are not wanted."""
 
     def select(self, rows: Tensor) -> CachedPart:
         """Prompts (b,), each as often as it is named, in a cache of their own."""
@@ -130,21 +142,21 @@ class CachedPart:
 
         cache = mapped(self.cache, lambda state: state)
         cache.batch_select_indices(rows)
-        columns = [self.numbers, self.lengths, self.next_position, self.last_state, self.real]
-        numbers, lengths, position, last, real = (None if x is None else x[rows] for x in columns)
-        return CachedPart(numbers, cache, lengths, position, last, real)  # type: ignore[arg-type]
+        columns = [self.lengths, self.next_position, self.last_state, self.real, self.routes]
+        return CachedPart(self.numbers[rows], cache, *(None if x is None else x[rows] for x in columns))  # type: ignore[arg-type]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> CachedPart:
         """The same prompts with the images of all states."""
         from mmrl.vlm.engine.cache import mapped
 
-        return replace(self, cache=mapped(self.cache, function), last_state=function(self.last_state))
+        routes = None if self.routes is None else function(self.routes)
+        return replace(self, cache=mapped(self.cache, function), last_state=function(self.last_state), routes=routes)
 
     def table(self) -> Prefix:
         """The prompts as a table, where every layer keeps the keys and values of all tokens."""
         layers = self.cache.layers
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        return Prefix(keys, values, self.lengths, self.next_position, self.last_state)
+        return Prefix(keys, values, self.lengths, self.next_position, self.last_state, self.routes)
 
 
 @dataclass
@@ -161,6 +173,12 @@ class CachedPrefix:
     def num_bytes(self) -> int:
         """Memory of all states."""
         return sum(x.numel() * x.element_size() for x in self.tensors())
+
+    @property
+    def routes(self) -> Tensor | None:
+        """(N, 2, E), sums of `Routes` over each prompt; None where they are not wanted."""
+        found = _joined_routes(self.parts)
+        return None if found is None else found[torch.cat([part.numbers for part in self.parts]).argsort()]
 
     @property
     def has_history(self) -> bool:
@@ -189,7 +207,8 @@ class CachedPrefix:
         """Everything that gradients flow through."""
         from mmrl.vlm.engine.cache import states
 
-        return [x for part in self.parts for x in (*states(part.cache), part.last_state)]
+        found = [x for part in self.parts for x in (*states(part.cache), part.last_state, part.routes)]
+        return [x for x in found if x is not None]
 
     def table(self) -> Prefix:
         """All prompts as one table, where every layer keeps the keys and values of all tokens."""

@@ -335,4 +335,4 @@ class PapoRecipe(VlmRecipe):
         self.view = MaskedImages(settings)
         perception = Perception(settings, self.objective.aggregation, config.sampler.temperature, accuracy)
         likelihood = [CorrectLikelihood(settings.sft_coef, accuracy)] if settings.sft_coef else []
-        self.terms = [perception, *likelihood]
+        self.terms = [*self.terms, perception, *likelihood]

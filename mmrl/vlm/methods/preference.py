@@ -193,7 +193,8 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         self.objective = make_preference(config.objective)
         self.open(config, Questions(), config.scoring, trains_on_rewards=False)
         self.start_scores = self.parts["start_scores"] = StartScores()
-        self.terms = [StartReference(self.start_scores)] if config.precompute_reference else []
+        if config.precompute_reference:
+            self.terms = [*self.terms, StartReference(self.start_scores)]
         for split, tasks in self.eval_tasks.items():
             if not config.scoring.rewards and not has_sides(tasks, self.columns):
                 raise UserError(
@@ -243,7 +244,9 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean pair loss."""
-        return self.objective.step_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
+        scores = self.scores(policy, minibatch, self.loss_outputs)
+        output = self.objective.step_loss(scores, minibatch, denominators)
+        return self.plus_terms(output, policy, minibatch, scores, denominators, step)
 
     def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
         """Held-out pairs, and with rewards the answers to their questions."""

@@ -96,6 +96,8 @@ class ModelConfig(FrozenModelConfig):
     """The value head, where the objective has a critic."""
     freeze_vision: bool = False
     """Keep the vision tower as it is; its features are then computed once for each prompt and step."""
+    router_aux_loss_coef: float = rare(bounded(0.0, at_least=0))
+    """Weight of the load-balancing loss of mixtures of experts, which keeps all experts in use; 0 is without."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
