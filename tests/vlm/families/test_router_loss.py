@@ -178,7 +178,9 @@ def without_images(config: Any) -> Any:
     path = Path(config.data.path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows = [
-        row | {name: row[name].removeprefix("<image>") for name in ("problem", "prompt") if name in row} | {"images": []}
+        row
+        | {name: row[name].removeprefix("<image>") for name in ("problem", "prompt") if name in row}
+        | {"images": []}
         for row in rows
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
