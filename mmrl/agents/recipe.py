@@ -40,7 +40,7 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams, sum_over_processes
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Step, Tally
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Stateful, Step, Tally
 from mmrl.training.scoring import RewardErrors, failure_of
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
@@ -128,6 +128,7 @@ class AgentDomain:
     train_tasks: Sequence[AgentTask]
     eval_tasks: Mapping[str, Sequence[AgentTask]]
     parts: dict[str, Stateful]
+    terms: Sequence[LossTerm]
 
     def open(
         self,
