@@ -127,13 +127,14 @@ class FlowSdeStep(StepKernel):
     """
 
     sigma_max: float = bounded(above=0, below=1)
-    """Stands in for sigma in 1 - sigma at sigma = 1, where g would be infinite: the grid's second time."""
+    """The grid's second time; stands in for sigma in 1 - sigma above it, where g would be infinite or nearly so."""
     noise_level: float = bounded(0.7, at_least=0)
     """0 gives the ODE."""
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
-        # only the denominator is replaced: g stays finite at sigma 1 and keeps its form elsewhere
-        spread = self.noise_level * (s / (1 - torch.where(s >= 1, self.sigma_max, s))).sqrt()
+        # only the denominator is replaced: g stays finite at the grid's first time, 1 or just below, and keeps its form
+        # elsewhere
+        spread = self.noise_level * (s / (1 - s.clamp(max=self.sigma_max))).sqrt()
         return _reverse_sde(v, x, s, s_next, spread)
 
 

@@ -286,6 +286,17 @@ def test_divergences_pull_on_the_policy_only():
         assert found[0].abs().max() > 0
 
 
+def test_a_grid_that_begins_just_below_1_has_the_same_first_step():
+    # UniPC's flow times begin at 0.999999, where the plain noise would be 700 times as large
+    velocity, latents, _ = drawn(dtype=torch.float64)
+    step, after = kernel("flow_sde"), torch.tensor(SIGMA_MAX, dtype=torch.float64)
+    first, below = (
+        step.transition(velocity, latents, torch.tensor(s, dtype=torch.float64), after) for s in (1.0, 1 - 1e-6)
+    )
+    for one, other in zip(first, below, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", sorted(set(RANDOM) - {"cps"}))
 def test_gradient_scale_is_the_gradient_of_the_log_density(name):
     velocity, latents, noise = drawn(dtype=torch.float64)
