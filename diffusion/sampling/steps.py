@@ -127,14 +127,15 @@ class FlowSdeStep(StepKernel):
     """
 
     sigma_max: float = bounded(above=0, below=1)
-    """The grid's second time; stands in for sigma in 1 - sigma above it, where g would be infinite or nearly so."""
+    """The grid's second time; stands in for sigma in 1 - sigma at the first, where g would be infinite or nearly so."""
     noise_level: float = bounded(0.7, at_least=0)
     """0 gives the ODE."""
 
     def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
-        # only the denominator is replaced: g stays finite at the grid's first time, 1 or just below, and keeps its form
-        # elsewhere
-        spread = self.noise_level * (s / (1 - s.clamp(max=self.sigma_max))).sqrt()
+        # only the denominator is replaced, at the grid's first time, which is 1 or just below: g stays finite there and
+        # keeps its form elsewhere
+        first = s > (1 + self.sigma_max) / 2
+        spread = self.noise_level * (s / (1 - torch.where(first, self.sigma_max, s))).sqrt()
         return _reverse_sde(v, x, s, s_next, spread)
 
 
