@@ -22,6 +22,11 @@ _OPERATOR_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _CPU_WHEEL = "pip install --index-url https://download.pytorch.org/whl/cpu torchvision"
 _MOST_OPERATORS = 16
 _DECLARED: list[str] = []
+_SMALL = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
 @functools.cache
@@ -68,6 +73,29 @@ def _declare_operator(error: Exception) -> None:
         del sys.modules[name]
     library.define(missing.group(1), _OPERATOR_SCHEMA)
     _DECLARED.append(missing.group(1))
+
+
+def ensure_number_words() -> None:
+    """Let SmolVLM's processor write the length of a video in words where the package num2words is missing.
+
+    transformers refuses to make the processor without that package, for images too.
+    """
+    from transformers.models.smolvlm import processing_smolvlm
+
+    if processing_smolvlm.num2words is None:
+        processing_smolvlm.num2words = number_words
+
+
+def number_words(number: int) -> str:
+    """An integer from 0 to 999 in English, as num2words writes it; larger ones in digits."""
+    if number < len(_SMALL):
+        return _SMALL[number]
+    if number < 100:
+        return "-".join([_TENS[number // 10 - 2], *([_SMALL[number % 10]] if number % 10 else [])])
+    if number < 1000:
+        hundreds = f"{_SMALL[number // 100]} hundred"
+        return f"{hundreds} and {number_words(number % 100)}" if number % 100 else hundreds
+    return str(number)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.hub.compat import ensure_torchvision
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.engine.rows import pack_reading
@@ -137,12 +136,8 @@ def test_kept_histories_sample_the_same_tokens_as_rereading(folder, restart_at, 
     assert_equal_up_to_rounding(kept.logp_old, reread.logp_old)
 
 
-def test_kept_histories_of_the_generic_lane(folder, tmp_path, monkeypatch):
+def test_kept_histories_of_the_generic_lane(folder, tmp_path):
     """Rotary positions along three axes, and those that are counted, each behind a history of its own length."""
-    ensure_torchvision()
-    from transformers.models.smolvlm import processing_smolvlm
-
-    monkeypatch.setattr(processing_smolvlm, "num2words", str)
     other = build_tiny_generic(tmp_path / "smolvlm", family="smolvlm", corpus=CORPUS)
     for model in (folder, other):
         policy = load_policy(ModelConfig(path=str(model), lane="generic"))

@@ -102,3 +102,10 @@ def test_progress_bars_are_restored():
     with compat.quiet_transformers():
         assert not logging.is_progress_bar_enabled()
     assert logging.is_progress_bar_enabled() == before
+
+
+def test_numbers_are_written_as_num2words_writes_them():
+    """The expected words are those of num2words 0.5.14, with which all of 0 to 999 agree."""
+    written = [compat.number_words(number) for number in (0, 8, 19, 20, 64, 100, 128, 711, 999, 1200)]
+    expected = ["zero", "eight", "nineteen", "twenty", "sixty-four", "one hundred", "one hundred and twenty-eight"]
+    assert written == [*expected, "seven hundred and eleven", "nine hundred and ninety-nine", "1200"]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from mmrl.vlm.toy.tiny import build_tiny_vlm, train_tokenizer
+from mmrl.vlm.toy.tiny_generic import build_tiny
 from tests.vlm.builders import CORPUS, noise_image
 
 
@@ -149,3 +150,19 @@ def test_smooth_positions_look_the_more_alike_the_nearer_they_are(tmp_path):
     assert alike[1] > alike[2] > alike[4]
     other = torch.nn.functional.cosine_similarity(waves[0], waves.view(8, 8, -1)[0], dim=-1)
     torch.testing.assert_close(other, alike)
+
+
+def test_smolvlm_sees_all_images_as_squares_of_one_size(tmp_path):
+    sizes = {"max_pixels": 112 * 112, "min_pixels": 3136, "vision_hidden": 16, "vision_depth": 1}
+    folder = build_tiny(tmp_path / "smolvlm", family="smolvlm", corpus=CORPUS, **sizes)
+    model, processor = load(folder)
+    assert processor.image_seq_len == 16
+    assert model.model.vision_model.embeddings.position_embedding.weight.shape == (64, 16)
+    assert logits(model, processor).isfinite().all()
+
+
+def test_sizes_of_generic_models_that_fit_no_image_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"max_pixels=10000 is no square whose side is a multiple of 28.*try 12544"):
+        build_tiny(tmp_path, family="smolvlm", corpus=CORPUS, max_pixels=10000)
+    with pytest.raises(UserError, match=r"unknown model family 'smol'; there are: qwen2_5_vl, .*gemma3"):
+        build_tiny(tmp_path, family="smol", corpus=CORPUS)

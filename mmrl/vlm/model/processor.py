@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.hub.compat import ensure_torchvision
+from mmrl.hub.compat import ensure_number_words, ensure_torchvision
 from mmrl.vlm.families.family import family_of
 
 
@@ -114,6 +114,7 @@ def load_processor(path: str) -> Any:
             images = Qwen2VLImageProcessorPil.from_pretrained(path)
             processor: Any = ImageOnlyProcessor(images, AutoTokenizer.from_pretrained(path, trust_remote_code=False))
         else:
+            ensure_number_words()
             found = AutoProcessor.from_pretrained(path, trust_remote_code=False)
             processor = found if hasattr(found, "tokenizer") else TextProcessor(found)
     except Exception as error:  # hub, JSON and tokenizer files each raise their own kinds

@@ -128,10 +128,10 @@ def build_readings(
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model with the words of these questions; `options` are those of `build_tiny_vlm`."""
-    from mmrl.vlm.toy.tiny import build_tiny_vlm
+    """Build a tiny random model with the words of these questions; `options` are those of `build_tiny`."""
+    from mmrl.vlm.toy.tiny_generic import build_tiny
 
-    return build_tiny_vlm(path, corpus=[*QUESTIONS * 20, *digits.corpus()], **options)
+    return build_tiny(path, corpus=[*QUESTIONS * 20, *digits.corpus()], **options)
 
 
 def _check_room(frames: int, decoys: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.files import replaced
-from mmrl.hub.compat import ensure_torchvision, quiet_transformers
-from mmrl.vlm.toy.tiny import CHAT_TEMPLATE, train_tokenizer
+from mmrl.hub.compat import ensure_number_words, ensure_torchvision, quiet_transformers
+from mmrl.vlm.toy.tiny import CHAT_TEMPLATE, build_tiny_vlm, train_tokenizer
+from mmrl.vlm.toy.tiny import FAMILIES as QWEN
 
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_VIDEO = QWEN_IMAGE.replace("image", "video")
@@ -30,6 +32,49 @@ class _Family:
     """Configuration from those of language model and tower, and the tokenizer; None for a language model alone."""
     processor: Callable[[Any, int], Any] | None = None
     """Processor around a tokenizer, for images of a side."""
+
+
+def build_tiny(
+    path: Path | str,
+    *,
+    family: str = "qwen2_5_vl",
+    corpus: Sequence[str],
+    vision_hidden: int = 48,
+    vision_depth: int = 1,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    **sizes: Any,
+) -> Path:
+    """Build a tiny model that sees images: Qwen-VL, or one whose images are all resized to one square.
+
+    Args:
+        path: folder to write.
+        family: qwen2_5_vl, qwen3_vl, smolvlm or gemma3.
+        corpus: texts that the tokenizer learns its merges from.
+        vision_hidden: width of the tower.
+        vision_depth: its blocks.
+        min_pixels: smallest image area, for Qwen-VL.
+        max_pixels: largest image area, and of the others that of every image; None is the family's own default.
+        sizes: further options of `build_tiny_vlm` or `build_tiny_generic`.
+
+    Raises:
+        UserError: an unknown family, or images that are no whole number of tokens.
+    """
+    if family in QWEN:
+        pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        tower = {"vision_hidden": vision_hidden, "vision_depth": vision_depth}
+        return build_tiny_vlm(path, family=family, corpus=corpus, **tower, **pixels, **sizes)
+    seeing = [name for name, row in FAMILIES.items() if row.config is not None]
+    if family not in seeing:
+        raise UserError(f"unknown model family {family!r}; there are: {', '.join((*QWEN, *seeing))}")
+    side, token = math.isqrt(max_pixels or TOWER["image_size"] ** 2), 2 * PATCH_PX
+    if side % token or (max_pixels is not None and side**2 != max_pixels):
+        raise UserError(
+            f"max_pixels={max_pixels} is no square whose side is a multiple of {token}, that of an image token; "
+            f"try {(token * max(1, round(side / token))) ** 2}"
+        )
+    vision = {"hidden_size": vision_hidden, "intermediate_size": 2 * vision_hidden, "num_hidden_layers": vision_depth}
+    return build_tiny_generic(path, family=family, corpus=corpus, vision=vision | {"image_size": side}, **sizes)
 
 
 def build_tiny_generic(
@@ -144,6 +189,7 @@ def _smolvlm_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any
 def _smolvlm_processor(tokenizer: Any, side_px: int) -> Any:
     from transformers import SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
 
+    ensure_number_words()
     size = {"longest_edge": side_px}
     images = SmolVLMImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
     videos = SmolVLMVideoProcessor(size=size, max_image_size=size, num_frames=2, fps=1)

@@ -103,7 +103,6 @@ def acts(self: Any, text: str) -> ParsedAnswer:
     return ParsedAnswer((Action("right" if sum(map(ord, text)) % 3 else "left", {}, text),))
 
 
-@pytest.mark.usefixtures("words_for_numbers")
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[] if name == "papo" else pytest.mark.slow) for name in METHODS]
 )
