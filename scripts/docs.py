@@ -127,10 +127,35 @@ def _processes() -> str:
     return markdown_table(("recipes", "a weight differs by at most, of the largest move"), rows)
 
 
+def _model_families() -> str:
+    """What the tests found of each family of language and vision-language models."""
+    sys.path.insert(0, str(PROJECT))
+    from tests.vlm.families.record import read_record
+
+    record = read_record()
+    rows = []
+    for kind, found in sorted(record["families"].items(), key=lambda item: item[1]["name"].lower()):
+        lanes = [lane for lane in ("fast", "generic") if lane in found]
+        logp, gradient = (max(found[lane][name] for lane in lanes) for name in ("logp", "gradient"))
+        saved = (max(found[how].values()) for how in ("full", "lora"))
+        rows.append(
+            (
+                found["name"],
+                f"`{kind}`",
+                ", ".join(lanes),
+                *(f"{value:.0e}" if value else "0" for value in (logp, gradient, *saved)),
+            )
+        )
+    columns = ("models", "`model_type`", "lanes", "log-probabilities", "gradient", "saved in full", "saved adapter")
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{markdown_table(columns, rows)}\nRecorded with {versions}.\n"
+
+
 TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(markdown, name) for name in LISTINGS},
     "blocks": _blocks,
     "options": _options,
+    "model_families": _model_families,
     "processes": _processes,
     "results": _results,
     "table": _first_table,

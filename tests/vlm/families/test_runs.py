@@ -23,10 +23,9 @@ from mmrl.vlm.model.network import auto_class
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import draw, make_task
 from tests.vlm.families.conftest import KINDS
-from tests.vlm.runs import run_config
+from tests.vlm.runs import run_config, without_images
 
 LORA = {"enabled": True, "rank": 4, "targets": ["q_proj", "v_proj"]}
-pytestmark = pytest.mark.usefixtures("words_for_numbers")
 
 
 @pytest.fixture(params=KINDS)
@@ -46,10 +45,7 @@ def sizes(kind: str) -> list[tuple[int, int]]:
 def run_of(kind: str, folder: Path, tmp_path: Path, **lora) -> tuple[Path, VlmConfig]:
     config = run_config(VlmConfig, tmp_path, folder, steps=1, samples_per_task=3, learning_rate=1e-2)
     if kind == "qwen3":
-        file = Path(config.data.path)
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        rows = [row | {"images": [], "problem": "What is 3 plus 4?"} for row in rows]
-        file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+        without_images(Path(config.data.path))
     config.model.lora = LoraSettings(**lora) if lora else config.model.lora
     config.rewards[0].name = "tests.vlm.families.test_runs:letters"
     config.rewards[0].weight = 1.0

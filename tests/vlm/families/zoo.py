@@ -98,6 +98,8 @@ def with_places(count: int) -> dict[str, Tensor]:
 class Species:
     """How a tiny model of a family is made."""
 
+    released: str
+    """Released models whose architecture it is."""
     options: dict[str, Any]
     """Options of its configuration."""
     media: Callable[[int], dict[str, Tensor]] | None = None
@@ -112,16 +114,19 @@ class Species:
 
 
 ZOO: dict[str, Species] = {
-    "qwen2": Species(TEXT),
-    "qwen3": Species(TEXT),
-    "qwen3_moe": Species(TEXT | EXPERTS),
-    "llama": Species(TEXT),
-    "mistral": Species(TEXT | {"sliding_window": None}),
-    "gemma3_text": Species(TEXT | WINDOW | {"final_logit_softcapping": 5.0}),
-    "gpt_oss": Species(TEXT | WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}, attention="eager"),
-    "smollm3": Species(TEXT | {"no_rope_layer_interval": 2}),
-    "qwen3_5_text": Species(TEXT | LINEAR),
+    "qwen2": Species("Qwen2.5", TEXT),
+    "qwen3": Species("Qwen3", TEXT),
+    "qwen3_moe": Species("Qwen3 mixture of experts", TEXT | EXPERTS),
+    "llama": Species("Llama", TEXT),
+    "mistral": Species("Mistral", TEXT | {"sliding_window": None}),
+    "gemma3_text": Species("Gemma3 (text)", TEXT | WINDOW | {"final_logit_softcapping": 5.0}),
+    "gpt_oss": Species(
+        "gpt-oss", TEXT | WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}, attention="eager"
+    ),
+    "smollm3": Species("SmolLM3", TEXT | {"no_rope_layer_interval": 2}),
+    "qwen3_5_text": Species("Qwen3.5 (text)", TEXT | LINEAR),
     "qwen2_vl": Species(
+        "Qwen2-VL",
         {
             "text_config": TEXT | sections(2, 3, 3),
             "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 8},
@@ -131,6 +136,7 @@ ZOO: dict[str, Species] = {
         types={"mm_token_type_ids": "image"},
     ),
     "qwen2_5_vl": Species(
+        "Qwen2.5-VL",
         {
             "text_config": TEXT | sections(2, 3, 3),
             "vision_config": GRID_TOWER | {"patch_size": 8, "fullatt_block_indexes": [1], "window_size": 32},
@@ -140,6 +146,7 @@ ZOO: dict[str, Species] = {
         types={"mm_token_type_ids": "image"},
     ),
     "qwen3_vl": Species(
+        "Qwen3-VL",
         {
             "text_config": TEXT | sections(2, 3, 3, mrope_interleaved=True),
             "vision_config": GRID_TOWER
@@ -150,6 +157,7 @@ ZOO: dict[str, Species] = {
         types={"mm_token_type_ids": "image"},
     ),
     "qwen3_vl_moe": Species(
+        "Qwen3-VL mixture of experts",
         {
             "text_config": TEXT | EXPERTS | sections(2, 3, 3, mrope_interleaved=True),
             "vision_config": GRID_TOWER
@@ -160,6 +168,7 @@ ZOO: dict[str, Species] = {
         types={"mm_token_type_ids": "image"},
     ),
     "qwen3_5": Species(
+        "Qwen3.5",
         {
             "text_config": TEXT | LINEAR | sections(2, 3, 3, mrope_interleaved=True, partial_rotary_factor=1.0),
             "vision_config": GRID_TOWER | {"patch_size": 8, "num_position_embeddings": 16},
@@ -169,6 +178,7 @@ ZOO: dict[str, Species] = {
         types={"mm_token_type_ids": "image"},
     ),
     "glm4v": Species(
+        "GLM-4.1V",
         {
             "text_config": TEXT | sections(2, 3, 3),
             "vision_config": GRID_TOWER | {"patch_size": 8, "image_size": 32},
@@ -183,6 +193,7 @@ ZOO: dict[str, Species] = {
         types={"mm_token_type_ids": "image"},
     ),
     "internvl": Species(
+        "InternVL3",
         {
             "text_config": TEXT | {"model_type": "qwen2"},
             "vision_config": TOWER | {"model_type": "internvl_vision", "image_size": [32, 32], "patch_size": [8, 8]},
@@ -192,6 +203,7 @@ ZOO: dict[str, Species] = {
         squares(3, 32, 32),
     ),
     "smolvlm": Species(
+        "SmolVLM2",
         {
             "text_config": TEXT | {"model_type": "llama"},
             "vision_config": SIGLIP,
@@ -201,6 +213,7 @@ ZOO: dict[str, Species] = {
         in_one_row,
     ),
     "idefics3": Species(
+        "Idefics3",
         {
             "text_config": TEXT | {"model_type": "llama"},
             "vision_config": SIGLIP,
@@ -210,6 +223,7 @@ ZOO: dict[str, Species] = {
         in_one_row,
     ),
     "llava_onevision": Species(
+        "LLaVA-OneVision",
         {
             "text_config": TEXT | {"model_type": "qwen2"},
             "vision_config": SIGLIP | {"model_type": "siglip_vision_model"},
@@ -221,6 +235,7 @@ ZOO: dict[str, Species] = {
         tokens=16 + 4 * 5,
     ),
     "gemma3": Species(
+        "Gemma3",
         {
             "text_config": TEXT | WINDOW | {"model_type": "gemma3_text"},
             "vision_config": SIGLIP | {"model_type": "siglip_vision_model"},
@@ -233,6 +248,7 @@ ZOO: dict[str, Species] = {
         types={"token_type_ids": "image"},
     ),
     "gemma4": Species(
+        "Gemma4",
         {
             "text_config": TEXT
             | WINDOW
@@ -259,6 +275,7 @@ ZOO: dict[str, Species] = {
         types={"mm_token_type_ids": "image"},
     ),
     "paligemma": Species(
+        "PaliGemma",
         {
             "text_config": TEXT | {"model_type": "gemma"},
             "vision_config": SIGLIP | {"model_type": "siglip_vision_model", "projection_dim": 64},
@@ -320,7 +337,9 @@ def make_prompt(policy: VlmPolicy, kind: str, images: int, text: int, seed: int)
     ]
     ids = torch.cat([*parts, torch.randint(3, 400, (text,))])
     media = species.media(images) if images and species.media is not None else {}
-    media = {name: value.double() if value.is_floating_point() else value for name, value in media.items()}
+    media = {
+        name: value.to(policy.network.dtype) if value.is_floating_point() else value for name, value in media.items()
+    }
     types, positions = policy.layout.tables(
         {"input_ids": ids[None], "mm_token_type_ids": (ids == IMAGE).long()[None], **media}
     )
