@@ -85,7 +85,7 @@ def test_scores_gradients_and_tokens_are_the_models_own(kind):
     for config in ({}, {"shared_prefix": False}):
         policy.generic._config = type(policy.config)(path=kind, lane="generic", **config)
         found = policy(rollouts, outputs=frozenset({"logp", "entropy"}))
-        largest.append(float((found.logp - logp).abs().max()))
+        largest.append(float((found.logp - logp).detach().abs().max()))
         assert (found.entropy - entropy).abs().max() < tolerance
         (found.logp * weights[0] + found.entropy * weights[1]).sum().backward()
         relative.append(float((gradient(policy) - expected).norm() / expected.norm()))
@@ -108,7 +108,7 @@ def test_the_fast_lane_gives_the_models_own_numbers(kind):
     weights, logp, _, expected = own_numbers(policy, kind, rollouts)
     weighted(policy, rollouts, weights).backward()
     relative = float((gradient(policy) - expected).norm() / expected.norm())
-    largest = float((policy(rollouts).logp - logp).abs().max())
+    largest = float((policy(rollouts).logp - logp).detach().abs().max())
     assert max(largest, relative) < TOLERANCE
     check_greedy(policy, kind, prompts)
     note(kind, "fast", logp=largest, gradient=relative)
