@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from mmrl.core.loss import Denominators
 from mmrl.core.rollouts import Rollouts
@@ -66,6 +64,8 @@ def router_loss(policy: VlmPolicy, rollouts: Rollouts, micro_batch: int, *, diff
 
 def own_loss(policy: VlmPolicy, kind: str, rollouts: Rollouts) -> torch.Tensor:
     """The same by transformers, every row through the model's own forward."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
     payload, rows = VlmPayload.of(rollouts), []
     for row, length in enumerate(LENGTHS):
         inputs = own_inputs(kind, payload.prompts[int(rollouts.group[row])], payload.response_ids[row, : length - 1])
@@ -164,6 +164,8 @@ def test_models_without_experts_are_refused():
 
 def mixture_of(dense: Any, folder: Any) -> Any:
     """A Qwen3 mixture of experts with the tokenizer and the sizes of a dense model."""
+    import transformers
+
     shutil.copytree(dense, folder)
     sizes = transformers.AutoConfig.from_pretrained(dense).to_dict()
     config = transformers.AutoConfig.for_model(**sizes | EXPERTS | {"model_type": "qwen3_moe", "architectures": None})
