@@ -143,7 +143,7 @@ class ImageMeasure(Measure[DiffusionTask]):
             id=row["task"].id,
             prompt=row["task"].prompt,
             response="",
-            outputs=[Image.fromarray(film_strip(image)) for image in row["images"][shown]],
+            outputs=[Image.fromarray(side_by_side(image, row["task"])) for image in row["images"][shown]],
             reward=float(np.mean(row["total"][shown])),
             terms={name: float(np.mean(values[shown])) for name, values in row["terms"].items()},
         )
@@ -163,6 +163,14 @@ class ImageMeasure(Measure[DiffusionTask]):
 def film_strip(image: np.ndarray) -> np.ndarray:
     """The frames (K, h, w, 3) of a video side by side, (h, K w, 3); an image (h, w, 3) as it is."""
     return image if image.ndim == 3 else np.concatenate([*image], axis=1)
+
+
+def side_by_side(image: np.ndarray, task: DiffusionTask) -> np.ndarray:
+    """An image (h, w, 3) or the frames of a video (K, h, w, 3) as one image, beside what it was edited from."""
+    strip = film_strip(image)
+    if task.image is None:
+        return strip
+    return np.concatenate([task.image.pixels(*image.shape[-3:-1]), strip], axis=1)
 
 
 @contextmanager

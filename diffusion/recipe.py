@@ -20,7 +20,8 @@ from torch import nn
 
 from diffusion.config import DiffusionConfig, GivenEvaluationConfig, TrajectoryParts
 from diffusion.data.prompts import DiffusionTask, LoadedRows, PromptConfig, load_prompts
-from diffusion.evaluation import ImageMeasure, film_strip, training_cost
+from diffusion.evaluation import ImageMeasure, side_by_side, training_cost
+from diffusion.families.base import REFERENCE
 from diffusion.models.ema import EvalAverage, KeepsEvalAverage
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
@@ -89,6 +90,7 @@ class DiffusionDomain:
             self._check_columns()
             self.policy = load_policy(config.model, config.seed)
             check_guidance(self.policy, scoring.sampler, "sampler" if config is scoring else "evaluation.sampler")
+            self._check_references()
             self._leave_out_long_prompts()
             self.policy.embeddings.pad_to(self._prompts(), (scoring.sampler.negative_prompt, ""))
             undone.pop_all()
@@ -147,7 +149,7 @@ class DiffusionDomain:
                     id=task.id,
                     prompt=task.prompt,
                     response="",
-                    outputs=[Image.fromarray(film_strip(payload.images[row]))],
+                    outputs=[Image.fromarray(side_by_side(payload.images[row], task))],
                     reward=None if self.supervised else float(rollouts.reward[row]),
                     terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
                     advantage=None if advantage is None else float(advantage[row].mean()),
@@ -183,14 +185,19 @@ class DiffusionDomain:
         embeddings = self.policy.embeddings
         embeddings.negative(self.scoring.sampler.negative_prompt)
         embeddings.negative("")
-        for prompt in self._prompts():
-            embeddings.rows([prompt])
+        for task in self._tasks():
+            image = getattr(task, "image", None)
+            for prompt in self.prompts_of(task):
+                embeddings.rows([prompt], images=[image])
         LOGGER.info("text encoders freed: %.0f MB", embeddings.free_encoders() / 1e6)
 
     def _prompts(self) -> dict[str, None]:
         """All prompts of the run."""
-        tasks = [*self.train_tasks, *(task for tasks in self.eval_tasks.values() for task in tasks)]
-        return dict.fromkeys(prompt for task in tasks for prompt in self.prompts_of(task))
+        return dict.fromkeys(prompt for task in self._tasks() for prompt in self.prompts_of(task))
+
+    def _tasks(self) -> list[Any]:
+        """Training and evaluation tasks."""
+        return [*self.train_tasks, *(task for tasks in self.eval_tasks.values() for task in tasks)]
 
     def prompts_of(self, task: Any) -> list[str]:
         """Prompts that a training or evaluation task needs."""
@@ -209,9 +216,32 @@ class DiffusionDomain:
         splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
         for key, tasks in (trained | splits).items():
             try:
-                self.rewards.check_columns(list(columns_of(tasks)))
+                edits = any(isinstance(task, DiffusionTask) and task.image is not None for task in tasks)
+                self.rewards.check_columns([*columns_of(tasks), *([REFERENCE] if edits else [])])
             except UserError as error:
                 raise UserError(f"{key}: {error}") from error
+
+    def _check_references(self) -> None:
+        """Refuse images to be edited that the family does not take, or that only some rows have."""
+        trained = {"data": [task for task in self.train_tasks if isinstance(task, DiffusionTask)]}
+        splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
+        family = self.policy.family
+        for key, tasks in (trained | splits).items():
+            edits = [task for task in tasks if task.image is not None]
+            if not edits:
+                continue
+            if not family.takes_image:
+                raise UserError(
+                    f"{key}: {edits[0].id} has an image, but {family.pipeline_class} takes none; leave the column out, "
+                    f"or set {key}.image_key to an empty text if only rewards read it"
+                )
+            without = next((task.id for task in tasks if task.image is None), None)
+            if without is not None:
+                raise UserError(f"{key}: {without} has no image, {edits[0].id} has one; give all of them one, or none")
+            if hidden := next((task.id for task in edits if REFERENCE in task.columns), None):
+                raise UserError(
+                    f"{key}: {hidden} has a column {REFERENCE!r}, the name of its image for rewards; rename it"
+                )
 
     def _leave_out_long_prompts(self) -> None:
         """Reread files with prompts of which a tokenizer would drop a part."""
@@ -314,8 +344,17 @@ def score_images(
     kept = [tasks[row] for row in rows]
     # the columns of all tasks: a reward's column does not go missing because no row with an image has it
     columns = {name: [task.columns.get(name) for task in kept] for name in columns_of(tasks)}
+    if rewards.reads(REFERENCE) and any(task.image for task in kept):
+        columns[REFERENCE] = _references(kept, images.shape[-3], images.shape[-2])
     found = rewards.score([task.prompt for task in kept], [images[row] for row in rows], columns)
     return _with_missing(found, rows, len(finite))
+
+
+def _references(tasks: Sequence[DiffusionTask], height: int, width: int) -> list[Any]:
+    """Pixels uint8 (height, width, 3) of the image that each row edits, read once for all rows of an image."""
+    sources = {task.image.digest: task.image for task in tasks if task.image is not None}
+    found = {digest: image.pixels(height, width) for digest, image in sources.items()}
+    return [None if task.image is None else found[task.image.digest] for task in tasks]
 
 
 def _with_missing(found: RewardResult, rows: Sequence[int], total: int) -> RewardResult:

@@ -11,9 +11,11 @@ from typing import Any, Generic, TypeVar
 
 from omegaconf import MISSING
 
+from diffusion.data.references import ReferenceImage
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
+from mmrl.hub.images import ImageError, image_pixels_option
 from mmrl.hub.tables import MAX_LINE_MB, check_split, read_rows
 
 TaskT = TypeVar("TaskT")
@@ -31,6 +33,8 @@ class DiffusionTask:
     """The text."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Further data of the row, handed to the rewards by name; `metadata` is the usual one."""
+    image: ReferenceImage | None = None
+    """The image to be edited; rewards get its pixels as the column `reference`."""
 
 
 @dataclass
@@ -45,6 +49,11 @@ class PromptConfig:
     """Configuration name of a hub data set that has several."""
     prompt_key: str = "prompt"
     """Column of the text."""
+    image_key: str = rare("image")
+    """Column of the image to be edited, a file beside the data or content of a data set, for models that take one; all
+    rows have one, or none. Empty: a column of this name is like any other."""
+    max_image_pixels: int = rare(image_pixels_option())
+    """Largest image in pixels, checked by its header before it is decoded."""
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first prompts, up to this number of usable ones."""
     build: str | None = None
@@ -109,9 +118,18 @@ def load_prompts(
     loaded = LoadedRows[DiffusionTask](config.on_bad_row, "data")
     for place, cells, problem in _rows(config):
         kind, message = _fault(cells, problem, config, too_long)
+        image = None
+        if kind is None and config.image_key and cells.get(config.image_key) is not None:
+            try:
+                image = ReferenceImage.of(
+                    cells[config.image_key], expanded(config.path).parent, config.max_image_pixels
+                )
+            except ImageError as error:
+                kind, message = "image", f"the image of column '{config.image_key}' cannot be used: {error}"
         if kind is None:
-            columns = {name: value for name, value in cells.items() if name != config.prompt_key}
-            loaded.tasks.append(DiffusionTask(place, cells[config.prompt_key].strip(), columns))
+            own = {config.prompt_key, config.image_key}
+            columns = {name: value for name, value in cells.items() if name not in own}
+            loaded.tasks.append(DiffusionTask(place, cells[config.prompt_key].strip(), columns, image))
         else:
             loaded.leave_out(kind, f"{place}: {message}")
         if len(loaded.tasks) == config.max_tasks:

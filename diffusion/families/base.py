@@ -32,6 +32,8 @@ Combine = Callable[[Tensor, Tensor, float, Tensor], Tensor]
 """(positive, negative, scale, sigma (B,)) -> guided velocity."""
 MASK = "_mask"
 """End of the name of a padded entry's mask."""
+REFERENCE = "reference"
+"""Entry of the latents (C, H, W) of an image to be edited."""
 
 
 class LatentSides(NamedTuple):
@@ -113,6 +115,8 @@ class Family(ABC):
     """Arguments of the pipeline's class that are no parts of it, such as the time at which two networks change over."""
     video: ClassVar[bool] = False
     """Whether a sample is a video, latents (C, T, H, W)."""
+    takes_image: ClassVar[bool] = False
+    """Whether a prompt may come with an image to be edited."""
     options_class: ClassVar[type[FamilyOptions]] = FamilyOptions
 
     def __init__(self, pipeline: Any, options: Any = None) -> None:
@@ -129,6 +133,15 @@ class Family(ABC):
     @abstractmethod
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Embed one prompt, entries without the batch axis, by the pipeline's own `encode_prompt`."""
+
+    def encode_edit(self, prompt: str, image: Tensor, *, negative: bool = False) -> Text:
+        """Embed one prompt with the image (3, h, w) in -1..1 that it is to edit.
+
+        Its latents are the mode of the autoencoder's Gaussian, as in the pipelines.
+        """
+        return self.encode(prompt, negative=negative) | {
+            REFERENCE: self.normalise(self.encode_pixels(image[None])[0])[0]
+        }
 
     def token_ids(self, part: TextPart, prompt: str, *, negative: bool = False) -> list[int]:
         """Tokens of a prompt that count towards its encoder's limit, none of them cut off."""

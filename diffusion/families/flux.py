@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import Family, FamilyOptions, LatentSides, Text, TextPart
+from diffusion.families.base import REFERENCE, Family, FamilyOptions, LatentSides, Text, TextPart
 from diffusion.families.grids import PATCH, pack_latents, scheduler_grid, unpack_latents
 from mmrl.fields import bounded
 
@@ -60,16 +60,24 @@ class FluxFamily(Family):
         if network.config.guidance_embeds:
             scale = self.options.guidance_embedding
             guidance = torch.full((len(latents),), scale, dtype=torch.float32, device=latents.device)
+        tokens = pack_latents(latents)
+        places = _image_ids(height // PATCH, width // PATCH, latents.device)
+        count = len(places)
+        if REFERENCE in text:
+            image = text[REFERENCE]
+            tokens = torch.cat([tokens, pack_latents(image)], 1)
+            down, across = image.shape[-2] // PATCH, image.shape[-1] // PATCH
+            places = torch.cat([places, _image_ids(down, across, latents.device, number=1)])
         velocity = network(
-            hidden_states=pack_latents(latents),
+            hidden_states=tokens,
             timestep=sigma,  # the transformer multiplies by 1000 itself
             guidance=guidance,
             encoder_hidden_states=text["tokens"],
             pooled_projections=text["pooled"],
             txt_ids=torch.zeros(text["tokens"].shape[1], 3, device=latents.device),
-            img_ids=_image_ids(height // PATCH, width // PATCH, latents.device),
+            img_ids=places,
             return_dict=False,
-        )[0]
+        )[0][:, :count]
         return unpack_latents(velocity, height, width)
 
     def sides(self) -> LatentSides:
@@ -81,7 +89,21 @@ class FluxFamily(Family):
         return scheduler_grid(self.pipeline.scheduler, steps, tokens=self.tokens(shape), even=True)
 
 
-def _image_ids(down: int, across: int, device: torch.device) -> Tensor:
-    """Position of each image token (down * across, 3): 0, row, column; text tokens are all at 0, 0, 0."""
+class KontextFamily(FluxFamily):
+    """FLUX.1 Kontext: FLUX.1 dev whose image tokens are followed by those of the image to be edited.
+
+    The reference is fitted to the size of the run; the pipeline's choice among its preferred sizes is left to the user.
+
+    Source: FLUX.1 Kontext, arXiv 2506.15742; diffusers pipelines/flux/pipeline_flux_kontext.py.
+    """
+
+    pipeline_class = "FluxKontextPipeline"
+    summary = "FLUX.1 Kontext dev, with an image to be edited"
+    citation = "FLUX.1 Kontext, arXiv 2506.15742"
+    takes_image = True
+
+
+def _image_ids(down: int, across: int, device: torch.device, number: int = 0) -> Tensor:
+    """Position of each token (down * across, 3): image 0 or reference 1, row, column; text is all at 0, 0, 0."""
     row, column = torch.meshgrid(torch.arange(down, device=device), torch.arange(across, device=device), indexing="ij")
-    return torch.stack([torch.zeros_like(row), row, column], dim=-1).flatten(0, 1).float()
+    return torch.stack([torch.full_like(row, number), row, column], dim=-1).flatten(0, 1).float()

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import Family, FamilyOptions, LatentSides, Text, TextPart
+from diffusion.families.base import REFERENCE, Family, FamilyOptions, LatentSides, Text, TextPart
 from diffusion.families.grids import PATCH, even_sigmas, grid_of
 
+REFERENCE_TIME = 10
+"""First coordinate of the tokens of an image to be edited."""
 LARGE = 4300
 """Image tokens above which the shift does not depend on the number of steps."""
 
@@ -32,7 +34,7 @@ class KleinFamily(Family):
     """
 
     pipeline_class = "Flux2KleinPipeline"
-    summary = "FLUX.2-klein 4B and 9B, distilled and base"
+    summary = "FLUX.2-klein 4B and 9B, distilled and base, also with an image to be edited"
     citation = "black-forest-labs/flux2"
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -42,6 +44,7 @@ class KleinFamily(Family):
     text_parts = (TextPart("text_encoder", "tokenizer"),)
     text_length = 512
     settings = ("is_distilled",)
+    takes_image = True
     options_class = KleinOptions
 
     @property
@@ -78,16 +81,23 @@ class KleinFamily(Family):
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, 4 C, H, W)."""
         rows, _, height, width = latents.shape
+        tokens = latents.flatten(2).transpose(1, 2)
+        places = _positions((1, height, width, 1), rows, latents.device)
+        if REFERENCE in text:
+            image = text[REFERENCE]
+            tokens = torch.cat([tokens, image.flatten(2).transpose(1, 2)], 1)
+            own = _positions((1, *image.shape[-2:], 1), rows, latents.device)
+            places = torch.cat([places, own + own.new_tensor([REFERENCE_TIME, 0, 0, 0])], 1)
         velocity = network(
-            hidden_states=latents.flatten(2).transpose(1, 2),
+            hidden_states=tokens,
             timestep=sigma,
             guidance=None,
             encoder_hidden_states=text["tokens"],
             txt_ids=_positions((1, 1, 1, text["tokens"].shape[1]), rows, latents.device),
-            img_ids=_positions((1, height, width, 1), rows, latents.device),
+            img_ids=places,
             return_dict=False,
         )[0]
-        return velocity.transpose(1, 2).reshape(latents.shape)
+        return velocity[:, : height * width].transpose(1, 2).reshape(latents.shape)
 
     def sides(self) -> LatentSides:
         """Positions are rotary; the default is the pipeline's."""

@@ -125,7 +125,8 @@ class DdpoRecipe(TrajectoryRecipe):
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Rewards against the history of their prompts; every process keeps the whole history."""
-        prompts = [DiffusionPayload.of(rollouts).tasks[group].prompt for group in rollouts.group.tolist()]
+        tasks = [DiffusionPayload.of(rollouts).tasks[group] for group in rollouts.group.tolist()]
+        prompts = [task.prompt if task.image is None else f"{task.prompt} {task.image.digest}" for task in tasks]
         rewards = rollouts.reward.tolist()
         everyone = merge_lists([list(zip(prompts, rewards, strict=True))], accelerator)
         scored = [(prompt, reward) for part in everyone for prompt, reward in part if reward == reward]

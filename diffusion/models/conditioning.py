@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from diffusion.families.base import MASK, Cut, Family, Text, padded
+from diffusion.data.references import ReferenceImage
+from diffusion.families.base import MASK, REFERENCE, Cut, Family, Text, padded
 from diffusion.models.pipelines import quiet_diffusers
 from mmrl.errors import UserError
 from mmrl.files import expanded
@@ -55,10 +56,12 @@ class TextEncoders:
             if encoder.training:
                 raise UserError(f"{name} is in training mode and its dropout would be cached; call .eval() on it")
 
-    def encode(self, prompt: str, *, negative: bool = False) -> Text:
-        """Embed one prompt with the pipeline's own `encode_prompt`, without gradient."""
+    def encode(self, prompt: str, image: Tensor | None = None, *, negative: bool = False) -> Text:
+        """Embed one prompt, and the image (3, h, w) in -1..1 that it is to edit, without gradient."""
         with torch.no_grad(), quiet_diffusers():  # which would warn of every prompt that CLIP cuts
-            return self.family.encode(prompt, negative=negative)
+            if image is None:
+                return self.family.encode(prompt, negative=negative)
+            return self.family.encode_edit(prompt, image, negative=negative)
 
     def cuts(self, prompt: str) -> list[Cut]:
         """Find the ends of a prompt that diffusers would drop with only a warning."""
@@ -137,6 +140,14 @@ class TextRows:
         joined = {name: _joined(name, self.values, other.values) for name in self.values}
         return TextRows(joined, torch.cat([self.index, other.index + len(self.tokens)]))
 
+    def beside(self, other: TextRows) -> TextRows:
+        """This one prompt for each of the rows of another object, with their images to be edited."""
+        if REFERENCE not in other.values:
+            return self.select(torch.zeros(len(other), dtype=torch.int64))
+        count = len(other.values[REFERENCE])
+        values = {name: value.expand(count, *value.shape[1:]) for name, value in self.values.items()}
+        return TextRows(values | {REFERENCE: other.values[REFERENCE]}, other.index)
+
     def expanded(self) -> Text:
         """One embedding for each row.
 
@@ -164,10 +175,12 @@ def _joined(name: str, one: Text, other: Text) -> Tensor:
 
 
 class _Key(NamedTuple):
-    """One prompt as a positive or a negative one."""
+    """One prompt as a positive or a negative one, or with an image to be edited."""
 
     prompt: str
     negative: bool = False
+    image: str = ""
+    """Digest of the image."""
 
 
 class PromptEmbeddings:
@@ -181,13 +194,22 @@ class PromptEmbeddings:
         family: of a pipeline with frozen text encoders in evaluation mode.
         max_bytes: embeddings kept in memory; the newest always stays.
         folder: where embeddings go that leave memory; None = they are made again.
+        size: height and width in pixels that images to be edited are fitted to.
 
     Raises:
         UserError: a missing text encoder, or text encoders that could still change.
     """
 
-    def __init__(self, family: Family, *, max_bytes: int = 2**28, folder: Path | str | None = None) -> None:
+    def __init__(
+        self,
+        family: Family,
+        *,
+        max_bytes: int = 2**28,
+        folder: Path | str | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> None:
         self.family = family
+        self.size = size
         self.encoders = TextEncoders(family)
         self.encoders.check_constant()
         self.encoded = 0
@@ -214,7 +236,13 @@ class PromptEmbeddings:
                     self._lengths[name] = max(length, self._lengths.get(name, 0))
 
     def rows(
-        self, prompts: Sequence[str], samples: int = 1, *, allow_empty: bool = False, negative: bool = False
+        self,
+        prompts: Sequence[str],
+        samples: int = 1,
+        *,
+        allow_empty: bool = False,
+        negative: bool = False,
+        images: Sequence[ReferenceImage | None] | None = None,
     ) -> TextRows:
         """Embeddings of prompts, of each distinct one once.
 
@@ -223,6 +251,7 @@ class PromptEmbeddings:
             samples: consecutive rows of each prompt, the group size.
             allow_empty: whether a prompt may be empty, as it is without a caption.
             negative: whether they are negative prompts, which some families embed otherwise.
+            images: image that each prompt is to edit, all or none.
 
         Returns:
             len(prompts) * samples rows.
@@ -237,10 +266,16 @@ class PromptEmbeddings:
             if not isinstance(prompt, str) or not (prompt.strip() or allow_empty):
                 raise UserError(f"prompt {number} of {len(prompts)} is empty: {prompt!r}")
         self.encoders.check_constant()
-        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         side = negative and self.family.negative_differs
-        found = [self._embedding(_Key(prompt, side)) for prompt in numbers]
-        index = torch.tensor([numbers[prompt] for prompt in prompts]).repeat_interleave(samples)
+        given = [None] * len(prompts) if images is None else images
+        keys = [
+            _Key(prompt, side, "" if image is None else image.digest)
+            for prompt, image in zip(prompts, given, strict=True)
+        ]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        sources = dict(zip(keys, given, strict=True))
+        found = [self._embedding(key, sources[key]) for key in numbers]
+        index = torch.tensor([numbers[key] for key in keys]).repeat_interleave(samples)
         return TextRows(self.family.collate(found, self._lengths), index)
 
     def negative(self, prompt: str = "", rows: int = 1) -> TextRows:
@@ -271,14 +306,14 @@ class PromptEmbeddings:
             self._folder.cleanup()
             self._filed.clear()
 
-    def _embedding(self, key: _Key) -> Text:
+    def _embedding(self, key: _Key, image: ReferenceImage | None) -> Text:
         if key not in self._held:
             filed = self._filed.get(key)
-            self._hold(key, self._encode(key) if filed is None else _read(filed))
+            self._hold(key, self._encode(key, image) if filed is None else _read(filed))
         self._held.move_to_end(key)
         return self._held[key]
 
-    def _encode(self, key: _Key) -> Text:
+    def _encode(self, key: _Key, image: ReferenceImage | None) -> Text:
         prompt = key.prompt
         cuts = self.encoders.cuts(prompt)
         where = "; ".join(
@@ -298,7 +333,18 @@ class PromptEmbeddings:
                 f"{shortened(prompt)} is not cached and the text encoders were freed; ask for it before that"
             )
         self.encoded += 1
-        return self.encoders.encode(prompt, negative=key.negative)
+        return self.encoders.encode(prompt, self._pixels(image), negative=key.negative)
+
+    def _pixels(self, image: ReferenceImage | None) -> Tensor | None:
+        """An image (3, h, w) in -1..1 of the size of the run, as the autoencoder takes it."""
+        if image is None:
+            return None
+        if not self.family.takes_image:
+            raise UserError(f"{self.family.pipeline_class} takes no image to be edited")
+        assert self.size is not None
+        autoencoder = self.family.pipeline.vae
+        pixels = torch.from_numpy(image.pixels(*self.size).copy()).to(autoencoder.device)
+        return pixels.permute(2, 0, 1).to(autoencoder.dtype) / 127.5 - 1
 
     def _hold(self, key: _Key, embedding: Text) -> None:
         self._held[key] = embedding

@@ -116,7 +116,11 @@ def full_model() -> ModelConfig:
     return ModelConfig(lora=LoraSettings(enabled=False))
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def add_adapter(network: Any, settings: LoraSettings, family: Family, seed: int) -> None:
@@ -201,6 +205,7 @@ class DiffusionPolicy(nn.Module):
             self.family,
             max_bytes=config.embedding_memory_mb * 2**20,
             folder=(config.embedding_cache or tempfile.gettempdir()) if config.free_text_encoders else None,
+            size=(self.latent_shape[-2] * self.family.factor, self.latent_shape[-1] * self.family.factor),
         )
         present = [name for name in self.family.networks if getattr(pipeline, name, None) is not None]
         self.trained_networks = tuple(present if config.networks is None else config.networks)

@@ -67,6 +67,30 @@ def clip_score(
     return [value / CLIP_SCALE for value in _clip_logits(prompts, completions, path, device, batch)]
 
 
+def image_similarity(
+    prompts: Sequence[str],
+    completions: Sequence[NDArray[np.uint8]],
+    *,
+    reference: Sequence[NDArray[np.uint8]],
+    path: str,
+    device: str = "cpu",
+    batch: int = 16,
+    **_: Any,
+) -> list[float]:
+    """Score how much an edited image is like its reference, the cosine of their image features by CLIP.
+
+    Options as of `pickscore`, with the folder of CLIP ViT-L/14.
+
+    Source: yifan123/flow_grpo flow_grpo/rewards.py, image_similarity_score.
+    """
+    model = _load_clip(path, device)
+    values: list[float] = []
+    pairs = zip(_batches(prompts, completions, batch), _batches(prompts, reference, batch), strict=True)
+    for own, other in pairs:
+        values += (model.image_features(own[1]) * model.image_features(other[1])).sum(-1).tolist()
+    return values
+
+
 def hpsv2(
     prompts: Sequence[str],
     completions: Sequence[NDArray[np.uint8]],

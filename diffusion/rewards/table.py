@@ -85,7 +85,7 @@ def load_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[Rewa
 
 def _bound(reward: ImageReward, options: Mapping[str, Any]) -> Callable[..., Any]:
     function = reward.load()
-    parameters = inspect.signature(function).parameters.values()
+    parameters = [*inspect.signature(function).parameters.values()]
     allowed = {
         parameter.name: parameter
         for parameter in parameters
@@ -97,7 +97,8 @@ def _bound(reward: ImageReward, options: Mapping[str, Any]) -> Callable[..., Any
     bound = functools.partial(function, **options) if options else function
     missing = [name for name, parameter in allowed.items() if parameter.default is parameter.empty]
     if all(name in options for name in missing):
-        bound(prompts=[], completions=[])
+        columns = (name for name in COLUMNS if any(name == parameter.name for parameter in parameters))
+        bound(prompts=[], completions=[], **{name: [] for name in columns})
     return bound
 
 
@@ -105,7 +106,8 @@ def _hint(wanted: str, known: Sequence[str]) -> str:
     return f"; {did_you_mean(wanted, known)}known are: {', '.join(known) or 'none'}"
 
 
-COLUMNS = ("metadata",)
+COLUMNS = ("metadata", "reference", "box")
+"""Arguments of rewards that are columns of the data and no options."""
 
 _DIGITS = "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998"
 _TABLE = (
@@ -175,6 +177,11 @@ _TABLE = (
         "minus the size in kB of the image as a JPEG file", "DDPO, arXiv 2305.13301", (None, 0.0),
     ),
     ImageReward(
+        "kept", "diffusion.rewards.editing:kept",
+        "likeness of an edited image with its reference, outside of the column box where there is one", "this suite",
+        (0.0, 1.0),
+    ),
+    ImageReward(
         "smoothness", "diffusion.rewards.video:smoothness", "likeness of neighbouring frames of a video", "this suite",
         (0.0, 1.0), video=True,
     ),
@@ -196,6 +203,11 @@ _TABLE = (
     ImageReward(
         "clip_score", "diffusion.rewards.learned:clip_score", "fit of image and prompt", "CLIPScore, arXiv 2104.08718",
         (None, None), offline=False, needs="the option path: folder of CLIP ViT-L/14",
+    ),
+    ImageReward(
+        "image_similarity", "diffusion.rewards.learned:image_similarity",
+        "likeness of an edited image with its reference, by CLIP", "yifan123/flow_grpo, on CLIP, arXiv 2103.00020",
+        (-1.0, 1.0), offline=False, needs="the option path: folder of CLIP ViT-L/14",
     ),
     ImageReward(
         "hpsv2", "diffusion.rewards.learned:hpsv2", "human preference for the image given the prompt",

@@ -58,7 +58,7 @@ class GuidedVelocity:
         self.detach_negative = detach_negative
         self.combine = combine
         self._positive = None if scale == 0.0 and combine is linear_guidance else text
-        self._negative = None if scale == 1.0 else _negative_rows(negative, len(text), scale)
+        self._negative = None if scale == 1.0 else _negative_rows(negative, text, scale)
 
     @property
     def halves(self) -> int:
@@ -120,11 +120,11 @@ def guided(
     return GuidedVelocity(velocity_of, text, other, scale, combine=combine, **options)
 
 
-def _negative_rows(negative: TextRows | None, rows: int, scale: float) -> TextRows:
+def _negative_rows(negative: TextRows | None, text: TextRows, scale: float) -> TextRows:
     if negative is None:
         raise UserError(f"guidance scale {scale} needs a negative prompt, which may be empty; scale 1 needs none")
     if len(negative) == 1:
-        return negative.select(torch.zeros(rows, dtype=torch.int64))
-    if len(negative) != rows:
-        raise UserError(f"there are {len(negative)} negative text rows for {rows} rows; must be 1 or {rows}")
+        return negative.beside(text)
+    if len(negative) != len(text):
+        raise UserError(f"there are {len(negative)} negative text rows for {len(text)} rows; must be 1 or {len(text)}")
     return negative

@@ -174,8 +174,9 @@ def group_seeds(groups: int, size: int, streams: Streams, *, same_noise: bool = 
 
 
 def text_of(policy: Any, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRows:
-    """Text of rows, given the task (B,) of each; an empty prompt is one without a caption."""
-    embedded: TextRows = policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True)
+    """Text of rows and images to be edited, given the task (B,) of each; an empty prompt has no caption."""
+    images = [task.image for task in tasks]
+    embedded: TextRows = policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True, images=images)
     return embedded.select(rows.cpu())
 
 

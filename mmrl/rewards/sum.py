@@ -22,8 +22,9 @@ from mmrl.rewards.loading import load_function
 LOGGER = logging.getLogger("mmrl")
 ROW_COLUMNS = ("answer", "completion_lengths", "grounding")
 STATE = "trainer_state"
-IMAGES = "images"
-"""Column of each row's images, which are many: only functions that name it get it, not those that take **columns."""
+IMAGES, REFERENCE = "images", "reference"
+"""Columns of each row's images and of the image that it edits, which are large: only functions that name them get them,
+not those that take **columns."""
 SPARE_LIMITS = 10.0
 """Spare time for all rows together, in multiples of timeout_s, besides one timeout_s for each row of a worker."""
 NAN = float("nan")
@@ -89,7 +90,8 @@ class Term(ABC):
         columns = {
             name: values
             for name, values in batch.columns.items()
-            if ((self.signature.takes_all and name != IMAGES) or name in named) and name not in self.options
+            if ((self.signature.takes_all and name not in (IMAGES, REFERENCE)) or name in named)
+            and name not in self.options
         }
         takes_state = (self.signature.takes_all or STATE in named) and STATE not in self.options
         prompts, completions = batch.prompts, batch.completions
@@ -281,7 +283,11 @@ class RewardSum:
     @property
     def reads_images(self) -> bool:
         """Whether a term takes the images of its rows."""
-        return any(IMAGES in (*term.signature.required, *term.signature.optional) for term in self._terms)
+        return self.reads(IMAGES)
+
+    def reads(self, column: str) -> bool:
+        """Whether a term names a column."""
+        return any(column in (*term.signature.required, *term.signature.optional) for term in self._terms)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Refuse columns that lack an input of a term."""

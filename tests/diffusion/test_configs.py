@@ -17,12 +17,13 @@ from diffusion.toy import clips, digits
 from diffusion.toy.shapes.building import build_prompts
 from mmrl.config import load_run
 from tests.diffusion.families.cases import CASES
+from tests.diffusion.families.tiny import write_edits
 from tests.diffusion.runs import MATCHED_RECIPES, TRAJECTORY_RECIPES, build, make_trainer, run_config, tiny_model
 from tests.fitting import fitting, group_size
 
 CONFIGS = Path(__file__).parents[2] / "configs/diffusion"
 FILES = sorted(CONFIGS.glob("*.yaml"))
-FAMILY_OF = {"flux2_klein": "klein", "qwen_image": "qwen_image", "wan2_1_1_3b": "wan"}
+FAMILY_OF = {"flux1": "kontext", "flux2_klein": "klein", "qwen_image": "qwen_image", "wan2_1_1_3b": "wan"}
 """Case of the family of files whose names begin so."""
 SLOW = ("dppo", "clips_flow_grpo")
 """Ends of the names of further files whose code others go through too."""
@@ -83,9 +84,11 @@ def overrides_of(path, whole, folder, models):
     for name, data in {**prompts, **whole.eval_data}.items():
         if data.path and data.build is None:
             build_prompts(str(folder / f"{name}.jsonl"), kinds=["single"])
+            if case is not None and case.edits:
+                write_edits(folder / f"{name}.jsonl", ["a red circle", "a blue square"], (case.height, case.width))
     # weights and programs that are not there
     if any("path" in reward.options or reward.name == "ocr" for reward in getattr(whole, "rewards", ())):
-        found += ["rewards=[{name: caption_colour}]"]
+        found += [f"rewards=[{{name: {'kept' if case is not None and case.edits else 'caption_colour'}}}]"]
     if prompts:
         found += [f"data.path={folder / 'data.jsonl'}"]
         found += [group_size(whole, 2), "trainer.skip_steps_without_gradient=false"]  # two images may score alike

@@ -45,6 +45,8 @@ class Case:
     """Latents from what the call gives, for the start of their shape."""
     guide: Callable[[Any, float], None] = lambda pipeline, scale: None
     """Sets the scale of a pipeline whose call does not take it."""
+    edits: bool = False
+    """Whether an image is edited."""
     variant: bool = False
     """Whether another case of the family is gone through in the default tests; this one in one of them and slowly."""
     alone: bool = False
@@ -160,6 +162,27 @@ CASES = {
         unpack=lambda pipeline, found, start: family_of(pipeline).normalise(found),
         height=64,
         width=96,
+    ),
+    "klein_edit": Case(
+        lambda path: tiny.klein(path, distilled=False),
+        edits=True,
+        variant=True,
+        model=KLEIN | {"family_options": {"text_layers": [1, 2, 3]}},
+        call=KLEIN_CALL,
+        negative=None,
+        unpack=lambda pipeline, found, start: family_of(pipeline).normalise(found),
+        height=64,
+        width=96,
+    ),
+    "kontext": Case(
+        tiny.kontext,
+        edits=True,
+        scales=(1.0,),
+        model=T5 | {"guidance_embedding": 2.5},
+        call=T5 | {"guidance_scale": 2.5, "_auto_resize": False, "max_area": 32 * 24},
+        guidance=lambda scale: {},
+        pack=_pack,
+        unpack=_unpack,
     ),
     "z_image": Case(
         tiny.z_image,

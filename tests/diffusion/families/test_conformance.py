@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 
-from diffusion.families.base import blocks_of
+from diffusion.families.base import REFERENCE, blocks_of
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.saved import LORA_FILE
 from diffusion.sampling.guidance import guided
 from diffusion.sampling.sampler import euler_ode, times_of
 from tests.diffusion.families.cases import CASES
-from tests.diffusion.families.tiny import LONG, SHORT
+from tests.diffusion.families.tiny import LONG, SHORT, picture, reference
 
 STEPS = 3
 SIGMA = torch.tensor([0.37, 0.95])
@@ -64,8 +65,21 @@ def disturb(policy, size=0.05):
     return policy
 
 
-def velocity(policy, prompts=PROMPTS, rows=slice(None), seed=0):
-    text = policy.embeddings.rows(prompts)
+def case_of(policy):
+    return CASES[Path(policy.base_path).name]
+
+
+def rows_of(policy, prompts=PROMPTS, seeds=(0, 0)):
+    """Rows of prompts, with an image where the case edits one."""
+    case = case_of(policy)
+    if not case.edits:
+        return policy.embeddings.rows(prompts)
+    images = [reference(picture(case.height, case.width, seed)) for seed in seeds]
+    return policy.embeddings.rows(prompts, images=images[: len(prompts)])
+
+
+def velocity(policy, prompts=PROMPTS, rows=slice(None), seed=0, **images):
+    text = rows_of(policy, prompts, **images)
     with torch.no_grad():
         return policy(noise(policy, seed=seed)[rows], SIGMA[rows], text.select(rows).expanded())
 
@@ -101,7 +115,7 @@ def called(case, pipeline, prompts, start, scale, kind):
     negative = {"negative_prompt": [case.negative] * len(start)} if scale != 1 and case.negative else {}
     sizes = {"height": case.height, "width": case.width} | ({"num_frames": case.frames} if case.frames else {})
     options = {"prompt": [*prompts], "num_inference_steps": STEPS, **sizes, **negative, **case.call}
-    options |= case.guidance(scale)
+    options |= case.guidance(scale) | ({"image": picture(case.height, case.width)} if case.edits else {})
     case.guide(pipeline, scale)
     latents = case.pack(pipeline, start.clone())
     found = pipeline(latents=latents, output_type=kind, return_dict=False, **options)[0]
@@ -114,7 +128,7 @@ def test_the_loop_is_the_pipelines_own(case, policy):
     case.prepare(pipeline)
     for scale in case.scales:
         negative = case.negative or ""
-        follow = guided(policy, policy, policy.embeddings.rows(PROMPTS), scale, negative)
+        follow = guided(policy, policy, rows_of(policy), scale, negative)
         with torch.no_grad():
             grid, family = times_of(policy, STEPS), policy.family
             latents = family.finished(euler_ode(follow, family.first_latents(start, grid[0]), grid), grid[-1])
@@ -146,7 +160,7 @@ def test_lengths_are_those_of_the_embeddings(policy):
 
 def test_every_adapter_has_a_gradient(case, policy):
     disturb(policy)
-    policy(noise(policy), SIGMA, policy.embeddings.rows(PROMPTS).expanded()).square().mean().backward()
+    policy(noise(policy), SIGMA, rows_of(policy).expanded()).square().mean().backward()
     trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     without = [name for name, weight in trained.items() if weight.grad is None or not weight.grad.any()]
     assert [name for name in without if not any(part in name for part in case.silent)] == []
@@ -174,12 +188,13 @@ def test_saved_weights_and_pipelines_are_the_policy(config, tmp_path, enabled):
     policy.save_pretrained(tmp_path / "weights")
     again = load_policy(dataclasses.replace(config, path=str(tmp_path / "weights")), seed=5)
     assert torch.equal(velocity(again), expected)
-    policy.save_pipeline(tmp_path / "pipeline")
-    plain = dataclasses.replace(config, path=str(tmp_path / "pipeline"), lora=LoraSettings(enabled=False))
+    whole = tmp_path / "pipelines" / Path(policy.base_path).name
+    policy.save_pipeline(whole)
+    plain = dataclasses.replace(config, path=str(whole), lora=LoraSettings(enabled=False))
     assert relative(velocity(load_policy(plain)), expected) < 1e-5
     if enabled:
         pipeline = load_pipeline(config.path)
-        text = policy.embeddings.rows(PROMPTS).expanded()
+        text = rows_of(policy).expanded()
         for name, network in policy.trained.items():
             second = name != policy.family.networks[0]
             place = tmp_path / "weights" / (name if second else "")
@@ -201,3 +216,14 @@ def test_pixels_become_latents_and_pixels_again(policy):
     sampled = encode_images(policy.family, images, torch.Generator().manual_seed(0))
     assert sampled.shape == latents.shape
     assert relative(policy.family.normalise(policy.family.denormalise(latents)), latents) < 1e-5
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.edits], indirect=True)
+def test_each_row_edits_its_own_image(case, policy):
+    both = velocity(policy, seeds=(0, 1))
+    for row in (0, 1):
+        alone = velocity(policy, seeds=(row, row))
+        assert relative(both[row], alone[row]) < 1e-5
+    assert relative(velocity(policy, seeds=(1, 1))[0], both[0]) > 1e-4
+    negative = policy.embeddings.negative("").beside(rows_of(policy, seeds=(0, 1)))
+    assert torch.equal(negative.values[REFERENCE], rows_of(policy, seeds=(0, 1)).values[REFERENCE])

@@ -11,9 +11,10 @@ from diffusers import DiffusionPipeline
 
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from mmrl.hub.compat import quiet_transformers
+from mmrl.rewards import RewardConfig
 from tests.diffusion.families.cases import CASES
-from tests.diffusion.families.tiny import LONG, SHORT
-from tests.diffusion.runs import make_trainer, run_config
+from tests.diffusion.families.tiny import LONG, SHORT, write_edits
+from tests.diffusion.runs import PROMPTS, make_trainer, run_config
 
 METHODS = ("flow_grpo", "awm", "diffusion_nft")
 QUICK = {name: METHODS[number % 3] for number, name in enumerate(CASES)}
@@ -46,6 +47,9 @@ def test_two_steps_and_an_export_that_plain_diffusers_loads(name, method, enable
     sizes = {"height": case.height, "width": case.width, "frames": case.frames}
     lora = LoraSettings(enabled=enabled, rank=2, alpha=4)
     config.model = ModelConfig(path=str(folders(name)), lora=lora, **sizes, **case.model)
+    if case.edits:
+        config.data.path = str(write_edits(tmp_path / "edits.jsonl", PROMPTS, (case.height, case.width)))
+        config.eval_data["held_out"].path, config.rewards = config.data.path, [RewardConfig(name="kept")]
     config.sampler = dataclasses.replace(
         config.sampler, steps=3, guidance=case.scales[-1] if method == "flow_grpo" else 1.0
     )

@@ -9,7 +9,15 @@ import torch
 from safetensors.torch import save_file
 
 from diffusion.rewards import learned as plugins
-from diffusion.rewards.learned import HPS_FILE, aesthetic, clip_score, hpsv2, image_reward, pickscore
+from diffusion.rewards.learned import (
+    HPS_FILE,
+    aesthetic,
+    clip_score,
+    hpsv2,
+    image_reward,
+    image_similarity,
+    pickscore,
+)
 from diffusion.toy.pipelines.tiny import clip_tokenizer
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
@@ -65,6 +73,24 @@ def test_scores_are_scaled_cosines(clip, batch):
     assert np.ptp(cosines) > 1e-3
     for reward, factor in ((pickscore, scale / 26), (clip_score, scale / 100), (hpsv2, 1.0)):
         assert reward(PROMPTS, pictures(), path=folder, batch=batch) == pytest.approx(factor * cosines, abs=1e-5)
+
+
+@pytest.mark.parametrize("batch", [2, 16])
+def test_likeness_is_the_cosine_of_two_images(clip, batch):
+    folder, model = clip
+    from transformers import CLIPProcessor
+
+    images, others = pictures(), pictures()[::-1]
+    towers = []
+    for some in (images, others):
+        pixels = CLIPProcessor.from_pretrained(folder).image_processor(images=some, return_tensors="pt")
+        with torch.no_grad():
+            towers.append(model.visual_projection(model.vision_model(**pixels).pooler_output))
+    expected = torch.cosine_similarity(*towers).tolist()
+    found = image_similarity([""] * 3, images, reference=others, path=folder, batch=batch)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert found[1] == pytest.approx(1, abs=1e-5)  # the middle one is its own reference
+    assert found[0] < found[1]
 
 
 def head_tensors():

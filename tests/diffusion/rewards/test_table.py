@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from diffusion.rewards import IMAGE_REWARDS, load_image_rewards
+from diffusion.rewards.table import COLUMNS
 from diffusion.toy.shapes import all_scenes, render_dataset
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum
@@ -29,6 +30,7 @@ def test_every_row_has_a_function_with_rows_and_columns(name):
     needs_options = any(
         parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         for parameter in signature.parameters.values()
+        if parameter.name not in COLUMNS
     )
     assert needs_options == ("option" in reward.needs)
 
@@ -44,7 +46,9 @@ def test_values_lie_in_the_range_of_the_table(name):
     prompts = [f"a {row % 10}" if digits else scenes[row % len(scenes)].caption for row in range(len(images))]
     if name.startswith("mo"):
         prompts = [f"{prompt} moving down" for prompt in prompts]
-    values = [value for value in load_image_rewards([name])[name](prompts, images) if value is not None]
+    reward = load_image_rewards([name])[name]
+    columns = {"reference": images[::-1]} if "reference" in inspect.signature(reward).parameters else {}
+    values = [value for value in reward(prompts, images, **columns) if value is not None]
     low, high = IMAGE_REWARDS[name].range
     assert len(set(values)) > 1
     assert low is None or min(values) >= low
