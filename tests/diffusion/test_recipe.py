@@ -336,7 +336,7 @@ def test_bad_prompts_can_be_errors(tmp_path, capsys):
         (["trainer.samples_per_task=1"], "samples_per_task is 1, but the advantage 'group_mean_global_std'"),
         (["objective.preset=ppo"], "which needs a critic"),
         (["objective.preset=grpo"], "objective.kl is 'k3', which needs log-probabilities of the decisions"),
-        (["model.dtype=float16"], "model.dtype is 'float16'"),
+        (["model.dtype=float8"], "model.dtype is 'float8'"),
         (["model.path=no/such/folder"], "no/such/folder"),
     ],
 )
