@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Arm, BenchOptions, progress
+from benchmarks.harness import Arm, BenchOptions
 from benchmarks.vlm.workload import GENERIC, Shape, build_model, questions_file
 from mmrl.errors import UserError
 
@@ -22,7 +21,6 @@ CPU_SHAPES = {
 }
 CUDA_SHAPE = ("1200:512", Shape((25, 40), 1200, 512))
 QUICK_SHAPE = ("40:4", Shape((2, 2), 40, 4, 4))
-WORDS = "its processor needs num2words, which is not installed: pip install 'mmrl-suite[bench]'"
 TEXT_ONLY = {"qwen3": (0, 0)}
 """Grid of the images of families that see none."""
 CUDA_VIDEO = ("1200:512 video", Shape((10, 10), 1200, 512, frames=20))
@@ -52,9 +50,6 @@ class Bench:
         if options.device == "cpu" and options.model is None and options.family in (BenchOptions.family, *GENERIC):
             ((name, shape),) = self.shapes("288:48").items()
             for family in GENERIC if options.family == BenchOptions.family else (options.family,):
-                if family == "smolvlm" and find_spec("num2words") is None:
-                    progress(f"step: {family} is left out: {WORDS}")
-                    continue
                 own = dataclasses.replace(shape, grid=TEXT_ONLY.get(family, shape.grid))
                 yield f"{family} {name}", own, self.build(family), False
 
@@ -97,8 +92,6 @@ def _check(options: BenchOptions) -> None:
         raise UserError("--family says which model is built, --model names one that exists; give one of them")
     if options.family in GENERIC and (options.only != ["step"] or options.device == "cuda"):
         raise UserError(f"--family {options.family} is measured by --only step, on a CPU")
-    if options.family == "smolvlm" and find_spec("num2words") is None:
-        raise UserError(f"--family smolvlm: {WORDS}")
     if options.model is not None and not (options.model / "config.json").is_file():
         raise UserError(f"--model {options.model} is not a model folder: it has no config.json")
     if options.device == "cuda":

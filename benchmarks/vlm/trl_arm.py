@@ -26,9 +26,10 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
     Args:
         options: model, data, shape, repetitions, device and gradient_checkpointing.
     """
-    from mmrl.hub.compat import ensure_torchvision
+    from mmrl.hub.compat import ensure_number_words, ensure_torchvision
 
     ensure_torchvision()
+    ensure_number_words()
     from trl import GRPOTrainer
 
     shape = shape_of(options["shape"])

@@ -61,8 +61,8 @@ def build_tiny(
         UserError: an unknown family, or images that are no whole number of tokens.
     """
     if family in QWEN:
-        pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        tower = {"vision_hidden": vision_hidden, "vision_depth": vision_depth}
+        pixels: dict[str, Any] = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        tower: dict[str, Any] = {"vision_hidden": vision_hidden, "vision_depth": vision_depth}
         return build_tiny_vlm(path, family=family, corpus=corpus, **tower, **pixels, **sizes)
     seeing = [name for name, row in FAMILIES.items() if row.config is not None]
     if family not in seeing:

@@ -17,7 +17,7 @@ from benchmarks.vlm import equality
 from benchmarks.vlm.arms import make_recipe, make_rollouts, rows_apart, step_arm
 from benchmarks.vlm.comparisons import NAMES, compare
 from benchmarks.vlm.setup import QUICK_SHAPE
-from benchmarks.vlm.workload import build_model, questions_file, shape_of
+from benchmarks.vlm.workload import GENERIC, build_model, questions_file, shape_of
 from mmrl.errors import UserError
 from mmrl.training.recipe import Step
 
@@ -174,7 +174,7 @@ def test_a_step_of_trl_samples_as_many_tokens_and_is_compared(folder):
     for arm in ("", " generic lane"):
         names = {f"{QUICK_SHAPE[0]}{arm} {what}" for what in ("time", "memory", "generation", "update")}
         assert names <= {name.replace(",", "") for name in found["ratios"]}
-    assert {f"{family} {QUICK_SHAPE[0]} time" for family in ("gemma3", "qwen3")} <= set(found["ratios"])
+    assert {f"{family} {QUICK_SHAPE[0]} time" for family in GENERIC} <= set(found["ratios"])
 
 
 @pytest.mark.parametrize(
