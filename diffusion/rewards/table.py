@@ -142,7 +142,7 @@ _TABLE = (
         _DIGITS, (0.0, 1.0), needs="scikit-learn",
     ),
     ImageReward(
-        "moving_digit", "diffusion.toy.clips:moving_digit", "moving_digit_shape times moving_digit_way", _DIGITS,
+        "moving_digit", "diffusion.toy.clips:moving_digit", "moving_digit_shape times moving_digit_direction", _DIGITS,
         (0.0, 1.0), video=True, needs="scikit-learn",
     ),
     ImageReward(
@@ -151,7 +151,7 @@ _TABLE = (
         _DIGITS, (0.0, 1.0), video=True, needs="scikit-learn",
     ),
     ImageReward(
-        "moving_digit_way", "diffusion.toy.clips:moving_digit_way",
+        "moving_digit_direction", "diffusion.toy.clips:moving_digit_direction",
         "share of a video's steps in which the centre of brightness goes in the prompt's direction", "this suite",
         (0.0, 1.0), video=True,
     ),

@@ -43,8 +43,8 @@ class _Wanted(NamedTuple):
 
 
 def moving_digit(prompts: Sequence[str], completions: Clips, **_: Any) -> list[float]:
-    """Give the product of `moving_digit_shape` and `moving_digit_way`."""
-    shapes, ways = moving_digit_shape(prompts, completions), moving_digit_way(prompts, completions)
+    """Give the product of `moving_digit_shape` and `moving_digit_direction`."""
+    shapes, ways = moving_digit_shape(prompts, completions), moving_digit_direction(prompts, completions)
     return [shape * way for shape, way in zip(shapes, ways, strict=True)]
 
 
@@ -53,7 +53,7 @@ def moving_digit_shape(prompts: Sequence[str], completions: Clips, **_: Any) -> 
     return _shapes("reward", prompts, completions)
 
 
-def moving_digit_way(prompts: Sequence[str], completions: Clips, **_: Any) -> list[float]:
+def moving_digit_direction(prompts: Sequence[str], completions: Clips, **_: Any) -> list[float]:
     """Give the share of the steps in which the centre of brightness goes where the prompt says."""
     return _ways(_centre_step, prompts, completions)
 

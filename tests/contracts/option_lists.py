@@ -115,6 +115,10 @@ ROBOT = {
     "model.options.encoder.state_size": "that of the simulator; a negative one is not refused yet",
 }
 JPEG = "the reward of the walk reads no prompts"
+EDITED = {
+    f"eval_data.<name>.{name}": "the recipes that sample edit images, which are read by the same code"
+    for name in ("image_key", "max_image_pixels")
+}
 ONE_KIND = {
     "objective.scaling.kind": "there is one kind",
     "objective.entropy.kind": "its weight is 0 by default",
@@ -227,9 +231,10 @@ OWN: dict[str, dict[str, str]] = {
         "play_once": "the expert of the walk plays a task alike each time",
     },
     "ddpo": {**ONE_KIND, "heldout_rewards[].chat": JPEG},
-    "flow_pretrain": {"evaluation.heldout_rewards[].chat": JPEG},
+    "flow_pretrain": {"evaluation.heldout_rewards[].chat": JPEG, **EDITED},
     "diffusion_dpo": {
         "evaluation.heldout_rewards[].chat": JPEG,
+        **EDITED,
         **dict.fromkeys(
             ("filter.alpha", "filter.margin", "filter.neighbours", "filter.normalise"),
             "the same three of so few pairs are kept",

@@ -39,6 +39,7 @@ class Variant:
 
 _KEPT: list[Any] = []  # folders that are deleted with the process
 IMAGES = tuple(name for name, entry in RECIPES.items() if entry.target.startswith("diffusion."))
+EDITORS = tuple(name for name in IMAGES if name not in ("diffusion_dpo", "flow_pretrain"))
 ROBOTS = ("robot_grpo", "robot_ppo", "srpo", "robot_clone")
 EXACT_KL = {"kind": "full", "coef": 0.1}
 KL = {"kind": "k3", "coef": 0.1}
@@ -81,6 +82,21 @@ def _prompt_table(config: Any, folder: Path) -> Any:
     for data in (getattr(config, "data", None), config.eval_data["held"]):
         if data is not None:
             data.path = str(path)
+    return config
+
+
+def _edits(config: Any, folder: Path) -> Any:
+    """Images to edit, by a tiny Kontext."""
+    from diffusion.models.policy import LoraSettings, ModelConfig
+    from tests.diffusion.families.cases import CASES
+    from tests.diffusion.families.tiny import write_edits
+
+    case = CASES["kontext"]
+    lora = LoraSettings(rank=2, alpha=4)
+    config.model = ModelConfig(path=str(case.build(folder / "kontext")), lora=lora, height=32, width=24, **case.model)
+    config.sampler.guidance = 1.0
+    path = str(write_edits(folder / "edits.jsonl", ["a red circle", "a blue square"], (50, 40)))
+    config.data.path = config.eval_data["held"].path = path
     return config
 
 
@@ -300,6 +316,7 @@ VARIANTS = [
     Variant(("objective.",), {"warmup_updates": 0}, ("vl_dac", "vl_dac_repo")),
     # images
     Variant(("data.", "eval_data.<name>."), _prompt_table, IMAGES),
+    Variant(("image_key", "max_image_pixels"), _edits, EDITORS),
     Variant(("sampler.",), {"sampler.solver": "sa_solver"}),
     Variant(("sampler.",), {"sampler.window": 1, "sampler.random_share": 1.0}),
     Variant(("sampler.",), {"sampler.window": 1, "sampler.window_high": 3}),

@@ -47,6 +47,7 @@ VALUES: dict[str, list[Any]] = {
     "PromptConfig.max_line_mb": [1e-6],
     "ImagePairConfig.max_prompt_chars": [3],
     "ImagePairConfig.max_image_pixels": [10],
+    "PromptConfig.max_image_pixels": [10],
     "ImageDataConfig.max_prompt_chars": [3],
     "ImageDataConfig.max_image_pixels": [10],
     "BaseTrainerConfig.max_grad_norm": [1e-6],

@@ -243,7 +243,7 @@ def test_size_is_that_of_the_settings(folder):
 @pytest.mark.parametrize(
     ("change", "culprit"),
     [
-        ({"dtype": "float16"}, r"model\.dtype is 'float16'"),
+        ({"dtype": "float64"}, r"model\.dtype is 'float64'"),
         ({"height": 0}, r"model\.height is 0"),
         ({"guidance_embedding": float("nan")}, r"model\.guidance_embedding is nan"),
         ({"max_sequence_length": 0}, r"model\.max_sequence_length is 0"),

@@ -19,7 +19,7 @@ from tests.diffusion.pairs import dpo_config
 from tests.diffusion.runs import make_trainer, trained
 from tests.rounding import assert_equal_up_to_rounding
 
-JUDGES = ("moving_digit", "moving_digit_shape", "moving_digit_way", "moving_digit_judge")
+JUDGES = ("moving_digit", "moving_digit_shape", "moving_digit_direction", "moving_digit_judge")
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,14 @@ def test_a_judge_knows_right_from_wrong(drawn):
         assert right.mean() > 0.75
         assert right.min() >= 0
         assert right.max() <= 1
-        if name != "moving_digit_way":
+        if name != "moving_digit_direction":
             assert scores(name, other_digit, videos).mean() < 0.1
         if name != "moving_digit_shape":
             assert not scores(name, captions, back).any()
-    assert scores("moving_digit_way", captions, videos).min() == 1
+    assert scores("moving_digit_direction", captions, videos).min() == 1
 
 
-@pytest.mark.parametrize("name", ["moving_digit_way", "moving_digit_judge"])
+@pytest.mark.parametrize("name", ["moving_digit_direction", "moving_digit_judge"])
 def test_what_stands_still_or_goes_askew_moves_nowhere(name, drawn):
     videos, _ = drawn
     still = np.repeat(videos[:4, 2:3], clips.FRAMES, 1)
@@ -69,7 +69,7 @@ def test_what_stands_still_or_goes_askew_moves_nowhere(name, drawn):
 def test_half_of_the_steps_is_half_of_the_way(drawn):
     videos, captions = drawn
     half = videos[:, [0, 1, 1, 2, 2]]
-    assert scores("moving_digit_way", captions, half) == pytest.approx(0.5)
+    assert scores("moving_digit_direction", captions, half) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("prompt", ["a digit moving left", "a 3", "a 3 and a 4 moving up", "a 3 moving up left"])
