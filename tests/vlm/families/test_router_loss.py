@@ -24,6 +24,8 @@ from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.methods.preference import PreferenceRunConfig
 from mmrl.vlm.methods.sft import SftConfig
 from mmrl.vlm.router_loss import RouterLoss
+from tests.contracts.test_two_processes import STEPS, assert_same, train_in_two
+from tests.contracts.test_two_processes import train as train_alone
 from tests.vlm.families.test_generic import LENGTHS, gradient, make_prompts, make_rollouts
 from tests.vlm.families.zoo import EXPERTS, make_policy, own_inputs
 from tests.vlm.pairs import pair_config
@@ -213,3 +215,19 @@ def test_runs_log_it_and_micro_batches_do_not_change_it(recipe, tiny_generic, tm
     assert first["router/busiest_max"] > 1
     for name in ("loss/router", "loss/total", "optim/grad_norm"):
         assert second[name] == pytest.approx(first[name], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.slow
+def test_two_processes_balance_the_tokens_of_both(tiny_generic, tmp_path):
+    config = without_images(run_config(VlmConfig, tmp_path, mixture_of(tiny_generic["qwen3"], tmp_path / "model")))
+    config.recipe, config.eval_data = "vlm", {}
+    config.rewards = [RewardConfig(name="tests.vlm.families.test_methods:letters", isolate=False)]
+    config.trainer.steps, config.trainer.tasks_per_step = STEPS, 4
+    config.trainer.adam_eps, config.trainer.learning_rate = 1.0, 0.1
+    plain = train_alone(config, tmp_path / "plain")
+    config.model.router_aux_loss_coef = 10.0  # so that a share of its own in each process would be seen
+    whole = train_alone(config, tmp_path / "one")
+    assert float((whole["weights"] - plain["weights"]).abs().max()) > 0.1 * float(
+        (whole["weights"] - whole["begin"]).abs().max()
+    )
+    assert_same(train_in_two(config, tmp_path / "two"), whole)
