@@ -128,7 +128,7 @@ def _processes() -> str:
 
 
 def _model_families() -> str:
-    """What the tests found of each family of language and vision-language models."""
+    """Test results of each family of language and vision-language models."""
     sys.path.insert(0, str(PROJECT))
     from tests.vlm.families.record import read_record
 

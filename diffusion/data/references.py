@@ -27,7 +27,7 @@ class ReferenceImage:
     max_pixels: int
     """Largest image that is decoded."""
     digest: str
-    """Of its bytes."""
+    """Digest of the file's bytes, by which two rows share one embedding."""
 
     @classmethod
     def of(cls, cell: Any, folder: Path, max_pixels: int) -> ReferenceImage:

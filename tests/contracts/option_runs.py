@@ -88,8 +88,8 @@ def _prompt_table(config: Any, folder: Path) -> Any:
 def _edits(config: Any, folder: Path) -> Any:
     """Images to edit, by a tiny Kontext."""
     from diffusion.models.policy import LoraSettings, ModelConfig
+    from tests.diffusion.edits import write_edits
     from tests.diffusion.families.cases import CASES
-    from tests.diffusion.families.tiny import write_edits
 
     case = CASES["kontext"]
     lora = LoraSettings(rank=2, alpha=4)

@@ -16,8 +16,8 @@ import pytest
 from diffusion.toy import clips, digits
 from diffusion.toy.shapes.building import build_prompts
 from mmrl.config import load_run
+from tests.diffusion.edits import write_edits
 from tests.diffusion.families.cases import CASES
-from tests.diffusion.families.tiny import write_edits
 from tests.diffusion.runs import MATCHED_RECIPES, TRAJECTORY_RECIPES, build, make_trainer, run_config, tiny_model
 from tests.fitting import fitting, group_size
 

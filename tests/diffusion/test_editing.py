@@ -15,8 +15,8 @@ from diffusion.models.policy import LoraSettings, ModelConfig
 from diffusion.rewards.editing import kept
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig
+from tests.diffusion.edits import picture, reference, write_edits
 from tests.diffusion.families.cases import CASES
-from tests.diffusion.families.tiny import picture, reference, write_edits
 from tests.diffusion.runs import PROMPTS, build, make_trainer, run_config, with_function
 
 SIZE = (32, 24)

@@ -15,7 +15,7 @@ MORE = [("flow_grpo", "float32"), ("awm", "float16")]
 
 
 def moved(name, folder, precision, dtype):
-    """What a step has added to the trained weights, and the types of number that the network gave."""
+    """Change of the trained weights in one step, and the dtypes of the network's outputs."""
     config = run_config(name, folder, mixed_precision=precision, minibatches_per_step=1)
     config.model.dtype = dtype
     config.validate()

@@ -91,10 +91,8 @@ def fast_lane_obstacle(network: Any, config: ModelConfig) -> str | None:
     if family_of(kind).fast:
         return None
     if config.lane == "fast":
-        raise UserError(
-            f"model.lane is fast, but the suite's own decoder does not know the architecture {kind}; use auto"
-        )
-    return f"the suite's own decoder does not know the architecture {kind}"
+        raise UserError(f"model.lane is fast, but the fast lane does not know the architecture {kind}; use auto")
+    return f"the fast lane does not know the architecture {kind}"
 
 
 def _unshareable_reason(network: Any, config: ModelConfig) -> str | None:

@@ -81,6 +81,18 @@ KLEIN_CALL = KLEIN | {"text_encoder_out_layers": (1, 2, 3)}
 INSTRUCTION = ["Given a prompt, enhance it:", "User Prompt: "]
 
 
+def _klein(*, distilled: bool = False, **options: Any) -> Case:
+    return Case(
+        lambda path: tiny.klein(path, distilled=distilled),
+        model=KLEIN | {"family_options": {"text_layers": [1, 2, 3]}},
+        call=KLEIN_CALL,
+        unpack=lambda pipeline, found, start: family_of(pipeline).normalise(found),
+        height=64,
+        width=96,
+        **options if distilled else {"negative": None} | options,
+    )
+
+
 def _wan(kind: str, **options: Any) -> Case:
     factor = 16 if kind == "5b" else 8
     return Case(
@@ -144,36 +156,9 @@ CASES = {
         width=96,
         silent=("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"),
     ),
-    "klein": Case(
-        lambda path: tiny.klein(path, distilled=False),
-        model=KLEIN | {"family_options": {"text_layers": [1, 2, 3]}},
-        call=KLEIN_CALL,
-        negative=None,
-        unpack=lambda pipeline, found, start: family_of(pipeline).normalise(found),
-        height=64,
-        width=96,
-    ),
-    "klein_distilled": Case(
-        lambda path: tiny.klein(path, distilled=True),
-        variant=True,
-        scales=(1.0,),
-        model=KLEIN | {"family_options": {"text_layers": [1, 2, 3]}},
-        call=KLEIN_CALL,
-        unpack=lambda pipeline, found, start: family_of(pipeline).normalise(found),
-        height=64,
-        width=96,
-    ),
-    "klein_edit": Case(
-        lambda path: tiny.klein(path, distilled=False),
-        edits=True,
-        variant=True,
-        model=KLEIN | {"family_options": {"text_layers": [1, 2, 3]}},
-        call=KLEIN_CALL,
-        negative=None,
-        unpack=lambda pipeline, found, start: family_of(pipeline).normalise(found),
-        height=64,
-        width=96,
-    ),
+    "klein": _klein(),
+    "klein_distilled": _klein(distilled=True, variant=True, scales=(1.0,)),
+    "klein_edit": _klein(edits=True, variant=True),
     "kontext": Case(
         tiny.kontext,
         edits=True,

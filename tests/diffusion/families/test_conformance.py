@@ -15,8 +15,9 @@ from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.saved import LORA_FILE
 from diffusion.sampling.guidance import guided
 from diffusion.sampling.sampler import euler_ode, times_of
+from tests.diffusion.edits import picture, reference
 from tests.diffusion.families.cases import CASES
-from tests.diffusion.families.tiny import LONG, SHORT, picture, reference
+from tests.diffusion.families.tiny import LONG, SHORT
 
 STEPS = 3
 SIGMA = torch.tensor([0.37, 0.95])

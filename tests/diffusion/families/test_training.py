@@ -12,8 +12,9 @@ from diffusers import DiffusionPipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from mmrl.hub.compat import quiet_transformers
 from mmrl.rewards import RewardConfig
+from tests.diffusion.edits import write_edits
 from tests.diffusion.families.cases import CASES
-from tests.diffusion.families.tiny import LONG, SHORT, write_edits
+from tests.diffusion.families.tiny import LONG, SHORT
 from tests.diffusion.runs import PROMPTS, make_trainer, run_config
 
 METHODS = ("flow_grpo", "awm", "diffusion_nft")

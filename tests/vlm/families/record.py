@@ -1,4 +1,4 @@
-"""What the tests found of each family, kept in record.json, from which the table of docs/vlm.md is made.
+"""Test results of each model family, kept in record.json; docs/vlm.md has them as a table.
 
     python -m tests.vlm.families.record    # runs the tests, the slow ones too, and writes the record if all pass
 

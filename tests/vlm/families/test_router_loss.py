@@ -40,7 +40,7 @@ MIXTURES = [
 
 
 def recipe_of(policy: VlmPolicy, micro_batch: int) -> Any:
-    """What the term reads of a recipe."""
+    """Stand-in for a recipe, with the parts that RouterLoss reads."""
     return SimpleNamespace(
         policy=policy,
         scores=lambda policy, rollouts, outputs: policy(rollouts, outputs=outputs),
