@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-slow test-faults lint format docs site clean
+.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-slow test-gpu test-faults lint format docs site clean
 
 help:
 	@echo "make setup           create $(VENV) and install everything that the targets below need"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench           time and memory of the vision-language updates against row-per-sample code, as JSON; about 30 minutes"
 	@echo "make test            lint, then the test suite; one package: PACKAGE=core, workers, rewards, vlm, diffusion, robotics, ..."
 	@echo "make test-slow       the tests that take minutes"
+	@echo "make test-gpu        every recipe, the kernels and a LoRA step of 3B on a GPU; skipped without one"
 	@echo "make test-faults     kill runs, damage inputs, fill disks; at most 20 minutes; options: FAULTS='--kills 600'"
 	@echo "make lint            ruff (rules and formatting) and mypy"
 	@echo "make format          let ruff fix and format"
@@ -55,6 +56,9 @@ test: lint
 
 test-slow: setup
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+test-gpu: setup
+	@$(TEST_ENV) $(BIN)/python -m pytest -m gpu -rs tests/gpu
 
 test-faults: setup
 	@$(BIN)/python -m tests.faults $(FAULTS)

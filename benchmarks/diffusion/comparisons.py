@@ -269,7 +269,7 @@ def _recipes(work: _Work) -> dict[str, Any]:
 def _steps(work: _Work) -> dict[str, Any]:
     quick = work.options.quick
     settings = STEP_QUICK if quick else STEP_FULL
-    model = work.options.model or (work.model if quick else _build_medium(work.place))
+    model = work.options.model or (work.model if quick else _build_medium(work.place, work.options.device))
     common = {"model": str(model), "folder": str(work.place / "steps")}
     arms = [work.arm(name, "step_arm", way=name, **settings, **common) for name in ("flow_grpo", "awm")]
     runs = run_arms("steps", arms, work.options)
@@ -287,11 +287,14 @@ def _steps(work: _Work) -> dict[str, Any]:
     )
 
 
-def _build_medium(place: Path) -> Path:
+def _build_medium(place: Path, device: str) -> Path:
+    import torch
+
     from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 
     progress("building random weights of the size of Stable Diffusion 3.5 medium")
-    return build_tiny_sd3(place / "medium", corpus=CORPUS, sizes=TinySd3Sizes(**MEDIUM_MODEL))
+    with torch.device(device):
+        return build_tiny_sd3(place / "medium", corpus=CORPUS, sizes=TinySd3Sizes(**MEDIUM_MODEL))
 
 
 COMPARISONS: dict[str, Callable[[_Work], dict[str, Any]]] = {

@@ -84,7 +84,7 @@ class Bench:
     def build(self, family: str, size: str = "") -> Path:
         """A model of a family; the size is that of the device unless one is named."""
         size = size or ("3b" if self.options.device == "cuda" else "21m")
-        return build_model(self.options.folder, family, "quick" if self.options.quick else size)
+        return build_model(self.options.folder, family, "quick" if self.options.quick else size, self.options.device)
 
 
 def _check(options: BenchOptions) -> None:
