@@ -22,8 +22,7 @@ from mmrl.gui.grounding.samples import (
 )
 from mmrl.gui.toy.icons import ICONS, build_icons, draw_icon, icon_samples
 from mmrl.vlm.model.processor import load_processor
-from mmrl.vlm.toy.tiny import build_tiny_vlm
-from tests.gui.screens import SMALL, small_model
+from tests.gui.screens import small_model
 
 
 def pixels(samples):
@@ -122,17 +121,6 @@ def test_the_fixed_parts_of_an_answer_are_one_token_each(tmp_path):
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) == 11
     assert tokenizer.decode(ids) == text
-
-
-def test_positions_can_be_made_louder(tmp_path):
-    import torch
-    from transformers import AutoModelForImageTextToText
-
-    def positions(gain):
-        path = build_tiny_vlm(tmp_path / str(gain), family="qwen3_vl", corpus=["a"], position_gain=gain, **SMALL)
-        return AutoModelForImageTextToText.from_pretrained(path).model.visual.pos_embed.weight
-
-    torch.testing.assert_close(positions(15.0), 15 * positions(1.0))
 
 
 def test_icons_stand_anywhere_and_few_icons_leave_cells_empty():

@@ -34,9 +34,9 @@ def build_experts(
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model that writes a move of `GridWorld` in three tokens; options of build_tiny_vlm."""
-    from mmrl.vlm.toy.tiny import build_tiny_vlm
+    """Build a tiny random model that writes a move of `GridWorld` in three tokens; options of `build_tiny`."""
+    from mmrl.vlm.toy.tiny_generic import build_tiny
 
     answers = [f"<action>{name}</action>" for name in MOVES]
     corpus = [MISSION, MISSION_WITH_KEY, "Walk. Answer with an action.", *answers]
-    return build_tiny_vlm(path, corpus=corpus, tokens=("<action>", "</action>", *MOVES), **options)
+    return build_tiny(path, corpus=corpus, tokens=("<action>", "</action>", *MOVES), **options)

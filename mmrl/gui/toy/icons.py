@@ -311,9 +311,9 @@ def corpus() -> list[str]:
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model whose tokenizer has the words of these screens; options of build_tiny_vlm."""
-    from mmrl.vlm.toy.tiny import build_tiny_vlm
+    """Build a tiny random model whose tokenizer has the words of these screens; `options` are those of `build_tiny`."""
+    from mmrl.vlm.toy.tiny_generic import build_tiny
 
-    return build_tiny_vlm(
+    return build_tiny(
         path, corpus=corpus(), tokens=answer_tokens(list(ICONS)), **({"vocab_size": VOCAB_SIZE} | options)
     )

@@ -34,8 +34,8 @@ REVISION = "Wrong: {{ critique }}. {{ question }}"
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model with the words of these questions; `options` are those of `build_tiny_vlm`."""
-    from mmrl.vlm.toy.tiny import build_tiny_vlm
+    """Build a tiny random model with the words of these questions; `options` are those of `build_tiny`."""
+    from mmrl.vlm.toy.tiny_generic import build_tiny
 
     digits = "0 1 2 3 4 5 6 7 8 9"
     texts = [
@@ -45,7 +45,7 @@ def build_model(path: str | Path, **options: Any) -> Path:
         "<think>7 77= 73!</think>",
         "Wrong: none. none",
     ]
-    return build_tiny_vlm(path, corpus=texts * 20, tokens=("\\boxed{",), **options)
+    return build_tiny(path, corpus=texts * 20, tokens=("\\boxed{",), **options)
 
 
 def build_readings(

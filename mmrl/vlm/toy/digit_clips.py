@@ -91,10 +91,10 @@ def corpus() -> list[str]:
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model with the words of these questions; `options` are those of `build_tiny_vlm`."""
-    from mmrl.vlm.toy.tiny import build_tiny_vlm
+    """Build a tiny random model with the words of these questions; `options` are those of `build_tiny`."""
+    from mmrl.vlm.toy.tiny_generic import build_tiny
 
-    return build_tiny_vlm(path, corpus=corpus(), **options)
+    return build_tiny(path, corpus=corpus(), **options)
 
 
 def _draw_scans(rng: np.random.Generator, pool: np.ndarray, count: int) -> list[int]:

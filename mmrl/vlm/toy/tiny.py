@@ -127,11 +127,11 @@ class TinySizes:
     """Factor on the query and key weights of decoder and tower; random weights attend almost uniformly without, which
     hides errors in masks and positions. Qwen3-VL's decoder normalises both after these weights and does not change."""
     position_gain: float = 1.0
-    """Factor on the tower's learnt position embeddings (Qwen3-VL), so small beside random patch weights that a model
-    takes long to tell where something is."""
+    """Factor on the tower's learnt position embeddings (not in Qwen2.5-VL), so small beside random patch weights that a
+    model takes long to tell where something is."""
     smooth_positions: bool = False
-    """Position embeddings (Qwen3-VL) that are waves along rows and columns, so that neighbours look alike, as in
-    released models; with random ones a model learns every position by itself."""
+    """Position embeddings (not in Qwen2.5-VL) that are waves along rows and columns, so that neighbours look alike, as
+    in released models; with random ones a model learns every position by itself."""
     dtype: str = choice("float32", ("float32", "bfloat16"))
     """Precision of the saved weights."""
     seed: int = 0
@@ -277,26 +277,41 @@ def _save_model(config: Any, tokenizer: Any, path: Path, sizes: TinySizes) -> No
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sizes.seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, sizes.dtype))
-    _scale_weights(model, sizes)
+    _scale_attention(model, sizes.attention_gain)
+    shape_positions(model, sizes.position_gain, smooth=sizes.smooth_positions)
     end, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     model.generation_config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=[end, pad], pad_token_id=pad)
     with quiet_transformers():
         model.save_pretrained(path)
 
 
-def _scale_weights(model: Any, sizes: TinySizes) -> None:
+def _scale_attention(model: Any, gain: float) -> None:
     import torch
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
-                parameter.mul_(sizes.attention_gain)
+                parameter.mul_(gain)
             elif name.endswith("attn.qkv.weight"):
-                parameter[: 2 * parameter.shape[0] // 3].mul_(sizes.attention_gain)
-            elif name.endswith("visual.pos_embed.weight"):
-                if sizes.smooth_positions:
-                    parameter.copy_(_waves(*parameter.shape) * parameter.std())
-                parameter.mul_(sizes.position_gain)
+                parameter[: 2 * parameter.shape[0] // 3].mul_(gain)
+
+
+def shape_positions(model: Any, gain: float, *, smooth: bool) -> None:
+    """Scale the learnt position embeddings of a vision tower, or make them waves; refuse where there are none."""
+    import torch
+
+    names = (".pos_embed.weight", ".position_embedding.weight")
+    tables = [parameter for name, parameter in model.named_parameters() if name.endswith(names)]
+    if not tables and (smooth or gain != 1):
+        raise UserError(
+            f"position_gain and smooth_positions change learnt position embeddings of a vision tower, and "
+            f"{model.config.model_type} has none; leave them out"
+        )
+    with torch.no_grad():
+        for table in tables:
+            if smooth:
+                table.copy_(_waves(*table.shape) * table.std())
+            table.mul_(gain)
 
 
 def _waves(positions: int, width: int) -> Tensor:

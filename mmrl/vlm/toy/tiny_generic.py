@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,11 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.hub.compat import ensure_number_words, ensure_torchvision, quiet_transformers
-from mmrl.vlm.toy.tiny import CHAT_TEMPLATE, build_tiny_vlm, train_tokenizer
+from mmrl.vlm.toy.tiny import CHAT_TEMPLATE, MERGE, build_tiny_vlm, shape_positions, train_tokenizer
 from mmrl.vlm.toy.tiny import FAMILIES as QWEN
 
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_VIDEO = QWEN_IMAGE.replace("image", "video")
-PATCH_PX = 14
-"""Side of a patch; an image token is 2 x 2 of them."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class _Family:
     """Special tokens by the names that the processor looks for."""
     config: Callable[[dict[str, Any], dict[str, Any], Any], Any] | None = None
     """Configuration from those of language model and tower, and the tokenizer; None for a language model alone."""
-    processor: Callable[[Any, int], Any] | None = None
-    """Processor around a tokenizer, for images of a side."""
+    processor: Callable[[Any, int, int], Any] | None = None
+    """Processor around a tokenizer, for images of a side in pixels and of a number of tokens."""
 
 
 def build_tiny(
@@ -41,6 +40,7 @@ def build_tiny(
     corpus: Sequence[str],
     vision_hidden: int = 48,
     vision_depth: int = 1,
+    patch_size: int | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     **sizes: Any,
@@ -53,28 +53,37 @@ def build_tiny(
         corpus: texts that the tokenizer learns its merges from.
         vision_hidden: width of the tower.
         vision_depth: its blocks.
-        min_pixels: smallest image area, for Qwen-VL.
+        patch_size: pixels on a side of a patch, of which an image token has 2 x 2; None is the family's own, here 14.
+        min_pixels: smallest image area of Qwen-VL; the others refuse more than that of every image.
         max_pixels: largest image area, and of the others that of every image; None is the family's own default.
         sizes: further options of `build_tiny_vlm` or `build_tiny_generic`.
 
     Raises:
-        UserError: an unknown family, or images that are no whole number of tokens.
+        UserError: an unknown family, an option that it does not have, or images that are no whole number of tokens.
     """
+    tower: dict[str, Any] = {"vision_hidden": vision_hidden, "vision_depth": vision_depth, "patch_size": patch_size}
     if family in QWEN:
-        pixels: dict[str, Any] = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        tower: dict[str, Any] = {"vision_hidden": vision_hidden, "vision_depth": vision_depth}
+        pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         return build_tiny_vlm(path, family=family, corpus=corpus, **tower, **pixels, **sizes)
     seeing = [name for name, row in FAMILIES.items() if row.config is not None]
     if family not in seeing:
         raise UserError(f"unknown model family {family!r}; there are: {', '.join((*QWEN, *seeing))}")
-    side, token = math.isqrt(max_pixels or TOWER["image_size"] ** 2), 2 * PATCH_PX
+    named = {**inspect.signature(build_tiny).parameters, **inspect.signature(build_tiny_generic).parameters}
+    known = sorted(set(named) - {"path", "vision", "sizes"})
+    if unknown := sorted(set(sizes) - set(known)):
+        raise UserError(f"tiny models of {family} have no option {', '.join(unknown)}; they have: {', '.join(known)}")
+    default = TOWER["image_size"] ** 2
+    side, token = math.isqrt(max_pixels or default), MERGE * (patch_size or TOWER["patch_size"])
     if side % token or (max_pixels is not None and side**2 != max_pixels):
         raise UserError(
-            f"max_pixels={max_pixels} is no square whose side is a multiple of {token}, that of an image token; "
-            f"try {(token * max(1, round(side / token))) ** 2}"
+            f"max_pixels={max_pixels or default} is no square whose side is a multiple of {token}, that of an image "
+            f"token; try {(token * max(1, round(side / token))) ** 2}"
         )
+    if min_pixels is not None and min_pixels > side**2:
+        raise UserError(f"min_pixels={min_pixels} is more than the {side**2} pixels of every image; raise max_pixels")
     vision = {"hidden_size": vision_hidden, "intermediate_size": 2 * vision_hidden, "num_hidden_layers": vision_depth}
-    return build_tiny_generic(path, family=family, corpus=corpus, vision=vision | {"image_size": side}, **sizes)
+    vision |= {"image_size": side, "patch_size": token // MERGE}
+    return build_tiny_generic(path, family=family, corpus=corpus, vision=vision, **{"max_positions": 4096, **sizes})
 
 
 def build_tiny_generic(
@@ -92,6 +101,8 @@ def build_tiny_generic(
     vocab_size: int = 400,
     max_positions: int = 1024,
     initializer_range: float = 0.1,
+    position_gain: float = 1.0,
+    smooth_positions: bool = False,
     seed: int = 0,
 ) -> Path:
     """Build a small random model with its own tokenizer and save it as a model folder.
@@ -106,17 +117,20 @@ def build_tiny_generic(
         heads: query heads.
         kv_heads: key and value heads, a divisor of heads.
         intermediate: width of the gated layers; None is 2 * hidden.
-        vision: changes to the tower's configuration; `image_size` is the side of all images, a multiple of 28.
+        vision: changes to the tower's configuration; `image_size` is the side of all images, a multiple of twice
+            `patch_size`.
         vocab_size: most tokens, without `tokens` and those of images.
         max_positions: longest sequence in tokens.
-        initializer_range: standard deviation of the random weights.
+        initializer_range: standard deviation of the language model's random weights.
+        position_gain: factor on the tower's position embeddings, as in `TinySizes`.
+        smooth_positions: whether these are waves along rows and columns, as in `TinySizes`.
         seed: seed of the random weights.
 
     Returns:
         The folder, which loads with transformers' Auto classes.
 
     Raises:
-        UserError: an unknown family.
+        UserError: an unknown family, or options for positions of a model that does not learn them.
     """
     import torch
     import transformers
@@ -159,18 +173,20 @@ def build_tiny_generic(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=torch.float32)
+    shape_positions(model, position_gain, smooth=smooth_positions)
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     model.generation_config = transformers.GenerationConfig(
         do_sample=True, top_k=0, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
     )
     with replaced(Path(path)) as draft, quiet_transformers():
         model.save_pretrained(draft)
-        (tokenizer if row.processor is None else row.processor(tokenizer, tower["image_size"])).save_pretrained(draft)
+        side, count = tower["image_size"], _image_tokens(tower)
+        (tokenizer if row.processor is None else row.processor(tokenizer, side, count)).save_pretrained(draft)
     return Path(path)
 
 
-def _image_tokens(side_px: int) -> int:
-    return (side_px // (2 * PATCH_PX)) ** 2
+def _image_tokens(tower: Mapping[str, int]) -> int:
+    return (tower["image_size"] // (MERGE * tower["patch_size"])) ** 2
 
 
 def _smolvlm_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any) -> Any:
@@ -181,19 +197,18 @@ def _smolvlm_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any
         text_config=text | {"model_type": "llama"},
         vision_config=vision | {"model_type": "smolvlm_vision"},
         image_token_id=tokenizer.image_token_id,
-        scale_factor=2,
+        scale_factor=MERGE,
         tie_word_embeddings=True,
     )
 
 
-def _smolvlm_processor(tokenizer: Any, side_px: int) -> Any:
+def _smolvlm_processor(tokenizer: Any, side_px: int, tokens: int) -> Any:
     from transformers import SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
 
     ensure_number_words()
     size = {"longest_edge": side_px}
     images = SmolVLMImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
     videos = SmolVLMVideoProcessor(size=size, max_image_size=size, num_frames=2, fps=1)
-    tokens = _image_tokens(side_px)
     return SmolVLMProcessor(images, tokenizer, videos, image_seq_len=tokens, chat_template=tokenizer.chat_template)
 
 
@@ -207,7 +222,7 @@ def _gemma3_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any)
         "gemma3",
         text_config=text | {"model_type": "gemma3_text", "sliding_window": 16, "layer_types": kinds},
         vision_config=vision | {"model_type": "siglip_vision_model"},
-        mm_tokens_per_image=_image_tokens(vision["image_size"]),
+        mm_tokens_per_image=_image_tokens(vision),
         image_token_index=tokenizer.image_token_id,
         boi_token_index=tokenizer.boi_token_id,
         eoi_token_index=tokenizer.eoi_token_id,
@@ -215,11 +230,10 @@ def _gemma3_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any)
     )
 
 
-def _gemma3_processor(tokenizer: Any, side_px: int) -> Any:
+def _gemma3_processor(tokenizer: Any, side_px: int, tokens: int) -> Any:
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
     images = Gemma3ImageProcessor(size={"height": side_px, "width": side_px})
-    tokens = _image_tokens(side_px)
     return Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=tokens)
 
 
@@ -229,7 +243,7 @@ TOWER: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "image_size": 56,
-    "patch_size": PATCH_PX,
+    "patch_size": 14,
 }
 """Configuration of the vision towers."""
 

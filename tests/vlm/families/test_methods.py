@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
 from mmrl.agents.environments.pool import EnvironmentConfig
@@ -20,6 +21,7 @@ from mmrl.agents.rollout.episodes import ConversationConfig
 from mmrl.gui.grounding.aepo import AepoConfig
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
+from mmrl.rewards.loading import load_function
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
@@ -34,6 +36,7 @@ from tests.vlm.pairs import pair_config
 from tests.vlm.runs import run_config
 from tests.vlm.tspo.builders import needle_config
 
+CONFIGS = Path(__file__).parents[3] / "configs"
 CORRIDOR = f"{Path(__file__).parents[2] / 'agents/corridor.py'}:Corridor"
 
 
@@ -119,3 +122,27 @@ def test_two_steps_train_evaluate_and_save(method, tiny_generic, tmp_path, monke
     evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()]
     assert any(isinstance(value, float) and math.isfinite(value) for value in evaluations[-1].values())
     assert (run_dir / "checkpoints/step-000002/model").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("file", "sizes", "answer"),
+    [
+        ("vlm/hints_sft.yaml", {}, "<answer>"),
+        ("vlm/readings_sft.yaml", {}, "<answer>"),
+        ("vlm/needle_sft.yaml", {}, "7"),
+        ("vlm/digits_video_sft.yaml", {}, "7"),
+        ("gui/icons_sft.yaml", {"patch_size": 16, "max_pixels": 128 * 128}, 'disk", "point_2d": ['),
+        ("agents/grid_clone.yaml", {}, "<action>"),
+        ("agents/grid_see.yaml", {"max_pixels": 84 * 84}, "left"),
+    ],
+)
+def test_worlds_build_smolvlm_by_its_name(tmp_path, file, sizes, answer):
+    from transformers import AutoConfig, AutoProcessor
+
+    model = OmegaConf.to_container(OmegaConf.load(CONFIGS / file))["model"]
+    options = model["build_options"] | sizes | {"family": "smolvlm"}
+    load_function(model["build"], what="model.build")(str(tmp_path), **options)
+    config, processor = AutoConfig.from_pretrained(tmp_path), AutoProcessor.from_pretrained(tmp_path)
+    assert config.model_type == "smolvlm"
+    assert config.vision_config.image_size**2 == options["max_pixels"]
+    assert len(processor.tokenizer.encode(answer, add_special_tokens=False)) == 1

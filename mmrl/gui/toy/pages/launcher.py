@@ -163,12 +163,12 @@ def corpus(words: str = "train", language: str = "en") -> list[str]:
 
 
 def build_model(path: str | Path, *, words: str = "train", language: str = "en", **options: Any) -> Path:
-    """Build a tiny random model with one token for each word and name of these pages; options of build_tiny_vlm."""
-    from mmrl.vlm.toy.tiny import build_tiny_vlm
+    """Build a tiny random model with one token for each word and name of these pages; options of `build_tiny`."""
+    from mmrl.vlm.toy.tiny_generic import build_tiny
 
     known = functions(words, language)
     tokens = answer_tokens([app_name(known[name]) for name in COLORS])
-    return build_tiny_vlm(path, corpus=corpus(words, language), tokens=tokens, **({"vocab_size": VOCAB_SIZE} | options))
+    return build_tiny(path, corpus=corpus(words, language), tokens=tokens, **({"vocab_size": VOCAB_SIZE} | options))
 
 
 COLORS: dict[str, str] = {
