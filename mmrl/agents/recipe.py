@@ -49,7 +49,7 @@ from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precis
 from mmrl.vlm.router_loss import router_terms
 
 LOGGER = logging.getLogger("mmrl")
-SCORES = ("values", "turns", "entropy", "logp_ref")
+SCORES = ("values", "turns", "entropy", "logp_ref", "logp_rollout")
 """Scores that an agent's policy gives besides log-probabilities."""
 
 
@@ -116,7 +116,7 @@ class AgentConfig(AgentParts, RunConfig):
         check_names(self.rewards)
         objective = make_objective(self.objective)
         terms = (*OWN_TERMS, *(reward.name for reward in self.rewards))
-        check_objective(objective, SCORES, self.trainer.samples_per_task, terms)
+        check_objective(objective, SCORES, self.trainer.samples_per_task, terms, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
 
 

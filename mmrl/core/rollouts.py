@@ -88,7 +88,7 @@ def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer
 
 PLACE = "place"
 """Key of `Rollouts.extras` (B,) int64: the place of the row's task among all that a step has drawn, in any process."""
-_DECISION_FIELDS = ("mask", "logp_old", "advantage", "logp_ref", "values", "returns", "entropy", "turn")
+_DECISION_FIELDS = ("mask", "logp_old", "advantage", "logp_ref", "values", "returns", "entropy", "turn", "logp_rollout")
 
 
 @dataclass
@@ -119,6 +119,8 @@ class Rollouts:
     """(B, T) float, entropy in nats of the action distribution at sampling time."""
     turn: Tensor | None = per_decision(default=None, padding=-1)
     """(B, T) int64, environment step of each decision, not falling along a row, -1 on padding."""
+    logp_rollout: Tensor | None = per_decision(default=None)
+    """(B, T) float, log-probability under the sampler where `logp_old` is the trainer's own; None where one is both."""
     extras: dict[str, Tensor] = per_decision(default_factory=dict)
     """Further data per row (B,) or per decision (B, T), such as "kl_weight" or "decision_reward"."""
 

@@ -52,6 +52,11 @@ class ObjectiveConfig:
     value: dict[str, Any] = rare(by_kind(lambda: BLOCKS["value"], named=True, default_from=PRESET))
     """Loss of the critic, for estimators that have one: squared_error (coef, clip), or separate where the recipe trains
     it apart."""
+    correction: dict[str, Any] = rare(by_kind(lambda: BLOCKS["correction"], named=True, default_from=PRESET))
+    """Weight of each decision where the sampler's log-probabilities are not the trainer's: truncated (TIS), masked
+    (MIS, IcePop) or none, with low, high and level (token, sequence, geometric)."""
+    gate: dict[str, Any] = rare(by_kind(lambda: BLOCKS["gate"], named=True, default_from=PRESET))
+    """Decisions that are left out where they differ too much: token, sequence, geometric or none, with low and high."""
 
 
 def make_objective(config: ObjectiveConfig, longest: int | None = None) -> Objective:
@@ -74,6 +79,7 @@ def check_objective(
     scores: Collection[str],
     samples_per_task: int | None = None,
     reward_terms: Collection[str] | None = None,
+    old_logp: str = "",
 ) -> None:
     """Refuse an objective that a recipe's policy or data cannot serve."""
     for key, block in objective.blocks.items():
@@ -82,6 +88,11 @@ def check_objective(
             usable = [kind for kind, other in BLOCKS[key].items() if not (other.needs & SCORES.keys()) - set(scores)]
             tip = f"use {', '.join(usable)}" if usable else "leave it out"
             raise ValueError(f"objective.{key} is '{block.kind}', which needs {SCORES[missing[0]]}; {tip}")
+    if objective.correction is not None and old_logp == "sampler":
+        raise ValueError(
+            f"objective.correction is '{objective.correction.kind}', but trainer.old_logp is 'sampler', whose loss "
+            "already has the ratio to the sampler; use trainer.old_logp=recompute, or a gate alone"
+        )
     if samples_per_task is not None:
         check_group_size(samples_per_task, objective, scores)
     key = objective.filter.reward_key
@@ -161,6 +172,7 @@ SCORES = {
     "entropy": "the entropy of the whole action distribution, which this recipe's policies do not score",
     "logp_ref": "log-probabilities of the decisions under a reference; here an exact divergence is scored",
     "separate_critic": "a critic with an optimiser of its own, which this recipe does not train",
+    "logp_rollout": "log-probabilities of the same decisions by sampler and policy, which this recipe does not compare",
     "kl_old": "the exact divergence from the policy before the update, which this recipe does not score",
     "kl_ref": "every logit, or the exact distribution, of both policies, which this recipe's policies do not score",
 }

@@ -97,6 +97,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """Samples drawn besides the rollouts in this step; they count in the run's cost. The trainer resets it."""
     variety: str = "a higher temperature"
     """Advice for samples of a task that differ more; empty where no option does that."""
+    samples_elsewhere: bool = False
+    """Whether another engine than the policy samples, whose log-probabilities are compared with the policy's own."""
     samples_as_it_scores: ClassVar[bool] = False
     """Whether sampling and update compute log-probabilities by the same arithmetic, so that rounding alone differs."""
 
@@ -172,7 +174,14 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         low = trainer.mixed_precision != "none" or any(
             weight.dtype.itemsize < torch.float32.itemsize for weight in weights
         )
-        return trainer.old_logp == "sampler" or (trainer.old_logp == "auto" and self.samples_as_it_scores and not low)
+        exact = self.samples_as_it_scores and not low and "logp_rollout" not in self.objective.needs
+        return trainer.old_logp == "sampler" or (trainer.old_logp == "auto" and exact)
+
+    @property
+    def keeps_logp_rollout(self) -> bool:
+        """Whether the sampler's log-probabilities stay beside the old ones, to correct or measure the difference."""
+        wanted = self.samples_elsewhere or "logp_rollout" in self.objective.needs
+        return wanted and not self.keeps_sampled_logp
 
     @property
     def loss_outputs(self) -> frozenset[str]:

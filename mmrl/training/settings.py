@@ -85,7 +85,8 @@ class TrainerConfig(BaseTrainerConfig):
     steps, as most trainers do."""
     old_logp: str = rare(choice("recompute", OLD_LOGP_SOURCES))
     """Old log-probs: recompute (exact ratio 1 at the first update), sampler (recorded while sampling), or auto (sampler
-    where images or robots' actions are drawn in float32, else recompute: bfloat16 rounds other batches otherwise)."""
+    where images or robots' actions are drawn in float32, else recompute: bfloat16 rounds other batches otherwise, and
+    objective.correction and objective.gate compare the two)."""
 
 
 @dataclass

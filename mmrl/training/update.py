@@ -57,6 +57,8 @@ def update_constants(
     passes = Passes(policy, recipe.scores_in_chunks)
     provided = frozenset().union(*(term.provides(step) for term in recipe.terms))
     if not recipe.supervised:
+        if recipe.keeps_logp_rollout:
+            rollouts = rollouts.replace(logp_rollout=rollouts.logp_old)
         rollouts = _old_pass(recipe, passes, rollouts, provided)
     if scores_reference(recipe) and "logp_ref" not in provided:
         with stopwatch("ref_logp"):
@@ -115,7 +117,10 @@ def _bootstraps(advantage: object) -> bool:
 
 def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Module) -> str | None:
     """Name the numbers that are not finite, the earliest cause first."""
-    fields = {name: getattr(minibatch, name) for name in ("advantage", "logp_old", "logp_ref", "values", "returns")}
+    fields = {
+        name: getattr(minibatch, name)
+        for name in ("advantage", "logp_old", "logp_rollout", "logp_ref", "values", "returns")
+    }
     fields |= {f"extras[{name!r}]": value for name, value in minibatch.extras.items()}
     checks = [
         (f"rollouts.{name}", _visible(value, minibatch.mask)[minibatch.scored])

@@ -61,7 +61,7 @@ def default_evaluation() -> VlmEvaluationConfig:
     return made
 
 
-SCORES = ("values", "entropy", "logp_ref")
+SCORES = ("values", "entropy", "logp_ref", "logp_rollout")
 """Outputs of a vision-language policy besides log-probabilities."""
 
 
@@ -126,7 +126,7 @@ class VlmConfig(VlmParts, RunConfig):
         check_scoring(self, self.rewards, self.accuracy_reward)
         objective = make_objective(self.objective)
         names = [reward.name for reward in self.rewards]
-        check_objective(objective, SCORES, self.trainer.samples_per_task, names)
+        check_objective(objective, SCORES, self.trainer.samples_per_task, names, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
         if self.adaptive_kl.target is not None and not objective.needs_reference:
             raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")

@@ -50,7 +50,7 @@ from robotics.sim.opening import SimConfig, open_sim
 
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
-SCORES = ("entropy", "logp_ref")
+SCORES = ("entropy", "logp_ref", "logp_rollout")
 """Scores of a robot policy in addition to log-probabilities."""
 DRAWING = ("tabletop", "gymnasium")
 """Simulators that `sim.randomization` is for."""
@@ -113,7 +113,7 @@ class RobotConfig(RobotParts, RunConfig):
         super().validate()
         objective = make_objective(self.objective)
         size = self.trainer.samples_per_task if self.compares_samples else None
-        check_objective(objective, self.scored_outputs, size)
+        check_objective(objective, self.scored_outputs, size, old_logp=self.trainer.old_logp)
         self.check_parts(self.evaluation, {"data": self.data} | self.held_out())
 
 

@@ -94,6 +94,13 @@ IDLE = {
     "EnvironmentConfig.max_restarts": "needs an environment that breaks down",
     "EnvironmentConfig.memory_mb": "needs an environment that takes much memory",
     "EnvironmentConfig.variables": "the environment of the walk reads none",
+    **dict.fromkeys(
+        (
+            *("ObjectiveConfig.correction", "ObjectiveConfig.gate"),
+            *("Correction.level", "Interval.low", "Interval.high"),
+        ),
+        "the walk samples and scores alike, within rounding; tests/core/test_mismatch.py",
+    ),
     "Cispo.low": "its run has one update a step, in which the ratio is 1",
     "Cispo.high": "its run has one update a step, in which the ratio is 1",
     "RewardConfig.rows": "the rewards of the walk score each row by itself",

@@ -18,7 +18,8 @@ def reference_numbers():
 
 def rollouts_from(batch, dtype=torch.float64, **changes):
     tensors = {
-        name: torch.tensor(batch[name], dtype=dtype) for name in ("mask", "logp_old", "reward", "logp_ref", "values")
+        name: torch.tensor(batch[name], dtype=dtype)
+        for name in ("mask", "logp_old", "reward", "logp_ref", "values", "logp_rollout")
     }
     tensors |= {name: torch.tensor(batch[name]) for name in ("group", "turn")}
     return Rollouts(**(tensors | changes))
@@ -46,6 +47,7 @@ def random_rollouts(seed=0, groups=4, samples=3, width=6, dtype=torch.float64, *
         "entropy": noise().abs(),
         "turn": torch.where(mask > 0, torch.arange(width)[None] // 2, -1),
         "extras": {"kl_weight": torch.rand(rows, generator=g, dtype=dtype), "noise": noise()},
+        "logp_rollout": -noise().abs() - 0.1,
     }
     return Rollouts(**(fields | changes))
 

@@ -242,6 +242,12 @@ def method_loss(name, b, lp):
         k3 = table(lambda i, t: kl_value("k3", lp[i][t], ref[i][t], False), valid)
         policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2), valid)
         return sequence_mean(policy, valid) + 0.04 * sequence_mean(k3, valid)
+    if name == "icepop":
+        a, sampled = group_mean_std(group, mask, reward), b["logp_rollout"]
+        rho = table(lambda i, t: math.exp(ol[i][t] - sampled[i][t]), valid)
+        weight = table(lambda i, t: rho[i][t] if 0.5 <= rho[i][t] <= 5 else 0.0, valid)
+        policy = table(lambda i, t: weight[i][t] * ppo_term(ratio(i, t), a[i][t], 0.2, 0.2), valid)
+        return sequence_mean(policy, valid)
     if name == "dr_grpo":
         a = group_mean(group, mask, reward)
         return fixed_length(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2), valid), valid, 3000)
@@ -393,6 +399,7 @@ IMAGE_METHODS = {
 }
 METHODS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo")
 METHODS += (*IMAGE_METHODS, "flow_dppo", "srpo", "papo", "apo", "sft", "vl_dac", "aepo", "arpo", "tspo", "reg_grpo")
+METHODS += ("icepop",)
 # Groups: mixed; all equal; one row lost its score; a group of one row. Rows: gaps, an empty row, padding.
 BATCH = {
     "group": [0, 0, 0, 0, 1, 1, 2, 2, 2, 3],
@@ -450,6 +457,11 @@ def full_batch():
         "logp_ref": numbers(3, -3.0, -0.2),
         "values": numbers(4, -0.5, 1.0),
         "values_new": numbers(5, -0.5, 1.0),
+        # Ratios on both sides of the bounds 0.5 and 5.
+        "logp_rollout": [
+            [round(o + d, 3) for o, d in zip(r, s, strict=True)]
+            for r, s in zip(old, numbers(6, -2.0, 1.0), strict=True)
+        ],
     }
 
 

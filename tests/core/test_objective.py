@@ -17,6 +17,7 @@ from mmrl.core.blocks.clip import (
 )
 from mmrl.core.blocks.credit import Gae, TurnGae, ValueLoss
 from mmrl.core.blocks.divergence import K1, K3, ExactKl, FullEntropy, SampledEntropy
+from mmrl.core.blocks.mismatch import GeometricGate, Truncated
 from mmrl.core.loss import SequenceMean, SequenceSum, metric_values
 from tests.core.builders import random_rollouts, widened
 
@@ -41,6 +42,9 @@ EXTRA = {
         clip=Bgpo(),
         advantage=GroupMeanGlobalStd(),
         scaling=AdvantageScaling(clip=1.0, scale=0.5),
+    ),
+    "mismatch": Objective(
+        "mismatch", correction=Truncated(level="sequence", high=3.0), gate=GeometricGate(low=0.5, high=2.0)
     ),
     "score function": Objective("score function", clip=PolicyGradient(), advantage=GroupMean()),
 }
@@ -170,7 +174,7 @@ def per_decision_divisor(objective, rollouts):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_first_step_is_the_plain_policy_gradient(name):
     # No other term than the policy's: its gradient must be -A / denominator for every clipping rule.
-    objective = OBJECTIVES[name].replace(kl=None, entropy=None)
+    objective = OBJECTIVES[name].replace(kl=None, entropy=None, correction=None, gate=None)
     rollouts, tensors = scored(objective, batch())
     logp = tensors["logp"]
     rollouts = rollouts.replace(logp_old=logp.detach())

@@ -9,6 +9,7 @@ from mmrl.core.blocks.clip import Clip, Ratio
 from mmrl.core.blocks.credit import CriticLoss
 from mmrl.core.blocks.divergence import Divergence, Entropy
 from mmrl.core.blocks.filter import GroupFilter
+from mmrl.core.blocks.mismatch import Correction, Gate
 from mmrl.core.loss import Aggregation
 
 __all__ = ["BLOCKS"]
@@ -23,5 +24,7 @@ BLOCKS: dict[str, dict[str, type[Block]]] = {
     "aggregation": kinds(Aggregation),
     "filter": kinds(GroupFilter),
     "value": kinds(CriticLoss),
+    "correction": kinds(Correction),
+    "gate": kinds(Gate),
 }
 """Field of an objective to the kinds of block that it takes."""

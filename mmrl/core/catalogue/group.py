@@ -12,6 +12,7 @@ from mmrl.core.blocks.clip import (
 )
 from mmrl.core.blocks.divergence import K1, K2, K3
 from mmrl.core.blocks.filter import ResampleGroups
+from mmrl.core.blocks.mismatch import Masked
 from mmrl.core.loss import FixedLength, SequenceMean, TokenMean
 from mmrl.core.objectives.objective import Objective
 
@@ -72,6 +73,14 @@ ROWS = (
         Cispo(low=1.0, high=4.0),
         TokenMean(),
         citation="MiniMax-M1, arXiv 2506.13585, eq. 4-5 (no lower bound); upper bound 5 of arXiv 2510.13786",
+    ),
+    Objective(
+        "icepop",
+        GroupMeanStd(),
+        PpoClip(),
+        SequenceMean(),
+        correction=Masked(),
+        citation="Ling Team, Ring-1T, arXiv 2510.18855 (GRPO with mismatch bounds 0.5 to 5); its KL is left out",
     ),
     Objective(
         "papo",

@@ -17,6 +17,7 @@ from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, Clip, PpoClip, Ratio, TokenRa
 from mmrl.core.blocks.credit import CriticLoss, ValueLoss
 from mmrl.core.blocks.divergence import Divergence, Entropy, entropy_sampled, k3, row_weights
 from mmrl.core.blocks.filter import GroupFilter, KeepAll
+from mmrl.core.blocks.mismatch import Correction, Gate
 from mmrl.core.loss import (
     Aggregation,
     Denominators,
@@ -42,8 +43,8 @@ Term = tuple[Tensor | None, dict[str, Metric]]
 class Objective:
     """One method: how advantages are estimated and which loss the policy minimises.
 
-    loss = agg[clip(ratio, A)] + kl.coef * agg_kl[w * KL] - entropy.coef * agg[H] + value.coef * agg[value loss], where
-    agg divides by counts over the whole optimiser step.
+    loss = agg[w * clip(ratio, A)] + kl.coef * agg_kl[v * KL] - entropy.coef * agg[H] + value.coef * agg[value loss],
+    where agg divides by counts over the whole optimiser step.
 
         Objective("dapo", GroupMeanStd(), PpoClip(low=0.2, high=0.28), TokenMean(), filter=ResampleGroups())
     """
@@ -68,6 +69,10 @@ class Objective:
     """Loss of the critic, for estimators that have one."""
     filter: GroupFilter = field(default_factory=KeepAll)
     """Choice of the groups that go into the update."""
+    correction: Correction | None = None
+    """Weight of each decision for the difference between sampler and trainer."""
+    gate: Gate | None = None
+    """Decisions or rows that are left out because sampler and trainer differ too much."""
     citation: str = ""
     """Publication of the method."""
 
@@ -180,8 +185,12 @@ class Objective:
         advantage = self.advantage.formula() + self.scaling.formula()
         corrected = self.needs_reference and self.kl is not None and self.kl.importance
         ratio = self.ratio.formula() if self.clip.uses_ratio or corrected else ""
-        lines += ["  " + line for line in (self.filter.formula(), self._reward_formula(), advantage, ratio) if line]
-        lines += ["  minimise  " + "\n          + ".join([f"mean {self.clip.formula()}", *self._term_formulas()])]
+        mismatch = [block.formula() for block in (self.gate, self.correction) if block is not None]
+        shown = (self.filter.formula(), self._reward_formula(), advantage, ratio, *mismatch)
+        lines += ["  " + line for line in shown if line]
+        weight = "" if self.correction is None else "w_it "
+        terms = [f"mean {weight}{self.clip.formula()}", *self._term_formulas()]
+        lines += ["  minimise  " + "\n          + ".join(terms)]
         lines += [f"  averages: {self.aggregation.formula()}"]
         if self.needs_reference and self.kl is not None and self.kl.aggregation and not self.kl_in_reward:
             lines += [f"  KL averages: {self.kl.aggregation.formula()}"]
@@ -312,7 +321,34 @@ class Objective:
             "policy/kl_old": mean_metric(k3(logp_old, outputs.logp.detach()), mask),
         }
         metrics |= {name: mean_metric(value, mask) for name, value in indicators.items()}
-        return _average(self.aggregation, loss, mask, denominators, rollouts), metrics
+        weight, more = self._mismatch(outputs, rollouts)
+        if weight is not None:
+            loss = torch.where(weight > 0, weight * loss, 0.0)
+        return _average(self.aggregation, loss, mask, denominators, rollouts), metrics | more
+
+    def _mismatch(self, outputs: PolicyOutputs, rollouts: Rollouts) -> tuple[Tensor | None, dict[str, Metric]]:
+        """Weight (B, T) of each decision, None where all are 1, and how far trainer and sampler are apart."""
+        blocks = [block for block in (self.correction, self.gate) if block is not None]
+        if self.correction is not None:
+            required(rollouts.logp_rollout, "rollouts.logp_rollout", "the sampler's own log-probabilities")
+        if rollouts.logp_rollout is not None:
+            trainer, sampler = rollouts.logp_old.detach(), rollouts.logp_rollout
+        elif blocks:
+            trainer, sampler = outputs.logp.detach(), rollouts.logp_old.detach()
+        else:
+            return None, {}
+        mask = rollouts.loss_mask
+        difference = torch.where(mask > 0, trainer - sampler, 0.0)
+        metrics = {
+            "policy/mismatch_kl": mean_metric(k3(sampler, trainer), mask),
+            "policy/mismatch_max": max_metric(difference.abs(), mask),
+        }
+        if not blocks:
+            return None, metrics
+        weight = torch.stack([block(difference, mask) for block in blocks]).prod(0)
+        metrics["policy/mismatch_weight"] = mean_metric(weight, mask)
+        metrics["policy/mismatch_rejected"] = mean_metric((weight == 0).to(weight.dtype), mask)
+        return weight, metrics
 
     def _kl_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
         if self.kl is None or not self.needs_reference:
@@ -365,6 +401,9 @@ class Objective:
         if not self.ratio.limited and (self.clip.exponentiates or (self.kl is not None and self.kl.importance)):
             what = f"clip '{self.clip.kind}'" if self.clip.exponentiates else "kl.importance"
             yield f"{what} needs the ratio itself, but ratio.limit is none. Set it, {LOG_RATIO_LIMIT:g} is usual."
+        if self.compares_rows and (self.correction is not None or self.gate is not None):
+            part = "gate" if self.correction is None else "correction"
+            yield f"{part} weighs decisions, but clip '{self.clip.kind}' compares whole rows. Leave {part} out."
         if self.value is not None and not self.needs_values:
             yield f"a value loss is set but advantage '{self.advantage.kind}' has no critic. Use 'gae' or no value."
         if self.value is None and self.needs_values:
@@ -416,5 +455,7 @@ SHOWN_AS = {
     "aggregation": "",
     "filter": "groups: ",
     "value": "value ",
+    "correction": "mismatch ",
+    "gate": "gate ",
 }
 """Prefix of each block in `Objective.parts`."""

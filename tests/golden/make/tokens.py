@@ -129,17 +129,20 @@ class Trl:
         level: str = "token",
         length: int = 0,
         corrected: bool = False,
+        mismatch: Tensor | None = None,
     ) -> dict[str, Any]:
-        """`GRPOTrainer._compute_loss`, for one advantage a row."""
+        """`GRPOTrainer._compute_loss`, for one advantage a row, with weights between sampler and trainer."""
         from trl import GRPOTrainer
 
         trainer = self._trainer(GRPOTrainer, low, high)
         trainer.beta, trainer.loss_type, trainer.importance_sampling_level = beta, loss_type, level
         trainer.max_completion_length, trainer.top_entropy_quantile = length, 1.0
-        trainer.off_policy_mask_threshold, trainer._entropy_bonus_enabled, trainer.use_vllm = None, False, False
+        trainer.off_policy_mask_threshold, trainer._entropy_bonus_enabled = None, False
         trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=corrected)
+        trainer.vllm_importance_sampling_correction = trainer.use_vllm = mismatch is not None
         given = {"old_per_token_logps": self.b.logp_old, "ref_per_token_logps": self.b.logp_ref}
         given["num_items_in_batch"] = self.b.mask.sum()
+        given |= {} if mismatch is None else {"importance_sampling_ratio": mismatch}
         return self._answer(trainer, advantage, given, "trl.GRPOTrainer._compute_loss")
 
     def rloo(self, advantage: Tensor) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -47,3 +49,38 @@ def test_passes_and_ratio_of_each_source(make_trainer, options, passes, ratio):
     assert trainer.recipe.passes == passes
     if ratio is not None:
         assert metrics["policy/ratio_mean"] == pytest.approx(ratio, rel=1e-4)
+    assert not any(name.startswith("policy/mismatch") for name in metrics)
+
+
+class Corrected(CountingRecipe):
+    def __init__(self, config, blocks):
+        super().__init__(config)
+        self.objective = self.objective.override(blocks)
+
+
+TIS, GATE = {"correction": {"kind": "truncated"}}, {"gate": {"kind": "geometric"}}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "options", "passes", "weight"),
+    [
+        (TIS, {}, [True], 0.7788),
+        (TIS, {"old_logp": "auto"}, [True], 0.7788),
+        (TIS, {"epochs": 2}, [False, True, True], 0.7788),
+        (GATE, {}, [True], 0.0),
+        (GATE, {"old_logp": "sampler"}, [True], 0.0),
+        ({"gate": {"kind": "geometric", "low": 0.7}}, {"old_logp": "sampler"}, [True], 1.0),
+    ],
+)
+def test_a_sampler_with_other_numbers_is_corrected_for(make_trainer, blocks, options, passes, weight):
+    recipe = functools.partial(Corrected, blocks=blocks)
+    trainer = make_trainer(recipe=recipe, preset="dr_grpo", skip_steps_without_gradient=False, **options)
+    rollouts, _ = trainer.collect()
+    rollouts = update_constants(trainer.recipe, trainer.policy, trainer.reference, rollouts, Step())
+    rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator, Step())
+    metrics = trainer.updater.update(rollouts, Step(0))
+    assert trainer.recipe.passes == passes
+    assert metrics["policy/mismatch_weight"] == pytest.approx(weight, rel=1e-4)
+    assert metrics["policy/mismatch_rejected"] == float(weight == 0)
+    assert metrics["policy/mismatch_kl"] == pytest.approx(0.7788 - 1 + 0.25, rel=1e-3)
+    assert (metrics["optim/grad_norm"] == 0) == (weight == 0)
