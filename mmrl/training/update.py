@@ -117,10 +117,8 @@ def _bootstraps(advantage: object) -> bool:
 
 def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Module) -> str | None:
     """Name the numbers that are not finite, the earliest cause first."""
-    fields = {
-        name: getattr(minibatch, name)
-        for name in ("advantage", "logp_old", "logp_rollout", "logp_ref", "values", "returns")
-    }
+    names = ("advantage", "logp_old", "logp_rollout", "logp_ref", "values", "returns")
+    fields = {name: getattr(minibatch, name) for name in names}
     fields |= {f"extras[{name!r}]": value for name, value in minibatch.extras.items()}
     checks = [
         (f"rollouts.{name}", _visible(value, minibatch.mask)[minibatch.scored])
