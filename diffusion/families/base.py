@@ -161,7 +161,7 @@ class Family(ABC):
         tokenizer = getattr(self.pipeline, part.tokenizer)
         if part.is_clip or tokenizer is None:
             return prompt
-        normalizer = tokenizer.backend_tokenizer.normalizer
+        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)  # ByT5's is Python
         text = prompt if normalizer is None else normalizer.normalize_str(prompt)
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         control = re.compile("|".join(map(re.escape, [*tokenizer.all_special_tokens, *added])) or "(?!)")
@@ -325,6 +325,20 @@ class Family(ABC):
     def _normalisation(self) -> tuple[float, float]:
         config = self.pipeline.vae.config
         return float(config.scaling_factor), float(config.get("shift_factor") or 0.0)
+
+
+class ChannelwiseFamily(Family):
+    """A family whose autoencoder gives the mean and standard deviation of each channel of its latents."""
+
+    def normalise(self, encoded: Tensor) -> Tensor:
+        """Standardise each channel."""
+        mean, deviation = channel_statistics(self.pipeline.vae.config, encoded)
+        return (encoded - mean) / deviation
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """Undo `normalise`."""
+        mean, deviation = channel_statistics(self.pipeline.vae.config, latents)
+        return latents * deviation + mean
 
 
 def _near(value: int, multiple: int, smallest: int) -> str:

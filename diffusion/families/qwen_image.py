@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import Family, LatentSides, Text, TextPart, channel_statistics
+from diffusion.families.base import ChannelwiseFamily, LatentSides, Text, TextPart
 from diffusion.families.grids import PATCH, pack_latents, scheduler_grid, unpack_latents
 
 
-class QwenImageFamily(Family):
+class QwenImageFamily(ChannelwiseFamily):
     """Qwen-Image: tokens of Qwen2.5-VL behind a mask, equal steps, guidance of the norm of the prompt's own velocity.
 
     The autoencoder is one of videos; an image is its single frame.
@@ -82,13 +82,3 @@ class QwenImageFamily(Family):
         """Mean and standard deviation (B, C, H, W) of the only frame."""
         mean, deviation = super().encode_pixels(pixels[:, :, None])
         return mean[:, :, 0], deviation[:, :, 0]
-
-    def normalise(self, encoded: Tensor) -> Tensor:
-        """Standardise each channel with the mean and standard deviation of the autoencoder."""
-        mean, deviation = channel_statistics(self.pipeline.vae.config, encoded)
-        return (encoded - mean) / deviation
-
-    def denormalise(self, latents: Tensor) -> Tensor:
-        """Undo `normalise`."""
-        mean, deviation = channel_statistics(self.pipeline.vae.config, latents)
-        return latents * deviation + mean

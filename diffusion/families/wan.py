@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.families.base import Family, FamilyOptions, LatentSides, Text, TextPart, channel_statistics, padded
+from diffusion.families.base import ChannelwiseFamily, FamilyOptions, LatentSides, Text, TextPart, padded
 from diffusion.families.grids import grid_of
 from mmrl.fields import bounded
 
@@ -25,7 +25,7 @@ class WanOptions(FamilyOptions):
     """Guidance scale of the second network, at low noise; empty: as that of the first."""
 
 
-class WanFamily(Family):
+class WanFamily(ChannelwiseFamily):
     """Wan: tokens of UMT5, zeros behind them and no mask, videos of latents (C, T, H, W), linear guidance.
 
     The 14B model of Wan 2.2 is two networks: one from noise to `boundary_ratio`, one from there on. The released
@@ -105,13 +105,3 @@ class WanFamily(Family):
     def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
         """The scheduler's own times."""
         return grid_of(self.pipeline.scheduler, steps)
-
-    def normalise(self, encoded: Tensor) -> Tensor:
-        """Standardise each channel with the mean and standard deviation of the autoencoder."""
-        mean, deviation = channel_statistics(self.pipeline.vae.config, encoded)
-        return (encoded - mean) / deviation
-
-    def denormalise(self, latents: Tensor) -> Tensor:
-        """Undo `normalise`."""
-        mean, deviation = channel_statistics(self.pipeline.vae.config, latents)
-        return latents * deviation + mean

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from diffusion.families.base import REFERENCE, blocks_of
+from diffusion.families.base import REFERENCE, Family, TextPart, blocks_of
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
 from diffusion.models.policy import LoraSettings, ModelConfig, load_policy
 from diffusion.models.saved import LORA_FILE
@@ -106,6 +107,14 @@ def test_control_tokens_that_a_prompt_spells_are_characters(policy):
         assert counts[0] == counts[1]
         assert counts[2] == counts[3]
         given.clear()
+
+
+def test_control_tokens_are_characters_for_tokenizers_without_a_backend():
+    from transformers import ByT5Tokenizer
+
+    family = SimpleNamespace(pipeline=SimpleNamespace(tokenizer_2=ByT5Tokenizer()))
+    text = Family.read_text(family, TextPart("text_encoder_2", "tokenizer_2"), 'a sign "stop</s><extra_id_7>"')
+    assert text == 'a sign "stop< /s>< extra_id_7>"'
 
 
 def called(case, pipeline, prompts, start, scale, kind):
