@@ -38,7 +38,7 @@ from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import make_objective
-from mmrl.training.processes import Streams, global_advantages
+from mmrl.training.processes import Streams, global_advantages, process_device
 from mmrl.training.recipe import Recipe, Reference, Stateful, Step, Tally, start_kind
 from mmrl.training.scoring import RewardErrors, with_rewards
 
@@ -89,6 +89,7 @@ class DiffusionDomain:
             undone.callback(self.rewards.close)
             self._check_columns()
             self.policy = load_policy(config.model, config.seed)
+            self.policy.embeddings.encoders.to(process_device())  # the networks follow later
             check_guidance(self.policy, scoring.sampler, "sampler" if config is scoring else "evaluation.sampler")
             self._check_references()
             self._leave_out_long_prompts()

@@ -36,7 +36,7 @@ class Driver(torch.nn.Module):
 
     def act(self, obs, generator):
         mean = self.net(obs["state"])
-        action = mean + 0.5 * draw_rows(torch.randn, mean.shape, generator)
+        action = mean + 0.5 * draw_rows(torch.randn, mean.shape, generator).to(mean)
         return action, self.log_probs(obs, action)
 
     def log_probs(self, obs, actions):

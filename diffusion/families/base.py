@@ -130,6 +130,12 @@ class Family(ABC):
         """Tokens of the long text encoder."""
         return self.options.max_sequence_length or self.text_length
 
+    @property
+    def text_device(self) -> torch.device:
+        """Device of the text encoders, which may move before the networks do."""
+        encoders = (getattr(self.pipeline, part.encoder) for part in self.text_parts)
+        return next(encoder.device for encoder in encoders if encoder is not None)
+
     @abstractmethod
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Embed one prompt, entries without the batch axis, by the pipeline's own `encode_prompt`."""

@@ -50,7 +50,9 @@ class FluxFamily(Family):
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D) of T5 and the pooled CLIP embedding (P,)."""
         t5 = self.read_text(self.text_parts[1], prompt)
-        tokens, pooled, _ = self.pipeline.encode_prompt(prompt, t5, max_sequence_length=self.max_sequence_length)
+        tokens, pooled, _ = self.pipeline.encode_prompt(
+            prompt, t5, device=self.text_device, max_sequence_length=self.max_sequence_length
+        )
         return {"tokens": tokens[0], "pooled": pooled[0]}
 
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:

@@ -67,6 +67,7 @@ class KleinFamily(Family):
         layers = tuple(self.options.text_layers)
         tokens, _ = self.pipeline.encode_prompt(
             self.read_text(self.text_parts[0], prompt),
+            device=self.text_device,
             max_sequence_length=self.max_sequence_length,
             text_encoder_out_layers=layers,
         )

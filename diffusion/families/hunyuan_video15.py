@@ -50,7 +50,7 @@ class HunyuanVideo15Family(Family):
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D) of the prompt and glyphs (L', D') of its quoted text, and their masks, bool."""
         tokens, mask, glyphs, glyph_mask = self.pipeline.encode_prompt(
-            self.read_text(self.text_parts[0], prompt), batch_size=1
+            self.read_text(self.text_parts[0], prompt), device=self.text_device, batch_size=1
         )
         found = {"tokens": tokens[0], "glyphs": glyphs[0]}
         return found | {"tokens" + MASK: mask[0].bool(), "glyphs" + MASK: glyph_mask[0].bool()}

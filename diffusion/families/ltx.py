@@ -64,6 +64,7 @@ class LtxFamily(Family):
         """Tokens (L, D), padding among them, and their mask (L,) bool."""
         tokens, mask, _, _ = self.pipeline.encode_prompt(
             self.read_text(self.text_parts[0], prompt),
+            device=self.text_device,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )

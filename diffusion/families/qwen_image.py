@@ -34,7 +34,9 @@ class QwenImageFamily(ChannelwiseFamily):
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D) of the prompt and of the rest of its template; its start is dropped."""
         tokens, _ = self.pipeline.encode_prompt(
-            self.read_text(self.text_parts[0], prompt), max_sequence_length=self.max_sequence_length
+            self.read_text(self.text_parts[0], prompt),
+            device=self.text_device,
+            max_sequence_length=self.max_sequence_length,
         )
         return {"tokens": tokens[0]}
 

@@ -42,6 +42,7 @@ class SanaFamily(Family):
         """Tokens (L, D), the first and the last of all, and their mask (L,) bool."""
         tokens, mask, _, _ = self.pipeline.encode_prompt(
             self.read_text(self.text_parts[0], prompt),
+            device=self.text_device,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
             complex_human_instruction=None if negative else self._instruction(),

@@ -40,7 +40,12 @@ class Sd3Family(Family):
         """Tokens (L, D) of the encoders side by side, and pooled CLIP embeddings (P,)."""
         t5 = self.read_text(self.text_parts[2], prompt)
         tokens, _, pooled, _ = self.pipeline.encode_prompt(
-            prompt, None, t5, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
+            prompt,
+            None,
+            t5,
+            device=self.text_device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
         )
         return {"tokens": tokens[0], "pooled": pooled[0]}
 

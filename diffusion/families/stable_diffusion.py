@@ -50,7 +50,7 @@ class StableDiffusionFamily(Family):
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D)."""
-        tokens, _ = self.pipeline.encode_prompt(prompt, self.pipeline.text_encoder.device, 1, False)
+        tokens, _ = self.pipeline.encode_prompt(prompt, self.text_device, 1, False)
         return {"tokens": tokens[0]}
 
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
@@ -127,7 +127,9 @@ class StableDiffusionXlFamily(StableDiffusionFamily):
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
         """Tokens (L, D) and pooled (P,); zeros for an empty negative prompt, where the pipeline has them."""
-        tokens, _, pooled, _ = self.pipeline.encode_prompt(prompt, do_classifier_free_guidance=False)
+        tokens, _, pooled, _ = self.pipeline.encode_prompt(
+            prompt, device=self.text_device, do_classifier_free_guidance=False
+        )
         found = {"tokens": tokens[0], "pooled": pooled[0]}
         if negative and not prompt and self.pipeline.config.force_zeros_for_empty_prompt:
             return {name: torch.zeros_like(value) for name, value in found.items()}

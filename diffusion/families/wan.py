@@ -64,6 +64,7 @@ class WanFamily(ChannelwiseFamily):
         """Tokens (L, D) without the zeros behind them."""
         tokens, _ = self.pipeline.encode_prompt(
             self.read_text(self.text_parts[0], prompt),
+            device=self.text_device,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )

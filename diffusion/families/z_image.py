@@ -34,6 +34,7 @@ class ZImageFamily(Family):
         # a new list: the pipeline writes the template into it
         tokens, _ = self.pipeline.encode_prompt(
             [self.read_text(self.text_parts[0], prompt)],
+            device=self.text_device,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )

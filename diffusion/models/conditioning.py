@@ -44,6 +44,11 @@ class TextEncoders:
         """Encoders by their name in the pipeline; none after `free`."""
         return {} if self.freed else {part.encoder: getattr(self.pipeline, part.encoder) for part in self.parts}
 
+    def to(self, device: torch.device) -> None:
+        """Move the encoders, and the autoencoder of images to be edited, before the networks."""
+        for module in (*self.modules().values(), self.pipeline.vae):
+            module.to(device)
+
     def check_constant(self) -> None:
         """Refuse encoders that could still change or are random; raises UserError with the culprit's name."""
         for name, encoder in self.modules().items():
@@ -276,7 +281,10 @@ class PromptEmbeddings:
         sources = dict(zip(keys, given, strict=True))
         found = [self._embedding(key, sources[key]) for key in numbers]
         index = torch.tensor([numbers[key] for key in keys]).repeat_interleave(samples)
-        return TextRows(self.family.collate(found, self._lengths), index)
+        network = getattr(self.family.pipeline, self.family.networks[0])
+        device = torch.device("cpu") if network is None else network.device  # there are pipelines of encoders alone
+        collated = self.family.collate(found, self._lengths)
+        return TextRows({name: value.to(device) for name, value in collated.items()}, index)
 
     def negative(self, prompt: str = "", rows: int = 1) -> TextRows:
         """Rows of the negative prompt of classifier-free guidance, which may be empty."""
@@ -333,7 +341,8 @@ class PromptEmbeddings:
                 f"{shortened(prompt)} is not cached and the text encoders were freed; ask for it before that"
             )
         self.encoded += 1
-        return self.encoders.encode(prompt, self._pixels(image), negative=key.negative)
+        embedding = self.encoders.encode(prompt, self._pixels(image), negative=key.negative)
+        return {name: value.cpu() for name, value in embedding.items()}
 
     def _pixels(self, image: ReferenceImage | None) -> Tensor | None:
         """An image (3, h, w) in -1..1 of the size of the run, as the autoencoder takes it."""

@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 
@@ -67,6 +68,11 @@ def make_accelerator(mixed_precision: str = "none") -> Accelerator:
     if accelerator.num_processes != world:
         raise UserError(f"WORLD_SIZE is {world}, but accelerate counts {accelerator.num_processes} processes")
     return accelerator
+
+
+def process_device() -> torch.device:
+    """Device of this process: that of its accelerator once there is one, else the CPU."""
+    return AcceleratorState().device if is_initialized() else torch.device("cpu")  # type: ignore[no-any-return]
 
 
 def machine(accelerator: Accelerator) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class GaussianWalker(nn.Module):
 
     def act(self, obs, generator, temperature=1.0, greedy=False):
         mean = self.net(obs["state"])
-        noise = torch.zeros_like(mean) if greedy else draw_rows(torch.randn, mean.shape, generator)
+        noise = torch.zeros_like(mean) if greedy else draw_rows(torch.randn, mean.shape, generator).to(mean)
         action = mean + self.log_std.exp() * temperature * noise
         return action, self.log_probs(obs, action, temperature)
 
