@@ -190,7 +190,6 @@ def _build(entry: Any, config: Any, *, trains: bool) -> tuple[Accelerator, Recip
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:  # after the first process has built data and models on disk
         recipe = _open_recipe(entry, config)
-    recipe.policy.to(accelerator.device)
     return accelerator, recipe
 
 

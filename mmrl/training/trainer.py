@@ -137,6 +137,7 @@ class Trainer:
         self.accelerator = accelerator
         self.stop = stop
         self.tasks = TaskStream(recipe.train_tasks, config.seed, fingerprint=recipe.data_digest)
+        recipe.policy.to(accelerator.device)  # before the reference is copied and the optimiser made
         share_weights(recipe.policy, accelerator)
         self.reference = make_reference(
             getattr(config, "reference", ReferenceConfig()),  # supervised configurations have none

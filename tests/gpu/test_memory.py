@@ -19,9 +19,9 @@ def test_the_peak_is_that_of_tensors_since_the_restart():
     restart_peak_memory(DEVICE)
     before = peak_memory_mb(DEVICE)
     held = torch.empty(64_000_000, dtype=torch.uint8, device=DEVICE)
-    assert 64 <= peak_memory_mb(DEVICE) - before < 67
+    assert 63.9 < peak_memory_mb(DEVICE) - before < 67
     del held
-    assert peak_memory_mb(DEVICE) - before >= 64
+    assert peak_memory_mb(DEVICE) - before > 63.9
 
 
 def test_a_benchmark_times_what_the_gpu_does_and_its_peak():
@@ -36,7 +36,7 @@ def test_a_benchmark_times_what_the_gpu_does_and_its_peak():
 
     found = repeat(once, 2, "cuda")
     assert found["wall_s"]["products"] > 10 * found["wall_s"]["nothing"] >= 0
-    assert found["peak_mb"]["total"] >= 2 * matrix.nbytes / 2**20
+    assert found["peak_mb"]["total"] >= matrix.nbytes / 2**20
 
 
 def test_a_checkpoint_holds_the_state_of_the_gpus_generator():

@@ -13,6 +13,8 @@ from tests.contracts.domains import domain_of, run, weights
 from tests.contracts.test_two_processes import STEPS, assert_same, make, train
 
 pytestmark = pytest.mark.gpu
+RELATIVE = 1e-2
+"""Of the largest move of a weight: other kernels add in another order; measured is up to 4.4e-3."""
 REPEATS = 0.05
 """Largest difference of weights after a resume, as a share of the move: sums of atomic additions differ from run to
 run. A run that forgot its optimiser, its random streams or its step would differ by about the move."""
@@ -46,7 +48,7 @@ def train_on(monkeypatch):
 def test_a_recipe_learns_on_a_gpu_what_it_learns_on_the_cpu(name, tmp_path, train_on):
     config = make(name, tmp_path)
     whole = train_on("cpu", config, tmp_path / "cpu")
-    assert_same(train_on("cuda", config, tmp_path / "gpu"), whole)
+    assert_same(train_on("cuda", config, tmp_path / "gpu"), whole, RELATIVE)
 
 
 @pytest.mark.parametrize("name", ["papo", "awm", "robot_ppo"])
@@ -54,9 +56,9 @@ def test_a_run_is_resumed_on_the_other_device(name, tmp_path, train_on):
     config = make(name, tmp_path)
     whole = train_on("cpu", config, tmp_path / "whole")
     train_on("cuda", config, tmp_path / "run", STEPS - 1)
-    assert_same(train_on("cpu", config, tmp_path / "run", STEPS, True), whole)
+    assert_same(train_on("cpu", config, tmp_path / "run", STEPS, True), whole, RELATIVE)
     train_on("cpu", config, tmp_path / "other", STEPS - 1)
-    assert_same(train_on("cuda", config, tmp_path / "other", STEPS, True), whole)
+    assert_same(train_on("cuda", config, tmp_path / "other", STEPS, True), whole, RELATIVE)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -251,9 +251,9 @@ def test_playing_gives_a_policy_the_past_that_an_evaluation_gives_it(tmp_path, m
     env.close()
     assert len(given) == len(evaluated) > 1
     for played, shown in zip(given, evaluated, strict=True):
-        np.testing.assert_allclose(played.past_state, shown.past_state, atol=1e-5)
+        np.testing.assert_allclose(played.past_state.cpu(), shown.past_state.cpu(), atol=1e-5)
         assert played.past_images.shape == shown.past_images.shape == (1, 2, 32, 32, 3)
-        difference = (played.past_images.int() - shown.past_images.int()).abs()
+        difference = (played.past_images.int().cpu() - shown.past_images.int().cpu()).abs()
         assert difference.float().mean() < 1  # the actions of a policy differ in their last bits
 
 

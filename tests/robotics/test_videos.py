@@ -29,6 +29,8 @@ mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim
 
 SIZE = (72, 96)
 NO_DISPLAY = not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+GPU_LEVELS = 2
+"""Of 255, by which two images of one scene differ on a GPU; none on a CPU."""
 
 
 def film_env(task="reach", **options):
@@ -145,7 +147,7 @@ def test_success_turns_green():
     assert bar_colour(solved)[1] > 2 * bar_colour(solved)[[0, 2]].max()
     assert coloured(solved, 1) > coloured(running, 1) + 5
     env.reset(options={"layout": 4})
-    np.testing.assert_array_equal(env.render(), running)
+    np.testing.assert_allclose(env.render().astype(int), running, atol=GPU_LEVELS)
     env.close()
 
 
@@ -195,7 +197,7 @@ def test_the_batch_renders_the_same_video_as_the_environment():
     sim.reset([EpisodeSpec("push", "", 2)])
     result = sim.step_chunk(actions[None], record=[0])
     assert result.success[0]
-    np.testing.assert_array_equal(result.frames[0][-1][:-bar], env.render()[:-bar])
+    np.testing.assert_allclose(result.frames[0][-1][:-bar].astype(int), env.render()[:-bar], atol=GPU_LEVELS)
     assert coloured(result.frames[0][-1], 1) > coloured(result.frames[0][-2], 1) + 5
     assert sim.describe()["look"] == "film"
     sim.close()

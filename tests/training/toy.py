@@ -111,7 +111,7 @@ class ToyRecipe(Recipe):
         return output
 
     def evaluate(self, policy, split, accelerator, step):
-        tasks = torch.tensor(self.eval_tasks[split])
+        tasks = torch.tensor(self.eval_tasks[split], device=policy.table.device)
         guess = (policy.table[tasks] + policy.shared).argmax(-1)
         right = float((guess == (tasks % WORDS)[:, None]).float().mean())
         return Evaluation({"accuracy/greedy": right, "n": float(len(tasks))})

@@ -217,6 +217,8 @@ def _cuda_forward(part: Part) -> tuple[Any, ...]:
 def _cuda_backward(part: Part, grad: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # the kernel lays its log-sum-exps out in blocks of 32 queries
     lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf")).contiguous()
+    # in half precision it reads the output as if it were contiguous as (b, Q, H, d), whatever the strides say
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     bias, needed = _aligned(part.bias, part.q), (True, True, True, False)
     gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad, *part[:3], bias, out, lse, *rest, 0.0, needed, part.causal, scale=part.scale
