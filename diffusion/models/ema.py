@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.training.recipe import Step
+from mmrl.training.sharding import exact_weights
 
 
 class EMAWeights:
@@ -36,10 +37,11 @@ class EMAWeights:
 
     def __init__(self, policy: nn.Module, *, enabled: bool = True) -> None:
         trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
-        self._parameters = trained if enabled else {}
+        self._policy = policy
         if enabled and not trained:
             raise UserError("no parameter of the policy requires a gradient, so there is nothing to average")
-        self._values = {name: value.detach().float().clone() for name, value in self._parameters.items()}
+        followed = trained if enabled else {}
+        self._values = {name: value.detach().float().clone() for name, value in followed.items()}
         self._applied = False
 
     def __len__(self) -> int:
@@ -56,8 +58,8 @@ class EMAWeights:
             RuntimeError: the average is in the policy's place, see `applied`.
         """
         self._check_apart()
-        for name, parameter in self._parameters.items():
-            current = parameter.detach().float()
+        for name, weight in exact_weights(self._policy, list(self._values)).items():
+            current = weight.float()
             if decay == 0.0:
                 self._values[name] = current.clone()
             else:
@@ -82,7 +84,7 @@ class EMAWeights:
         Gradient: the exchange is no part of any graph; a graph from before it can no longer be walked back.
         """
         self._check_apart()
-        parameters = self._parameters if policy is None else dict(policy.named_parameters())
+        parameters = dict((self._policy if policy is None else policy).named_parameters())
         replaced = {name: parameters[name] for name in self._values}
         kept = {name: parameter.detach().clone() for name, parameter in replaced.items()}
         _write(replaced, self._values)
@@ -176,7 +178,7 @@ class EvalAverage(EMAWeights):
 
     def __init__(self, policy: nn.Module, config: EvalEmaConfig) -> None:
         super().__init__(policy, enabled=config.decay > 0)
-        self._policy, self._decay = policy, config.decay
+        self._decay = config.decay
 
     def on_step_end(self, step: int) -> None:
         """Move the average after a step, counted from 1."""

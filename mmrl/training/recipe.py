@@ -25,6 +25,7 @@ from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Evaluation
 from mmrl.training.processes import Streams, global_advantages
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, ReferenceConfig
+from mmrl.training.sharding import in_parts, local, whole_weights
 
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
 TaskT = TypeVar("TaskT")
@@ -416,13 +417,14 @@ class Reference:
         self.kind = kind
         self.decay = decay
         self._policy = policy
-        self._copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
+        self.copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
+        """Separate weights, if it has any."""
 
     def score(self, scorer: Callable[[nn.Module], ScoresT]) -> ScoresT:
         """Evaluate `scorer` on the reference, without gradient."""
         with torch.no_grad():
-            if self._copy is not None:
-                return scorer(self._copy)
+            if self.copy is not None:
+                return scorer(self.copy)
             if self.kind == "adapter":
                 with self._policy.disable_adapter():  # type: ignore[operator]
                     return scorer(self._policy)
@@ -430,32 +432,36 @@ class Reference:
 
     def update(self) -> None:
         """Move an ema reference towards the policy; call once per optimiser step."""
-        if self.kind == "ema" and self._copy is not None:
-            with torch.no_grad():
-                for mean, value in zip(self._copy.parameters(), self._policy.parameters(), strict=True):
+        if self.kind == "ema" and self.copy is not None:
+            with torch.no_grad(), in_parts(self.copy):
+                for mean, value in zip(self.copy.parameters(), self._policy.parameters(), strict=True):
                     if value.requires_grad:
-                        mean.lerp_(value.to(mean.dtype), 1.0 - self.decay)
+                        local(mean).lerp_(local(value).to(mean.dtype), 1.0 - self.decay)
 
     def to(self, device: torch.device | str) -> Reference:
         """Move the copy, if there is one; returns itself."""
-        if self._copy is not None:
-            self._copy.to(device)
+        if self.copy is not None and any(weight.device != torch.device(device) for weight in self.copy.parameters()):
+            self.copy.to(device)
         return self
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Gather its weights where they are in parts; every process calls it."""
+        return whole_weights(self.copy)
 
     @property
     def needs_saving(self) -> bool:
         """Whether a checkpoint needs separate weights for the reference."""
-        return self._copy is not None
+        return self.copy is not None
 
     def save(self, folder: Path) -> None:
         """Write the reference's weights into `folder`."""
-        if self._copy is not None:
-            self._copy.save_pretrained(folder)  # type: ignore[operator]
+        if self.copy is not None:
+            self.copy.save_pretrained(folder)  # type: ignore[operator]
 
     def load(self, folder: Path) -> None:
         """Read weights written by `save`."""
-        if self._copy is not None:
-            self._copy.load_weights(folder)  # type: ignore[operator]
+        if self.copy is not None:
+            self.copy.load_weights(folder)  # type: ignore[operator]
 
 
 def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool, start: Reference | None = None) -> Reference:

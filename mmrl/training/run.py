@@ -185,6 +185,10 @@ def _build(entry: Any, config: Any, *, trains: bool) -> tuple[Accelerator, Recip
             f"trainer.tasks_per_step is {config.trainer.tasks_per_step}; with {accelerator.num_processes} processes "
             "it must be a multiple of that"
         )
+    if trains and config.trainer.sharding != "none":
+        from mmrl.training.sharding import check_processes
+
+        check_processes(accelerator)
     if accelerator.is_main_process:
         recipe = _open_recipe(entry, config)
     accelerator.wait_for_everyone()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from mmrl.runs.statistics import HEADLINES
 from mmrl.training.processes import all_ranks, capture_global_rng, merge_lists, restore_global_rng
 from mmrl.training.recipe import Recipe, Reference, Stateful
 from mmrl.training.settings import BaseRunConfig
+from mmrl.training.sharding import loading, saving
 from mmrl.training.update import Updater
 
 LOGGER = logging.getLogger("mmrl")
@@ -81,12 +84,20 @@ class RunSaver:
         rng = merge_lists([capture_global_rng()], self.accelerator)
         self._waits_since = began = time.monotonic()
         self._saved_at = step
-        if not self.accelerator.is_main_process:
-            return
+        main = self.accelerator.is_main_process
+        with saving(self.recipe.policy, keep=main), self._reference_for_saving(keep=main):
+            updater = self.updater.state_dict()
+            if main:
+                self._write(step, updater, rng)
+        self._waits_since = time.monotonic()
+        self._write_s = self._waits_since - began
+
+    def _write(self, step: int, updater: dict[str, Any], rng: list[Any]) -> None:
+        """Write a checkpoint, in the first process."""
         state = {
             "step": step,
             "evaluation_pending": self.evaluation_pending,
-            "updater": self.updater.state_dict(),
+            "updater": updater,
             "tasks": self.tasks.state_dict(),
             "recipe": self.recipe.state_dict(),
             "rng": rng,
@@ -97,8 +108,6 @@ class RunSaver:
                 self.checkpoints.save(step, state, self.write_parts)
             except OSError as error:
                 self._failed(step, error)
-        self._waits_since = time.monotonic()
-        self._write_s = self._waits_since - began
 
     def save_before_stop(self, step: int) -> None:
         """Write a checkpoint where this step has none yet, because the run is to stop."""
@@ -157,9 +166,11 @@ class RunSaver:
 
     def _restore(self, state: dict[str, Any], folder: Path) -> int:
         self.tasks.load_state_dict(state["tasks"])  # first: other data is refused before anything is changed
-        self.recipe.policy.load_weights(folder / "model")
+        with loading(self.recipe.policy):
+            self.recipe.policy.load_weights(folder / "model")
         if self.reference.needs_saving and (folder / "reference").is_dir():  # else no step needed it yet: the start's
-            self.reference.load(folder / "reference")
+            with self.reference.whole(), loading(self.reference.copy):
+                self.reference.load(folder / "reference")
         self.updater.load_state_dict(state["updater"])
         self.recipe.load_state_dict(state["recipe"])
         self.log.load_state_dict(state)
@@ -184,6 +195,21 @@ class RunSaver:
             LOGGER.warning("%s has no checkpoint yet; the run starts again from the beginning%s", self.run_dir, kept)
         self.log.truncate_after(-1)
 
+    @contextlib.contextmanager
+    def _reference_for_saving(self, *, keep: bool) -> Iterator[None]:
+        """Give a reference that is written now its whole weights; every process calls it."""
+        written = self.reference.needs_saving and (self.reference.kind == "ema" or not self._has_reference)
+        if not all_ranks(not (keep and written), self.accelerator):  # the first process knows what is on disk
+            assert self.reference.copy is not None
+            with self.reference.whole(), saving(self.reference.copy, keep=keep):
+                yield
+        else:
+            yield
+
+    @property
+    def _has_reference(self) -> bool:
+        return (self.run_dir / "reference" / ".whole").is_file()
+
     def write_parts(self, folder: Path) -> None:
         """Write the policy, the recipe's further weights and the reference into a checkpoint's folder."""
         self.recipe.policy.save_pretrained(folder / "model")
@@ -194,7 +220,7 @@ class RunSaver:
             self.reference.save(folder / "reference")
             return
         shared = self.run_dir / "reference"  # a frozen reference never changes: written once, linked afterwards
-        if not (shared / ".whole").is_file():
+        if not self._has_reference:
             self.reference.save(shared)
             (shared / ".whole").touch()
         link_or_copy(shared, folder / "reference")

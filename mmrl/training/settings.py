@@ -17,6 +17,8 @@ REFERENCE_KINDS = ("auto", "none", "frozen", "adapter", "ema")
 SMALLEST_LOW_PRECISION_STEP = 1e-4
 """About how far bfloat16 numbers near a typical weight of 0.02 are apart; AdamW moves a weight by the learning rate."""
 PRECISIONS = ("none", "bf16", "fp16")  # not "no": YAML reads that as false
+SHARDINGS = ("none", "fsdp2")
+GATHERED = ("own", "bf16")
 
 
 @dataclass
@@ -56,6 +58,11 @@ class BaseTrainerConfig:
     """Skipped optimiser steps after which the run stops."""
     mixed_precision: str = choice("none", PRECISIONS)
     """Autocast: none, bf16 or fp16, which scales the loss so that small gradients do not become 0."""
+    sharding: str = choice("none", SHARDINGS)
+    """none: every process keeps all weights, gradients and moments; fsdp2: of those that are trained and of a reference
+    policy it keeps a part, and gathers the weights to sample and to compute gradients."""
+    gathered: str = rare(choice("own", GATHERED))
+    """Precision of the weights that fsdp2 gathers: their own, or bf16, with float32 weights in the parts only."""
     threads: int = bounded(0, at_least=0)
     """CPU threads of torch; 0 = leave as it is."""
     release_memory: bool = rare(True)
@@ -69,6 +76,10 @@ class BaseTrainerConfig:
                 f"trainer.minibatches_per_step is {self.minibatches_per_step} but a step has only "
                 f"{self.tasks_per_step} tasks; minibatches are cut by whole groups"
             )
+        if self.gathered != "own" and self.sharding == "none":
+            raise ValueError("trainer.gathered is for trainer.sharding=fsdp2, which gathers weights")
+        if self.gathered == "bf16" and self.mixed_precision == "fp16":
+            raise ValueError("trainer.gathered=bf16 does not go with trainer.mixed_precision=fp16; use bf16 or none")
 
 
 @dataclass

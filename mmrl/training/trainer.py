@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -206,11 +207,12 @@ class Trainer:
             if not teaches:
                 rollouts = unscored(rollouts)  # the filter left nothing here: these are logged and teach nothing
             self.heap.trim()
-            with self.accelerator.autocast():
+            with self.accelerator.autocast(), self.reference.whole():
                 rollouts = update_constants(self.recipe, self.policy, self.reference, rollouts, step)
             with stopwatch("advantages"):
                 rollouts = self.recipe.advantages(rollouts, self.accelerator, step)
-            with stopwatch("update"), self.accelerator.autocast():
+            exact = "kl_ref" in self.recipe.loss_outputs  # the loss scores the reference, too
+            with stopwatch("update"), self.accelerator.autocast(), self.reference.whole() if exact else nullcontext():
                 metrics |= self.updater.update(rollouts, step)
         if not teaches:
             rollouts = rollouts.replace(reward=rewards)
@@ -258,7 +260,8 @@ class Trainer:
         if not self.recipe.eval_tasks:
             return
         self.policy.eval()
-        with self.log.watch.stage("evaluate"), self.accelerator.autocast():
+        start = nullcontext() if self.recipe.start is None else self.recipe.start.whole()
+        with self.log.watch.stage("evaluate"), self.accelerator.autocast(), start:
             for index, split in enumerate(self.recipe.eval_tasks):
                 result = self.recipe.evaluate(self.policy, split, self.accelerator, self.position)
                 if result.failure and tag == "before":

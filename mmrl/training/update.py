@@ -18,11 +18,12 @@ from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.loss import Denominators, Metric, count, merge_metrics, metric_values
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import RunError, UserError
+from mmrl.errors import RunError
 from mmrl.files import replaced
 from mmrl.runs.fingerprint import sum_of_bits
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.loss_scale import LossScale
+from mmrl.training.optimizer import FACTOR, actor_weights, check_precision, divide, learning_rate_factor, make_optimizer
 from mmrl.training.processes import (
     HeapTrimmer,
     all_ranks,
@@ -32,13 +33,11 @@ from mmrl.training.processes import (
     sum_gradients,
 )
 from mmrl.training.recipe import KEEPS_OLD, Passes, Recipe, Reference, Step, scores_before_update, shared_prefix
-from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfig
+from mmrl.training.sharding import clip, gather_state, is_part, local, scatter_state, shards_of
 
 LOGGER = logging.getLogger("mmrl")
 BOOTSTRAP = "bootstrap_mask"
 """Extra (B, T), 1 at the decision whose value bootstraps an episode that a time limit ended."""
-FACTOR = "learning_rate_factor"
-"""Key of an optimiser group whose rate is another than the run's."""
 
 
 def update_constants(
@@ -129,7 +128,7 @@ def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Modu
     if loss is not None:
         checks.append(("loss", loss.detach().reshape(1)))
     checks += [(f"gradient of {n}", p.grad) for n, p in policy.named_parameters() if p.grad is not None]
-    for name, value in checks:
+    for name, value in ((name, local(value)) for name, value in checks):
         bad = ~torch.isfinite(value)
         if bool(bad.any()):
             first = bad.nonzero()[0].tolist()
@@ -153,73 +152,8 @@ def _visible(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), value, torch.zeros_like(value))
 
 
-def learning_rate_factor(config: BaseTrainerConfig, optimiser_step: int, waited: int = 0) -> float:
-    """Share of the peak learning rate at an optimiser step."""
-    if optimiser_step < config.warmup_steps:
-        return (optimiser_step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return 1.0
-    total = config.steps * config.epochs * config.minibatches_per_step
-    progress = min((optimiser_step + waited - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
-    floor = config.final_learning_rate / config.learning_rate
-    decay = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return floor + (1.0 - floor) * decay
-
-
-def make_optimizer(policy: nn.Module, config: BaseTrainerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
-
-    A policy may have `learning_rate_factors`, name of a child to the factor of its parameters' rate.
-    """
-    factors: dict[str, float] = getattr(policy, "learning_rate_factors", {})
-    trainable = [(name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = []
-    for factor in dict.fromkeys((1.0, *factors.values())):
-        own = [p for name, p in trainable if factors.get(name.partition(".")[0], 1.0) == factor]
-        marked = {} if factor == 1 else {FACTOR: factor}
-        groups += [
-            {"params": [p for p in own if p.ndim >= 2], "weight_decay": config.weight_decay, **marked},
-            {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0, **marked},
-        ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.adam_eps,
-        fused=True,  # one pass over weights and moments instead of several
-    )
-
-
-def _check_precision(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse steps that the weights' own precision cannot take or rounds away; raises UserError."""
-    for group in optimizer.param_groups:
-        low = {parameter.dtype for parameter in group["params"]} & {torch.bfloat16, torch.float16}
-        if torch.float16 in low:
-            raise UserError(
-                "the weights to be trained are float16, in which their gradients cannot be unscaled; use float32 "
-                "weights with trainer.mixed_precision=fp16, or adapters (LoRA)"
-            )
-        rate = group["lr"] * group.get(FACTOR, 1.0)
-        if low and rate < SMALLEST_LOW_PRECISION_STEP:
-            kind = str(low.pop()).removeprefix("torch.")
-            raise UserError(
-                f"the weights to be trained are {kind} and trainer.learning_rate is {rate:g}: {kind} weights "
-                "round such steps away; use float32 weights with trainer.mixed_precision=bf16, or adapters (LoRA)"
-            )
-
-
-def _actor_weights(policy: nn.Module) -> list[nn.Parameter]:
-    """Weights to be trained, without those of a critic, a child that the policy names in `critic_parts`."""
-    critics = getattr(policy, "critic_parts", ())
-    named = policy.named_parameters()
-    found = [weight for name, weight in named if weight.requires_grad and name.partition(".")[0] not in critics]
-    if not found:
-        raise UserError("the policy has no weight to train: every one is frozen; look at the options of `model`")
-    return found
-
-
 def _digest(weights: Sequence[nn.Parameter]) -> list[int]:
-    return [int(sum_of_bits(weight.detach())) for weight in weights]
+    return [int(sum_of_bits(local(weight.detach()))) for weight in weights]
 
 
 class Updater:
@@ -239,15 +173,19 @@ class Updater:
         self.reference = reference
         self.failures = failures
         self.heap = heap or HeapTrimmer(enabled=False)
-        optimizer = make_optimizer(recipe.policy, self.config)
-        _check_precision(optimizer)
         self.scale = LossScale(enabled=self.config.mixed_precision == "fp16")
         # for evaluation, since the loop adds up the gradients of the processes itself: no data-parallel wrapper
         self.policy = accelerator.prepare_model(recipe.policy, evaluation_mode=True)
+        divide(recipe, accelerator, reference)
+        optimizer = make_optimizer(recipe.policy, self.config)
+        check_precision(optimizer)
         self.optimizer = accelerator.prepare_optimizer(optimizer)
         self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
-        self._actor = _actor_weights(recipe.policy)
+        self._actor = actor_weights(recipe.policy)
         self._at_start = _digest(self._actor)
+        self.shards = shards_of(recipe.policy)
+        if self.shards is not None:
+            self.shards.gather()  # whole but within an optimiser step
         self.optimiser_step = 0
         self.skipped = 0
         self.waited = 0
@@ -267,13 +205,13 @@ class Updater:
 
     @property
     def moved(self) -> bool:
-        """Whether a weight of the policy, its critic aside, differs from the start of the run."""
-        return _digest(self._actor) != self._at_start
+        """Whether a weight of the policy, its critic aside, differs from the start of the run; every process asks."""
+        return not all_ranks(_digest(self._actor) == self._at_start, self.accelerator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser moments and counters."""
+        """Optimiser moments and counters, whole in the first process; every process calls it."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": gather_state(self.optimizer, keep=self.accelerator.is_main_process),
             "optimiser_step": self.optimiser_step,
             "skipped": self.skipped,
             "waited": self.waited,
@@ -282,7 +220,7 @@ class Updater:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(scatter_state(self.optimizer, state["optimizer"]))
         self.optimiser_step = int(state["optimiser_step"])
         self.skipped = int(state["skipped"])
         self.waited = int(state.get("waited", 0))
@@ -314,10 +252,20 @@ class Updater:
             return {"update/zero_advantage_groups": Metric(1.0)}
         self._set_rate()
         loss, metrics = self._accumulate(minibatch, denominators, step)
+        taken = self._apply(minibatch, loss, step)
+        if self.shards is not None:
+            self.shards.gather()
+        if taken is None:
+            return None
+        metrics = merge_metrics(merge_lists([_plain(metrics)], self.accelerator))
+        return metrics | {"optim/grad_norm": Metric.summed(taken)}
+
+    def _apply(self, minibatch: Rollouts | None, loss: Tensor, step: Step) -> Tensor | None:
+        """Take an optimiser step with the gradients that are there; returns their norm, None if it was skipped."""
         with stopwatch("optimizer"):
             self.scale.unscale(self._trained)
             self._complete_gradients()
-            norm = self._clip()
+            norm = clip([p for p in self.policy.parameters() if p.grad is not None], self.config.max_grad_norm)
         if not all_ranks(bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)), self.accelerator):
             if self.scale.can_shrink and all_ranks(bool(torch.isfinite(loss)), self.accelerator):
                 self._on_overflow(step.number)
@@ -330,8 +278,7 @@ class Updater:
             self.optimizer.zero_grad()
             self.reference.update()
         self.optimiser_step += 1
-        metrics = merge_metrics(merge_lists([_plain(metrics)], self.accelerator))
-        return metrics | {"optim/grad_norm": Metric.summed(norm)}
+        return norm
 
     def _waits(self, minibatch: Rollouts | None) -> bool:
         """Whether no step is taken: none of the groups, in any process, has a gradient."""
@@ -381,7 +328,9 @@ class Updater:
                 with stopwatch("backward"):
                     shared.backward()
         with stopwatch("backward"):
-            sum_gradients(self._trained, self.accelerator)
+            if self.shards is not None:
+                self.shards.sum_gradients()
+            sum_gradients([weight for weight in self._trained if not is_part(weight)], self.accelerator)
         return torch.stack(losses).sum(), merge_metrics(parts)
 
     def _complete_gradients(self) -> None:
@@ -392,14 +341,6 @@ class Updater:
         for parameter in self._trained:
             if parameter.grad is None and parameter in self.optimizer.state:
                 parameter.grad = torch.zeros_like(parameter)
-
-    def _clip(self) -> Tensor:
-        parameters = [p for p in self.policy.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        # scaling by a NaN norm would spread it over every gradient and hide where it came from
-        if self.config.max_grad_norm and bool(torch.isfinite(norm)):
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
-        return norm
 
     def _on_overflow(self, step: int) -> None:
         """Leave out the step of a gradient that the scaling of the loss may have made infinite, on every process."""

@@ -9,10 +9,11 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
+from mmrl.training.optimizer import FACTOR, make_optimizer
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step
 from mmrl.training.run import train
-from mmrl.training.update import FACTOR, count_denominators, make_optimizer, update_constants
+from mmrl.training.update import count_denominators, update_constants
 from robotics.episodes.payload import EpisodePayload
 from robotics.methods.ppo import (
     ChunkRewardConfig,

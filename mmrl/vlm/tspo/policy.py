@@ -75,7 +75,7 @@ class TspoPolicy(nn.Module):
     ) -> None:
         super().__init__()
         self.agent, self.settings, self.reader = agent, settings, reader
-        self.learning_rate_factors = {"reader": reader_rate}  # read by `mmrl.training.update.make_optimizer`
+        self.learning_rate_factors = {"reader": reader_rate}  # read by `mmrl.training.optimizer.make_optimizer`
 
     @property
     def device(self) -> torch.device:

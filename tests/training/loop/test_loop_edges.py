@@ -32,7 +32,7 @@ def test_every_pass_of_a_step_runs_in_the_same_precision(make_trainer, monkeypat
     scores = trainer.recipe.scores
 
     def watched(policy, *rest):
-        seen.append((policy is trainer.reference._copy, torch.is_autocast_enabled("cpu")))
+        seen.append((policy is trainer.reference.copy, torch.is_autocast_enabled("cpu")))
         return scores(policy, *rest)
 
     monkeypatch.setattr(trainer.recipe, "scores", watched)
@@ -195,7 +195,7 @@ def test_reference_of_a_deleted_run_is_not_taken_for_that_of_the_new_one(make_tr
     options = {"reference": ReferenceConfig(kind="frozen"), "steps": 1}
     old = make_trainer("run", **options)
     with torch.no_grad():
-        old.reference._copy.table.fill_(7.0)
+        old.reference.copy.table.fill_(7.0)
     old.run()
     for entry in old.saver.checkpoints.folder.rglob("*"):
         entry.unlink() if entry.is_file() else None

@@ -44,7 +44,7 @@ def options(request):
 
 def test_shared_weights_stay_untouched_and_the_others_are_the_references_own(make_trainer, options):
     trainer = make_trainer(**options)
-    reference = trainer.reference._copy
+    reference = trainer.reference.copy
     assert reference.tower.weight is trainer.policy.tower.weight
     version = trainer.policy.tower.weight._version
     for _ in range(2):
@@ -63,8 +63,8 @@ def test_moving_average_of_a_policy_with_a_shared_layer(make_trainer):
         trainer.train_step()
         for mean, value in zip(average, (trainer.policy.table, trainer.policy.shared), strict=True):
             mean.lerp_(value.detach(), 0.5)
-    torch.testing.assert_close(trainer.reference._copy.table.detach(), average[0])
-    torch.testing.assert_close(trainer.reference._copy.shared.detach(), average[1])
+    torch.testing.assert_close(trainer.reference.copy.table.detach(), average[0])
+    torch.testing.assert_close(trainer.reference.copy.shared.detach(), average[1])
 
 
 def test_resume_with_a_shared_layer_is_bitwise(make_trainer, options):
@@ -80,8 +80,8 @@ def test_resume_with_a_shared_layer_is_bitwise(make_trainer, options):
         assert torch.equal(torch.load(folder / part / "weights.pt")["tower.weight"], torch.eye(WORDS))
     resumed = make_trainer("stopped", **options)
     resumed.resume()
-    assert resumed.reference._copy.tower.weight is resumed.policy.tower.weight
-    assert torch.equal(resumed.reference._copy.table, stopped.reference._copy.table)
+    assert resumed.reference.copy.tower.weight is resumed.policy.tower.weight
+    assert torch.equal(resumed.reference.copy.table, stopped.reference.copy.table)
     resumed.run()
     for first, second in zip(weights(whole), weights(resumed), strict=True):
         assert torch.equal(first, second)

@@ -13,10 +13,11 @@ import torch
 
 from mmrl.core.loss import Denominators
 from mmrl.errors import RunError, UserError
+from mmrl.training.optimizer import learning_rate_factor
 from mmrl.training.recipe import Step
 from mmrl.training.settings import CheckpointConfig, ReferenceConfig, TrainerConfig
 from mmrl.training.trainer import TaskStream
-from mmrl.training.update import count_denominators, learning_rate_factor, update_constants
+from mmrl.training.update import count_denominators, update_constants
 from tests.training.conftest import weights
 
 ROOT = Path(__file__).parents[3]
@@ -210,8 +211,8 @@ def test_frozen_reference_stays_and_ema_moves(make_trainer):
     ema = make_trainer(reference=ReferenceConfig(kind="ema", ema_decay=0.75))
     for trainer in (frozen, ema):
         trainer.train_step()
-    assert bool((frozen.reference._copy.table == 0).all())
-    torch.testing.assert_close(ema.reference._copy.table, 0.25 * ema.policy.table)
+    assert bool((frozen.reference.copy.table == 0).all())
+    torch.testing.assert_close(ema.reference.copy.table, 0.25 * ema.policy.table)
 
 
 def test_resume_with_other_data_is_refused(make_trainer):

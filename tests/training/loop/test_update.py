@@ -42,7 +42,7 @@ def test_shared_prefixes_of_micro_batches_are_computed_once_and_change_nothing(m
     as_close(whole, cut)
     # the pass for old log-probs and one pass an epoch; the reference is another module
     assert whole.policy.computed == cut.policy.computed == 3
-    assert cut.reference._copy.computed == 1
+    assert cut.reference.copy.computed == 1
 
 
 def test_a_prefix_scope_ends_with_the_optimiser_step_even_when_it_fails(make_trainer, monkeypatch):

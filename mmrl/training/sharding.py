@@ -1,0 +1,367 @@
+"""FSDP2: the trained weights, their gradients and the optimiser's moments lie in parts on the processes of a run.
+
+`fully_shard` cuts the weights, block by block, and gathers them; its hooks on forward and backward are taken off. They
+gather a block whenever it is called, so every process would have to call the same blocks in the same order, while the
+processes of a run sample answers of other lengths, see other numbers of images and leave out other groups. So the
+weights are whole from one optimiser step to the next, and in parts within it:
+
+    whole: sample, score, forward, backward -> gradients: sum, each process keeps its part
+    in parts: clip, AdamW                   -> whole
+
+Samplers, shared prompts, LoRA and evaluations work on whole weights, as without FSDP2. What no process has whole is
+the optimiser's moments, the reference policy while nothing is scored with it, and with `gathered=torch.bfloat16` the
+float32 weights: the whole ones are then a bfloat16 copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:  # they take a second to import, and most runs need none of them
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+ATTRIBUTE = "_weights_in_parts"
+"""Attribute of a divided module that holds its `Shards`."""
+HOOKS = "torch.distributed.fsdp"
+"""Package in which FSDP2 defines its hooks."""
+
+
+def shard(
+    module: nn.Module, accelerator: Accelerator, names: frozenset[str], gathered: torch.dtype | None = None
+) -> Shards:
+    """Divide weights of a module between the processes; they are in parts afterwards.
+
+    Args:
+        module: A policy, the same on every process.
+        accelerator: The processes.
+        names: Names of the weights to divide. Scalars, and weights of a dtype that few of the others have, stay whole.
+        gathered: Type of the whole weights; None is their own.
+
+    Raises:
+        UserError: There is one process, or none of the weights can be divided.
+
+    Source: torch.distributed.fsdp.fully_shard (FSDP2).
+    """
+    check_processes(accelerator)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    shards = Shards(module, mesh, names, gathered)
+    setattr(module, ATTRIBUTE, shards)
+    return shards
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Refuse to divide weights of a run that is alone."""
+    if accelerator.num_processes == 1:
+        raise UserError(
+            "trainer.sharding is fsdp2, which divides the weights between processes, but this run has one process; "
+            "start several with --processes or torchrun, or set trainer.sharding=none"
+        )
+
+
+def shards_of(module: nn.Module) -> Shards | None:
+    """The parts of a module that was divided; None for others."""
+    return getattr(module, ATTRIBUTE, None)
+
+
+@contextlib.contextmanager
+def whole_weights(module: nn.Module | None) -> Iterator[None]:
+    """Gather a divided module, which is in parts again afterwards; every process calls it. Others stay as they are."""
+    shards = None if module is None else shards_of(module)
+    if shards is None or shards.whole:
+        yield
+        return
+    shards.gather()
+    try:
+        yield
+    finally:
+        shards.release()
+
+
+@contextlib.contextmanager
+def in_parts(module: nn.Module) -> Iterator[None]:
+    """Free the whole weights of a divided module, and gather them again afterwards; the reverse of `whole_weights`."""
+    shards = shards_of(module)
+    if shards is None or not shards.whole:
+        yield
+        return
+    shards.release()
+    yield
+    shards.gather()
+
+
+@contextlib.contextmanager
+def saving(module: nn.Module, *, keep: bool) -> Iterator[None]:
+    """Give a module weights in their own precision, to be read; every process calls it, `keep` where one needs them."""
+    shards = shards_of(module)
+    with contextlib.nullcontext() if shards is None else shards.exact(keep=keep, write=False):
+        yield
+
+
+@contextlib.contextmanager
+def loading(module: nn.Module) -> Iterator[None]:
+    """Keep the parts of whole weights that are written into a module meanwhile; every process calls it."""
+    shards = shards_of(module)
+    with contextlib.nullcontext() if shards is None else shards.exact(keep=True, write=True):
+        yield
+
+
+def exact_weights(module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
+    """Values of weights by name in their own precision; every process calls it."""
+    shards = shards_of(module)
+    if shards is not None and shards.gathered is not None:
+        return {name: shards.full(name) for name in names}
+    weights = dict(module.named_parameters())
+    return {name: weights[name].detach() for name in names}
+
+
+def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
+    """State of an optimiser with whole moments on the CPU, the same for any number of processes.
+
+    Args:
+        optimizer: Its weights may be in parts; every process calls it.
+        keep: Whether this process needs the state, else the moments are left out.
+    """
+    state: dict[str, Any] = optimizer.state_dict()
+    if not any(is_part(value) for moments in state["state"].values() for value in moments.values()):
+        return state
+    found: dict[Any, dict[str, Any]] = {}
+    for number, moments in state["state"].items():
+        whole = {name: _full(value) if is_part(value) else value for name, value in moments.items()}
+        if keep:
+            found[number] = {k: v.cpu() if torch.is_tensor(v) and v.ndim else v for k, v in whole.items()}
+    return {**state, "state": found}
+
+
+def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """`gather_state` as an optimiser with weights in parts loads it."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    found = {
+        number: {name: _like(value, weights[number]) for name, value in moments.items()}
+        for number, moments in state["state"].items()
+    }
+    return {**state, "state": found}
+
+
+def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+    """Scale the gradients down to a norm over all weights and processes (0 = never); returns the norm before.
+
+    A norm that is not finite leaves them: it would spread over every gradient and hide where it came from.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    parts = [gradient.to_local() for gradient in gradients if is_part(gradient)]
+    norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if not is_part(gradient)])
+    if parts:
+        squares = torch.nn.utils.get_total_norm(parts).double() ** 2
+        torch.distributed.all_reduce(squares)
+        norm = (norm.to(squares) ** 2 + squares).sqrt().float()
+    if limit and bool(torch.isfinite(norm)):
+        torch.nn.utils.clip_grads_with_norm_([p for p in parameters if not is_part(p)], limit, norm)
+        if parts:
+            torch._foreach_mul_(parts, (limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def is_part(tensor: Any) -> bool:
+    """Whether a tensor is in parts on the processes."""
+    return hasattr(tensor, "placements")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor in parts; others as they are."""
+    return tensor.to_local() if is_part(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+class Shards:
+    """The weights of a module that are divided between the processes of a mesh."""
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, names: frozenset[str], gathered: torch.dtype | None
+    ) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        self.gathered = gathered
+        """Type of the whole weights where it is not their own."""
+        self.whole = False
+        """Whether the module holds the whole weights now."""
+        self._module, self._mesh = module, mesh
+        chosen = _divisible(module, names)
+        if not chosen:
+            raise UserError(
+                f"trainer.sharding is fsdp2, but {type(module).__name__} has no trained weight that could be divided "
+                "between processes; set trainer.sharding=none"
+            )
+        if gathered in {weight.dtype for weight in chosen.values()}:
+            self.gathered = gathered = None
+        ignored = {weight for name, weight in module.named_parameters() if name not in chosen}
+        precision = MixedPrecisionPolicy(param_dtype=gathered, cast_forward_inputs=False)
+        self._groups = [*_blocks(module), module]
+        for part in self._groups:
+            fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=precision, ignored_params=ignored)
+        self.parts = {name: weight for name, weight in module.named_parameters() if name in chosen}
+        """The weights in parts, by name."""
+        whole = [name for name, weight in self.parts.items() if not is_part(weight)]
+        if whole:
+            raise RuntimeError(f"fully_shard left weights whole: {', '.join(whole[:4])}")
+        self._sums: dict[str, Tensor] = {}
+        self._fresh = True
+
+    def gather(self) -> None:
+        """Make the weights whole; every process calls it."""
+        for part in self._groups:
+            part.unshard()
+        self.whole = True
+        if self._fresh:  # some hooks, and the whole weights, are made by the first gathering
+            self._fresh = False
+            _without_hooks(self._module)
+            if self.gathered is not None:
+                for name, weight in self._whole().items():
+                    weight.register_post_accumulate_grad_hook(self._summing(name))
+
+    def release(self) -> None:
+        """Free the whole weights."""
+        for part in self._groups:
+            part.reshard()
+        self.whole = False
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients over all processes; the weights are in parts afterwards, each with its part of the sum."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        whole = self._whole()
+        found = {name: self._sums.pop(name, weight.grad) for name, weight in whole.items()}
+        for weight in whole.values():
+            weight.grad = None
+        self.release()
+        used = torch.tensor([int(found[name] is not None) for name in self.parts], device=self._mesh.device_type)
+        torch.distributed.all_reduce(used, torch.distributed.ReduceOp.MAX)
+        for (name, part), anywhere in zip(self.parts.items(), used.tolist(), strict=True):
+            if anywhere:
+                own = found.pop(name)
+                own = torch.zeros(part.shape, dtype=part.dtype, device=part.device) if own is None else own
+                summed = DTensor.from_local(own, self._mesh, [Partial()], run_check=False)
+                part.grad = summed.redistribute(placements=part.placements)
+
+    def full(self, name: str) -> Tensor:
+        """A whole weight in its own precision; every process calls it."""
+        return _full(self.parts[name])
+
+    @contextlib.contextmanager
+    def exact(self, *, keep: bool, write: bool) -> Iterator[None]:
+        """See `saving` and `loading`."""
+        places: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        if self.gathered is not None:
+            values = ((name, self.full(name)) for name in self.parts)
+            places = self._swap({name: nn.Parameter(value.cpu()) for name, value in values if keep})
+        elif keep and not write:  # the memory of whole weights may be longer than they are, which safetensors refuses
+            places = self._swap(
+                {name: nn.Parameter(weight.detach().to("cpu", copy=True)) for name, weight in self._whole().items()}
+            )
+        yield
+        if write:
+            weights = self._whole()
+            with torch.no_grad():
+                for name, part in self.parts.items():
+                    part.to_local().copy_(_like(weights[name], part).to_local())
+        for (owner, key), weight in places.items():
+            owner._parameters[key] = weight
+        if write:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Gather again, after the parts have changed; every process calls it."""
+        self.release()
+        self.gather()
+
+    def _swap(self, weights: Mapping[str, nn.Parameter]) -> dict[tuple[nn.Module, str], nn.Parameter]:
+        """Put others into the places of weights, tied ones into all of theirs; returns what was there."""
+        module, names, places = self._module, {}, {}
+        for name, weight in list(module.named_parameters(remove_duplicate=False)):
+            first = names.setdefault(weight, name)
+            if first in weights:
+                owner, _, key = name.rpartition(".")
+                place = module.get_submodule(owner)
+                places[place, key] = weight
+                place._parameters[key] = weights[first].requires_grad_(weight.requires_grad)
+        return places
+
+    def _whole(self) -> dict[str, nn.Parameter]:
+        return {name: weight for name, weight in self._module.named_parameters() if name in self.parts}
+
+    def _summing(self, name: str) -> Any:
+        """A hook that adds the gradients of micro-batches up in the precision of the part."""
+
+        def add(weight: Tensor) -> None:
+            assert weight.grad is not None
+            gradient, weight.grad = weight.grad.to(self.parts[name].dtype), None
+            self._sums[name] = gradient if name not in self._sums else self._sums[name].add_(gradient)
+
+        return add
+
+
+def _divisible(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
+    """Weights that `fully_shard` takes in one group: no scalar, contiguous, of the dtype that most of them have."""
+    weights = {name: weight for name, weight in module.named_parameters() if name in names}
+    weights = {name: weight for name, weight in weights.items() if weight.ndim and weight.is_contiguous()}
+    sizes: Counter[torch.dtype] = Counter()
+    for weight in weights.values():
+        sizes[weight.dtype] += weight.numel()
+    common = sizes.most_common(1)[0][0] if sizes else None
+    return {name: weight for name, weight in weights.items() if weight.dtype == common}
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """Entries of the innermost lists of a network, such as its layers, which are gathered one after the other."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    entries = dict.fromkeys(entry for part in lists for entry in part if not isinstance(entry, nn.ModuleList))
+    return [
+        entry
+        for entry in entries
+        if type(entry).forward is not nn.Module.forward  # a container
+        and not any(isinstance(part, nn.ModuleList) for part in entry.modules())
+        and next(entry.parameters(), None) is not None
+    ]
+
+
+def _without_hooks(module: nn.Module) -> None:
+    """Take FSDP2's hooks off: on calls they gather and free the weights, in `state_dict` they return parts."""
+    for part in module.modules():
+        for hooks in (
+            part._forward_pre_hooks,
+            part._forward_hooks,
+            part._state_dict_pre_hooks,
+            part._load_state_dict_pre_hooks,
+        ):
+            for number in [key for key, hook in hooks.items() if HOOKS in str(getattr(hook, "__module__", ""))]:
+                del hooks[number]
+
+
+def _full(part: DTensor | Any) -> Tensor:
+    with torch.no_grad():
+        return part.full_tensor().detach()  # type: ignore[no-any-return]
+
+
+def _like(value: Any, weight: nn.Parameter | DTensor) -> Any:
+    """A whole tensor in parts as a weight is; other values, and those of whole weights, as they are."""
+    if not is_part(weight) or not torch.is_tensor(value) or value.shape != weight.shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    rank = weight.device_mesh.get_local_rank()
+    pieces = value.chunk(weight.device_mesh.size(), 0)  # as fully_shard cuts: the last processes may have nothing
+    own = pieces[rank] if rank < len(pieces) else value[:0]
+    own = own.to(weight.device, copy=True).contiguous()
+    return DTensor.from_local(
+        own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
