@@ -43,6 +43,8 @@ CANNOT = {
 IDLE = {
     "BaseTrainerConfig.on_nonfinite": "needs a loss that is not finite",
     "BaseTrainerConfig.max_nonfinite": "needs a loss that is not finite",
+    "BaseTrainerConfig.sharding": "needs several processes; see test_sharding",
+    "BaseTrainerConfig.gathered": "needs several processes; see test_sharding",
     "BaseTrainerConfig.mixed_precision": "given to the accelerator, and the walk's is made apart",
     "TrainerConfig.skip_steps_without_gradient": "needs a step without a gradient",
     "FrozenModelConfig.thinking": "the chat template of the tiny model has no switch",

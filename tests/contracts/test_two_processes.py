@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def train(config: Any, folder: Path, until: int = STEPS, resume: bool = False) -
     return {"name": config.recipe, "begin": begin, "weights": weights(trainer), "rows": torch.stack(rows)}
 
 
-def member(rank: int, config: Any, folder: Path, scratch: Path, *options: Any) -> None:
+def member(rank: int, run: Callable[..., Any], config: Any, folder: Path, scratch: Path, *options: Any) -> None:
     """One process of the run; the first one writes what it finds."""
     os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
@@ -88,7 +89,7 @@ def member(rank: int, config: Any, folder: Path, scratch: Path, *options: Any) -
         AcceleratorState._reset_state(reset_partial_state=True)
         store = torch.distributed.FileStore(str(scratch / "store"), PROCESSES)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
-        found = train(config, folder, *options)
+        found = run(config, folder, *options)
         if rank == 0:
             torch.save(found, scratch / "found.pt")
         torch.distributed.barrier()
@@ -98,13 +99,13 @@ def member(rank: int, config: Any, folder: Path, scratch: Path, *options: Any) -
     os._exit(code)
 
 
-def train_in_two(config: Any, folder: Path, *options: Any) -> dict[str, Any]:
+def train_in_two(config: Any, folder: Path, *options: Any, run: Callable[..., Any] = train) -> dict[str, Any]:
     """The same in two processes, forked from one that has imported everything and started no thread."""
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     members = [
-        context.Process(target=member, args=(rank, config, folder, scratch, *options)) for rank in range(PROCESSES)
+        context.Process(target=member, args=(rank, run, config, folder, scratch, *options)) for rank in range(PROCESSES)
     ]
     for process in members:
         process.start()
