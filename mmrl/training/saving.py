@@ -168,8 +168,9 @@ class RunSaver:
         self.tasks.load_state_dict(state["tasks"])  # first: other data is refused before anything is changed
         with loading(self.recipe.policy):
             self.recipe.policy.load_weights(folder / "model")
-        if self.reference.needs_saving and (folder / "reference").is_dir():  # else no step needed it yet: the start's
-            with self.reference.whole(), loading(self.reference.copy):
+        copied = self.reference.copy
+        if copied is not None and (folder / "reference").is_dir():  # else no step needed it yet: the start's
+            with self.reference.whole(), loading(copied):
                 self.reference.load(folder / "reference")
         self.updater.load_state_dict(state["updater"])
         self.recipe.load_state_dict(state["recipe"])

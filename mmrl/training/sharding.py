@@ -28,7 +28,6 @@ from mmrl.errors import UserError
 
 if TYPE_CHECKING:  # they take a second to import, and most runs need none of them
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 ATTRIBUTE = "_weights_in_parts"
 """Attribute of a divided module that holds its `Shards`."""
@@ -160,7 +159,7 @@ def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     A norm that is not finite leaves them: it would spread over every gradient and hide where it came from.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    parts = [gradient.to_local() for gradient in gradients if is_part(gradient)]
+    parts = [local(gradient) for gradient in gradients if is_part(gradient)]
     norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if not is_part(gradient)])
     if parts:
         squares = torch.nn.utils.get_total_norm(parts).double() ** 2
@@ -206,10 +205,10 @@ class Shards:
             self.gathered = gathered = None
         ignored = {weight for name, weight in module.named_parameters() if name not in chosen}
         precision = MixedPrecisionPolicy(param_dtype=gathered, cast_forward_inputs=False)
-        self._groups = [*_blocks(module), module]
+        self._groups: list[Any] = [*_blocks(module), module]
         for part in self._groups:
             fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=precision, ignored_params=ignored)
-        self.parts = {name: weight for name, weight in module.named_parameters() if name in chosen}
+        self.parts: dict[str, Any] = {name: part for name, part in module.named_parameters() if name in chosen}
         """The weights in parts, by name."""
         whole = [name for name, weight in self.parts.items() if not is_part(weight)]
         if whole:
@@ -286,14 +285,16 @@ class Shards:
 
     def _swap(self, weights: Mapping[str, nn.Parameter]) -> dict[tuple[nn.Module, str], nn.Parameter]:
         """Put others into the places of weights, tied ones into all of theirs; returns what was there."""
-        module, names, places = self._module, {}, {}
-        for name, weight in list(module.named_parameters(remove_duplicate=False)):
+        names: dict[nn.Parameter, str] = {}
+        places: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        for name, weight in list(self._module.named_parameters(remove_duplicate=False)):
             first = names.setdefault(weight, name)
             if first in weights:
-                owner, _, key = name.rpartition(".")
-                place = module.get_submodule(owner)
-                places[place, key] = weight
-                place._parameters[key] = weights[first].requires_grad_(weight.requires_grad)
+                path, _, key = name.rpartition(".")
+                owner = self._module.get_submodule(path)
+                places[owner, key] = weight
+                weights[first].requires_grad_(weight.requires_grad)
+                owner._parameters[key] = weights[first]
         return places
 
     def _whole(self) -> dict[str, nn.Parameter]:
@@ -347,12 +348,12 @@ def _without_hooks(module: nn.Module) -> None:
                 del hooks[number]
 
 
-def _full(part: DTensor | Any) -> Tensor:
+def _full(part: Any) -> Tensor:
     with torch.no_grad():
         return part.full_tensor().detach()  # type: ignore[no-any-return]
 
 
-def _like(value: Any, weight: nn.Parameter | DTensor) -> Any:
+def _like(value: Any, weight: Any) -> Any:
     """A whole tensor in parts as a weight is; other values, and those of whole weights, as they are."""
     if not is_part(weight) or not torch.is_tensor(value) or value.shape != weight.shape:
         return value
