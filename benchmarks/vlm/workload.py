@@ -140,6 +140,8 @@ def build_model(folder: Path, family: str, size: str, device: str = "cpu") -> Pa
             build(unfinished, family=family, corpus=_corpus(options.get("vocab_size", 400)), **options)
         shutil.rmtree(path, ignore_errors=True)
         unfinished.rename(path)
+        if device == "cuda":
+            torch.cuda.empty_cache()  # the arms are processes of their own and need the room
     return path
 
 

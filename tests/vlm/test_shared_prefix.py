@@ -296,9 +296,9 @@ def test_kernels_that_are_wrong_are_not_trusted(monkeypatch, caplog, forward, me
     monkeypatch.setitem(joined_attention.KERNELS, "cpu", CPU._replace(forward=forward))
     kernels_for.cache_clear()
     try:
-        assert kernels_for("cpu", torch.float32) is None
+        assert kernels_for("cpu", torch.float32, 32) is None
         assert message in caplog.text
-        assert kernels_for("nowhere", torch.float32) is None
+        assert kernels_for("nowhere", torch.float32, 32) is None
     finally:
         kernels_for.cache_clear()
 
