@@ -18,6 +18,7 @@ from torch import Tensor
 from diffusion.data.references import ReferenceImage
 from diffusion.families.base import MASK, REFERENCE, Cut, Family, Text, padded
 from diffusion.models.pipelines import quiet_diffusers
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.files import expanded
 
@@ -168,7 +169,7 @@ class TextRows:
             return values[first : first + 1].expand(len(self), *values.shape[1:])
         if torch.equal(self.index, torch.arange(len(values))):
             return values
-        return values.index_select(0, self.index.to(values.device))
+        return values.index_select(0, to_device(self.index, values.device))
 
 
 def _joined(name: str, one: Text, other: Text) -> Tensor:
@@ -284,7 +285,7 @@ class PromptEmbeddings:
         network = getattr(self.family.pipeline, self.family.networks[0])
         device = torch.device("cpu") if network is None else network.device  # there are pipelines of encoders alone
         collated = self.family.collate(found, self._lengths)
-        return TextRows({name: value.to(device) for name, value in collated.items()}, index)
+        return TextRows({name: to_device(value, device) for name, value in collated.items()}, index)
 
     def negative(self, prompt: str = "", rows: int = 1) -> TextRows:
         """Rows of the negative prompt of classifier-free guidance, which may be empty."""

@@ -29,6 +29,7 @@ from diffusion.sampling.schedule import (
     trained_steps,
 )
 from diffusion.sampling.steps import KERNELS, OdeStep, StepKernel, sample_step
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.processes import Streams
@@ -274,17 +275,17 @@ def _trajectories(
     latents = _first_latents(policy, pairs, grid)
     count = trained.shape[1]
     # all of a row's noise from its own seed, so that the image does not depend on `batch_rows`
-    noise = row_noise(pairs[:, 1], count, policy.latent_shape).to(policy.device)
+    noise = to_device(row_noise(pairs[:, 1], count, policy.latent_shape), policy.device)
     states = latents.new_zeros(len(seeds), count + 1, *latents.shape[1:])
     wide = torch.promote_types(latents.dtype, torch.float32)
     logp = latents.new_zeros(len(seeds), count, dtype=wide)
     means = torch.zeros_like(states[:, 1:], dtype=wide) if keep_mean else None
     for index, (sigma, sigma_next) in enumerate(pairwise(grid)):
-        v = velocity(latents, sigma.to(latents.device))
+        v = velocity(latents, to_device(sigma, latents.device))
         following = OdeStep().transition(v, latents, sigma, sigma_next)[0].to(latents.dtype)
         rows, place = (trained == index).nonzero(as_tuple=True)
         if len(rows):
-            rows, place = rows.to(latents.device), place.to(latents.device)
+            rows, place = to_device(rows, latents.device), to_device(place, latents.device)
             result = sample_step(kernel, v[rows], latents[rows], sigma, sigma_next, noise[rows, place])
             states[rows, place] = latents[rows]
             states[rows, place + 1] = following[rows] = result.previous
@@ -295,8 +296,8 @@ def _trajectories(
     return Trajectory(
         latents=policy.family.finished(latents, grid[-1]),
         states=states,
-        sigma=grid[trained].to(latents.device),
-        sigma_next=grid[trained + 1].to(latents.device),
+        sigma=to_device(grid[trained], latents.device),
+        sigma_next=to_device(grid[trained + 1], latents.device),
         logp=logp,
         mean=means,
     )
@@ -403,7 +404,7 @@ def _first_latents(policy: Any, pairs: Tensor, grid: Tensor) -> Tensor:
     """The first states (B, C, H, W) of a grid of times."""
     noise = row_noise(pairs[:, 0], 1, policy.latent_shape)[:, 0]
     latents: Tensor = policy.family.first_latents(noise, grid[0])
-    return latents.to(policy.device, policy.dtype)
+    return to_device(latents, policy.device).to(policy.dtype)
 
 
 _JOINED = ("latents", "states", "sigma", "sigma_next", "logp")

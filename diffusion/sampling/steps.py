@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmrl.core.transfer import to_device
 from mmrl.fields import bounded, check_fields
 
 ELBO_NOISE_LEVEL = 0.7
@@ -79,7 +80,7 @@ class StepKernel(ABC):
                 raise ValueError(f"a time has the shape {tuple(time.shape)}; must be () or ({rows},).")
         wide = torch.float64 if velocity.dtype == latents.dtype == torch.float64 else torch.float32
         column = (rows, *[1] * (latents.ndim - 1))
-        s, s_next = (t.to(latents.device, wide).expand(rows).reshape(column) for t in (sigma, sigma_next))
+        s, s_next = (to_device(t, latents.device).to(wide).expand(rows).reshape(column) for t in (sigma, sigma_next))
         mean, std = self._gaussian(velocity.to(wide), latents.to(wide), s, s_next)
         return mean, std.flatten()
 

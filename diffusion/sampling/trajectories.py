@@ -41,6 +41,7 @@ from mmrl.core.loss import Denominators, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.training.processes import Streams
@@ -238,8 +239,8 @@ class Trajectories:
         )
         device = run.logp.device
         return Rollouts(
-            group=group.to(device),
-            mask=_trained_share(run.logp.shape, self.sampler.random_share, group_size, streams).to(device),
+            group=to_device(group, device),
+            mask=to_device(_trained_share(run.logp.shape, self.sampler.random_share, group_size, streams), device),
             logp_old=run.logp.nan_to_num(0.0, 0.0, 0.0),
             reward=torch.full((len(group),), float("nan"), device=device),
             payload=DiffusionPayload(

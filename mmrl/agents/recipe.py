@@ -374,5 +374,5 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         """(B,) bool, rows of groups with a single result, which there is nothing to compare with."""
         if "samples" not in self.objective.advantage.needs:
             return torch.zeros_like(reward, dtype=torch.bool)
-        count = group_sum(torch.isfinite(reward).long(), rollouts.group)
+        count = group_sum(torch.isfinite(reward).long(), rollouts.group, rollouts.num_groups)
         return count[rollouts.group] < 2

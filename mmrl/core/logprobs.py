@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mmrl.core.transfer import numbers
+
 CHUNK_ELEMENTS = 2**24  # 64 MiB of float32 for one [rows, V] buffer
 
 
@@ -333,10 +335,11 @@ def _check_inputs(x: Tensor, targets: Tensor, temperature: float, chunk_rows: in
 def _check_banned(banned: Tensor | None, targets: Tensor, entries: int) -> Tensor | None:
     if banned is None or not len(banned):
         return None
-    if int(banned.min()) < 0 or int(banned.max()) >= entries:
-        raise ValueError(f"banned holds an entry outside 0..{entries - 1}.")
     hit = torch.isin(targets, banned)
-    if bool(hit.any()):
+    low, high, hits = numbers([banned.min(), banned.max(), hit.any()])
+    if low < 0 or high >= entries:
+        raise ValueError(f"banned holds an entry outside 0..{entries - 1}.")
+    if hits:
         raise ValueError(
             f"{int(hit.sum())} targets are banned entries (first: {int(targets[hit][0])}), so their "
             "log-probability is -inf. Ban the same entries while sampling, and score only trained decisions."

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.rollouts import check_decisions
+from mmrl.core.transfer import numbers
 from mmrl.fields import bounded, rare
 
 
@@ -57,7 +58,7 @@ def count(mask: Tensor, *, length: float = 0.0, turns: float = 0.0) -> Denominat
         The counts; add those of other ranks with `Denominators.total`.
     """
     lengths = mask.sum(1)
-    return Denominators(float(lengths.sum()), float((lengths > 0).sum()), float(length), float(turns))
+    return Denominators(*numbers([lengths.sum(), (lengths > 0).sum()]), float(length), float(turns))
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -185,13 +186,22 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Return the number to report for every metric."""
-    return {name: metric.value for name, metric in metrics.items()}
+    return {name: metric.value for name, metric in plain_metrics(metrics).items()}
+
+
+def plain_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Metrics of Python numbers, which those of other devices can be merged with; a GPU is waited for once."""
+    found = numbers([value for metric in metrics.values() for value in (metric.total, metric.weight)])
+    pairs = zip(metrics.items(), found[::2], found[1::2], strict=True)
+    return {name: Metric(total, weight, metric.kind) for (name, metric), total, weight in pairs}
 
 
 def _join(first: Metric, second: Metric) -> Metric:
     if first.kind != second.kind:
         raise ValueError(f"Cannot merge a metric of kind '{first.kind}' with one of kind '{second.kind}'.")
     if first.kind == "max":
+        if isinstance(first.total, Tensor) and isinstance(second.total, Tensor):
+            return Metric(torch.where(first.total >= second.total, first.total, second.total), 1.0, "max")
         return first if float(first.total) >= float(second.total) else second
     if first.kind == "sum":
         return Metric.summed(first.total + second.total)

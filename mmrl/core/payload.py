@@ -24,6 +24,8 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch import Tensor
 
+from mmrl.core.transfer import to_device, to_host
+
 _Kind = Literal["row", "decision", "group", "shared", "nested"]
 _REQUIRED: Any = object()
 
@@ -162,7 +164,13 @@ def join_fields(parts: Sequence[Any]) -> dict[str, Any]:
 
 def move_fields(batch: Any, device: torch.device | str) -> dict[str, Any]:
     """Move the tensors of every field to a device, those of list entries included; returns the values by field."""
-    return {name: _mapped(lambda value: _move(value, device), value) for name, _, value in _fields(batch)}
+    if torch.device(device).type == "cpu":
+        leaves = [leaf for _, _, value in _values(batch) for leaf in (value if isinstance(value, list) else [value])]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.requires_grad]
+        copied = {id(tensor): copy for tensor, copy in zip(tensors, to_host(tensors), strict=True)}
+    else:
+        copied = {}
+    return {name: _mapped(lambda value: _move(value, device, copied), value) for name, _, value in _fields(batch)}
 
 
 def trim_fields(batch: Any, width: int) -> dict[str, Any]:
@@ -178,6 +186,7 @@ class _Index:
     """Row or group numbers in the form that each kind of field wants; each form is made once."""
 
     def __init__(self, index: Tensor) -> None:
+        self._by_device = {index.device: index}
         self.index = index
 
     @cached_property
@@ -186,7 +195,9 @@ class _Index:
 
     def take(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value[self.index.to(value.device)]
+            if value.device not in self._by_device:
+                self._by_device[value.device] = to_device(self.index, value.device)
+            return value[self._by_device[value.device]]
         if isinstance(value, list):
             return [value[place] for place in self.places] if value else value
         return value[self.index.cpu().numpy()] if _is_array(value) else value.select(self.index)
@@ -284,9 +295,13 @@ def _pad(tensor: Tensor, missing: int, value: float) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing), value=value)
 
 
-def _move(value: Any, device: torch.device | str) -> Any:
+def _move(value: Any, device: torch.device | str, copied: Mapping[int, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_move(entry, device) for entry in value]
+        return [_move(entry, device, copied) for entry in value]
+    if id(value) in copied:
+        return copied[id(value)]
+    if isinstance(value, Tensor):
+        return to_device(value, device)
     return value.to(device) if hasattr(value, "to") else value
 
 

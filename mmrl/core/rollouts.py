@@ -11,14 +11,16 @@ Shape letters used in the whole suite:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mmrl.core.payload import (
     Payload,
@@ -30,6 +32,7 @@ from mmrl.core.payload import (
     select_fields,
     trim_fields,
 )
+from mmrl.core.transfer import to_device, to_host
 
 _FLOATS = (torch.float32, torch.float64)
 
@@ -59,16 +62,20 @@ def check_groups(group: Tensor) -> None:
 
 
 def check_mask(mask: Tensor, rows: int) -> tuple[int, int]:
-    """Check the decision mask and return (B, T)."""
+    """Check the shape and kind of the decision mask and return (B, T)."""
     if mask.dim() != 2 or mask.shape[0] != rows:
         raise ValueError(f"mask must be (B, T) with B = {rows} rows; got shape {tuple(mask.shape)}.")
     if mask.shape[1] < 1:
         raise ValueError("mask must have at least one decision; got T = 0.")
     if mask.dtype not in _FLOATS:
         raise ValueError(f"mask must be float32 (0 or 1); got {mask.dtype}. mask.float() converts it.")
+    return (rows, mask.shape[1])
+
+
+def check_zeros_and_ones(mask: Tensor) -> None:
+    """Check the values of the decision mask."""
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError("mask must hold only 0 and 1; weights of decisions belong into the advantage.")
-    return (rows, mask.shape[1])
 
 
 def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer: bool = False) -> None:
@@ -84,6 +91,13 @@ def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer
             f"{name} must be float32 or float64, because ratios of log-probabilities are lost in "
             f"{value.dtype}. Convert the logits with .float() before the log-softmax."
         )
+
+
+class OnHost(NamedTuple):
+    """Copies of what steers the host, on the CPU."""
+
+    group: Tensor
+    mask: Tensor
 
 
 PLACE = "place"
@@ -125,9 +139,19 @@ class Rollouts:
     """Further data per row (B,) or per decision (B, T), such as "kl_weight" or "decision_reward"."""
 
     def __post_init__(self) -> None:
+        self._check(new=("group", "mask"))
+
+    def _check(self, new: Collection[str] = ()) -> None:
+        """Check shapes, and the values of the groups and of the mask where these are new.
+
+        Both steer the host, so it keeps a copy: a GPU is waited for once, not at every selection.
+        """
         rows = check_rows(self.group, self.reward)
         shape = check_mask(self.mask, rows)
-        check_groups(self.group)
+        if "group" in new or "mask" in new:
+            self.host = OnHost(*to_host([self.group, self.mask]))
+            check_groups(self.host.group)
+            check_zeros_and_ones(self.host.mask)
         for name in _DECISION_FIELDS:
             value = getattr(self, name)
             if value is not None:
@@ -149,15 +173,15 @@ class Rollouts:
     @property
     def num_groups(self) -> int:
         """Number of groups N."""
-        return int(self.group.max()) + 1 if self.num_rows else 0
+        return int(self.host.group.max()) + 1 if self.num_rows else 0
 
     @property
     def places(self) -> list[int] | None:
         """Place of each group's task among all that a step has drawn; None where nobody noted them."""
         if PLACE not in self.extras:
             return None
-        found = torch.empty(self.num_groups, dtype=torch.int64, device=self.group.device)
-        found[self.group] = self.extras[PLACE]
+        found = torch.empty(self.num_groups, dtype=torch.int64)
+        found[self.host.group] = self.extras[PLACE].cpu()
         return found.tolist()
 
     @property
@@ -182,11 +206,13 @@ class Rollouts:
 
     def replace(self, **changes: Any) -> Rollouts:
         """Return a copy with some fields exchanged, checked like a new one."""
-        return dataclasses.replace(self, **changes)
+        if unknown := changes.keys() - {field.name for field in dataclasses.fields(self)}:
+            raise TypeError(f"Rollouts have no field {', '.join(sorted(unknown))}.")
+        return self._copied(changes, self.host, new=changes)
 
     def to(self, device: torch.device | str) -> Rollouts:
         """Return a copy whose tensors and payload lie on a device."""
-        return self.replace(**move_fields(self, device))
+        return self._copied(move_fields(self, device), self.host)
 
     def select(self, rows: Tensor) -> Rollouts:
         """Keep some rows, renumber their groups and drop the prompts that are no longer used.
@@ -197,8 +223,8 @@ class Rollouts:
         Returns:
             The rows; groups keep their relative order.
         """
-        rows = _as_indices(rows, self.num_rows, "rows", self.group.device)
-        groups, renumbered = torch.unique(self.group[rows], return_inverse=True)
+        rows = _as_indices(rows, self.num_rows, "rows")
+        groups, renumbered = torch.unique(self.host.group[rows], return_inverse=True)
         return self._take(rows, groups, renumbered)
 
     def select_groups(self, groups: Tensor) -> Rollouts:
@@ -210,12 +236,12 @@ class Rollouts:
         Returns:
             The rows of these groups; group j of the result is `groups[j]`.
         """
-        groups = _as_indices(groups, self.num_groups, "groups", self.group.device)
-        place = torch.full((self.num_groups,), -1, dtype=torch.int64, device=self.group.device)
-        place[groups] = torch.arange(len(groups), device=self.group.device)
+        groups = _as_indices(groups, self.num_groups, "groups")
+        place = torch.full((self.num_groups,), -1, dtype=torch.int64)
+        place[groups] = torch.arange(len(groups))
         if int((place >= 0).sum()) != len(groups):
             raise ValueError(f"select_groups needs every group at most once; got {groups.tolist()}.")
-        position = place[self.group]
+        position = place[self.host.group]
         order = torch.argsort(position, stable=True)
         rows = order[position[order] >= 0]
         return self._take(rows, groups, position[rows])
@@ -254,9 +280,12 @@ class Rollouts:
         """
         if rows < 1:
             raise ValueError(f"micro_batches needs at least 1 row a chunk; got {rows}.")
-        stops = list(accumulate(_chunk_sizes(self.group, rows, whole_groups)))
+        stops = list(accumulate(_chunk_sizes(self.host.group, rows, whole_groups)))
+        ends = torch.arange(1, self.num_decisions + 1).where(self.host.mask > 0, 0).amax(1).tolist()
         for start, stop in zip([0, *stops], stops, strict=False):
-            yield self.select(torch.arange(start, stop))._trim()
+            chunk = self.select(torch.arange(start, stop))
+            width = max(1, *ends[start:stop])
+            yield chunk._copied(trim_fields(chunk, width), OnHost(chunk.host.group, chunk.host.mask[:, :width]))
 
     @staticmethod
     def concat(parts: Sequence[Rollouts]) -> Rollouts:
@@ -271,15 +300,23 @@ class Rollouts:
         if not parts:
             raise ValueError("concat needs at least one Rollouts; got an empty sequence.")
         offsets = [0, *accumulate(part.num_groups for part in parts)]
-        groups = [part.group + offset for part, offset in zip(parts, offsets, strict=False)]
-        return parts[0].replace(**join_fields(parts) | {"group": torch.cat(groups)})
+        groups = [part.host.group + offset for part, offset in zip(parts, offsets, strict=False)]
+        width = max(part.num_decisions for part in parts)
+        masks = [functional.pad(part.host.mask, (0, width - part.num_decisions)) for part in parts]
+        return parts[0]._copied(join_fields(parts), OnHost(torch.cat(groups), torch.cat(masks)))
 
     def _take(self, rows: Tensor, groups: Tensor, renumbered: Tensor) -> Rollouts:
-        return self.replace(**select_fields(self, rows, groups) | {"group": renumbered})
+        return self._copied(select_fields(self, rows, groups), OnHost(renumbered, self.host.mask[rows]))
 
-    def _trim(self) -> Rollouts:
-        used = torch.nonzero(self.mask.sum(0))
-        return self.replace(**trim_fields(self, int(used.max()) + 1 if len(used) else 1))
+    def _copied(self, changes: dict[str, Any], host: OnHost, *, new: Collection[str] = ()) -> Rollouts:
+        """A copy with other values, of which those named in `new` are not yet checked."""
+        copied = copy.copy(self)
+        copied.__dict__ |= changes
+        copied.host = host
+        if host.group is not self.host.group:
+            copied.group = to_device(host.group, self.group.device)
+        copied._check(new)
+        return copied
 
 
 def _chunk_sizes(group: Tensor, rows: int, whole_groups: bool) -> list[int]:
@@ -296,8 +333,8 @@ def _chunk_sizes(group: Tensor, rows: int, whole_groups: bool) -> list[int]:
     return sizes
 
 
-def _as_indices(selection: Tensor, size: int, what: str, device: torch.device) -> Tensor:
-    selection = selection.to(device)
+def _as_indices(selection: Tensor, size: int, what: str) -> Tensor:
+    selection = selection.cpu()
     if selection.dtype == torch.bool:
         if tuple(selection.shape) != (size,):
             raise ValueError(f"A bool selection of {what} has shape ({size},); got {tuple(selection.shape)}.")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device
 from mmrl.errors import RunError
 from mmrl.rewards.config import RewardResult
 from mmrl.runs.run_log import metric_label
@@ -21,11 +22,13 @@ LOGGER = logging.getLogger("mmrl")
 def with_rewards(rollouts: Rollouts, result: RewardResult) -> Rollouts:
     """Fill the rewards of rollouts; a row with a failed term keeps NaN and is left out of the loss."""
     device = rollouts.mask.device
-    total = torch.tensor(result.total, dtype=torch.float32, device=device)
+    total = torch.tensor(result.total, dtype=torch.float32)
     if bool(torch.isnan(total).all()):
         raise RunError(f"every reward of this step failed: {failure_of(result)}")
-    terms = {name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in result.terms.items()}
-    return rollouts.replace(reward=total, reward_terms=terms)
+    terms = {
+        name: to_device(torch.tensor(values, dtype=torch.float32), device) for name, values in result.terms.items()
+    }
+    return rollouts.replace(reward=to_device(total, device), reward_terms=terms)
 
 
 def failure_of(result: RewardResult) -> str:

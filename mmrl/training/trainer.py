@@ -231,7 +231,7 @@ class Trainer:
         while not done:
             batch = self._placed(self._sample(attempt=len(sampled)), attempt=len(sampled))
             sampled.append(batch.replace(payload=None).to("cpu"))
-            buffer.add(batch, self.group_filter.kept(batch))
+            buffer.add(batch, self.group_filter.kept(sampled[-1]))
             kept = sum(merge_lists([buffer.counts.kept], self.accelerator))
             done = kept >= wanted or buffer.exhausted
         everywhere = merge_lists(sampled, self.accelerator)
@@ -306,7 +306,7 @@ class Trainer:
 
     def _log_step(self, rollouts: Rollouts, metrics: dict[str, float], step: Step) -> None:
         metrics |= collect_metrics(self.recipe, rollouts, step)
-        tokens = sum(merge_lists([float(rollouts.mask.sum())], self.accelerator))
+        tokens = sum(merge_lists([float(rollouts.host.mask.sum())], self.accelerator))
         self.log.step(self.step, metrics, tokens)
         every = self.config.evaluation.every or self.config.trainer.steps
         keeps_samples = self.step in (1, self.config.trainer.steps) or self.step % every == 0

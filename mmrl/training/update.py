@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
-from mmrl.core.loss import Denominators, Metric, count, merge_metrics, metric_values
+from mmrl.core.loss import Denominators, Metric, count, merge_metrics, metric_values, plain_metrics
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import numbers, to_host
 from mmrl.errors import RunError
 from mmrl.files import replaced
 from mmrl.runs.fingerprint import sum_of_bits
@@ -153,7 +154,7 @@ def _visible(value: Tensor, mask: Tensor) -> Tensor:
 
 
 def _digest(weights: Sequence[nn.Parameter]) -> list[int]:
-    return [int(sum_of_bits(local(weight.detach()))) for weight in weights]
+    return [int(found) for found in to_host([sum_of_bits(local(weight.detach())) for weight in weights])]
 
 
 class Updater:
@@ -257,17 +258,18 @@ class Updater:
             self.shards.gather()
         if taken is None:
             return None
-        metrics = merge_metrics(merge_lists([_plain(metrics)], self.accelerator))
+        metrics = merge_metrics(merge_lists([plain_metrics(metrics)], self.accelerator))
         return metrics | {"optim/grad_norm": Metric.summed(taken)}
 
-    def _apply(self, minibatch: Rollouts | None, loss: Tensor, step: Step) -> Tensor | None:
+    def _apply(self, minibatch: Rollouts | None, loss: Tensor, step: Step) -> float | None:
         """Take an optimiser step with the gradients that are there; returns their norm, None if it was skipped."""
         with stopwatch("optimizer"):
             self.scale.unscale(self._trained)
             self._complete_gradients()
             norm = clip([p for p in self.policy.parameters() if p.grad is not None], self.config.max_grad_norm)
-        if not all_ranks(bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)), self.accelerator):
-            if self.scale.can_shrink and all_ranks(bool(torch.isfinite(loss)), self.accelerator):
+        loss_value, norm_value = numbers([loss, norm])
+        if not all_ranks(math.isfinite(loss_value) and math.isfinite(norm_value), self.accelerator):
+            if self.scale.can_shrink and all_ranks(math.isfinite(loss_value), self.accelerator):
                 self._on_overflow(step.number)
             else:
                 self._on_nonfinite(minibatch, loss, step.number)
@@ -278,7 +280,7 @@ class Updater:
             self.optimizer.zero_grad()
             self.reference.update()
         self.optimiser_step += 1
-        return norm
+        return norm_value
 
     def _waits(self, minibatch: Rollouts | None) -> bool:
         """Whether no step is taken: none of the groups, in any process, has a gradient."""
@@ -299,8 +301,8 @@ class Updater:
         if bool(live.all()):
             return minibatch
         if not bool(live.any()):
-            trained = group_sum(minibatch.loss_mask.sum(1), minibatch.group)
-            live = torch.arange(minibatch.num_groups, device=live.device) == trained.argmax()
+            trained = group_sum(minibatch.loss_mask.sum(1), minibatch.group, minibatch.num_groups)
+            live = torch.arange(minibatch.num_groups) == trained.cpu().argmax()
         return minibatch.select_groups(live)
 
     def _accumulate(
@@ -397,33 +399,28 @@ def count_denominators(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Denomin
 
 
 def groups_with_gradient(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Tensor:
-    """Mask of the groups (N,) that can have a gradient; the update may leave out the others.
+    """Mask on the host of the groups (N,) that can have a gradient; the update may leave out the others.
 
     All of them where the loss has a part that does not vanish with the advantages: a KL, entropy or value term, a term
     of the method, or a loss of its own.
     """
     always = any(term.gradient != "never" for term in recipe.terms)
     if recipe.supervised or recipe.own_loss or always or recipe.objective.regularised:
-        return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
+        return torch.ones(minibatch.num_groups, dtype=torch.bool)
     return groups_with_advantage(minibatch)
 
 
 def groups_with_advantage(minibatch: Rollouts) -> Tensor:
-    """Mask of the groups (N,) with an advantage other than 0; all of them before there are advantages."""
+    """Mask on the host of the groups (N,) with an advantage other than 0; all of them before there are advantages."""
     if minibatch.advantage is None:
-        return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
+        return torch.ones(minibatch.num_groups, dtype=torch.bool)
     moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
-    return group_sum(moved.long(), minibatch.group) > 0
+    return group_sum(moved.long(), minibatch.group, minibatch.num_groups).cpu() > 0
 
 
 def compares_rows(recipe: Recipe[Any, Any]) -> bool:
     """Whether the loss of a row depends on the others of its group, which then stay in one micro-batch."""
     return recipe.objective is not None and recipe.objective.compares_rows
-
-
-def _plain(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Metrics as Python numbers: tensors of two devices cannot be added."""
-    return {name: Metric(float(m.total), float(m.weight), m.kind) for name, m in metrics.items()}
 
 
 def _clipped_at_start(taken: list[dict[str, float]], rollouts: Rollouts) -> dict[str, float]:

@@ -181,7 +181,7 @@ def test_rotary_positions_are_those_of_the_whole_conversation(family, policy):
 
     rollouts = converse(policy, GROUP, 3)
     payload = VlmPayload.of(rollouts)
-    reading = make_reading(payload, "original", rollouts.group, rollouts.mask)
+    reading = make_reading(payload, "original", rollouts.host.group, rollouts.host.mask)
     first = torch.tensor([payload.prompts[g].next_position for g in reading.group.tolist()])
     packed = pack_reading(reading, first)
     starts = [0, *reading.lengths.cumsum(0).tolist()]

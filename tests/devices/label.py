@@ -2,8 +2,8 @@
 
 The numbers are real, so loops that depend on them run as they would on a GPU. Refused are operands on two devices, a
 generator of the other device, indices on the wrong device and `.numpy()` of a GPU tensor. Counted by source line are
-host syncs, at which the host waits for the GPU: values that are read, copies to the host, and shapes that depend on
-values.
+host syncs, at which the host waits for the GPU: values that are read, copies to the host, shapes that depend on values,
+and copies to the GPU that are not `non_blocking`.
 """
 
 from __future__ import annotations
@@ -233,10 +233,12 @@ class _Factories(TorchDispatchMode):
         return Labelled(out) if _INSIDE[0] and alone and _is_plain(out) else out
 
 
-def _moved(tensor: Any, device: torch.device) -> Any:
+def _moved(tensor: Any, device: torch.device, *, blocking: bool = True) -> Any:
     if isinstance(tensor, Labelled) == is_gpu(device):
         return tensor
     if is_gpu(device):
+        if blocking:
+            note_sync("to the GPU")
         return _ToGpu.apply(tensor)
     note_sync("to the host")
     return _ToHost.apply(tensor)
@@ -244,7 +246,7 @@ def _moved(tensor: Any, device: torch.device) -> Any:
 
 def _converted(func: Any, own: Any, rest: Any, kwargs: dict[str, Any]) -> Any:
     """`Tensor.to` and `Tensor.type` with all their forms."""
-    kwargs.pop("non_blocking", None)
+    blocking = not kwargs.pop("non_blocking", False)
     device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
     for value in (*rest, kwargs.pop("other", None)):
         if isinstance(value, Tensor):
@@ -257,7 +259,7 @@ def _converted(func: Any, own: Any, rest: Any, kwargs: dict[str, Any]) -> Any:
             return func(own, *rest, **kwargs)
     if device is not None and torch.device(device).type not in ("cpu", "cuda"):
         return func(own, device, **kwargs, **({} if dtype is None else {"dtype": dtype}))
-    out = own if device is None else _moved(own, torch.device(device))
+    out = own if device is None else _moved(own, torch.device(device), blocking=blocking)
     if dtype is not None:
         out = func(out, dtype, **kwargs)
     return out.clone() if kwargs.get("copy") and out is own else out
@@ -278,6 +280,7 @@ def _made(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         return own.clone() if func is torch.tensor else own.to(kwargs.get("dtype") or own.dtype)
     grad = kwargs.pop("requires_grad", False)
     if func in (torch.tensor, torch.as_tensor):
+        note_sync("to the GPU")
         args = tree_map(lambda leaf: leaf.item() if isinstance(leaf, Labelled) else leaf, args)
     out = _labelled(func(*args, **kwargs))
     return out.requires_grad_() if grad else out
@@ -320,6 +323,16 @@ def labelled_gpu() -> Iterator[Counter[str]]:
         mock.patch("mmrl.training.saving.RunSaver.save", return_value=None),
         mock.patch("mmrl.training.saving.RunSaver.note_best", return_value=None),
     ]
+    from torch.nn.utils import clip_grad
+
+    by_cpp = clip_grad._group_tensors_by_device_and_dtype
+
+    def grouped(nested: Any, *options: Any) -> Any:
+        """Groups by device and kind as a GPU's; C++ sees where the numbers really lie."""
+        own = GPU if any(isinstance(leaf, Labelled) for leaf in tree_flatten(nested)[0]) else CPU
+        return {(own, kind): found for (_, kind), found in by_cpp(nested, *options).items()}
+
+    patches.append(mock.patch.object(clip_grad, "_group_tensors_by_device_and_dtype", grouped))
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     with contextlib.ExitStack() as stack:
         for patch in patches:

@@ -21,6 +21,7 @@ from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer
 from mmrl.agents.rollout.turns import TurnSampler
+from mmrl.core.transfer import to_host
 from mmrl.runs.run_log import stopwatch
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import TaskError
@@ -144,6 +145,8 @@ class EpisodeRunner:
         uniforms = [torch.rand(width, generator=running[row].generator) for row in sorted(running) if not greedy]
         with stopwatch("decode"):
             drawn = turns.sample(rows, torch.stack(uniforms) if uniforms else None)
+        ids, mask, logp = to_host([drawn.response_ids, drawn.mask, drawn.logp])
+        drawn = replace(drawn, response_ids=ids, mask=mask, logp=logp)  # read row by row
         parsed = {row: self._note(running[row], drawn, index) for index, row in enumerate(rows.tolist())}
         with stopwatch("environment"):
             results = self._act(running, parsed)

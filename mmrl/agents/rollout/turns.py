@@ -83,15 +83,18 @@ class Histories:
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Last states (b, H) of parts behind histories, and their keys and values (b, Hk, t, d); in the fast lane."""
         device = lengths.device
-        index = response_index(lengths, torch.arange(len(parts), device=device), len(parts))
+        sizes = torch.tensor([len(part) for part in parts])
+        index = response_index(sizes, torch.arange(len(parts)), len(parts), device)
         shared = _KeepingRow(index, before.real, before.keys, before.values)
         packed = pack_prompts(parts, device)
-        packed.positions = packed.positions + before.next_position.repeat_interleave(lengths)
+        packed.positions = packed.positions + before.next_position.repeat_interleave(
+            lengths, output_size=int(sizes.sum())
+        )
         features = gather_features(self._policy.network.model, parts, self._policy.features)
         states = self._policy.run(packed, features, shared=shared)[0]
         first = lengths.cumsum(0) - lengths
         # From packed (M, ...) to padded (b, t, ...); what lies behind a row's end is not copied by _append.
-        table = first[:, None] + torch.arange(int(lengths.max()), device=device)
+        table = first[:, None] + torch.arange(int(sizes.max()), device=device)
         table = table.clamp(max=len(states) - 1)
         layers = [(k[table].transpose(1, 2), v[table].transpose(1, 2)) for k, v in shared.own]
         return states[first + lengths - 1], layers

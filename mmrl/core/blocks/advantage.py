@@ -22,20 +22,22 @@ from mmrl.fields import bounded, choice, rare
 WHITEN_EPS = 1e-8
 
 
-def group_sum(x: Tensor, group: Tensor) -> Tensor:
-    """Sum (N,) of x (B,) over the rows of each group (B,) int64, 0..N-1."""
-    return x.new_zeros(_number_of_groups(group)).index_add(0, group, x)
+def group_sum(x: Tensor, group: Tensor, groups: int | None = None) -> Tensor:
+    """Sum (N,) of x (B,) over the rows of each group (B,) int64, 0..N-1.
+
+    Given the number of groups, or any larger one, the host need not wait for it.
+    """
+    return x.new_zeros(_number_of_groups(group) if groups is None else groups).index_add(0, group, x)
 
 
 def group_count(group: Tensor, valid: Tensor) -> Tensor:
     """Number (B,) int64 of valid (B,) bool rows in each row's group."""
-    return group_sum(valid.long(), group)[group]
+    return group_sum(valid.long(), group, len(group))[group]
 
 
-def group_extremes(x: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest valid value of each group, (N,) each; +inf and -inf for a group without a valid row."""
-    low = x.new_full((_number_of_groups(group),), float("inf"))
-    high = x.new_full((_number_of_groups(group),), float("-inf"))
+def group_extremes(x: Tensor, group: Tensor, valid: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest valid value of each of `groups` groups; +inf and -inf for one without a valid row."""
+    low, high = x.new_full((groups,), float("inf")), x.new_full((groups,), float("-inf"))
     return (
         low.scatter_reduce(0, group, torch.where(valid, x, float("inf")), "amin"),
         high.scatter_reduce(0, group, torch.where(valid, x, float("-inf")), "amax"),
@@ -53,11 +55,12 @@ def group_center(reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     Returns:
         (B,); exactly 0 in a group whose valid rewards are all equal, and on rows that are not valid.
     """
-    number = group_sum(valid.to(reward.dtype), group).clamp(min=1)
-    mean = group_sum(torch.where(valid, reward, 0.0), group) / number
+    size = len(group)  # there are no more groups than rows
+    number = group_sum(valid.to(reward.dtype), group, size).clamp(min=1)
+    mean = group_sum(torch.where(valid, reward, 0.0), group, size) / number
     # The mean of equal numbers may differ from them in the last bit, and dividing by the (then tiny) standard
     # deviation would turn that bit into an advantage.
-    low, high = group_extremes(reward, group, valid)
+    low, high = group_extremes(reward, group, valid, size)
     return torch.where(valid & (high > low)[group], reward - mean[group], 0.0)
 
 
@@ -73,7 +76,7 @@ def group_std(reward: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> Te
     Returns:
         (B,); 0 where too few rows are valid.
     """
-    squares = group_sum(group_center(reward, group, valid) ** 2, group)[group]
+    squares = group_sum(group_center(reward, group, valid) ** 2, group, len(group))[group]
     return (squares / (group_count(group, valid) - ddof).clamp(min=1)).sqrt()
 
 

@@ -438,8 +438,8 @@ def group_deviations(x: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> 
     """
     x = torch.where(valid, x, 0.0)
     number = group_count(group, valid)
-    centred = torch.where(valid, x - (group_sum(x, group)[group] / number.clamp(min=1)), 0.0)
-    variance = group_sum(centred.square(), group)[group] / (number - ddof).clamp(min=1)
+    centred = torch.where(valid, x - (group_sum(x, group, len(group))[group] / number.clamp(min=1)), 0.0)
+    variance = group_sum(centred.square(), group, len(group))[group] / (number - ddof).clamp(min=1)
     # the root has an infinite slope at 0, which would make NaN of the whole gradient
     smallest = torch.finfo(variance.dtype).tiny
     return centred, torch.where(variance > smallest, variance.clamp(min=smallest).sqrt(), 0.0)

@@ -39,10 +39,10 @@ def zero_variance_groups(
     values = _values(rollouts, key)
     valid = rollouts.scored & torch.isfinite(values)
     if low is None and high is None:
-        smallest, largest = group_extremes(values, rollouts.group, valid)
+        smallest, largest = group_extremes(values, rollouts.group, valid, rollouts.num_groups)
         return largest > smallest
-    number = group_sum(valid.to(values.dtype), rollouts.group)
-    mean = group_sum(torch.where(valid, values, 0.0), rollouts.group) / number.clamp(min=1)
+    number = group_sum(valid.to(values.dtype), rollouts.group, rollouts.num_groups)
+    mean = group_sum(torch.where(valid, values, 0.0), rollouts.group, rollouts.num_groups) / number.clamp(min=1)
     keep = number > 0
     if low is not None:
         keep &= mean > low
@@ -79,7 +79,7 @@ def drop(rollouts: Rollouts, keep: Tensor) -> tuple[Rollouts, FilterCounts]:
         The kept rows, possibly none at all, and the counts.
     """
     kept = rollouts.select_groups(keep)
-    return kept, FilterCounts(seen=len(keep), kept=int(keep.sum()), tries=1)
+    return kept, FilterCounts(seen=len(keep), kept=kept.num_groups, tries=1)
 
 
 @dataclass
@@ -176,7 +176,7 @@ class KeepAll(GroupFilter):
     kind = "none"
 
     def kept(self, rollouts: Rollouts) -> Tensor:
-        return torch.ones(rollouts.num_groups, dtype=torch.bool, device=rollouts.group.device)
+        return torch.ones(rollouts.num_groups, dtype=torch.bool)
 
     def formula(self) -> str:
         return ""

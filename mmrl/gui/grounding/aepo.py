@@ -78,10 +78,11 @@ def no_signal(rollouts: Rollouts, kinds: list[str]) -> dict[str, float]:
     """Share of groups without signal by kind of instruction."""
     scored = rollouts.reward.isfinite()
     reward = torch.where(scored, rollouts.reward, torch.zeros_like(rollouts.reward))
-    counts = group_sum(scored.to(reward.dtype), rollouts.group)
-    mean = group_sum(reward, rollouts.group) / counts.clamp(min=1)
+    groups = rollouts.num_groups
+    counts = group_sum(scored.to(reward.dtype), rollouts.group, groups)
+    mean = group_sum(reward, rollouts.group, groups) / counts.clamp(min=1)
     away = ((reward - mean[rollouts.group]).abs() > SAME) & scored
-    flat = (group_sum(away.long(), rollouts.group) == 0).tolist()
+    flat = (group_sum(away.long(), rollouts.group, groups) == 0).tolist()
     shares = {kind: [flat[i] for i, other in enumerate(kinds) if other == kind] for kind in sorted(set(kinds)) if kind}
     return {f"aepo/no_signal/{kind}": sum(values) / len(values) for kind, values in shares.items()}
 

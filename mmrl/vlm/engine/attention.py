@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from mmrl.core.transfer import to_device
+
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -364,6 +366,11 @@ class PackedIndex:
     shape: tuple[int, ...]
     """Shape of the table."""
 
+    def to(self, device: torch.device) -> PackedIndex:
+        """Move to a device."""
+        moved = (None if x is None else to_device(x, device) for x in (self.index, self.inverse, self.real))
+        return PackedIndex(*moved, self.shape)
+
     def gather(self, x: Tensor) -> Tensor:
         """Tokens (M, ...) as a table (*shape, ...)."""
         return x.unflatten(0, self.shape) if self.index is None else x[self.index]
@@ -374,39 +381,42 @@ class PackedIndex:
         return flat if self.inverse is None else flat[self.inverse]
 
 
-def prompt_index(lengths: Tensor) -> PackedIndex:
-    """Index of N prompts of `lengths` (N,), packed one after another, in a table (N, P)."""
+def prompt_index(lengths: Tensor, device: torch.device) -> PackedIndex:
+    """Index on a device of N prompts of `lengths` (N,), on the host, packed one after another, in a table (N, P)."""
     count, width = len(lengths), int(lengths.max())
     if bool((lengths == width).all()):
         return PackedIndex(None, None, None, (count, width))
-    column = torch.arange(width, device=lengths.device)
+    column = torch.arange(width)
     real = column < lengths[:, None]
     starts = lengths.cumsum(0) - lengths
     index = (starts[:, None] + column).masked_fill(~real, 0)
-    return PackedIndex(index, torch.nonzero(real.flatten()).flatten(), real, (count, width))
+    return PackedIndex(index, torch.nonzero(real.flatten()).flatten(), real, (count, width)).to(device)
 
 
-def response_index(lengths: Tensor, group: Tensor, prompts: int) -> PackedIndex:
-    """Index of B responses of `lengths` (B,) to the prompts `group` (B,), packed, in a table (N, G, T)."""
+def response_index(lengths: Tensor, group: Tensor, prompts: int, device: torch.device) -> PackedIndex:
+    """Index of B responses of `lengths` (B,) to the prompts `group` (B,), packed, in a table (N, G, T).
+
+    Lengths and groups are on the host; the index is on a device.
+    """
     sizes = torch.bincount(group, minlength=prompts)
     width, most = int(lengths.max()), int(sizes.max())
     shape = (prompts, most, width)
-    in_order = bool((group == torch.arange(len(group), device=group.device) // most).all())
+    in_order = bool((group == torch.arange(len(group)) // most).all())
     if in_order and len(group) == prompts * most and bool((lengths == width).all()):
         return PackedIndex(None, None, None, shape)
     # rank: number of each response among those of its group
     order = torch.argsort(group, stable=True)
     rank = torch.empty_like(group)
-    rank[order] = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group[order]]
-    row = torch.full((prompts, most), -1, dtype=torch.int64, device=group.device)
-    row[group, rank] = torch.arange(len(group), device=group.device)
-    column = torch.arange(width, device=group.device)
+    rank[order] = torch.arange(len(group)) - (sizes.cumsum(0) - sizes)[group[order]]
+    row = torch.full((prompts, most), -1, dtype=torch.int64)
+    row[group, rank] = torch.arange(len(group))
+    column = torch.arange(width)
     real = (row >= 0)[..., None] & (column < lengths[row.clamp(min=0)][..., None])
     starts = (lengths.cumsum(0) - lengths)[row.clamp(min=0)]
     index = (starts[..., None] + column).masked_fill(~real, 0)
-    inverse = torch.empty(int(lengths.sum()), dtype=torch.int64, device=group.device)
+    inverse = torch.empty(int(lengths.sum()), dtype=torch.int64)
     inverse[index[real]] = torch.nonzero(real.flatten()).flatten()
-    return PackedIndex(index, inverse, real, shape)
+    return PackedIndex(index, inverse, real, shape).to(device)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import expanded, follow_umask, replaced
@@ -260,7 +261,7 @@ class VlmPolicy(nn.Module):
         if "values" in outputs and self.value_head is None:
             raise ValueError('outputs has "values" but the policy has no value head; load it with value_head=True.')
         states, targets, routes = self._states(rollouts, view)
-        row_and_step = torch.nonzero(rollouts.mask.to(self.device), as_tuple=True)
+        row_and_step = tuple(to_device(x, self.device) for x in torch.nonzero(rollouts.host.mask, as_tuple=True))
 
         def spread(flat: Tensor) -> Tensor:
             """Scores (M,) of the tokens under the mask, put back to where they came from."""
@@ -307,20 +308,21 @@ class VlmPolicy(nn.Module):
         """
         if self.generic is not None:
             return self.generic.encode_prefix(self, prompts)
-        device = self.device
-        rows = pack_prompts(prompts, device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        shared = PromptRow(prompt_index(lengths))
+        device, sizes = self.device, torch.tensor([len(prompt) for prompt in prompts])
+        lengths = to_device(sizes, device)
+        owner = to_device(torch.arange(len(prompts)).repeat_interleave(sizes), device)
+        shared = PromptRow(prompt_index(sizes, device))
         with self.routes.watch():
-            hidden = self.run(rows, gather_features(self.network.model, prompts, self.features), shared=shared)
+            features = gather_features(self.network.model, prompts, self.features)
+            hidden = self.run(pack_prompts(prompts, device), features, shared=shared)
         layers = range(len(shared.keys))
         return Prefix(
             keys=[shared.keys[layer] for layer in layers],
             values=[shared.values[layer] for layer in layers],
             lengths=lengths,
-            next_position=torch.tensor([prompt.next_position for prompt in prompts], device=device),
+            next_position=to_device(torch.tensor([prompt.next_position for prompt in prompts]), device),
             last_state=hidden[0, lengths.cumsum(0) - 1],
-            routes=self.routes.sums(torch.arange(len(prompts), device=device).repeat_interleave(lengths), len(prompts)),
+            routes=self.routes.sums(owner, len(prompts)),
         )
 
     def last_states(self, prompts: Sequence[Prompt]) -> Tensor:
@@ -338,8 +340,7 @@ class VlmPolicy(nn.Module):
     def _states(self, rollouts: Rollouts, view: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """States (M, H) before the tokens under the mask, these tokens (M,), and the sums of `Routes` over all rows."""
         payload = VlmPayload.of(rollouts)
-        mask = rollouts.mask.to(self.device)
-        reading = make_reading(payload, view, rollouts.group.to(self.device), mask)
+        reading = make_reading(payload, view, *rollouts.host, self.device)
         if self.generic is not None:
             return self.generic.states(self, reading), reading.targets, self.routes.take()
         # responses that are alone with their prompt have nothing to share, and one row each is one pass less
@@ -368,14 +369,15 @@ class VlmPolicy(nn.Module):
         prefix = self.prefixes.get(reading.prompts, reading.view)
         lengths, group, row, step = reading.lengths, reading.group, reading.row, reading.step
         states = prefix.last_state
-        if int(lengths.sum()):
-            shared = ResponseRow(response_index(lengths, group, len(prefix)), prefix.real, prefix.keys, prefix.values)
+        if tokens := int(reading.host_lengths.sum()):
+            index = response_index(reading.host_lengths, reading.host_group, len(prefix), self.device)
+            shared = ResponseRow(index, prefix.real, prefix.keys, prefix.values)
             rows = pack_reading(reading, prefix.next_position[group])
             inserted = [insert.prompt for own in reading.inserts for insert in own]
             features = gather_features(self.network.model, inserted, self.features) if inserted else None
             with self.routes.watch():
                 states = torch.cat([states, self.run(rows, features, shared=shared)[0]])
-            self.routes.add(torch.ones(int(lengths.sum()), dtype=torch.bool, device=lengths.device))
+            self.routes.add(torch.ones(tokens, dtype=torch.bool, device=lengths.device))
         self.routes.add_prompts(prefix.routes, reading)
         starts = len(prefix) + lengths.cumsum(0) - lengths
         # the first token of a row is predicted by the prompt's last state, which the group shares
@@ -401,7 +403,7 @@ class VlmPolicy(nn.Module):
         if features is None:
             return embeddings, {}
         chosen = features.select(rows.features)
-        flat = torch.nonzero(rows.visual.flatten()).flatten()
+        flat = torch.nonzero(rows.visual.flatten()).flatten() if rows.places is None else rows.places
         tokens = chosen.tokens.to(embeddings.dtype)
         embeddings = embeddings.flatten(0, 1).index_copy(0, flat, tokens).view_as(embeddings)
         if not chosen.deepstack:

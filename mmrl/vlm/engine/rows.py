@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmrl.core.transfer import to_device
 from mmrl.vlm.data.prompt import Insert, Prompt, VlmPayload, join_prompts
 from mmrl.vlm.families.positions import TEXT
 
@@ -45,6 +46,8 @@ class PackedRows:
     """(B, L) bool, placeholder tokens of the vision tower's features."""
     features: Tensor
     """(n,) int64, row of the feature table for each True of `visual`, row by row."""
+    places: Tensor | None = None
+    """(n,) int64, the places of `visual` that are True, row after row; None where the host does not know them."""
 
 
 def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> PromptTable:
@@ -61,11 +64,11 @@ def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> Pr
     # the vision tower's features come prompt by prompt, in the order of their tokens
     numbers = visual.flatten().cumsum(0).view_as(types) - 1
     return PromptTable(
-        ids=ids.to(device),
-        positions=positions.to(device),
-        feature=numbers.masked_fill(~visual, -1).to(device),
-        lengths=torch.tensor([len(prompt) for prompt in prompts], device=device),
-        next_position=torch.tensor([prompt.next_position for prompt in prompts], device=device),
+        ids=to_device(ids, device),
+        positions=to_device(positions, device),
+        feature=to_device(numbers.masked_fill(~visual, -1), device),
+        lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
+        next_position=to_device(torch.tensor([prompt.next_position for prompt in prompts]), device),
     )
 
 
@@ -94,19 +97,23 @@ def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
     """Prompts end to end in one row."""
     visual = torch.cat([prompt.mm_token_type_ids for prompt in prompts]) > 0
     return PackedRows(
-        ids=torch.cat([prompt.input_ids for prompt in prompts])[None].to(device),
-        positions=torch.cat([prompt.position_ids for prompt in prompts], 1)[:, None].to(device),
-        visual=visual[None].to(device),
+        ids=to_device(torch.cat([prompt.input_ids for prompt in prompts])[None], device),
+        positions=to_device(torch.cat([prompt.position_ids for prompt in prompts], 1)[:, None], device),
+        visual=to_device(visual[None], device),
         features=torch.arange(int(visual.sum()), device=device),
+        places=to_device(torch.nonzero(visual).flatten(), device),
     )
 
 
 def pack_responses(responses: Tensor, lengths: Tensor, first_position: Tensor) -> PackedRows:
-    """Responses (B, T) end to end in one row: `lengths` (B,) tokens of each, rotary positions from `first_position`."""
-    column = torch.arange(responses.shape[1], device=responses.device)
-    read = column < lengths[:, None]
-    ids = responses[read][None]
-    positions = (first_position[:, None] + column)[read].expand(3, 1, -1)
+    """Responses (B, T) end to end in one row: `lengths` (B,) tokens of each, rotary positions from `first_position`.
+
+    The lengths are on the host.
+    """
+    read = torch.nonzero(torch.arange(responses.shape[1]) < lengths[:, None], as_tuple=True)
+    row, column = (to_device(index, responses.device) for index in read)
+    ids = responses[row, column][None]
+    positions = (first_position[row] + column).expand(3, 1, -1)
     nothing = torch.zeros(0, dtype=torch.int64, device=ids.device)
     return PackedRows(ids, positions, torch.zeros_like(ids, dtype=torch.bool), nothing)
 
@@ -136,6 +143,10 @@ class Reading:
     """(M,) int64, its index in the row."""
     inserts: list[tuple[Insert, ...]]
     """Parts of the rows that were not sampled, as far as they are read; empty where no row has any."""
+    host_group: Tensor
+    """`group` on the host."""
+    host_lengths: Tensor
+    """`lengths` on the host."""
 
     @property
     def targets(self) -> Tensor:
@@ -143,17 +154,22 @@ class Reading:
         return self.tokens[self.row, self.step]
 
 
-def make_reading(payload: VlmPayload, view: str, group: Tensor, mask: Tensor) -> Reading:
-    """Rows of the responses of `group` (B,) behind a view of their prompts; `mask` (B, T) is 1 on scored tokens."""
-    device = group.device
+def make_reading(
+    payload: VlmPayload, view: str, group: Tensor, mask: Tensor, device: torch.device | None = None
+) -> Reading:
+    """Rows on a device of the responses of `group` (B,) behind a view of their prompts.
+
+    `mask` (B, T) is 1 on scored tokens; both are on the host, where the rows are laid out.
+    """
+    device = device or group.device
     responses = payload.response_ids[:, : mask.shape[1]].to(device)
     row, step = torch.nonzero(mask, as_tuple=True)
     inserts, prompts = payload.inserts, payload.prompts_of(view)
     if any(payload.contexts):
         first, starts, group, prompts = _rows_of_contexts(payload, prompts, group)
-        shifted = starts[:, None] + torch.arange(responses.shape[1], device=device)
+        shifted = (starts[:, None] + torch.arange(responses.shape[1])).clamp(max=responses.shape[1] - 1)
         response = torch.repeat_interleave(first.diff())  # of each row
-        responses = responses[response].gather(1, shifted.clamp(max=responses.shape[1] - 1))
+        responses = responses[to_device(response, device)].gather(1, to_device(shifted, device))
         # rows in order of response and start: a token belongs to the last one that starts at it or before it
         width = int(max(starts.max(), step.max() if len(step) else 0)) + 1
         row = torch.searchsorted(response * width + starts, row * width + step, right=True) - 1
@@ -167,31 +183,35 @@ def make_reading(payload: VlmPayload, view: str, group: Tensor, mask: Tensor) ->
             for number, start in zip(response.tolist(), starts.tolist(), strict=True)
         ]
     # the last token of a row is predicted but predicts nothing
-    lengths = torch.zeros(len(responses), dtype=torch.int64, device=device).scatter_reduce_(0, row, step, "amax")
+    lengths = torch.zeros(len(responses), dtype=torch.int64).scatter_reduce_(0, row, step, "amax")
     if any(inserts):
         pairs = zip(inserts, lengths.tolist(), strict=True)
         inserts = [tuple(insert for insert in own if insert.start < length) for own, length in pairs]
-    return Reading(list(prompts), view, group, responses, lengths, row, step, inserts if any(inserts) else [])
+    moved = (to_device(x, device) for x in (lengths, row, step))
+    inserts = inserts if any(inserts) else []
+    return Reading(list(prompts), view, to_device(group, device), responses, *moved, inserts, group, lengths)
 
 
 def pack_reading(reading: Reading, first_position: Tensor) -> PackedRows:
     """The rows end to end in one row, with their images; `first_position` (R,) int64 are the rotary ones."""
     if not reading.inserts:
-        return pack_responses(reading.tokens, reading.lengths, first_position)
+        return pack_responses(reading.tokens, reading.host_lengths, first_position)
     device = reading.tokens.device
-    read = torch.arange(reading.tokens.shape[1], device=device) < reading.lengths[:, None]
+    read = torch.arange(reading.tokens.shape[1]) < reading.host_lengths[:, None]
+    own, column = (to_device(index, device) for index in torch.nonzero(read, as_tuple=True))
     rows = [
         _positions(length, start, inserts)
         for length, start, inserts in zip(
-            reading.lengths.tolist(), first_position.tolist(), reading.inserts, strict=True
+            reading.host_lengths.tolist(), first_position.tolist(), reading.inserts, strict=True
         )
     ]
-    visual = torch.cat([types for _, types in rows]).to(device)[None] != TEXT
+    visual = torch.cat([types for _, types in rows])[None] != TEXT
     return PackedRows(
-        ids=reading.tokens[read][None],
-        positions=torch.cat([positions for positions, _ in rows], 1)[:, None].to(device),
-        visual=visual,
+        ids=reading.tokens[own, column][None],
+        positions=to_device(torch.cat([positions for positions, _ in rows], 1)[:, None], device),
+        visual=to_device(visual, device),
         features=torch.arange(int(visual.sum()), device=device),
+        places=to_device(torch.nonzero(visual.flatten()).flatten(), device),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmrl.core.transfer import to_host
 from mmrl.errors import ConfigError, UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.runs.run_log import stopwatch
@@ -190,16 +191,17 @@ class GenerationState:
 
     def collect(self, prompts: Sequence[Prompt]) -> Samples:
         """The responses to the prompts (B,), no wider than the longest."""
-        lengths = self.mask.sum(0).long().tolist()
+        found = to_host([self.mask.sum(0).long(), self.ids, self.reason])
+        lengths, reasons = found[0].tolist(), found[2].tolist()
         width = max(*lengths, 1)
         ids, mask, logp, kept = (x[:width].t().contiguous() for x in (self.ids, self.mask, self.logp, self.kept))
-        responses = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
+        responses = [row[:length] for row, length in zip(found[1].t().tolist(), lengths, strict=True)]
         texts = self.policy.processor.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return Samples(
             response_ids=ids,
             mask=mask,
             logp=logp,
-            finish=[FINISH_REASONS[code] for code in self.reason.tolist()],
+            finish=[FINISH_REASONS[code] for code in reasons],
             texts=[prompt.answer_start + text for prompt, text in zip(prompts, texts, strict=True)],
             nucleus_mass=kept,
         )

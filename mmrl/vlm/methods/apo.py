@@ -73,7 +73,8 @@ def difficulty(correct: Tensor, group: Tensor) -> Tensor:
     Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
     """
     scored = torch.isfinite(correct).to(correct.dtype)
-    solved, count = group_sum(correct.nan_to_num(), group), group_sum(scored, group)
+    size = len(group)  # there are no more groups than rows
+    solved, count = group_sum(correct.nan_to_num(), group, size), group_sum(scored, group, size)
     return (1.0 - solved / count.clamp(min=1))[group]
 
 
@@ -87,8 +88,8 @@ def length_multipliers(lengths: Tensor, correct: Tensor, group: Tensor, base: fl
     """
     lengths = lengths.to(torch.float32)
     right, wrong = (correct == 1.0).to(lengths.dtype), (correct == 0.0).to(lengths.dtype)
-    solved = group_sum(right, group)[group]
-    mean_correct = group_sum(lengths * right, group)[group] / (solved + 1e-9)
+    solved = group_sum(right, group, len(group))[group]
+    mean_correct = group_sum(lengths * right, group, len(group))[group] / (solved + 1e-9)
     excess = ((lengths - mean_correct) * wrong).clamp(min=0.0)
     extra = -torch.expm1(-excess * math.log(base))
     return 1.0 + torch.where(solved > 0, extra, torch.zeros_like(extra))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmrl.core.transfer import to_device
 from mmrl.runs.fingerprint import sum_of_bits
 from mmrl.vlm.data.prompt import Prompt, leaves
 
@@ -139,7 +141,7 @@ def encode_vision(model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | Non
         for pixels, grids in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
     )
     parts = [
-        _run_tower(tower, media, device)
+        _run_tower(model.visual, tower, media, device)
         for tower, media in ((model.get_image_features, images), (model.get_video_features, videos))
         if media
     ]
@@ -154,9 +156,35 @@ def encode_vision(model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | Non
     return VisionFeatures.concat(parts).select(order.to(device))
 
 
-def _run_tower(tower: Any, media: Sequence[tuple[Any, Any]], device: torch.device) -> VisionFeatures:
-    pixels = torch.cat([pixels for pixels, _ in media]).to(device)
-    grids = torch.cat([grid for _, grid in media]).to(device)
-    output = tower(pixels, grids, return_dict=True)
+def _run_tower(visual: Any, tower: Any, media: Sequence[tuple[Any, Any]], device: torch.device) -> VisionFeatures:
+    pixels = to_device(torch.cat([pixels for pixels, _ in media]), device)
+    grids = torch.cat([grid for _, grid in media])
+    output = tower(pixels, grids, return_dict=True, **({} if device.type == "cpu" else _layout(visual, grids, device)))
     deepstack = getattr(output, "deepstack_features", None) or ()
     return VisionFeatures(torch.cat(output.pooler_output), tuple(torch.cat(tuple(level)) for level in deepstack))
+
+
+def _layout(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Any]:
+    """Arguments that a tower would derive from the sizes (n, 3) of images on the GPU, which every layer waits for.
+
+    Positions and indices go to the device. Boundaries of images and windows stay on the host, where layers split their
+    input; only flash attention reads them on the device.
+    """
+    helpers, merge = vars(sys.modules[type(visual).__module__]), visual.spatial_merge_size
+    own = {"spatial_merge_size": merge}
+    boundaries, _ = helpers["get_vision_attention_seqlens"](grids, visual.config)
+    found = {"position_ids": helpers["get_vision_position_ids"](grids, merge)}
+    ends = {"cu_seqlens": boundaries}
+    if "get_vision_window_index" in helpers:
+        sizes = {"window_size": visual.window_size, "patch_size": visual.patch_size}
+        found["window_index"], ends["cu_window_seqlens"] = helpers["get_vision_window_index"](grids, **own, **sizes)
+    if "get_vision_interpolation_indices_and_weights" in helpers:
+        interpolate = helpers["get_vision_interpolation_indices_and_weights"]
+        options = {"mode": visual.interpolation_mode, "align_corners": visual.interpolation_align_corners}
+        found["interp_indices"], found["interp_weights"] = interpolate(
+            grids, visual.num_grid_per_side, **options, **own
+        )
+    if "flash" in (visual.config._attn_implementation or ""):
+        found |= ends
+        ends = {}
+    return {name: to_device(value, device) for name, value in found.items()} | ends
