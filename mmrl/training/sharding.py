@@ -16,6 +16,7 @@ float32 weights: the whole ones are then a bfloat16 copy.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mmrl.core.transfer import numbers
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:  # they take a second to import, and most runs need none of them
@@ -153,10 +155,11 @@ def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "state": found}
 
 
-def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-    """Scale the gradients down to a norm over all weights and processes (0 = never); returns the norm before.
+def clip(parameters: Sequence[nn.Parameter], limit: float, loss: Tensor) -> tuple[float, float]:
+    """Scale the gradients down to a norm over all weights and processes (0 = never).
 
-    A norm that is not finite leaves them: it would spread over every gradient and hide where it came from.
+    Returns the norm before, and the loss as a number, for both of which the host waits once. A norm that is not finite
+    leaves them: it would spread over every gradient and hide where it came from.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     parts = [local(gradient) for gradient in gradients if is_part(gradient)]
@@ -165,11 +168,12 @@ def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         squares = torch.nn.utils.get_total_norm(parts).double() ** 2
         torch.distributed.all_reduce(squares)
         norm = (norm.to(squares) ** 2 + squares).sqrt().float()
-    if limit and bool(torch.isfinite(norm)):
+    norm_value, loss_value = numbers([norm, loss])
+    if limit and math.isfinite(norm_value):
         torch.nn.utils.clip_grads_with_norm_([p for p in parameters if not is_part(p)], limit, norm)
         if parts:
             torch._foreach_mul_(parts, (limit / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    return norm_value, loss_value
 
 
 def is_part(tensor: Any) -> bool:

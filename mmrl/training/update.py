@@ -18,7 +18,7 @@ from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.loss import Denominators, Metric, count, merge_metrics, metric_values, plain_metrics
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.transfer import numbers, to_host
+from mmrl.core.transfer import to_host
 from mmrl.errors import RunError
 from mmrl.files import replaced
 from mmrl.runs.fingerprint import sum_of_bits
@@ -266,9 +266,9 @@ class Updater:
         with stopwatch("optimizer"):
             self.scale.unscale(self._trained)
             self._complete_gradients()
-            norm = clip([p for p in self.policy.parameters() if p.grad is not None], self.config.max_grad_norm)
-        loss_value, norm_value = numbers([loss, norm])
-        if not all_ranks(math.isfinite(loss_value) and math.isfinite(norm_value), self.accelerator):
+            used = [p for p in self.policy.parameters() if p.grad is not None]
+            norm, loss_value = clip(used, self.config.max_grad_norm, loss)
+        if not all_ranks(math.isfinite(loss_value) and math.isfinite(norm), self.accelerator):
             if self.scale.can_shrink and all_ranks(math.isfinite(loss_value), self.accelerator):
                 self._on_overflow(step.number)
             else:
@@ -280,7 +280,7 @@ class Updater:
             self.optimizer.zero_grad()
             self.reference.update()
         self.optimiser_step += 1
-        return norm_value
+        return norm
 
     def _waits(self, minibatch: Rollouts | None) -> bool:
         """Whether no step is taken: none of the groups, in any process, has a gradient."""
