@@ -277,6 +277,7 @@ class Updater:
         self.scale.keep()
         with stopwatch("optimizer"):
             self.optimizer.step()
+            torch.clear_autocast_cache()  # it holds copies of the weights, and does not see that they have changed
             self.optimizer.zero_grad()
             self.reference.update()
         self.optimiser_step += 1
