@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -22,7 +22,7 @@ from diffusion.config import DiffusionConfig, GivenEvaluationConfig, TrajectoryP
 from diffusion.data.prompts import DiffusionTask, LoadedRows, PromptConfig, load_prompts
 from diffusion.evaluation import ImageMeasure, side_by_side, training_cost
 from diffusion.families.base import REFERENCE
-from diffusion.models.ema import EvalAverage, KeepsEvalAverage
+from diffusion.models.ema import EMAWeights, EvalAverage, KeepsEvalAverage
 from diffusion.models.pipelines import decode_latents
 from diffusion.models.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.table import load_rewards
@@ -105,6 +105,7 @@ class DiffusionDomain:
             "cost": self.policy.cost,
             "eval_ema": self.eval_ema,
         }
+        self.added |= {"errors": self.errors.step, "cost": self.policy.cost}
 
     def load_train_tasks(self) -> Sequence[Any]:
         """The training prompts."""
@@ -280,9 +281,19 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
         self.variety = "more noise (sampler.noise_level)" if noisy else ""
         self.open(config, config)
 
-    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
-        """Give the policy the weights that images are drawn with; its own unless a method samples with others."""
-        return nullcontext()
+    @property
+    def sampling_average(self) -> EMAWeights | None:
+        """The average that images are drawn with; None where they are drawn with the policy's own weights."""
+        return None
+
+    def rollout_state(self, tasks: Sequence[Any]) -> Any:
+        """The average that images are drawn with."""
+        return None if self.sampling_average is None else self.sampling_average.state_dict()
+
+    def load_rollout_state(self, state: Any) -> None:
+        """Restore `rollout_state`."""
+        if self.sampling_average is not None:
+            self.sampling_average.load_state_dict(state)
 
     def draw(self, policy: DiffusionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Draw the latents of G images for each prompt."""
@@ -290,7 +301,8 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
 
     def rollout(self, policy: DiffusionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Draw G images for each prompt; images whose latents overflowed are counted and cannot be scored."""
-        with self.sampling_weights(policy):
+        average = self.sampling_average
+        with nullcontext() if average is None else average.applied(policy):
             rollouts = self.draw(policy, tasks, streams, step)
         payload = DiffusionPayload.of(rollouts)
         sampler = self.config.sampler

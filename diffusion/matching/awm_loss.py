@@ -11,7 +11,6 @@ Source: Xue et al., AWM, arXiv 2509.25050; scxue/advantage_weighted_matching.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -75,9 +74,10 @@ class AwmLoss(LossTerm):
         self.kl_ema = EMAWeights(policy, enabled=needs_ema)
         self.outputs = frozenset({"kl_ema"} if settings.ema_coef else ())
 
-    def sampling_weights(self, policy: nn.Module) -> AbstractContextManager[None]:
-        """Sample with the moving average off policy, else with the policy's own weights."""
-        return self.kl_ema.applied(policy) if self.settings.off_policy else nullcontext()
+    @property
+    def sampling_average(self) -> EMAWeights | None:
+        """The moving average, where samples are drawn off policy."""
+        return self.kl_ema if self.settings.off_policy else None
 
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], reference: Reference | None

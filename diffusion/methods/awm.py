@@ -18,7 +18,6 @@ Defaults are those of the GenEval preset of config/dgx_awm.py after 2026-03-27, 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -26,7 +25,7 @@ from torch import nn
 from diffusion.config import DiffusionConfig, MatchingParts
 from diffusion.matching.awm_loss import AwmLoss, AwmSettings, with_ratio
 from diffusion.matching.velocity import FlowMatching
-from diffusion.models.policy import DiffusionPolicy
+from diffusion.models.ema import EMAWeights
 from diffusion.recipe import DiffusionRecipe
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
@@ -55,9 +54,10 @@ class AwmRecipe(DiffusionRecipe):
         self.awm = AwmLoss(self.policy, config.awm, self.process)
         self.terms = [self.awm]
 
-    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
-        """Sample with the moving average off policy, else with the policy's own weights."""
-        return self.awm.sampling_weights(policy)
+    @property
+    def sampling_average(self) -> EMAWeights | None:
+        """The moving average, off policy."""
+        return self.awm.sampling_average
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""

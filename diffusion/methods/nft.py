@@ -16,7 +16,6 @@ image, `old` schedule 1, evaluation average 0.9.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -29,7 +28,6 @@ from diffusion.matching.losses import nft_loss, nft_weight
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching
 from diffusion.models.ema import NFT_SCHEDULES, EMAWeights, EvalEmaConfig, nft_old_decay
-from diffusion.models.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampling.sampler import SamplerConfig
 from mmrl.core.loss import Denominators, mean_metric
@@ -81,9 +79,10 @@ class DiffusionNftRecipe(DiffusionRecipe):
         self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
         self.old = self.parts["old"] = EMAWeights(self.policy)
 
-    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
-        """Sample with the weights of the old policy."""
-        return self.old.applied(policy)
+    @property
+    def sampling_average(self) -> EMAWeights:
+        """The old policy."""
+        return self.old
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages in the configured mode."""

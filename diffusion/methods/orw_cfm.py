@@ -18,7 +18,6 @@ they are independent, as for its Stable Diffusion 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from diffusion.config import OWN_LOSS, DiffusionConfig, MatchingParts
 from diffusion.matching.velocity import FlowMatching
 from diffusion.models.ema import EMAWeights
-from diffusion.models.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from mmrl.core.blocks.advantage import group_center
 from mmrl.core.loss import Denominators, mean_metric
@@ -90,9 +88,10 @@ class OrwRecipe(DiffusionRecipe):
         refreshed = self.config.orw.refresh_every > 1
         self.last_policy = self.parts["last_policy"] = EMAWeights(self.policy, enabled=refreshed)
 
-    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
-        """Sample with the weights of the last refresh."""
-        return self.last_policy.applied(policy)
+    @property
+    def sampling_average(self) -> EMAWeights:
+        """The weights of the last refresh."""
+        return self.last_policy
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Weights (B, T) of the matching errors, made of the rewards, in the place of advantages."""

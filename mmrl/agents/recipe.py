@@ -31,7 +31,7 @@ from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import RunError, UserError
+from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.rewards import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.loading import source_digest
@@ -41,7 +41,7 @@ from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams, sum_over_processes
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Stateful, Step, Tally
-from mmrl.training.scoring import RewardErrors, failure_of
+from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
@@ -169,7 +169,11 @@ class AgentDomain:
             undone.pop_all()
         self.env_counts = SimCounts(self.pool, Path(config.output_dir))
         self._totals, self._seen, self.errors = Tally(), Counter[str](), RewardErrors()
+        self._failures: list[str] = []
+        """Reasons why no episode of a rollout could be scored by the reward functions."""
         self.parts |= {"totals": self._totals, "counts": self.env_counts, "errors": self.errors}
+        self.added |= {"seen": self._seen, "counts": self.env_counts, "errors": self.errors.step}
+        self.added["failures"] = self._failures
 
     def writer(self, policy: VlmPolicy) -> Writer:
         """Writes the conversations of some episodes."""
@@ -328,8 +332,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         result = self.add_rewards(episodes, step)
         if result is not None:
             self.errors.count(result)
-            if failure := failure_of(result):
-                raise RunError(f"every reward of this step failed: {failure}")
+            self._failures += filter(None, [failure_of(result)])
         return kept
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
@@ -349,11 +352,16 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
         at_end = (weights.format * form + added).nan_to_num()[:, None]
         turns = turns + torch.where(last & (rollouts.mask > 0), at_end, 0.0)
-        return rollouts.replace(
+        scored = rollouts.replace(
             reward=reward.masked_fill(alone, math.nan),
             reward_terms={name: values.masked_fill(alone, math.nan) for name, values in terms.items()},
             extras=rollouts.extras | {"decision_reward": turns},
         )
+        failures = [*self._failures]
+        self._failures.clear()
+        if failures and not any(episode.has_result and math.isfinite(episode.added_reward) for episode in episodes):
+            raise EveryRewardFailedError(failures[0], scored)
+        return scored
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores at the sampling temperature, all turns of an episode in one pass."""

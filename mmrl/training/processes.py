@@ -275,6 +275,8 @@ class Streams:
     """Seed of the run, the step and the attempt, from `stream_seed`."""
     places: Sequence[int] = range(2**31)
     """Place in the step of each task; the tasks are the first ones by default."""
+    draw: int = 0
+    """Number of the draw of tasks within the step."""
 
     def of(self, task: int, *purpose: int | str) -> torch.Generator:
         """A generator of one task."""
@@ -298,7 +300,7 @@ class Streams:
 
     def select(self, tasks: Sequence[int]) -> Streams:
         """The streams of some of the tasks."""
-        return Streams(self.seed, [self.places[task] for task in tasks])
+        return Streams(self.seed, [self.places[task] for task in tasks], self.draw)
 
     def among(self, tasks: Sequence[object], kept: Sequence[object]) -> Streams:
         """The streams of those objects among the tasks that were kept, in their order."""
@@ -410,19 +412,33 @@ class InProcesses(Protocol):
         ...
 
 
-class SimCounts:
+class SimCounts(Mapping[str, int]):
     """Counts that survive an interruption; environments themselves count from their start."""
 
     def __init__(self, sim: Counted, run_dir: Path) -> None:
         self._sim = sim
+        self._elsewhere: Counter[str] = Counter()
         self._before: dict[str, int] = {}
         self._latest: dict[str, int] = {}
         if isinstance(sim, InProcesses):
             sim.failures.folder = run_dir / "failures"
 
+    def update(self, counts: Mapping[str, int]) -> None:
+        """Add what the environments of rollout workers have counted."""
+        self._elsewhere.update(counts)
+
+    def __getitem__(self, name: str) -> int:
+        return int(self._sim.counts[name]) + self._elsewhere[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sim.counts)
+
+    def __len__(self) -> int:
+        return len(self._sim.counts)
+
     def metrics(self) -> dict[str, float]:
         """Totals over all processes, and the memory of this one's largest worker; every process calls it."""
-        self._latest = self._totals(sum_over_processes(self._sim.counts))
+        self._latest = self._totals(sum_over_processes(self))
         found = {f"sim/{name}": float(count) for name, count in self._latest.items()}
         if isinstance(self._sim, InProcesses):
             found["memory/worker_mb"] = self._sim.memory_mb()
@@ -431,7 +447,7 @@ class SimCounts:
     def state_dict(self) -> dict[str, int]:
         """Counts for a checkpoint."""
         # one process knows the counts since its last step; several would have to exchange them first
-        return self._totals(self._sim.counts) if PartialState().num_processes == 1 else dict(self._latest)
+        return self._totals(self) if PartialState().num_processes == 1 else dict(self._latest)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from the counts of a checkpoint."""

@@ -43,7 +43,14 @@ class Step:
 
 
 class NoUsableTasksError(RunError):
-    """None of the tasks of a draw could be used; the loop draws others a few times before it gives up."""
+    """None of the tasks of a draw could be used; the loop draws others a few times before it gives up.
+
+    `rollouts` stay in the step if other tasks could be used.
+    """
+
+    def __init__(self, message: str, rollouts: Rollouts | None = None) -> None:
+        super().__init__(message)
+        self.rollouts = rollouts
 
 
 class Stateful(Protocol):
@@ -107,6 +114,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         self.config: Any = config
         self.parts: dict[str, Stateful] = {}
         """Objects whose state checkpoints hold, by name."""
+        self.added: dict[str, Any] = {}
+        """Counters and lists that `rollout` and `score` add to for later stages, by name; workers send them."""
         self.noted: dict[str, float] = {}
         """Metrics of the current step; stages add theirs, and the trainer logs and clears them after the step."""
 
@@ -167,6 +176,22 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     ) -> LossOutput:
         """The loss of a micro-batch with that of the terms, which read the policy's `scores` on it."""
         return with_terms(output, [term(policy, minibatch, scores, denominators, step) for term in self.terms])
+
+    def rolls_apart(self, step: Step) -> bool:
+        """Whether `rollout` treats each task of the step as if it were alone, so that workers can share them."""
+        return True
+
+    @property
+    def scores_apart(self) -> bool:
+        """Whether `score` treats each task as if it were alone; else it is called with those of the whole step."""
+        return True
+
+    def rollout_state(self, tasks: Sequence[TaskT]) -> Any:
+        """What `rollout` and `score` read of the run besides weights and step when they get these tasks."""
+        return None
+
+    def load_rollout_state(self, state: Any) -> None:
+        """Take over `rollout_state`, in a worker."""
 
     @property
     def keeps_sampled_logp(self) -> bool:

@@ -68,7 +68,7 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
         if accelerator.is_main_process and changed:
             LOGGER.warning("resuming with other settings than before: %s", _listed(changed))
         try:
-            _train(recipe, config, accelerator, resume=resume, from_last_good=from_last_good)
+            _train(entry, recipe, config, accelerator, resume=resume, from_last_good=from_last_good)
         except OSError as error:
             saved = any((run_dir / "checkpoints").glob("step-*"))
             hint = (
@@ -139,7 +139,9 @@ def last_model(run_dir: Path) -> Path:
     return max(run_dir.glob("checkpoints/step-*")) / "model"
 
 
-def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, resume: bool, **options: Any) -> None:
+def _train(
+    entry: Any, recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, resume: bool, **options: Any
+) -> None:
     """Run the loop in a folder that is this run's own; `options` are those of `Trainer.resume`."""
     from mmrl.training.trainer import StopSignals, Trainer
 
@@ -149,7 +151,8 @@ def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, r
         tracker = _tracker(run_dir, config) if main else None
         if tracker is not None:
             stack.callback(tracker.close)
-        trainer = Trainer(recipe, config, run_dir, accelerator, tracker, stop)
+        trainer = Trainer(recipe, config, run_dir, accelerator, tracker, stop, entry=entry)
+        stack.callback(trainer.rollers.close)
         if resume:
             trainer.resume(**options)
         if main:  # only now: a resume that is refused leaves the configuration as it was

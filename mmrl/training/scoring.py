@@ -19,16 +19,34 @@ from mmrl.training.processes import sum_over_processes
 LOGGER = logging.getLogger("mmrl")
 
 
+class EveryRewardFailedError(RunError):
+    """No sample could be scored.
+
+    Args:
+        message: Reason.
+        rollouts: The rows, with NaN as rewards, which stay in the step if those of other workers could be scored.
+    """
+
+    def __init__(self, message: str, rollouts: Rollouts) -> None:
+        super().__init__(f"every reward of this step failed: {message}")
+        self.rollouts = rollouts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Give `__init__` its own arguments when a worker sends it."""
+        return type(self), (str(self).partition(": ")[2], self.rollouts)
+
+
 def with_rewards(rollouts: Rollouts, result: RewardResult) -> Rollouts:
     """Fill the rewards of rollouts; a row with a failed term keeps NaN and is left out of the loss."""
     device = rollouts.mask.device
     total = torch.tensor(result.total, dtype=torch.float32)
-    if bool(torch.isnan(total).all()):
-        raise RunError(f"every reward of this step failed: {failure_of(result)}")
     terms = {
         name: to_device(torch.tensor(values, dtype=torch.float32), device) for name, values in result.terms.items()
     }
-    return rollouts.replace(reward=to_device(total, device), reward_terms=terms)
+    scored = rollouts.replace(reward=to_device(total, device), reward_terms=terms)
+    if bool(torch.isnan(total).all()):
+        raise EveryRewardFailedError(failure_of(result), scored)
+    return scored
 
 
 def failure_of(result: RewardResult) -> str:
@@ -50,7 +68,8 @@ class RewardErrors:
 
     def __init__(self) -> None:
         self._logged: dict[str, None] = {}
-        self._step: Counter[str] = Counter()
+        self.step: Counter[str] = Counter()
+        """Failures of the step by term and kind."""
 
     def warn(self, result: RewardResult) -> None:
         """Log the first failure of each kind of a run, with the traceback of the user's code."""
@@ -64,15 +83,16 @@ class RewardErrors:
     def count(self, result: RewardResult) -> None:
         """Log as `warn` does, and count the failures among those of the step."""
         self.warn(result)
-        self._step.update(result.errors)
+        self.step.update(result.errors)
 
     def take(self) -> dict[str, float]:
         """Failures of the step as metrics reward/errors/<term>/<kind>, over all processes; resets the counts.
 
         Every process calls it. A kind that has been seen in the run is there with 0 in steps without it.
         """
-        counts = sum_over_processes({name: float(self._step[name]) for name in self._logged})
-        self._step.clear()
+        self._logged |= dict.fromkeys(self.step)  # workers have logged these
+        counts = sum_over_processes({name: float(self.step[name]) for name in self._logged})
+        self.step.clear()
         parts = {name: name.rpartition("/") for name in counts}
         return {f"reward/errors/{metric_label(parts[name][0])}/{parts[name][2]}": n for name, n in counts.items()}
 

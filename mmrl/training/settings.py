@@ -13,6 +13,7 @@ LONGEST_NAME = 255
 SCHEDULES = ("constant", "linear", "cosine")
 NONFINITE_POLICIES = ("skip", "stop")
 OLD_LOGP_SOURCES = ("recompute", "sampler", "auto")
+ENGINES = ("local", "ray")
 REFERENCE_KINDS = ("auto", "none", "frozen", "adapter", "ema")
 SMALLEST_LOW_PRECISION_STEP = 1e-4
 """About how far bfloat16 numbers near a typical weight of 0.02 are apart; AdamW moves a weight by the learning rate."""
@@ -112,6 +113,35 @@ class ReferenceConfig:
 
 
 @dataclass
+class RollersConfig:
+    """Where the tasks of a step are sampled and scored."""
+
+    engine: str = choice("local", ENGINES)
+    """local (the training process) or ray (workers, each with its copy of model, environments and rewards)."""
+    workers: int = bounded(2, at_least=1)
+    """Workers of all processes together."""
+    address: str = ""
+    """Address of a running Ray cluster, or auto; empty = start Ray on this machine for the run."""
+    unit: int = bounded(0, at_least=0)
+    """Tasks that are sampled together; 0 = all of a process, and 1 with Ray."""
+    num_cpus: float = bounded(1.0, at_least=0)
+    """CPU cores that Ray reserves for a worker."""
+    num_gpus: float = bounded(0.0, at_least=0)
+    """GPUs that Ray reserves for a worker, which computes and renders there; 0.5 = two workers share one."""
+    tries: int = rare(bounded(3, at_least=1))
+    """Workers that may be lost over the same tasks before the step goes on without them."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError."""
+        if self.engine == "ray":
+            return
+        plain = RollersConfig()
+        for name in ("workers", "address", "num_cpus", "num_gpus", "tries"):
+            if getattr(self, name) != getattr(plain, name):
+                raise ValueError(f"rollers.{name} is set, but rollers.engine is {self.engine}; set it to ray")
+
+
+@dataclass
 class CheckpointConfig:
     """Intervals of checkpoints and number of them that are kept."""
 
@@ -197,3 +227,5 @@ class RunConfig(BaseRunConfig):
     """Batch sizes, optimiser and guards."""
     reference: ReferenceConfig = rare(field(default_factory=ReferenceConfig))
     """Reference policy of the KL term."""
+    rollers: RollersConfig = rare(field(default_factory=RollersConfig))
+    """Workers that sample and score."""

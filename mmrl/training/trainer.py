@@ -34,6 +34,7 @@ from mmrl.training.processes import (
     share_weights,
     stream_seed,
 )
+from mmrl.training.ray_rollers import open_rollers
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, collect_metrics, make_reference
 from mmrl.training.saving import RunSaver
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig
@@ -131,6 +132,8 @@ class Trainer:
         accelerator: Accelerator,
         tracker: Tracker | None,
         stop: StopSignals | None = None,
+        *,
+        entry: Any = None,
     ) -> None:
         self.recipe = recipe
         self.config = config
@@ -162,6 +165,7 @@ class Trainer:
             tasks=self.tasks,
             log=self.log,
         )
+        self.rollers = open_rollers(recipe, config, accelerator, run_dir, entry)
         self.step = 0
         self.resumed = False
 
@@ -225,6 +229,8 @@ class Trainer:
     def collect(self) -> tuple[Rollouts, dict[str, float]]:
         """Sample and score the groups of a step; groups without a signal are dropped or resampled by the filter."""
         wanted = self.config.trainer.tasks_per_step
+        self.policy.eval()
+        self.rollers.load(self.position)
         buffer = DynamicSamplingBuffer(wanted, max_tries=self.group_filter.tries)
         sampled: list[Rollouts] = []
         done = False
@@ -283,7 +289,6 @@ class Trainer:
         self.step = step or 0
 
     def _sample(self, attempt: int) -> Rollouts:
-        self.policy.eval()
         for draws_left in reversed(range(MAX_DRAWS)):
             rollouts, failure = self._draw(attempt, draws_left)
             if all_ranks(rollouts is not None, self.accelerator):
@@ -292,20 +297,21 @@ class Trainer:
                 raise failure or RunError("another process found no usable task")
         assert rollouts is not None
         with stopwatch("score"):
-            return self.recipe.score(rollouts, self.position)
+            return self.rollers.score(rollouts, self.position)
 
     def _draw(self, attempt: int, draw: int) -> tuple[Rollouts | None, NoUsableTasksError | None]:
         count = self.config.trainer.tasks_per_step
         tasks, places = shard(self.tasks.next(count), self.accelerator), shard(range(count), self.accelerator)
-        streams = Streams(stream_seed(self.config.seed, "rollout", self.step, attempt, draw), places)
-        with stopwatch("batch" if self.recipe.supervised else "rollout"), torch.no_grad(), self.accelerator.autocast():
+        number = attempt * MAX_DRAWS + MAX_DRAWS - 1 - draw
+        streams = Streams(stream_seed(self.config.seed, "rollout", self.step, attempt, draw), places, number)
+        with stopwatch("batch" if self.recipe.supervised else "rollout"):
             try:
-                return self.recipe.rollout(self.policy, tasks, streams, self.position), None
+                return self.rollers.rollout(tasks, streams, self.position), None
             except NoUsableTasksError as error:
                 return None, error
 
     def _log_step(self, rollouts: Rollouts, metrics: dict[str, float], step: Step) -> None:
-        metrics |= collect_metrics(self.recipe, rollouts, step)
+        metrics |= collect_metrics(self.recipe, rollouts, step) | self.rollers.metrics()
         tokens = sum(merge_lists([float(rollouts.host.mask.sum())], self.accelerator))
         self.log.step(self.step, metrics, tokens)
         every = self.config.evaluation.every or self.config.trainer.steps

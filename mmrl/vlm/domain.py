@@ -123,6 +123,7 @@ class VlmDomain:
         self.train_tasks = loaded.tasks
         self.eval_tasks = load_splits(config, self.prepare_tasks)
         self.skipped, self.cramped, self.errors = Skipped(loaded.skipped), Tally(), RewardErrors()
+        self.added |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors.step}
         self.all_cut: set[str] = set()
         self.parts |= {"skipped": self.skipped, "cramped": self.cramped, "errors": self.errors}
         self.rewards = RewardSum(rewards)

@@ -84,6 +84,11 @@ class RobotGrpoRecipe(RobotRecipe):
             self._following = FlowFollowing(config.flow, config.sim, list(tasks), config.seed)
             self._following.failures = self.parts["flow_failures"] = Tally()
 
+    @property
+    def scores_apart(self) -> bool:
+        """Unless the agreement of flow and own reward is measured over the step."""
+        return self._following is None
+
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """The chosen reward; success and the environment's own reward are both reported."""
         payload = EpisodePayload.of(rollouts)

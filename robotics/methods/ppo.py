@@ -43,9 +43,10 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams, make_generator
+from mmrl.training.processes import make_generator
 from mmrl.training.recipe import LossTerm, Passes, Step
 from mmrl.training.settings import TrainerConfig
+from robotics.episodes.collect import Episodes
 from robotics.episodes.payload import EpisodePayload
 from robotics.methods.recipe import SCORES, RobotConfig, RobotRecipe
 from robotics.policies.base.policy import ActionChoice, ActionPolicy
@@ -310,13 +311,18 @@ class RobotPpoRecipe(RobotRecipe):
         self.policy = PolicyWithCritic(acting, critic, config.critic.factor(config.trainer.learning_rate))
         self.terms = [ChunkCritic(self)]
 
-    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
-        """See `RobotRecipe.rollout`; the chunks are the turns, with a reward each."""
-        rollouts = super().rollout(policy, tasks, streams, step)
+    def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
+        """See `RobotRecipe.pack`; the chunks are the turns, with a reward each."""
+        rollouts = super().pack(episodes, group, policy)
         payload = EpisodePayload.of(rollouts)
         chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
         turn = chunks.repeat_interleave(self._decisions_of_chunk)
         return _paid(rollouts.replace(turn=turn.expand_as(rollouts.mask).contiguous()), self._rewards(payload))
+
+    @property
+    def scores_apart(self) -> bool:
+        """Unless successes are shuffled among all."""
+        return not self.config.shuffle_success
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """See `RobotRecipe.score`; the control pays shuffled successes."""

@@ -153,6 +153,7 @@ class RobotDomain:
         self.broken, self.sim_counts = Tally(), SimCounts(self.sim, Path(config.output_dir))
         self.parts |= {"broken": self.broken, "counts": self.sim_counts}
         self._seen: Counter[str] = Counter()
+        self.added |= {"seen": self._seen, "counts": self.sim_counts}
         names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
         self._shown_tasks = names if 1 < len(names) <= SHOWN_TASKS else []
         self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
@@ -274,7 +275,12 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
         group = torch.arange(len(tasks)).repeat_interleave(size)
         self._note(episodes.payload)
-        _check_usable(group, episodes.payload)
+        rollouts = self.pack(episodes, group, policy)
+        _check_usable(group, rollouts)
+        return rollouts
+
+    def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
+        """Rollouts of finished episodes, whose groups are `group` (B,)."""
         return pack_episodes(episodes, group, policy, self.config.logp_level)
 
     @property
@@ -383,10 +389,12 @@ def _in_failed_group(group: Tensor, failed: Tensor) -> Tensor:
     return has_failure[group]
 
 
-def _check_usable(group: Tensor, payload: EpisodePayload) -> None:
+def _check_usable(group: Tensor, rollouts: Rollouts) -> None:
+    payload = EpisodePayload.of(rollouts)
     if bool(_in_failed_group(group.to(payload.failed.device), payload.failed).all()):
         reasons = sorted({reason for reason in payload.reasons if reason})
-        raise NoUsableTasksError(f"every group had a failed environment: {'; '.join(reasons) or 'no reason given'}")
+        reason = "; ".join(reasons) or "no reason given"
+        raise NoUsableTasksError(f"every group had a failed environment: {reason}", rollouts)
 
 
 def _record(rollouts: Rollouts, row: int) -> SampleRecord:

@@ -105,6 +105,11 @@ class SrpoRecipe(RobotRecipe):
         self._first_reason = ""
 
     @property
+    def scores_apart(self) -> bool:
+        """Failures are compared with the successes of the whole step."""
+        return False
+
+    @property
     def needs_every_frame(self) -> bool:
         """Whether the latent is computed from the images of all control steps."""
         return self.config.latent.frames == "step" and self.latent.needs_images

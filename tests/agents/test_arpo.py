@@ -269,7 +269,7 @@ def test_successes_are_stored_in_the_order_of_their_places(tmp_path, folder, mon
         recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0, [4, 7]), Step())
     finally:
         recipe.close()
-    assert {place for place, _ in recipe._fresh} == {7}
+    assert {place for (_, place), _ in recipe._fresh} == {7}
 
 
 def test_ratios_of_fresh_and_replayed_tokens_apart():

@@ -37,6 +37,13 @@ CANNOT = {
     "FeatureConfig.cache": "a path",
     "EnvironmentConfig.workers": "speed",
     "SimConfig.workers": "speed",
+    **dict.fromkeys(
+        (
+            *("RollersConfig.engine", "RollersConfig.workers", "RollersConfig.address", "RollersConfig.unit"),
+            *("RollersConfig.num_cpus", "RollersConfig.num_gpus", "RollersConfig.tries"),
+        ),
+        "where tasks are sampled; of a unit's size only rounding depends",
+    ),
 }
 """Options that can change no number at all."""
 

@@ -76,6 +76,7 @@ def train(config: Any, folder: Path, until: int = STEPS, resume: bool = False) -
     trainer.recipe.advantages = noted
     with contextlib.suppress(RunStopped):
         trainer.run()
+    trainer.rollers.close()
     trainer.recipe.close()
     return {"name": config.recipe, "begin": begin, "weights": weights(trainer), "rows": torch.stack(rows)}
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +48,8 @@ from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.policy import VlmPolicy
 
 CORRECTIONS = ("recompute", "behaviour")
-Fresh = tuple[int, tuple[str, Record]]
-"""Place of its task in the step, the key that it is stored under, and an episode."""
+Fresh = tuple[tuple[int, int], tuple[str, Record]]
+"""Draw and place of its task in the step, the key that it is stored under, and an episode."""
 MEGABYTE = 10**6
 
 
@@ -123,10 +123,12 @@ class ReplayBuffer:
         while self.megabytes > self._config.memory_mb:
             self._evict_oldest()
 
-    def push_all(self, fresh: Sequence[Fresh], step: int) -> None:
-        """Store trajectories of all processes, in the order of their tasks in the step."""
-        for task, record in merge_in_order(fresh):
+    def push_all(self, fresh: list[Fresh], step: int) -> None:
+        """Move the trajectories of the last draw here, of all processes, in the order of their tasks in the step."""
+        last = max((draw for (draw, _), _ in fresh), default=0)
+        for task, record in merge_in_order([entry for entry in fresh if entry[0][0] == last]):
             self.push(task, record, step)
+        fresh.clear()
 
     def draw(self, task: str, step: int, generator: torch.Generator) -> tuple[Record, int] | None:
         """Draw one of a task's trajectories, each as likely as the others."""
@@ -149,9 +151,9 @@ class ReplayBuffer:
         """A task's trajectories, oldest first."""
         return [entry["episode"] for entry in self._stored.get(task, ())]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as tensors and plain data."""
-        stored = {task: list(own) for task, own in self._stored.items()}
+    def state_dict(self, tasks: Collection[str] | None = None) -> dict[str, Any]:
+        """Everything, or what it holds of some tasks, as tensors and plain data."""
+        stored = {task: list(own) for task, own in self._stored.items() if tasks is None or task in tasks}
         return {"stored": stored, "added": self._added, "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -269,6 +271,20 @@ class ArpoRecipe(AgentRecipe):
         if config.replay.enabled:
             self.terms = [*self.terms, self.replay]
         self._fresh: list[Fresh] = []
+        self.added |= {"fresh": self._fresh, "replayed": self.replay.seen}
+
+    @property
+    def scores_apart(self) -> bool:
+        """Scoring stores the successes of all tasks."""
+        return False
+
+    def rollout_state(self, tasks: Sequence[AgentTask]) -> Any:
+        """What is stored of the tasks."""
+        return self.replay.buffer.state_dict({task.id for task in tasks})
+
+    def load_rollout_state(self, state: Any) -> None:
+        """Restore `rollout_state`."""
+        self.replay.buffer.load_state_dict(state)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task and replay a success in groups that have none."""
@@ -277,8 +293,8 @@ class ArpoRecipe(AgentRecipe):
             return super().rollout(policy, tasks, streams, step)
         groups = self.run_groups(policy, tasks, streams, step)
         streams = streams.among(tasks, [group[0].task for group in groups])
-        self._fresh = [
-            (place, (episode.task.id, store_episode(episode)))
+        self._fresh += [
+            ((streams.draw, place), (episode.task.id, store_episode(episode)))
             for place, own in zip(streams.places, groups, strict=True)
             for episode in own
             if episode.total > settings.threshold
@@ -300,7 +316,6 @@ class ArpoRecipe(AgentRecipe):
         if self.config.replay.enabled:
             self.replay.buffer.expire(step.number)
             self.replay.buffer.push_all(self._fresh, step.number)
-            self._fresh = []
         return super().score(rollouts, step)
 
 

@@ -195,6 +195,7 @@ class DigirlRecipe(AgentRecipe):
             "step_critic": self.step_critic,
         }
         self._fresh: list[Fresh] = []
+        self.added["fresh"] = self._fresh
         if settings.path is not None:
             try:
                 build_if_missing(settings, "digirl")
@@ -207,13 +208,17 @@ class DigirlRecipe(AgentRecipe):
         """Whether the step runs no episodes."""
         return step.number < self.config.digirl.offline_steps
 
+    def rolls_apart(self, step: Step) -> bool:
+        """Unless the step runs no episodes."""
+        return not self.is_offline(step)
+
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task; offline, draw stored ones, which only the step's statistics are taken of."""
         if not self.is_offline(step):
             groups = self.run_groups(policy, tasks, streams, step)
             places = streams.among(tasks, [group[0].task for group in groups]).places
             valid = [(place, e) for place, own in zip(places, groups, strict=True) for e in own if e.has_result]
-            self._fresh = [(place, (EPISODES, store_episode(episode))) for place, episode in valid]
+            self._fresh += [((streams.draw, place), (EPISODES, store_episode(episode))) for place, episode in valid]
             return pack_groups(groups, policy)
         records = self.store.stored(EPISODES)
         drawn = streams.stack(len(tasks), lambda own: torch.randint(len(records), (1,), generator=own), "stored")
@@ -229,7 +234,6 @@ class DigirlRecipe(AgentRecipe):
     def _kept_batch(self, rollouts: Rollouts, step: Step) -> Rollouts:
         settings = self.config.digirl
         self.store.push_all(self._fresh, step.number)
-        self._fresh = []
         episodes = [restore_episode(record) for record in self.store.stored(EPISODES)]
         with stopwatch("critic"):
             rows = self.config.trainer.micro_batch

@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -74,18 +75,17 @@ class RegGrpoRecipe(VlmRecipe):
         super().__init__(config, MediaQuestions(noise) if config.augmentation.noise_scale else None)
         self.tracker = self.parts["difficulty"] = DifficultyTracker(config.augmentation.window)
         self._noted_rewards: list[tuple[tuple[int, int], tuple[str, list[float]]]] = []
-        """Rewards of questions, each with its place: the number of its batch, and the place in it."""
-        self._batches = 0
-        self._places: Sequence[int] = ()
+        """Rewards of questions, each with the number of its draw and its place in it."""
+        self._asked = Streams(0, ())
         self._drawn: Counter[str] = Counter()
+        self.added |= {"rewards": self._noted_rewards, "drawn": self._drawn}
         self._check_data()
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample G responses to each question, augmented by its difficulty."""
-        self._batches += 1
         asked = self.augmented(policy, tasks, streams, step)
         rollouts = super().rollout(policy, asked, streams, step)
-        self._places = streams.among(asked, VlmPayload.of(rollouts).tasks).places
+        self._asked = streams.among(asked, VlmPayload.of(rollouts).tasks)
         return rollouts
 
     def augmented(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> list[VlmTask]:
@@ -115,15 +115,15 @@ class RegGrpoRecipe(VlmRecipe):
             rewards: list[list[float]] = [[] for _ in tasks]
             for group, reward in zip(scored.group.tolist(), scored.reward.tolist(), strict=True):
                 rewards[group].append(reward)
-            for place, task, own in zip(self._places, tasks, rewards, strict=True):
-                self._noted_rewards.append(((self._batches, place), (task.id, own)))
+            for place, task, own in zip(self._asked.places, tasks, rewards, strict=True):
+                self._noted_rewards.append(((self._asked.draw, place), (task.id, own)))
         return scored
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages as usual, after the difficulties of all processes were updated."""
         for key, rewards in merge_in_order(self._noted_rewards):
             self.tracker.note(key, rewards)
-        self._noted_rewards, self._batches = [], 0
+        self._noted_rewards.clear()
         self._note_changes(VlmPayload.of(rollouts).tasks)
         return super().advantages(rollouts, accelerator, step)
 
@@ -133,7 +133,6 @@ class RegGrpoRecipe(VlmRecipe):
         hints = [task.hint_fraction for task in changed if task.hint_fraction]
         noise = [task.noise_sigma for task in changed if task.noise_sigma]
         recent, drawn = self.tracker.recent, self._drawn
-        self._drawn = Counter()
         self.noted |= {
             "augment/hinted": len(hints) / len(tasks),
             "augment/noised": len(noise) / len(tasks),
@@ -144,6 +143,19 @@ class RegGrpoRecipe(VlmRecipe):
             "augment/traces_unused": float(drawn["unused"]),
             "augment/window_mean": sum(recent) / len(recent) if recent else 0.0,
         }
+        drawn.clear()
+
+    def rolls_apart(self, step: Step) -> bool:
+        """Unless the hardest questions of a step are chosen among all."""
+        return not (self.config.augmentation.enabled and self.config.augmentation.max_hinted)
+
+    def rollout_state(self, tasks: Sequence[VlmTask]) -> Any:
+        """The difficulties."""
+        return self.tracker.state_dict()
+
+    def load_rollout_state(self, state: Any) -> None:
+        """Restore `rollout_state`."""
+        self.tracker.load_state_dict(state)
 
     def describe(self) -> str:
         """The objective's formula and the changes of questions."""
@@ -188,7 +200,7 @@ class RegGrpoRecipe(VlmRecipe):
         found = [0.0] * len(tasks)
         for place, (_, rewards) in drawn.items():
             self._drawn["probes"] += len(rewards)
-            self._noted_rewards.append(((self._batches, streams.places[place]), (tasks[place].id, rewards)))
+            self._noted_rewards.append(((streams.draw, streams.places[place]), (tasks[place].id, rewards)))
             scored = [reward for reward in rewards if math.isfinite(reward)]
             if scored:
                 found[place] = self.tracker.difference(sum(scored) / len(scored))

@@ -67,6 +67,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         self.objective = objective_of(config)
         self.skipped, self.errors = Skipped(), RewardErrors()
         self.parts |= {"skipped": self.skipped, "errors": self.errors}
+        self.added |= {"skipped": self.skipped, "errors": self.errors.step}
         self.train_tasks = self._load(config.data, "data")
         limit = config.evaluation.max_tasks or None
         self.eval_tasks = {

@@ -21,7 +21,9 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -148,13 +150,25 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         self.eval_ema = self.parts["eval_ema"] = EvalAverage(self.policy, config.eval_ema)
         self.errors = self.parts["errors"] = RewardErrors()
 
+        self.added["errors"] = self.errors.step
+
+    def rollout_state(self, tasks: Sequence[FlowClip]) -> Any:
+        """The average that flows are drawn with."""
+        return None if self.awm.sampling_average is None else self.awm.sampling_average.state_dict()
+
+    def load_rollout_state(self, state: Any) -> None:
+        """Restore `rollout_state`."""
+        if self.awm.sampling_average is not None:
+            self.awm.sampling_average.load_state_dict(state)
+
     def data_digest(self) -> str:
         """Digest of the training scenes."""
         return clips_digest(self.train_tasks)
 
     def rollout(self, policy: FlowWorldModel, tasks: Sequence[FlowClip], streams: Streams, step: Step) -> Rollouts:
         """Sample K flows of each scene."""
-        with self.awm.sampling_weights(policy):
+        average = self.awm.sampling_average
+        with nullcontext() if average is None else average.applied(policy):
             return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, streams)
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:

@@ -1,0 +1,366 @@
+"""Rollout workers as Ray actors, on this machine or on a running cluster.
+
+Weights are put into Ray's object store once a step, which copies them once to each machine. A worker is an actor that
+Ray places by its cores and GPUs; with a GPU it also renders there. Ray tells of actors and machines that are gone; how
+units are dealt, and what is done about lost ones, is in `mmrl.training.rollers`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, UserError
+from mmrl.recipes import find_recipe
+from mmrl.training.processes import Streams, sum_over_processes
+from mmrl.training.recipe import Recipe, Step
+from mmrl.training.rollers import (
+    Dealer,
+    Hello,
+    LocalRollers,
+    Lost,
+    Outcome,
+    Raised,
+    Refusal,
+    Rollers,
+    Unit,
+    cut,
+    joined,
+)
+from mmrl.training.rollout_worker import Job, RolloutWorker, add_notes, checksum, trained_weights, versions
+from mmrl.training.settings import BaseRunConfig, RollersConfig
+
+LOGGER = logging.getLogger("mmrl")
+START_S = 600.0
+"""Seconds in which a worker has to start when no other one works."""
+POLL_S = 5.0
+CLOSE_S = 5.0
+"""Seconds that workers have to end their environments."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Variables of Ray where the user has set none: no reports to its makers, and GPUs are hidden by the worker itself."""
+
+
+def open_rollers(
+    recipe: Recipe[Any, Any], config: BaseRunConfig, accelerator: Accelerator, run_dir: Path, entry: Any = None
+) -> Rollers:
+    """What samples for a run; workers have started when it returns.
+
+    Args:
+        recipe: that of the training process.
+        config: from which the recipe was made.
+        accelerator: of the training process.
+        run_dir: folder that receives what workers write.
+        entry: the recipe's row; by default that of its name.
+
+    Raises:
+        UserError: Ray is not installed, or a worker cannot start as things are.
+        RunError: no worker starts.
+    """
+    options: RollersConfig = getattr(config, "rollers", None) or RollersConfig()
+    if options.engine == "local":
+        return LocalRollers(recipe, accelerator, options.unit)
+    return RayRollers(recipe, config, accelerator, run_dir, entry or find_recipe(config.recipe))
+
+
+class RayWorker(RolloutWorker):
+    """A worker in an actor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import ray
+
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        if gpus:  # EGL counts all GPUs, also those that CUDA_VISIBLE_DEVICES hides
+            os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", gpus[0])
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        self._versions: list[int] = [-1, -1]
+
+    def work_at(self, numbers: Sequence[int], references: Sequence[Any], unit: bytes) -> bytes:
+        """Sample and score a unit.
+
+        Args:
+            numbers: versions of weights and state.
+            references: where they are; the weights come with their checksum, the state is pickled.
+            unit: a pickled `Unit`; arrays that Ray pickles itself cannot be written to.
+
+        Returns:
+            A pickled `Outcome`.
+        """
+        import ray
+
+        if numbers[0] != self._versions[0]:
+            self.load(*ray.get(references[0]))
+        if numbers[1] != self._versions[1]:
+            self.load_state(pickle.loads(ray.get(references[1])))
+        self._versions = list(numbers)
+        return pickle.dumps(self.work(pickle.loads(unit)))
+
+
+class RayCrew:
+    """Actors by number; a lost one is killed, in case it was only out of reach."""
+
+    def __init__(self, job: bytes, options: RollersConfig) -> None:
+        import ray
+
+        self._ray, self._options = ray, options
+        self._job = ray.put(job)
+        resources = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
+        self._kind = ray.remote(**resources, max_restarts=0, max_task_retries=0)(RayWorker)
+        self._actors: dict[int, Any] = {}
+        self._waiting: dict[Any, int] = {}
+        self._starting: set[int] = set()
+        self._next = 0
+        self.numbers: list[int] = [0, 0]
+        """Versions of weights and state."""
+        self.references: list[Any] = [None, None]
+
+    def start(self) -> int:
+        """Begin to start an actor; Ray keeps it waiting while no machine has room."""
+        self._next += 1
+        self._actors[self._next] = actor = self._kind.remote()
+        self._starting.add(self._next)
+        self._waiting[actor.open.remote(self._job)] = self._next
+        return self._next
+
+    def ask(self, worker: int) -> None:
+        """Ask whether an actor is still there."""
+        self._waiting[self._actors[worker].answer.remote()] = worker
+
+    def send(self, worker: int, unit: Unit) -> None:
+        """Give an actor a unit."""
+        reference = self._actors[worker].work_at.remote(self.numbers, self.references, pickle.dumps(unit))
+        self._waiting[reference] = worker
+
+    def wait(self) -> tuple[int, Hello | Refusal | Outcome | Raised | Lost]:
+        """The next answer."""
+        began = time.monotonic()
+        while True:
+            found, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=POLL_S)
+            if found:
+                break
+            if time.monotonic() - began > START_S and self._starting.issuperset(self._waiting.values()):
+                raise RunError(f"no rollout worker has started in {START_S:g} s: {self._room()}")
+        worker = self._waiting.pop(found[0])
+        self._starting.discard(worker)
+        return worker, self._answer(worker, found[0])
+
+    def close(self) -> None:
+        """End the actors."""
+        idle = [actor for number, actor in self._actors.items() if number not in self._waiting.values()]
+        self._ray.wait([actor.close.remote() for actor in idle], num_returns=len(idle), timeout=CLOSE_S) if idle else ()
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+
+    def _answer(self, worker: int, reference: Any) -> Hello | Refusal | Outcome | Raised | Lost:
+        errors = self._ray.exceptions
+        try:
+            answer = self._ray.get(reference)
+            return pickle.loads(answer) if isinstance(answer, bytes) else answer
+        except errors.RayTaskError as error:
+            if not isinstance(error.cause, errors.RayError):
+                return Raised(error.cause, str(error))
+            reason = error.cause  # what it was to read has gone with another machine
+        except errors.RayError as error:
+            reason = error
+        with store_errors():
+            if isinstance(reason, errors.ObjectStoreFullError | errors.OutOfDiskError):
+                raise reason
+        self._ray.kill(self._actors.pop(worker))
+        text = " ".join(str(reason).split())
+        return Lost(f"{type(reason).__name__}: {text[:300]}")
+
+    def _room(self) -> str:
+        free = {name: count for name, count in self._ray.available_resources().items() if name in ("CPU", "GPU")}
+        options = self._options
+        return (
+            f"each asks for rollers.num_cpus={options.num_cpus:g} and rollers.num_gpus={options.num_gpus:g}; free in "
+            f"the cluster: {free or 'nothing'}"
+        )
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Say what to do about a full object store."""
+    import ray
+
+    try:
+        yield
+    except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+        raise RunError(
+            f"Ray's object store is full ({' '.join(str(error).split())[:200]}); start the cluster with a larger "
+            "`ray start --object-store-memory`, free the disk that it spills to, or take fewer tasks a step; "
+            "`--resume` continues from the last checkpoint"
+        ) from error
+
+
+class RayRollers:
+    """Samples and scores in Ray actors; this process samples what workers cannot, and scores what compares tasks."""
+
+    def __init__(
+        self, recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, run_dir: Path, entry: Any
+    ) -> None:
+        self._recipe, self._accelerator, self._run_dir = recipe, accelerator, run_dir
+        options: RollersConfig = config.rollers
+        self._unit, self._size = options.unit or 1, _own_workers(options.workers, accelerator)
+        self._local = LocalRollers(recipe, accelerator)
+        self._owns = _connect(options, accelerator)
+        import ray
+
+        self._ray = ray
+        try:
+            _check_room(options)
+            job = Job(entry, config, os.getcwd(), versions(), checksum(recipe.policy, trained=False))
+            self._crew = RayCrew(_pickled(job), options)
+            self._dealer = Dealer(self._crew, self._size, options.tries)
+            hello = self._dealer.start()
+        except BaseException:
+            self._disconnect()
+            raise
+        LOGGER.info("%d rollout workers; the first one is on %s (%s)", self._size, hello.host, hello.device)
+        self._again, self._lost, self._busy_s, self._waited_s = 0, 0, 0.0, 0.0
+
+    def load(self, step: Step) -> None:
+        """Put the weights into the object store."""
+        policy = self._recipe.policy
+        with store_errors():
+            self._crew.references[0] = self._ray.put((trained_weights(policy), checksum(policy, trained=True)))
+        self._crew.numbers[0] += 1
+
+    def rollout(self, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
+        """Rows of the tasks from the workers, in order."""
+        recipe = self._recipe
+        if not recipe.rolls_apart(step):
+            return self._local.rollout(tasks, streams, step)
+        with store_errors():
+            self._crew.references[1] = self._ray.put(pickle.dumps(recipe.rollout_state(tasks)))
+        self._crew.numbers[1] += 1
+        began = time.perf_counter()
+        outcomes = self._dealer.run(cut(tasks, streams, step, self._unit))
+        self._waited_s += time.perf_counter() - began
+        said: dict[tuple[int, str], None] = {}
+        for outcome in outcomes:
+            self._busy_s += outcome.seconds
+            self._lost += int(outcome.lost)
+            if not outcome.lost:
+                add_notes(recipe, outcome.added)
+            said |= dict.fromkeys(outcome.logs)
+            self._write(outcome)
+        for level, text in said:
+            LOGGER.log(level, "%s", text)
+        return joined(outcomes).to(self._accelerator.device)
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """The rows with their rewards, which they have already unless those compare tasks."""
+        done = self._recipe.rolls_apart(step) and self._recipe.scores_apart
+        return rollouts if done else self._recipe.score(rollouts, step)
+
+    def metrics(self) -> dict[str, float]:
+        """Lost and repeated units of the step, and how busy the workers were."""
+        found = sum_over_processes(
+            {
+                "rollers/lost": float(self._lost),
+                "rollers/again": float(self._dealer.again - self._again),
+                "busy": self._busy_s,
+                "time": self._size * self._waited_s,
+            }
+        )
+        self._again, self._lost, self._busy_s, self._waited_s = self._dealer.again, 0, 0.0, 0.0
+        busy, total = found.pop("busy"), found.pop("time")
+        return found | {"rollers/busy": busy / total if total else math.nan}
+
+    def close(self) -> None:
+        """End the workers, and Ray if it was started for this run."""
+        self._crew.close()
+        self._disconnect()
+
+    def _write(self, outcome: Outcome) -> None:
+        for name, content in outcome.files.items():
+            path = self._run_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def _disconnect(self) -> None:
+        if self._owns:
+            self._ray.shutdown()
+
+
+def _own_workers(count: int, accelerator: Accelerator) -> int:
+    """Workers of this training process."""
+    own = len(range(accelerator.process_index, count, accelerator.num_processes))
+    if count < accelerator.num_processes:
+        raise UserError(
+            f"rollers.workers is {count}; with {accelerator.num_processes} processes it must be at least that many"
+        )
+    return own
+
+
+def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
+    """Join a cluster, or start one for the run; returns whether this process has started it."""
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise UserError("rollers.engine is ray, which is not installed: pip install 'mmrl-suite[ray]'") from error
+    if ray.is_initialized():
+        return False
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    handlers = {each: signal.getsignal(each) for each in SIGNALS}
+    address: list[Any] = [options.address or None]
+    try:
+        if address[0] is None and accelerator.is_main_process:
+            cores = max(os.cpu_count() or 1, math.ceil(options.workers * options.num_cpus))
+            context = ray.init(num_cpus=cores, include_dashboard=False, **quiet)
+            address[0] = context.address_info["gcs_address"]
+            started = True
+        else:
+            started = False
+        if accelerator.num_processes > 1:
+            broadcast_object_list(address)
+        if not started:
+            ray.init(address=address[0], **quiet)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = f"cluster at rollers.address={options.address}" if options.address else "Ray"
+        raise UserError(f"no connection to the {where}: {' '.join(str(error).split())[:300]}") from error
+    finally:
+        for each, handler in handlers.items():
+            with suppress(ValueError):  # signals are the main thread's, and elsewhere Ray leaves them alone
+                signal.signal(each, handler)
+    return started or bool(options.address)
+
+
+def _check_room(options: RollersConfig) -> None:
+    """Refuse workers that no machine of the cluster could hold."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for name, wanted, key in (("CPU", options.num_cpus, "num_cpus"), ("GPU", options.num_gpus, "num_gpus")):
+        most = max((node.get(name, 0.0) for node in nodes), default=0.0)
+        if wanted > most:
+            raise UserError(
+                f"rollers.{key} is {wanted:g}, but no machine of the cluster has more than {most:g} {name}s"
+            )
+
+
+def _pickled(job: Job) -> bytes:
+    try:
+        return pickle.dumps(job)
+    except Exception as error:
+        raise UserError(
+            f"the run cannot be sent to workers: {type(error).__name__}: {error}; name policy and simulator in the "
+            "configuration instead of giving them as objects, or use rollers.engine=local"
+        ) from error

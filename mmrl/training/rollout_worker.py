@@ -1,0 +1,254 @@
+"""A rollout worker: a copy of a recipe, the weights that it is given, and what it sends back besides rows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableSequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.errors import RunError, UserError
+from mmrl.training.processes import HeapTrimmer, limit_primitive_cache, make_accelerator, seed_everything
+from mmrl.training.recipe import Recipe
+from mmrl.training.rollers import Hello, Outcome, Refusal, Unit, sampled
+
+LOGGER = logging.getLogger("mmrl")
+PACKAGES = ("mmrl-suite", "torch", "numpy", "transformers", "diffusers", "mujoco")
+"""Packages whose versions the workers share with the training process."""
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+SENT = ("failures", "videos")
+"""Folders of a run that workers write to."""
+Weights = Mapping[str, np.ndarray]
+"""Bytes (uint8) of trained parameters by name."""
+
+
+def trained_weights(policy: nn.Module) -> Weights:
+    """Bytes of the trained parameters, in memory of their own."""
+    return {name: _as_bytes(weight) for name, weight in policy.named_parameters() if weight.requires_grad}
+
+
+def _as_bytes(weight: Tensor) -> np.ndarray:
+    return weight.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+@torch.no_grad()
+def load_weights(policy: nn.Module, weights: Weights) -> None:
+    """Copy weights into a policy; raises RunError where they are those of another one."""
+    own = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+    if different := sorted(own.keys() ^ weights.keys()):
+        raise RunError(f"a worker trains other weights than the training process: {', '.join(different[:4])}")
+    for name, value in weights.items():
+        given = torch.from_numpy(np.array(value)).view(own[name].dtype)
+        own[name].copy_(given.view(own[name].shape))
+
+
+def checksum(policy: nn.Module, *, trained: bool) -> int:
+    """Sum of the bits of the trained or of the frozen parameters; fast rather than safe against intent."""
+    total = 0
+    for number, weight in enumerate(policy.parameters()):
+        if weight.requires_grad == trained:
+            raw = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+            raw = torch.nn.functional.pad(raw, (0, -len(raw) % 4)).view(torch.int32)
+            total += (number + 1) * int(raw.sum(dtype=torch.int64))
+    return total % 2**63
+
+
+def begin_notes(recipe: Recipe[Any, Any]) -> dict[str, Counter[str]]:
+    """Counts as they are before a unit; lists are emptied."""
+    recipe.noted.clear()
+    recipe.extra_samples = 0
+    for each in recipe.added.values():
+        if isinstance(each, MutableSequence):
+            each.clear()
+    return {name: Counter(each) for name, each in recipe.added.items() if isinstance(each, Mapping)}
+
+
+def notes_since(recipe: Recipe[Any, Any], before: Mapping[str, Counter[str]]) -> dict[str, Any]:
+    """What a unit has added to the recipe's counters and lists."""
+    found: dict[str, Any] = {}
+    for name, each in recipe.added.items():
+        if isinstance(each, Mapping):
+            found[name] = {key: each[key] - before[name][key] for key in each}
+        else:
+            found[name] = list(each)
+    return found | {"noted": dict(recipe.noted), "extra_samples": recipe.extra_samples}
+
+
+def add_notes(recipe: Recipe[Any, Any], found: Mapping[str, Any]) -> None:
+    """Add what a unit has noted in a worker."""
+    for name, each in recipe.added.items():
+        if isinstance(each, MutableSequence):
+            each.extend(found[name])
+        else:
+            each.update(found[name])
+    recipe.noted |= found["noted"]
+    recipe.extra_samples += found["extra_samples"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A worker's recipe, and what it has to agree on with the training process."""
+
+    entry: Any
+    """Row of `mmrl.recipes.RECIPES`."""
+    config: Any
+    folder: str
+    """Working directory, which paths of the configuration are relative to."""
+    versions: Mapping[str, str]
+    frozen: int
+    """Checksum of the weights that are not trained."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide what a worker computes, as far as they are installed."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+class RolloutWorker:
+    """A copy of a recipe that samples and scores; it knows neither optimiser nor run folder."""
+
+    def __init__(self) -> None:
+        self._recipe: Recipe[Any, Any] | None = None
+        self._accelerator: Accelerator | None = None
+        self._output: tempfile.TemporaryDirectory[str] | None = None
+        self._heap = HeapTrimmer(enabled=False)
+
+    def open(self, job: bytes) -> Hello | Refusal:
+        """Build the recipe.
+
+        Args:
+            job: a pickled `Job`.
+        """
+        host = socket.gethostname()
+        try:
+            return self._open(job, host)
+        except ModuleNotFoundError as error:
+            return Refusal(
+                f"the worker on {host} has no module '{error.name}'; install it on every node, or put its folder on "
+                "PYTHONPATH there"
+            )
+        except UserError as error:
+            return Refusal(f"the worker on {host} cannot start: {error}")
+        except Exception as error:
+            LOGGER.debug("%s", traceback.format_exc())
+            return Refusal(f"the worker on {host} cannot start: {type(error).__name__}: {error}")
+
+    def _open(self, pickled: bytes, host: str) -> Hello | Refusal:
+        for name in [name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC")]:
+            del os.environ[name]  # inherited from a training process that has started Ray
+        job: Job = pickle.loads(pickled)
+        here = versions()
+        for name, version in job.versions.items():
+            if here.get(name) != version:
+                own = here.get(name, "none")
+                return Refusal(f"the worker on {host} has {name} {own}, the training process {version}; install one")
+        if not Path(job.folder).is_dir():
+            return Refusal(f"the worker on {host} has no folder {job.folder}, in which the run was started")
+        os.chdir(job.folder)
+        config = job.config
+        self._output = tempfile.TemporaryDirectory(prefix="mmrl-worker-")
+        config.output_dir = self._output.name
+        config.tracking.quiet = True
+        if config.trainer.threads:
+            torch.set_num_threads(config.trainer.threads)
+        if config.trainer.release_memory:
+            limit_primitive_cache()
+        seed_everything(config.seed)
+        self._accelerator = make_accelerator(config.trainer.mixed_precision)
+        device = self._accelerator.device
+        self._heap = HeapTrimmer(enabled=config.trainer.release_memory and device.type == "cpu")
+        self._recipe = job.entry.load_recipe_class()(config)
+        policy = self._recipe.policy
+        if checksum(policy, trained=False) != job.frozen:
+            return Refusal(
+                f"the model on {host} has other frozen weights than that of the training process, though it was built "
+                "from the same configuration; is there another model in its folder?"
+            )
+        policy.to(device)
+        policy.eval()
+        return self.answer()
+
+    def answer(self) -> Hello:
+        """Say that it is there."""
+        assert self._accelerator is not None
+        return Hello(socket.gethostname(), str(self._accelerator.device))
+
+    def load(self, weights: Weights, expected: int) -> None:
+        """Take over the weights of a step, whose checksum is known."""
+        assert self._recipe is not None
+        load_weights(self._recipe.policy, weights)
+        if checksum(self._recipe.policy, trained=True) != expected:
+            raise RunError(f"the weights of a step have arrived damaged in the worker on {socket.gethostname()}")
+
+    def load_state(self, state: Any) -> None:
+        """Take over what sampling reads of the run besides weights."""
+        assert self._recipe is not None
+        if state is not None:
+            self._recipe.load_rollout_state(state)
+
+    def work(self, unit: Unit) -> Outcome:
+        """Sample and score a unit."""
+        assert self._recipe is not None
+        assert self._accelerator is not None
+        began, before = time.perf_counter(), begin_notes(self._recipe)
+        with _captured() as logs:
+            found = sampled(self._recipe, unit, self._accelerator)
+        if found.rollouts is not None:
+            found.rollouts = found.rollouts.to("cpu")
+        found.added, found.logs, found.files = notes_since(self._recipe, before), logs, self._taken_files()
+        self._heap.trim()
+        found.seconds = time.perf_counter() - began
+        return found
+
+    def close(self) -> None:
+        """End environments and reward workers."""
+        if self._recipe is not None:
+            self._recipe.close()
+        if self._output is not None:
+            self._output.cleanup()
+
+    def _taken_files(self) -> dict[str, bytes]:
+        """Files that the recipe has written for the run's folder, which are removed from its own."""
+        assert self._output is not None
+        root = Path(self._output.name)
+        paths = [path for name in SENT for path in sorted((root / name).rglob("*")) if path.is_file()]
+        found = {str(path.relative_to(root)): path.read_bytes() for path in paths}
+        for path in paths:
+            path.unlink()
+        return found
+
+
+@contextmanager
+def _captured() -> Iterator[list[tuple[int, str]]]:
+    """Level and text of what the suite logs meanwhile."""
+    found: list[tuple[int, str]] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append((record.levelno, record.getMessage()))
+
+    handler = Kept(logging.INFO)
+    LOGGER.addHandler(handler)
+    try:
+        yield found
+    finally:
+        LOGGER.removeHandler(handler)

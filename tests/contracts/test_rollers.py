@@ -1,0 +1,150 @@
+"""Rollout workers in Ray sample and learn what one process does, also when one of them is killed.
+
+`python -m tests.contracts.test_rollers` measures all recipes and writes the table of docs/scale.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmrl.recipes import RECIPES
+from mmrl.runs.run_log import RunLog
+from mmrl.training.ray_rollers import RayCrew
+from mmrl.training.settings import RollersConfig
+from tests.contracts.test_two_processes import make, train
+
+pytestmark = pytest.mark.slow
+SAMPLED = [name for name, entry in RECIPES.items() if not entry.supervised]
+WORKERS = 2
+BY_THE_CLOCK = ("time/", "memory/", "tokens/per_second", "rollers/", "cost/seconds")
+KEPT_PREFILL = 1e-4
+"""Of the move, for questions whose prefill the sampler keeps for the update, which workers cannot: float32 (6e-8)
+through some hundred operations."""
+
+
+class Watched:
+    """A run with its metrics."""
+
+    def __init__(self, config: Any, folder: Path, options: RollersConfig, *, kill: bool = False) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.killed = 0
+        config.rollers, last = options, config.trainer.steps - 1
+        with pytest.MonkeyPatch.context() as patch:
+            log, send = RunLog.step, RayCrew.send
+
+            def logged(run: Any, step: int, metrics: Any, tokens: float) -> None:
+                self.metrics.append({k: v for k, v in metrics.items() if not k.startswith(BY_THE_CLOCK)})
+                log(run, step, metrics, tokens)
+
+            def sent(crew: Any, worker: int, unit: Any) -> None:
+                send(crew, worker, unit)
+                if kill and not self.killed and unit.step.number == last:
+                    crew._ray.kill(crew._actors[worker])
+                    self.killed += 1
+
+            patch.setattr(RunLog, "step", logged)
+            patch.setattr(RayCrew, "send", sent)
+            self.found = train(config, folder)
+
+    @property
+    def moved(self) -> float:
+        return float((self.found["weights"] - self.found["begin"]).abs().max())
+
+    def differs(self, other: Watched) -> float:
+        """Largest difference of a weight, as a share of the largest move."""
+        difference = (self.found["weights"] - other.found["weights"]).abs().max()
+        return float(difference) / self.moved
+
+    def differing_metrics(self, other: Watched) -> list[str]:
+        """Metrics that differ by more than the rounding of sums of other shapes."""
+        found = []
+        for mine, others in zip(self.metrics, other.metrics, strict=True):
+            assert mine.keys() == others.keys()
+            pairs = ((name, torch.tensor([mine[name], others[name]])) for name in mine)
+            found += [n for n, pair in pairs if not torch.isclose(*pair, 1e-3, 1e-5, equal_nan=True)]
+        return found
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    with connected() as found:
+        yield found
+
+
+class connected:  # noqa: N801
+    """Ray on this machine, without its own guard of memory."""
+
+    def __enter__(self) -> Any:
+        ray = pytest.importorskip("ray")
+        os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray's spelling
+        ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, object_store_memory=300 << 20)
+        return ray
+
+    def __exit__(self, *error: object) -> None:
+        pytest.importorskip("ray").shutdown()
+
+
+def measured(name: str, folder: Path) -> tuple[Watched, Watched, Watched]:
+    """The recipe's run as it is, cut into units in this process, and in workers of which one is killed at the end."""
+    here = Watched(make(name, folder), folder / "here", RollersConfig())
+    units = Watched(make(name, folder), folder / "units", RollersConfig(unit=1))
+    ray = Watched(make(name, folder), folder / "ray", RollersConfig(engine="ray", workers=WORKERS), kill=True)
+    return here, units, ray
+
+
+def check(name: str, here: Watched, units: Watched, ray: Watched) -> None:
+    """Equal bits, or rounding where the update shares what only a sampler in its process keeps."""
+    assert here.moved > 0
+    assert ray.killed == 1
+    kept = _keeps_prefill(name)
+    assert ray.differs(units) <= (KEPT_PREFILL if kept else 0.0)
+    assert torch.equal(ray.found["rows"][..., 0], here.found["rows"][..., 0])  # as many decisions, group by group
+    if not kept:
+        assert torch.equal(ray.found["rows"].nan_to_num(9.0), units.found["rows"].nan_to_num(9.0))
+    assert ray.differing_metrics(here) == []
+
+
+def _keeps_prefill(name: str) -> bool:
+    """Whether the recipe answers questions with the suite's own sampler."""
+    return RECIPES[name].target.startswith(("mmrl.vlm.", "mmrl.gui.")) and name != "tspo"
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_workers_of_which_one_is_killed_sample_and_learn_what_one_process_does(name, tmp_path, ray):
+    check(name, *measured(name, tmp_path))
+
+
+def row(name: str, here: Watched, units: Watched, ray: Watched) -> str:
+    """A line of the table."""
+
+    def said(share: float) -> str:
+        return "equal bits" if share == 0 else f"{share:.0e}"
+
+    return f"| {name} | {said(units.differs(here))} | {said(ray.differs(units))} | {said(ray.differs(here))} |"
+
+
+def main(names: list[str]) -> None:
+    """Measure recipes and write their lines into docs/scale.md."""
+    page = Path(__file__).parents[2] / "docs" / "scale.md"
+    with connected():
+        for name in names or SAMPLED:
+            with tempfile.TemporaryDirectory() as folder:
+                line = row(name, *measured(name, Path(folder)))
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+            text = page.read_text(encoding="utf-8")
+            old = re.compile(rf"^\| {name} \|.*\n", re.MULTILINE)
+            page.write_text(old.sub(f"{line}\n", text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

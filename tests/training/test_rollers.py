@@ -1,0 +1,265 @@
+"""Units of a step in workers: the rows of one process in its order, whatever happens to the workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pickle
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.entries import RecipeEntry
+from mmrl.errors import RunError, UserError
+from mmrl.training.processes import SimCounts, Streams, make_accelerator
+from mmrl.training.ray_rollers import open_rollers
+from mmrl.training.recipe import NoUsableTasksError, Step
+from mmrl.training.rollers import Dealer, Hello, LocalRollers, Lost, Outcome, Raised, Refusal, cut, joined, sampled
+from mmrl.training.rollout_worker import (
+    Job,
+    RolloutWorker,
+    add_notes,
+    begin_notes,
+    checksum,
+    load_weights,
+    notes_since,
+    trained_weights,
+    versions,
+)
+from mmrl.training.settings import RollersConfig, TrainerConfig
+from tests.training.toy import ToyConfig, ToyRecipe
+
+ENTRY = RecipeEntry("toy", "tests.training.toy:ToyRecipe:ToyConfig", "", "")
+TASKS, STREAMS, STEP = [3, 0, 5, 2, 4], Streams(7, [0, 1, 2, 3, 4]), Step(1, 4)
+
+
+def config() -> ToyConfig:
+    return ToyConfig(trainer=TrainerConfig(samples_per_task=4, tasks_per_step=5))
+
+
+def job(**changes) -> bytes:
+    frozen = checksum(ToyRecipe(config()).policy, trained=False)
+    return pickle.dumps(dataclasses.replace(Job(ENTRY, config(), os.getcwd(), versions(), frozen), **changes))
+
+
+def worker() -> RolloutWorker:
+    found = RolloutWorker()
+    assert isinstance(found.open(job()), Hello)
+    return found
+
+
+class Crew:
+    """Workers in this process that answer last come, first served; some are lost."""
+
+    def __init__(self, lost: Counter[int] | None = None, answers: list | None = None) -> None:
+        self.lost, self.starts = lost or Counter(), list(answers or ())
+        self.workers: dict[int, RolloutWorker] = {}
+        self.queue: list[tuple[int, object]] = []
+        self.asked: list[int] = []
+        self.weights, self.sent = None, []
+
+    def start(self) -> int:
+        number = len(self.workers) + 1
+        self.workers[number] = worker()
+        self.queue.append((number, self.starts.pop(0) if self.starts else Hello("here", "cpu")))
+        return number
+
+    def ask(self, number: int) -> None:
+        self.asked.append(number)
+        self.queue.append((number, Hello("here", "cpu")))
+
+    def send(self, number: int, unit) -> None:
+        place = unit.streams.places[0]
+        self.sent.append((number, place))
+        if self.lost[place]:
+            self.lost[place] -= 1
+            self.queue.append((number, Lost("killed")))
+            return
+        if self.weights is not None:
+            self.workers[number].load(*self.weights)
+        self.queue.append((number, self.workers[number].work(unit)))
+
+    def wait(self):
+        return self.queue.pop()
+
+
+def test_rows_come_back_in_order_with_equal_bits_also_after_losses():
+    recipe = ToyRecipe(config())
+    with torch.no_grad():
+        recipe.policy.table.normal_(generator=torch.Generator().manual_seed(0))
+    local = LocalRollers(recipe, make_accelerator())
+    expected = local.score(local.rollout(TASKS, STREAMS, STEP), STEP)
+    crew = Crew(Counter({1: 2, 3: 1}))
+    crew.weights = trained_weights(recipe.policy), checksum(recipe.policy, trained=True)
+    dealer = Dealer(crew, 2, tries=3)
+    found = joined(dealer.run(cut(TASKS, STREAMS, STEP, 1)))
+    assert found.payload.tasks == TASKS
+    assert torch.equal(found.payload.ids, expected.payload.ids)
+    assert torch.equal(found.logp_old, expected.logp_old)
+    assert torch.equal(found.reward, expected.reward)
+    assert torch.equal(found.group, expected.group)
+    assert dealer.again == 3
+    assert [place for _, place in crew.sent if place == 1] == [1, 1, 1]
+
+
+def test_a_unit_that_is_cut_here_is_the_unit_of_a_worker():
+    recipe = ToyRecipe(config())
+    whole, units = LocalRollers(recipe, make_accelerator()), LocalRollers(recipe, make_accelerator(), 2)
+    expected, found = (each.score(each.rollout(TASKS, STREAMS, STEP), STEP) for each in (whole, units))
+    assert torch.equal(found.reward, expected.reward)
+    assert recipe.seen_tasks == [TASKS, TASKS[:2], TASKS[2:4], TASKS[4:]]
+
+
+def test_a_unit_that_loses_every_worker_is_left_out_and_the_others_stay():
+    outcomes = Dealer(Crew(Counter({2: 9})), 2, tries=3).run(cut(TASKS, STREAMS, STEP, 1))
+    assert [outcome.lost for outcome in outcomes] == [False, False, True, False, False]
+    assert joined(outcomes).payload.tasks == [3, 0, 2, 4]
+
+
+def test_a_step_whose_units_are_all_lost_ends_the_run():
+    outcomes = Dealer(Crew(Counter(dict.fromkeys(range(5), 9))), 2, tries=2).run(cut(TASKS, STREAMS, STEP, 1))
+    with pytest.raises(RunError, match="2 rollout workers were lost over the same tasks; the last one: killed"):
+        joined(outcomes)
+
+
+def test_work_goes_to_workers_that_have_answered_since_a_loss():
+    crew = Crew(Counter({0: 1}))
+    dealer = Dealer(crew, 3, tries=3)
+    while len(dealer._free) < 3:
+        dealer.start()
+    dealer.run(cut(TASKS[:1], Streams(7), STEP, 1))
+    assert sorted(crew.asked) == sorted({1, 2, 3} - {crew.sent[0][0]})
+
+
+def test_workers_that_do_not_start_end_the_run():
+    with pytest.raises(RunError, match="4 rollout workers in a row were lost; the last one: no memory"):
+        Dealer(Crew(answers=[Lost("no memory")] * 9), 1, tries=3).start()
+    with pytest.raises(UserError, match="no module 'lost'"):
+        Dealer(Crew(answers=[Refusal("no module 'lost'")]), 1, tries=3).start()
+    with pytest.raises(ZeroDivisionError):
+        Dealer(Crew(answers=[Raised(ZeroDivisionError(), "")]), 1, tries=3).start()
+
+
+class Choosy(ToyRecipe):
+    """Cannot use odd tasks."""
+
+    def rollout(self, policy, tasks, streams, step):
+        usable = [task for task in tasks if not task % 2]
+        if not usable:
+            raise NoUsableTasksError(f"{tasks} are odd")
+        return super().rollout(policy, usable, streams.among(tasks, usable), step)
+
+
+def test_tasks_that_cannot_be_used_are_left_out_as_in_one_process():
+    recipe = Choosy(config())
+    outcomes = [sampled(recipe, unit, make_accelerator()) for unit in cut(TASKS, STREAMS, STEP, 1)]
+    assert joined(outcomes).payload.tasks == [0, 2, 4]
+    with pytest.raises(NoUsableTasksError, match=r"\[3\] are odd"):
+        joined(outcomes[:1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"versions": {"torch": "0.1"}}, r"has torch .*, the training process 0\.1; install one"),
+        ({"versions": {"mujoco": "99"}}, "the training process 99"),
+        ({"folder": "/no/such/folder"}, "no folder /no/such/folder, in which the run was started"),
+        ({"frozen": 1}, "other frozen weights than that of the training process"),
+    ],
+)
+def test_a_worker_that_differs_refuses_by_name(changes, reason):
+    answer = RolloutWorker().open(job(**changes))
+    assert isinstance(answer, Refusal)
+    assert re.search(reason, answer.reason)
+
+
+def test_a_worker_without_the_users_module_names_it():
+    answer = RolloutWorker().open(job().replace(b"mmrl.entries", b"mmrl.emptied"))
+    assert isinstance(answer, Refusal)
+    assert "has no module 'mmrl.emptied'; install it on every node" in answer.reason
+
+
+def test_weights_arrive_whole_or_not_at_all():
+    sender, receiver = ToyRecipe(config()).policy, worker()
+    with torch.no_grad():
+        sender.shared.copy_(torch.tensor([0.5, -1.0, 3.0, 0.0]))
+    weights, expected = trained_weights(sender), checksum(sender, trained=True)
+    receiver.load(weights, expected)
+    assert torch.equal(receiver._recipe.policy.shared, sender.shared)
+    damaged = {name: value.copy() for name, value in weights.items()}
+    damaged["shared"][0] ^= 1
+    with pytest.raises(RunError, match="arrived damaged"):
+        receiver.load(damaged, expected)
+    with pytest.raises(RunError, match="trains other weights than the training process: shared"):
+        load_weights(sender, {"table": weights["table"]})
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
+def test_checksum_sees_every_bit(kind):
+    layer = torch.nn.Linear(3, 1).to(kind)
+    before = checksum(layer, trained=True)
+    with torch.no_grad():
+        layer.weight[0, 2] = torch.nextafter(layer.weight[0, 2].float(), torch.tensor(9.0)).to(kind) + 0.125
+    assert checksum(layer, trained=True) != before
+    assert checksum(layer, trained=False) == 0
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.counts = Counter(crashed=2)
+
+
+def test_what_a_recipe_notes_in_a_worker_arrives(tmp_path):
+    def noting() -> ToyRecipe:
+        recipe = ToyRecipe(config())
+        recipe.sim = Counts()
+        recipe.added |= {"seen": Counter(), "fresh": [], "counts": SimCounts(recipe.sim, tmp_path)}
+        return recipe
+
+    here, there = noting(), noting()
+    there.added["seen"]["return"], there.added["seen"]["done"] = -1.0, 4
+    before = begin_notes(there)
+    there.added["seen"]["return"] -= 2.5
+    there.added["seen"]["success"] += 1
+    there.added["fresh"].append("episode")
+    there.sim.counts["crashed"] += 3
+    there.extra_samples, there.noted["agreement"] = 5, 0.5
+    here.added["fresh"].append("older")
+    for _ in range(2):
+        add_notes(here, notes_since(there, before))
+    assert here.added["seen"] == {"return": -5.0, "success": 2, "done": 0}
+    assert here.added["fresh"] == ["older", "episode", "episode"]
+    assert here.added["counts"].metrics() == {"sim/crashed": 8.0}
+    assert here.extra_samples == 10
+    assert here.noted == {"agreement": 0.5}
+
+
+def test_what_a_worker_logs_and_writes_is_sent(monkeypatch, caplog):
+    receiver = worker()
+    rollout = receiver._recipe.rollout
+
+    def noisy(*given):
+        logging.getLogger("mmrl").warning("a %s broke", "lamp")
+        folder = Path(receiver._recipe.config.output_dir) / "failures"
+        folder.mkdir(exist_ok=True)
+        (folder / "lamp.txt").write_text("why")
+        return rollout(*given)
+
+    monkeypatch.setattr(receiver._recipe, "rollout", noisy)
+    outcome = receiver.work(cut(TASKS, STREAMS, STEP, 5)[0])
+    assert isinstance(outcome, Outcome)
+    assert list(outcome.logs) == [(30, "a lamp broke")]
+    assert outcome.files == {"failures/lamp.txt": b"why"}
+    assert receiver.work(cut(TASKS, STREAMS, STEP, 5)[0]).files == {"failures/lamp.txt": b"why"}
+
+
+def test_options_of_workers_need_an_engine_of_workers():
+    with pytest.raises(ValueError, match=r"rollers\.num_gpus is set, but rollers\.engine is local; set it to ray"):
+        RollersConfig(num_gpus=1.0).validate()
+    RollersConfig(unit=2).validate()
+    recipe = ToyRecipe(config())
+    assert isinstance(open_rollers(recipe, recipe.config, make_accelerator(), None), LocalRollers)
