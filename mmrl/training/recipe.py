@@ -43,10 +43,7 @@ class Step:
 
 
 class NoUsableTasksError(RunError):
-    """None of the tasks of a draw could be used; the loop draws others a few times before it gives up.
-
-    `rollouts` stay in the step if other tasks could be used.
-    """
+    """None of the tasks of a draw could be used, and others are drawn; `rollouts` stay where some of those could be."""
 
     def __init__(self, message: str, rollouts: Rollouts | None = None) -> None:
         super().__init__(message)
