@@ -104,6 +104,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """Advice for samples of a task that differ more; empty where no option does that."""
     samples_elsewhere: bool = False
     """Whether another engine than the policy samples, whose log-probabilities are compared with the policy's own."""
+    scores_apart: bool = True
+    """Whether `score` treats each task as if it were alone; else it is called with those of the whole step."""
     samples_as_it_scores: ClassVar[bool] = False
     """Whether sampling and update compute log-probabilities by the same arithmetic, so that rounding alone differs."""
 
@@ -178,11 +180,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Whether `rollout` treats each task of the step as if it were alone, so that workers can share them."""
         return True
 
-    @property
-    def scores_apart(self) -> bool:
-        """Whether `score` treats each task as if it were alone; else it is called with those of the whole step."""
-        return True
-
     def rollout_state(self, tasks: Sequence[TaskT]) -> Any:
         """What `rollout` and `score` read of the run besides weights and step when they get these tasks."""
         return None
@@ -194,9 +191,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     def keeps_sampled_logp(self) -> bool:
         """Whether the old log-probabilities are those recorded while sampling; see `trainer.old_logp`."""
         trainer, weights = self.config.trainer, self.policy.parameters()
-        low = trainer.mixed_precision != "none" or any(
-            weight.dtype.itemsize < torch.float32.itemsize for weight in weights
-        )
+        low = trainer.mixed_precision != "none" or any(weight.dtype.itemsize < 4 for weight in weights)
         exact = self.samples_as_it_scores and not low and "logp_rollout" not in self.objective.needs
         return trainer.old_logp == "sampler" or (trainer.old_logp == "auto" and exact)
 
@@ -264,15 +259,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def close(self) -> None:
         """Free worker processes."""
-
-
-def collect_metrics(recipe: Recipe[Any, Any], rollouts: Rollouts, step: Step) -> dict[str, float]:
-    """Metrics of a completed step from domain, stages and terms; every process calls it."""
-    found = recipe.step_metrics(rollouts) | recipe.noted
-    recipe.noted.clear()
-    for term in recipe.terms:
-        found |= term.metrics(rollouts, step)
-    return found
 
 
 Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]

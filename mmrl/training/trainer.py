@@ -35,7 +35,7 @@ from mmrl.training.processes import (
     stream_seed,
 )
 from mmrl.training.ray_rollers import open_rollers
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, collect_metrics, make_reference
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, make_reference
 from mmrl.training.saving import RunSaver
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig
 from mmrl.training.update import Updater, needs_reference, unscored, update_constants
@@ -367,6 +367,15 @@ class Trainer:
             **machine(self.accelerator),
         }
         return self.log.result(found, write=self.accelerator.is_main_process)
+
+
+def collect_metrics(recipe: Recipe[Any, Any], rollouts: Rollouts, step: Step) -> dict[str, float]:
+    """Metrics of a completed step from domain, stages and terms; every process calls it."""
+    found = recipe.step_metrics(rollouts) | recipe.noted
+    recipe.noted.clear()
+    for term in recipe.terms:
+        found |= term.metrics(rollouts, step)
+    return found
 
 
 class TaskStream(Generic[TaskT]):

@@ -310,6 +310,7 @@ class RobotPpoRecipe(RobotRecipe):
         acting: Any = self.policy
         self.policy = PolicyWithCritic(acting, critic, config.critic.factor(config.trainer.learning_rate))
         self.terms = [ChunkCritic(self)]
+        self.scores_apart = not config.shuffle_success
 
     def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
         """See `RobotRecipe.pack`; the chunks are the turns, with a reward each."""
@@ -318,11 +319,6 @@ class RobotPpoRecipe(RobotRecipe):
         chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
         turn = chunks.repeat_interleave(self._decisions_of_chunk)
         return _paid(rollouts.replace(turn=turn.expand_as(rollouts.mask).contiguous()), self._rewards(payload))
-
-    @property
-    def scores_apart(self) -> bool:
-        """Unless successes are shuffled among all."""
-        return not self.config.shuffle_success
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """See `RobotRecipe.score`; the control pays shuffled successes."""

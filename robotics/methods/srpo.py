@@ -84,6 +84,7 @@ class SrpoRecipe(RobotRecipe):
     """The progress reward; see the module."""
 
     config: SrpoConfig
+    scores_apart = False  # failures are compared with the successes of the whole step
 
     def __init__(self, config: SrpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config, policy, sim)
@@ -103,11 +104,6 @@ class SrpoRecipe(RobotRecipe):
         self.memory = self.parts["memory"] = SuccessMemory(self.form.memory)
         self.invalid = self.parts["invalid"] = Tally()
         self._first_reason = ""
-
-    @property
-    def scores_apart(self) -> bool:
-        """Failures are compared with the successes of the whole step."""
-        return False
 
     @property
     def needs_every_frame(self) -> bool:

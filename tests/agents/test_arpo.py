@@ -26,9 +26,10 @@ from mmrl.core import Rollouts, get
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Reference, Step, collect_metrics, old_in_update
+from mmrl.training.recipe import Reference, Step, old_in_update
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.trainer import collect_metrics
 from mmrl.training.update import update_constants
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import ModelConfig

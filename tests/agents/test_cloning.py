@@ -21,9 +21,10 @@ from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import NoUsableTasksError, Step, collect_metrics
+from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig
+from mmrl.training.trainer import collect_metrics
 from mmrl.vlm.engine.sampler import AnswerSampling
 from mmrl.vlm.model.config import ModelConfig
 from tests.agents.test_recipe import CORRIDOR

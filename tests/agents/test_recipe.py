@@ -20,9 +20,10 @@ from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import NoUsableTasksError, Step, collect_metrics
+from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.trainer import collect_metrics
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding

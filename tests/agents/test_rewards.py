@@ -22,9 +22,10 @@ from mmrl.rewards import RewardConfig, RewardSum
 from mmrl.rewards.answers import completion_text
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step, collect_metrics
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.training.settings import TrainerConfig
+from mmrl.training.trainer import collect_metrics
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import ModelConfig

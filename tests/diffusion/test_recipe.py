@@ -17,7 +17,8 @@ from mmrl.errors import RunError, UserError
 from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_accelerator
-from mmrl.training.recipe import Step, collect_metrics
+from mmrl.training.recipe import Step
+from mmrl.training.trainer import collect_metrics
 from tests.diffusion.runs import (
     build,
     collected,

@@ -12,9 +12,10 @@ import torch
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step, collect_metrics
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrackingConfig
+from mmrl.training.trainer import collect_metrics
 from mmrl.training.update import count_denominators
 from robotics.data import LeRobotReader
 from robotics.data.reader import LazyImages

@@ -12,8 +12,9 @@ import torch
 
 from mmrl.config import load_run
 from mmrl.errors import RunError, UserError
-from mmrl.training.recipe import Step, collect_metrics
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
+from mmrl.training.trainer import collect_metrics
 from robotics.episodes.payload import EpisodePayload
 from robotics.flow3d.clip import FlowEncoding, Observation
 from robotics.flow3d.geometry import intrinsics, make_pose

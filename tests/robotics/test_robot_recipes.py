@@ -13,9 +13,10 @@ from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator
-from mmrl.training.recipe import Step, collect_metrics
+from mmrl.training.recipe import Step
 from mmrl.training.run import evaluate, train
 from mmrl.training.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from mmrl.training.trainer import collect_metrics
 from mmrl.training.update import count_denominators
 from robotics.episodes.collect import ActingSettings
 from robotics.episodes.evaluation import RobotEvaluationConfig

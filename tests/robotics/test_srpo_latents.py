@@ -17,8 +17,9 @@ from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
 from mmrl.runs.checkpoint import Checkpoints
 from mmrl.training.processes import make_accelerator
-from mmrl.training.recipe import Step, collect_metrics
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
+from mmrl.training.trainer import collect_metrics
 from robotics.episodes.tasks import EpisodeSetConfig
 from robotics.methods.latents import LatentConfig
 from robotics.methods.progress import ProgressSettings

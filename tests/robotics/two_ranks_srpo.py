@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from mmrl.training.processes import leave, make_accelerator
-from mmrl.training.recipe import Step, collect_metrics
-from mmrl.training.trainer import Trainer
+from mmrl.training.recipe import Step
+from mmrl.training.trainer import Trainer, collect_metrics
 from robotics.methods.latents import LatentConfig
 from robotics.methods.progress import ProgressSettings
 from robotics.methods.srpo import SrpoRecipe

@@ -13,9 +13,9 @@ from mmrl.fields import check_config
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig, RewardResult
 from mmrl.training.processes import Streams, make_accelerator
-from mmrl.training.recipe import Step, collect_metrics
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
-from mmrl.training.trainer import Trainer
+from mmrl.training.trainer import Trainer, collect_metrics
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask, load_videos

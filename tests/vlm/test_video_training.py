@@ -13,8 +13,9 @@ import torch
 from mmrl.recipes import RECIPES
 from mmrl.runs.records import read_samples
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step, collect_metrics
+from mmrl.training.recipe import Step
 from mmrl.training.run import train
+from mmrl.training.trainer import collect_metrics
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import frame_strips, load_videos

@@ -264,6 +264,7 @@ class ArpoRecipe(AgentRecipe):
     """Trajectory GRPO with replay; see the module."""
 
     config: ArpoConfig
+    scores_apart = False  # the successes of all tasks are stored
 
     def __init__(self, config: ArpoConfig) -> None:
         super().__init__(config)
@@ -272,11 +273,6 @@ class ArpoRecipe(AgentRecipe):
             self.terms = [*self.terms, self.replay]
         self._fresh: list[Fresh] = []
         self.added |= {"fresh": self._fresh, "replayed": self.replay.seen}
-
-    @property
-    def scores_apart(self) -> bool:
-        """Scoring stores the successes of all tasks."""
-        return False
 
     def rollout_state(self, tasks: Sequence[AgentTask]) -> Any:
         """What is stored of the tasks."""

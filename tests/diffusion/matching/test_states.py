@@ -18,7 +18,8 @@ from diffusion.sampling.sampler import sample_latents, sample_states, sample_tra
 from diffusion.sampling.schedule import make_solver, trained_steps
 from mmrl.core.returns import gae
 from mmrl.training.processes import make_accelerator
-from mmrl.training.recipe import Step, collect_metrics
+from mmrl.training.recipe import Step
+from mmrl.training.trainer import collect_metrics
 from tests.diffusion.methods.test_orw_cfm import without_critic
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 from tests.diffusion.sampling.test_schedule import SPREAD, exact_velocity

@@ -13,10 +13,10 @@ from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams, make_accelerator
-from mmrl.training.recipe import Reference, Step, collect_metrics
+from mmrl.training.recipe import Reference, Step
 from mmrl.training.run import train
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.trainer import Trainer
+from mmrl.training.trainer import Trainer, collect_metrics
 from mmrl.training.update import count_denominators, update_constants
 from robotics.flow3d.methods.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig
 from robotics.flow3d.methods.clips import ClipSetConfig
