@@ -33,13 +33,17 @@ PACKAGES = ("mmrl-suite", "torch", "numpy", "transformers", "diffusers", "mujoco
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 SENT = ("failures", "videos")
 """Folders of a run that workers write to."""
-Weights = Mapping[str, np.ndarray]
-"""Bytes (uint8) of trained parameters by name."""
+Weights = Mapping[str, tuple[np.ndarray, torch.dtype]]
+"""Bytes (uint8) and type of trained parameters by name."""
 
 
 def trained_weights(policy: nn.Module) -> Weights:
     """Bytes of the trained parameters, in memory of their own."""
-    return {name: _as_bytes(weight) for name, weight in policy.named_parameters() if weight.requires_grad}
+    return {name: (_as_bytes(weight), weight.dtype) for name, weight in _trained(policy).items()}
+
+
+def _trained(policy: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
 
 
 def _as_bytes(weight: Tensor) -> np.ndarray:
@@ -48,13 +52,14 @@ def _as_bytes(weight: Tensor) -> np.ndarray:
 
 @torch.no_grad()
 def load_weights(policy: nn.Module, weights: Weights) -> None:
-    """Copy weights into a policy; raises RunError where they are those of another one."""
-    own = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+    """Copy weights into a policy, which takes on their types; raises RunError where they are those of another one."""
+    own = _trained(policy)
     if different := sorted(own.keys() ^ weights.keys()):
         raise RunError(f"a worker trains other weights than the training process: {', '.join(different[:4])}")
-    for name, value in weights.items():
-        given = torch.from_numpy(np.array(value)).view(own[name].dtype)
-        own[name].copy_(given.view(own[name].shape))
+    for name, (content, kind) in weights.items():
+        if own[name].dtype != kind:  # such as whole weights in bfloat16 of parts in float32
+            own[name].data = own[name].data.to(kind)
+        own[name].copy_(torch.from_numpy(np.array(content)).view(kind).view(own[name].shape))
 
 
 def checksum(policy: nn.Module, *, trained: bool) -> int:

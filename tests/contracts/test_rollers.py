@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,27 @@ through some hundred operations."""
 class Watched:
     """A run with its metrics."""
 
-    def __init__(self, config: Any, folder: Path, options: RollersConfig, *, kill: bool = False) -> None:
+    def __init__(
+        self, config: Any, folder: Path, options: RollersConfig, kill: Callable[[RayCrew, int], None] | None = None
+    ) -> None:
+        """`kill` is called in the last step, with a worker that has just been given its tasks."""
         self.metrics: list[dict[str, float]] = []
         self.killed = 0
+        self.again = 0.0
+        """Units that were given to a worker once more."""
         config.rollers, last = options, config.trainer.steps - 1
         with pytest.MonkeyPatch.context() as patch:
             log, send = RunLog.step, RayCrew.send
 
             def logged(run: Any, step: int, metrics: Any, tokens: float) -> None:
+                self.again += metrics.get("rollers/again", 0.0)
                 self.metrics.append({k: v for k, v in metrics.items() if not k.startswith(BY_THE_CLOCK)})
                 log(run, step, metrics, tokens)
 
             def sent(crew: Any, worker: int, unit: Any) -> None:
                 send(crew, worker, unit)
-                if kill and not self.killed and unit.step.number == last:
-                    crew._ray.kill(crew._actors[worker])
+                if kill is not None and not self.killed and unit.step.number == last:
+                    kill(crew, worker)
                     self.killed += 1
 
             patch.setattr(RunLog, "step", logged)
@@ -93,19 +99,23 @@ class connected:  # noqa: N801
         pytest.importorskip("ray").shutdown()
 
 
+def kill_actor(crew: RayCrew, worker: int) -> None:
+    crew._ray.kill(crew._actors[worker])
+
+
 def measured(name: str, folder: Path) -> tuple[Watched, Watched, Watched]:
     """The recipe's run as it is, cut into units in this process, and in workers of which one is killed at the end."""
     here = Watched(make(name, folder), folder / "here", RollersConfig())
     units = Watched(make(name, folder), folder / "units", RollersConfig(unit=1))
-    ray = Watched(make(name, folder), folder / "ray", RollersConfig(engine="ray", workers=WORKERS), kill=True)
+    ray = Watched(make(name, folder), folder / "ray", RollersConfig(engine="ray", workers=WORKERS), kill_actor)
     return here, units, ray
 
 
 def check(name: str, here: Watched, units: Watched, ray: Watched) -> None:
     """Equal bits, or rounding where the update shares what only a sampler in its process keeps."""
     assert here.moved > 0
-    assert ray.killed == 1
-    kept = _keeps_prefill(name)
+    assert ray.again == 1
+    kept = keeps_prefill(name)
     assert ray.differs(units) <= (KEPT_PREFILL if kept else 0.0)
     assert torch.equal(ray.found["rows"][..., 0], here.found["rows"][..., 0])  # as many decisions, group by group
     if not kept:
@@ -113,7 +123,7 @@ def check(name: str, here: Watched, units: Watched, ray: Watched) -> None:
     assert ray.differing_metrics(here) == []
 
 
-def _keeps_prefill(name: str) -> bool:
+def keeps_prefill(name: str) -> bool:
     """Whether the recipe answers questions with the suite's own sampler."""
     return RECIPES[name].target.startswith(("mmrl.vlm.", "mmrl.gui.")) and name != "tspo"
 

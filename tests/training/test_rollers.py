@@ -190,12 +190,18 @@ def test_weights_arrive_whole_or_not_at_all():
     weights, expected = trained_weights(sender), checksum(sender, trained=True)
     receiver.load(weights, expected)
     assert torch.equal(receiver._recipe.policy.shared, sender.shared)
-    damaged = {name: value.copy() for name, value in weights.items()}
-    damaged["shared"][0] ^= 1
+    damaged = {name: (content.copy(), kind) for name, (content, kind) in weights.items()}
+    damaged["shared"][0][0] ^= 1
     with pytest.raises(RunError, match="arrived damaged"):
         receiver.load(damaged, expected)
     with pytest.raises(RunError, match="trains other weights than the training process: shared"):
         load_weights(sender, {"table": weights["table"]})
+
+
+def test_a_worker_takes_on_the_type_of_the_weights():
+    sender, receiver = ToyRecipe(config()).policy.to(torch.bfloat16), worker()
+    receiver.load(trained_weights(sender), checksum(sender, trained=True))
+    assert receiver._recipe.policy.table.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
