@@ -10,10 +10,11 @@ import pytest
 
 from mmrl.training.ray_rollers import RayCrew
 from mmrl.training.settings import RollersConfig
-from tests.contracts.test_rollers import KEPT_PREFILL, Watched, keeps_prefill
+from tests.contracts.test_rollers import KEPT_PREFILL, Watched, keeps_prefill, own_signals
 from tests.contracts.test_two_processes import make
 
 pytestmark = pytest.mark.slow
+NODE = {"num_cpus": 1, "object_store_memory": 200 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +24,10 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray's spelling
-    nodes = {"num_cpus": 1, "object_store_memory": 200 << 20}
-    found = Cluster(initialize_head=True, head_node_args=nodes)
-    found.add_node(**nodes)
-    ray.init(address=found.address, log_to_driver=False)
+    with own_signals():
+        found = Cluster(initialize_head=True, head_node_args=NODE)
+        found.add_node(**NODE)
+        ray.init(address=found.address, log_to_driver=False)
     yield found
     ray.shutdown()
     found.shutdown()
@@ -35,7 +36,8 @@ def cluster() -> Iterator[Any]:
 @pytest.mark.parametrize("name", ["robot_ppo", "papo", "awm", "arpo"])
 def test_a_machine_is_lost_in_the_middle_of_a_step(name, tmp_path, cluster):
     """Its tasks go to the others, which are then fewer: nothing has room for another worker."""
-    third = cluster.add_node(num_cpus=1, object_store_memory=200 << 20)
+    with own_signals():
+        third = cluster.add_node(**NODE)
 
     def remove(crew: RayCrew, worker: int) -> None:
         cluster.remove_node(third, allow_graceful=False)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +88,23 @@ def ray() -> Iterator[Any]:
         yield found
 
 
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Put the handlers of signals back that Ray replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 class connected:  # noqa: N801
-    """Ray on this machine, without its own guard of memory."""
+    """Ray on this machine, without its own guard of memory and handlers of signals."""
 
     def __enter__(self) -> Any:
         ray = pytest.importorskip("ray")
         os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray's spelling
-        ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, object_store_memory=300 << 20)
+        with own_signals():
+            ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, object_store_memory=300 << 20)
         return ray
 
     def __exit__(self, *error: object) -> None:
