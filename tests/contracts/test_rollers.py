@@ -21,6 +21,7 @@ import torch
 from mmrl.recipes import RECIPES
 from mmrl.runs.run_log import RunLog
 from mmrl.training.ray_rollers import RayCrew
+from mmrl.training.rollers import Dealer
 from mmrl.training.settings import RollersConfig
 from tests.contracts.test_two_processes import make, train
 
@@ -46,7 +47,7 @@ class Watched:
         """Units that were given to a worker once more."""
         config.rollers, last = options, config.trainer.steps - 1
         with pytest.MonkeyPatch.context() as patch:
-            log, send = RunLog.step, RayCrew.send
+            log, send, start = RunLog.step, RayCrew.send, Dealer.start
 
             def logged(run: Any, step: int, metrics: Any, tokens: float) -> None:
                 self.again += metrics.get("rollers/again", 0.0)
@@ -59,6 +60,10 @@ class Watched:
                     kill(crew, worker)
                     self.killed += 1
 
+            def all_started(dealer: Any) -> Any:
+                return [start(dealer) for _ in range(options.workers)][-1]
+
+            patch.setattr(Dealer, "start", all_started)
             patch.setattr(RunLog, "step", logged)
             patch.setattr(RayCrew, "send", sent)
             self.found = train(config, folder)
