@@ -14,7 +14,9 @@ import pickle
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ from mmrl.training.settings import BaseRunConfig, RollersConfig
 LOGGER = logging.getLogger("mmrl")
 START_S = 600.0
 """Seconds in which a worker has to start when no other one works."""
-POLL_S = 5.0
+POLL_S = 1.0
 CLOSE_S = 5.0
 """Seconds that workers have to end their environments."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -93,8 +95,8 @@ class RayWorker(RolloutWorker):
         """Sample and score a unit.
 
         Args:
-            numbers: versions of weights and state.
-            references: where they are; the weights come with their checksum, the state is pickled.
+            numbers: see `RayUnit`.
+            references: see `RayUnit`; the weights come with their checksum, the state is pickled.
             unit: a pickled `Unit`; arrays that Ray pickles itself cannot be written to.
 
         Returns:
@@ -108,6 +110,15 @@ class RayWorker(RolloutWorker):
             self.load_state(pickle.loads(ray.get(references[1])))
         self._versions = list(numbers)
         return pickle.dumps(self.work(pickle.loads(unit)))
+
+
+@dataclass(frozen=True)
+class RayUnit(Unit):
+    """A unit, and where the weights and the state are that it is sampled with."""
+
+    numbers: tuple[int, int]
+    """Versions of weights and state."""
+    references: tuple[Any, Any]
 
 
 class RayCrew:
@@ -124,9 +135,7 @@ class RayCrew:
         self._waiting: dict[Any, int] = {}
         self._starting: set[int] = set()
         self._next = 0
-        self.numbers: list[int] = [0, 0]
-        """Versions of weights and state."""
-        self.references: list[Any] = [None, None]
+        self._closed = False
 
     def start(self) -> int:
         """Begin to start an actor; Ray keeps it waiting while no machine has room."""
@@ -140,10 +149,10 @@ class RayCrew:
         """Ask whether an actor is still there."""
         self._waiting[self._actors[worker].answer.remote()] = worker
 
-    def send(self, worker: int, unit: Unit) -> None:
-        """Give an actor a unit."""
-        reference = self._actors[worker].work_at.remote(self.numbers, self.references, pickle.dumps(unit))
-        self._waiting[reference] = worker
+    def send(self, worker: int, unit: Any) -> None:
+        """Give an actor a unit, a `RayUnit`."""
+        plain = pickle.dumps(Unit(unit.tasks, unit.streams, unit.step))
+        self._waiting[self._actors[worker].work_at.remote(unit.numbers, unit.references, plain)] = worker
 
     def wait(self) -> tuple[int, Hello | Refusal | Outcome | Raised | Lost]:
         """The next answer."""
@@ -152,11 +161,17 @@ class RayCrew:
             found, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=POLL_S)
             if found:
                 break
+            if self._closed:
+                raise RunError("the rollout workers are closed")
             if time.monotonic() - began > START_S and self._starting.issuperset(self._waiting.values()):
                 raise RunError(f"no rollout worker has started in {START_S:g} s: {self._room()}")
         worker = self._waiting.pop(found[0])
         self._starting.discard(worker)
         return worker, self._answer(worker, found[0])
+
+    def interrupt(self) -> None:
+        """Have `wait` give up, in whichever thread it is."""
+        self._closed = True
 
     def close(self) -> None:
         """End the actors."""
@@ -231,26 +246,34 @@ class RayRollers:
             self._disconnect()
             raise
         LOGGER.info("%d rollout workers; the first one is on %s (%s)", self._size, hello.host, hello.device)
-        self._again, self._lost, self._busy_s, self._waited_s = 0, 0, 0.0, 0.0
+        self._again, self._lost, self._busy_s, self._since = 0, 0, 0.0, time.perf_counter()
+        self._weights: Any = None
+        self._draws, self._loads, self._staleness = 0, 0, 0
+        self.looks_ahead = options.overlap
+        self._ahead: Future[list[Outcome]] | None = None
+        self._thread = ThreadPoolExecutor(1, "rollers")
+        if options.overlap:
+            recipe.samples_elsewhere = True  # the policy that is updated is not the one that has sampled
+            _advise(recipe)
 
     def load(self, step: Step) -> None:
-        """Put the weights into the object store."""
-        policy = self._recipe.policy
-        with store_errors():
-            self._crew.references[0] = self._ray.put((trained_weights(policy), checksum(policy, trained=True)))
-        self._crew.numbers[0] += 1
+        """The weights go to the object store when they are first asked for."""
+        self._weights = None
+
+    def begin(self, tasks: Sequence[Any], streams: Streams, step: Step) -> None:
+        """Sample tasks beside what this thread does; weights and state are those of now."""
+        if self._recipe.rolls_apart(step):
+            self._ahead = self._thread.submit(self._dealer.run, self._units(tasks, streams, step))
 
     def rollout(self, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Rows of the tasks from the workers, in order."""
-        recipe = self._recipe
-        if not recipe.rolls_apart(step):
+        recipe, ahead = self._recipe, self._ahead
+        if ahead is not None:
+            outcomes, self._ahead, self._staleness = ahead.result(), None, 1
+        elif recipe.rolls_apart(step):
+            outcomes = self._dealer.run(self._units(tasks, streams, step))
+        else:
             return self._local.rollout(tasks, streams, step)
-        with store_errors():
-            self._crew.references[1] = self._ray.put(pickle.dumps(recipe.rollout_state(tasks)))
-        self._crew.numbers[1] += 1
-        began = time.perf_counter()
-        outcomes = self._dealer.run(cut(tasks, streams, step, self._unit))
-        self._waited_s += time.perf_counter() - began
         said: dict[tuple[int, str], None] = {}
         for outcome in outcomes:
             self._busy_s += outcome.seconds
@@ -263,27 +286,44 @@ class RayRollers:
             LOGGER.log(level, "%s", text)
         return joined(outcomes).to(self._accelerator.device)
 
+    def _units(self, tasks: Sequence[Any], streams: Streams, step: Step) -> list[RayUnit]:
+        """Units with the weights and the state of now."""
+        policy = self._recipe.policy
+        with store_errors():
+            if self._weights is None:
+                self._weights = self._ray.put((trained_weights(policy), checksum(policy, trained=True)))
+                self._loads += 1
+            state = self._ray.put(pickle.dumps(self._recipe.rollout_state(tasks)))
+        self._draws += 1
+        common = {"numbers": (self._loads, self._draws), "references": (self._weights, state)}
+        return [RayUnit(**vars(unit), **common) for unit in cut(tasks, streams, step, self._unit)]
+
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """The rows with their rewards, which they have already unless those compare tasks."""
         done = self._recipe.rolls_apart(step) and self._recipe.scores_apart
         return rollouts if done else self._recipe.score(rollouts, step)
 
     def metrics(self) -> dict[str, float]:
-        """Lost and repeated units of the step, and how busy the workers were."""
+        """Lost and repeated units of the step, how busy the workers were, and how old the weights that sampled."""
+        now = time.perf_counter()
         found = sum_over_processes(
             {
                 "rollers/lost": float(self._lost),
                 "rollers/again": float(self._dealer.again - self._again),
                 "busy": self._busy_s,
-                "time": self._size * self._waited_s,
+                "time": self._size * (now - self._since),
             }
         )
-        self._again, self._lost, self._busy_s, self._waited_s = self._dealer.again, 0, 0.0, 0.0
         busy, total = found.pop("busy"), found.pop("time")
-        return found | {"rollers/busy": busy / total if total else math.nan}
+        found |= {"rollers/busy": busy / total, "rollers/staleness": float(self._staleness)}
+        self._again, self._lost, self._busy_s, self._since = self._dealer.again, 0, 0.0, now
+        self._staleness = 0
+        return found
 
     def close(self) -> None:
         """End the workers, and Ray if it was started for this run."""
+        self._crew.interrupt()
+        self._thread.shutdown()
         self._crew.close()
         self._disconnect()
 
@@ -296,6 +336,15 @@ class RayRollers:
     def _disconnect(self) -> None:
         if self._owns:
             self._ray.shutdown()
+
+
+def _advise(recipe: Recipe[Any, Any]) -> None:
+    """Say where nothing corrects for samples of older weights."""
+    if "logp_rollout" not in recipe.objective.needs and not recipe.keeps_sampled_logp:
+        LOGGER.info(
+            "rollers.overlap updates on samples that are one update old; trainer.old_logp=sampler or a correction of "
+            "the objective weighs them by how likely they have become"
+        )
 
 
 def _own_workers(count: int, accelerator: Accelerator) -> int:

@@ -27,8 +27,15 @@ LOGGER = logging.getLogger("mmrl")
 class Rollers(Protocol):
     """Samples and scores tasks."""
 
+    looks_ahead: bool
+    """Whether the tasks of a step are begun during the update before."""
+
     def load(self, step: Step) -> None:
-        """Sample with the policy's weights as they are now; called once a step."""
+        """Sample with the policy's weights as they are now from here on; called once a step."""
+        ...
+
+    def begin(self, tasks: Sequence[Any], streams: Streams, step: Step) -> None:
+        """Sample the tasks that `rollout` will be asked for next, and return at once."""
         ...
 
     def rollout(self, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
@@ -82,8 +89,13 @@ class LocalRollers:
     def __init__(self, recipe: Recipe[Any, Any], accelerator: Accelerator, unit: int = 0) -> None:
         self._recipe, self._accelerator, self._unit = recipe, accelerator, unit
 
+    looks_ahead = False
+
     def load(self, step: Step) -> None:
         """The policy is at hand."""
+
+    def begin(self, tasks: Sequence[Any], streams: Streams, step: Step) -> None:
+        """Nothing is sampled beside the update."""
 
     def rollout(self, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Rows of the tasks, unit by unit where they are cut."""

@@ -128,6 +128,9 @@ class RollersConfig:
     """CPU cores that Ray reserves for a worker."""
     num_gpus: float = bounded(0.0, at_least=0)
     """GPUs that Ray reserves for a worker, which computes and renders there; 0.5 = two workers share one."""
+    overlap: bool = False
+    """Sample a step's tasks during the update before, with weights that are one update old; the step after an
+    evaluation or a checkpoint of `checkpoint.every` waits for its weights."""
     tries: int = rare(bounded(3, at_least=1))
     """Workers that may be lost over the same tasks before the step goes on without them."""
 
@@ -136,7 +139,7 @@ class RollersConfig:
         if self.engine == "ray":
             return
         plain = RollersConfig()
-        for name in ("workers", "address", "num_cpus", "num_gpus", "tries"):
+        for name in ("workers", "address", "num_cpus", "num_gpus", "overlap", "tries"):
             if getattr(self, name) != getattr(plain, name):
                 raise ValueError(f"rollers.{name} is set, but rollers.engine is {self.engine}; set it to ray")
 

@@ -207,6 +207,7 @@ class Trainer:
         step = self.position
         with self.log.watch.running(), stopwatch("step"):
             rollouts, metrics = self.collect()
+            self._look_ahead()
             rewards, teaches = rollouts.reward, bool(self.group_filter.kept(rollouts).any())
             if not teaches:
                 rollouts = unscored(rollouts)  # the filter left nothing here: these are logged and teach nothing
@@ -300,15 +301,31 @@ class Trainer:
             return self.rollers.score(rollouts, self.position)
 
     def _draw(self, attempt: int, draw: int) -> tuple[Rollouts | None, NoUsableTasksError | None]:
-        count = self.config.trainer.tasks_per_step
-        tasks, places = shard(self.tasks.next(count), self.accelerator), shard(range(count), self.accelerator)
-        number = attempt * MAX_DRAWS + MAX_DRAWS - 1 - draw
-        streams = Streams(stream_seed(self.config.seed, "rollout", self.step, attempt, draw), places, number)
+        tasks = shard(self.tasks.next(self.config.trainer.tasks_per_step), self.accelerator)
+        streams = self._streams(self.step, attempt, draw)
         with stopwatch("batch" if self.recipe.supervised else "rollout"):
             try:
                 return self.rollers.rollout(tasks, streams, self.position), None
             except NoUsableTasksError as error:
                 return None, error
+
+    def _streams(self, step: int, attempt: int, draw: int) -> Streams:
+        """Random streams of this process's tasks; `draw` counts down."""
+        places = shard(range(self.config.trainer.tasks_per_step), self.accelerator)
+        number = attempt * MAX_DRAWS + MAX_DRAWS - 1 - draw
+        return Streams(stream_seed(self.config.seed, "rollout", step, attempt, draw), places, number)
+
+    def _look_ahead(self) -> None:
+        """Begin the next step's tasks before the update, unless an evaluation or a checkpoint comes between."""
+        following, trainer = self.step + 1, self.config.trainer
+        if self.rollers.looks_ahead and not self.saver.scheduled(following) and not self._evaluates_after(following):
+            tasks = shard(self.tasks.upcoming(trainer.tasks_per_step), self.accelerator)
+            self.rollers.begin(tasks, self._streams(following, 0, MAX_DRAWS - 1), Step(following, trainer.steps))
+
+    def _evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows a step before the last one."""
+        every = self.config.evaluation.every
+        return bool(every) and step % every == 0 and step < self.config.trainer.steps
 
     def _log_step(self, rollouts: Rollouts, metrics: dict[str, float], step: Step) -> None:
         metrics |= collect_metrics(self.recipe, rollouts, step) | self.rollers.metrics()
@@ -324,7 +341,7 @@ class Trainer:
         last = self.step >= self.config.trainer.steps
         evaluation = self.config.evaluation
         self.saver.evaluation_pending = False
-        if (evaluation.every and self.step % evaluation.every == 0 and not last) or (last and evaluation.at_end):
+        if self._evaluates_after(self.step) or (last and evaluation.at_end):
             self.evaluate("after" if last else "during")
         if self.saver.scheduled(self.step):
             self.save()
@@ -405,9 +422,13 @@ class TaskStream(Generic[TaskT]):
 
     def next(self, count: int) -> list[TaskT]:
         """Return the next `count` tasks; epochs follow each other without a gap."""
-        drawn = [self._at(self.position + offset) for offset in range(count)]
+        drawn = self.upcoming(count)
         self.position += count
         return drawn
+
+    def upcoming(self, count: int) -> list[TaskT]:
+        """The next `count` tasks, which stay the next ones."""
+        return [self._at(self.position + offset) for offset in range(count)]
 
     @cached_property
     def contents(self) -> str | None:

@@ -40,7 +40,7 @@ CANNOT = {
     **dict.fromkeys(
         (
             *("RollersConfig.engine", "RollersConfig.workers", "RollersConfig.address", "RollersConfig.unit"),
-            *("RollersConfig.num_cpus", "RollersConfig.num_gpus", "RollersConfig.tries"),
+            *("RollersConfig.num_cpus", "RollersConfig.num_gpus", "RollersConfig.overlap", "RollersConfig.tries"),
         ),
         "where tasks are sampled; of a unit's size only rounding depends",
     ),

@@ -24,6 +24,7 @@ from mmrl.training.ray_rollers import RayCrew
 from mmrl.training.rollers import Dealer
 from mmrl.training.settings import RollersConfig
 from tests.contracts.test_two_processes import make, train
+from tests.training.test_rollers import Ahead
 
 pytestmark = pytest.mark.slow
 SAMPLED = [name for name, entry in RECIPES.items() if not entry.supervised]
@@ -148,6 +149,25 @@ def keeps_prefill(name: str) -> bool:
 @pytest.mark.parametrize("name", SAMPLED)
 def test_workers_of_which_one_is_killed_sample_and_learn_what_one_process_does(name, tmp_path, ray):
     check(name, *measured(name, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["robot_grpo", "flow_grpo"])
+def test_a_step_that_is_sampled_beside_an_update_has_the_weights_before_it(name, tmp_path, ray, monkeypatch):
+    def one_update_late(folder: Path, options: RollersConfig) -> Watched:
+        config = make(name, tmp_path)
+        config.checkpoint.every = 0
+        return Watched(config, folder, options)
+
+    beside = one_update_late(tmp_path / "ray", RollersConfig(engine="ray", workers=WORKERS, overlap=True))
+
+    def ahead(recipe: Any, config: Any, accelerator: Any, *others: Any) -> Ahead:
+        recipe.samples_elsewhere = True
+        return Ahead(recipe, accelerator, 1)
+
+    monkeypatch.setattr("mmrl.training.trainer.open_rollers", ahead)
+    here = one_update_late(tmp_path / "here", RollersConfig())
+    assert here.moved > 0
+    assert beside.differs(here) == 0
 
 
 def row(name: str, here: Watched, units: Watched, ray: Watched) -> str:

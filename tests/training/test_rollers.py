@@ -30,7 +30,7 @@ from mmrl.training.rollout_worker import (
     trained_weights,
     versions,
 )
-from mmrl.training.settings import RollersConfig, TrainerConfig
+from mmrl.training.settings import CheckpointConfig, RollersConfig, TrainerConfig
 from tests.training.toy import ToyConfig, ToyRecipe
 
 ENTRY = RecipeEntry("toy", "tests.training.toy:ToyRecipe:ToyConfig", "", "")
@@ -264,8 +264,61 @@ def test_what_a_worker_logs_and_writes_is_sent(monkeypatch, caplog):
 
 
 def test_options_of_workers_need_an_engine_of_workers():
+    with pytest.raises(ValueError, match=r"rollers\.overlap is set"):
+        RollersConfig(overlap=True).validate()
     with pytest.raises(ValueError, match=r"rollers\.num_gpus is set, but rollers\.engine is local; set it to ray"):
         RollersConfig(num_gpus=1.0).validate()
     RollersConfig(unit=2).validate()
     recipe = ToyRecipe(config())
     assert isinstance(open_rollers(recipe, recipe.config, make_accelerator(), None), LocalRollers)
+
+
+class Ahead(LocalRollers):
+    """Samples what is begun at once, with the weights of then."""
+
+    looks_ahead = True
+
+    def __init__(self, *given) -> None:
+        super().__init__(*given)
+        self.steps: list[tuple[str, int]] = []
+        self.begun = None
+
+    def begin(self, tasks, streams, step):
+        self.steps.append(("begin", step.number))
+        self.begun = tasks, streams, super().rollout(tasks, streams, step)
+
+    def rollout(self, tasks, streams, step):
+        self.steps.append(("rollout", step.number))
+        if self.begun is None:
+            return super().rollout(tasks, streams, step)
+        (expected, expected_streams, rollouts), self.begun = self.begun, None
+        assert (tasks, streams) == (expected, expected_streams)
+        return rollouts
+
+
+def test_the_next_step_is_begun_before_the_update_unless_a_pause_comes_between(make_trainer):
+    trainer = make_trainer(steps=5, checkpoint=CheckpointConfig(every=3))
+    trainer.rollers = Ahead(trainer.recipe, trainer.accelerator)
+    trainer.run()
+    begun = {number for kind, number in trainer.rollers.steps if kind == "begin"}
+    assert begun == {1, 2, 4}
+    assert [number for kind, number in trainer.rollers.steps if kind == "rollout"] == [0, 1, 2, 3, 4]
+    plain = make_trainer(steps=5)
+    plain.run()
+    assert not torch.equal(plain.policy.table, trainer.policy.table)
+
+
+def test_a_run_that_looks_ahead_resumes_bit_for_bit(make_trainer):
+    def looking_ahead(steps: int):
+        trainer = make_trainer("ahead", steps=steps, checkpoint=CheckpointConfig(every=3))
+        trainer.rollers = Ahead(trainer.recipe, trainer.accelerator)
+        return trainer
+
+    whole = make_trainer("whole", steps=5, checkpoint=CheckpointConfig(every=3))
+    whole.rollers = Ahead(whole.recipe, whole.accelerator)
+    whole.run()
+    looking_ahead(3).run()
+    resumed = looking_ahead(5)
+    resumed.resume()
+    resumed.run()
+    assert torch.equal(resumed.policy.table, whole.policy.table)
