@@ -373,7 +373,8 @@ def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
     try:
         if address[0] is None and accelerator.is_main_process:
             cores = max(os.cpu_count() or 1, math.ceil(options.workers * options.num_cpus))
-            context = ray.init(num_cpus=cores, include_dashboard=False, **quiet)
+            # local: not a cluster that happens to run on this machine
+            context = ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
             address[0] = context.address_info["gcs_address"]
             started = True
         else:

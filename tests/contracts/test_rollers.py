@@ -110,7 +110,8 @@ class connected:  # noqa: N801
         ray = pytest.importorskip("ray")
         os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray's spelling
         with own_signals():
-            ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, object_store_memory=300 << 20)
+            options = {"num_cpus": WORKERS, "object_store_memory": 300 << 20}
+            ray.init(address="local", include_dashboard=False, log_to_driver=False, **options)
         return ray
 
     def __exit__(self, *error: object) -> None:

@@ -1,0 +1,119 @@
+"""Seconds of a step with rollout workers and overlap, where rewards wait and environments sleep.
+
+    python -m benchmarks.rollers [--steps 8] [--out FILE]
+
+Two tiny runs on this machine, each in one process, with two workers, and with two workers beside the update: answers
+to questions whose reward waits as a judge on another machine does, and agents in grids whose every move sleeps as a
+slow environment does. The ways take turns in one process; the model and the first two steps do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from mmrl.agents.toy.grid import GridWorld
+from mmrl.config import load_run
+from mmrl.training.processes import make_accelerator, seed_everything
+from mmrl.training.trainer import Trainer
+
+ROOT = Path(__file__).parents[1]
+WARMING = 2
+WAIT_S, SLEEP_S = 0.02, 0.05
+WAYS = {
+    "one process": [],
+    "two workers": ["rollers.engine=ray", "rollers.workers=2", "rollers.unit=4"],
+    "two workers beside the update": [
+        *("rollers.engine=ray", "rollers.workers=2", "rollers.unit=4", "rollers.overlap=true"),
+    ],
+}
+
+
+def waits(completions: list[str], **columns: Any) -> list[float]:
+    """The share of digits in an answer, after a wait for each."""
+    time.sleep(WAIT_S * len(completions))
+    return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
+
+
+class SlowGrid(GridWorld):
+    """Sleeps at every move."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(SLEEP_S)
+        return super().step(action)
+
+
+def overrides(case: str, folder: Path) -> tuple[Path, list[str]]:
+    """File and settings of a case."""
+    common = [f"output_dir={folder}/run", "trainer.threads=1", "tracking.quiet=true", "evaluation.at_start=false"]
+    common += ["evaluation.at_end=false", "evaluation.every=0", "eval_data={}", "trainer.tasks_per_step=8"]
+    built = "hidden: 64, layers: 2, vision_hidden: 64, vision_depth: 1"
+    if case == "rewards that wait":
+        return ROOT / "configs/vlm/digits_grpo.yaml", [
+            *common,
+            f"model.path={folder}/model",
+            "model.build=mmrl.vlm.toy.digits:build_model",
+            f"model.build_options={{{built}, min_pixels: 3136, max_pixels: 12544}}",
+            f"data.path={folder}/train.jsonl",
+            "data.build_options.count=200",
+            "rewards=[{name: waits, function: 'benchmarks.rollers:waits', isolate: false}]",
+            "accuracy_reward=waits",
+        ]
+    return ROOT / "configs/agents/grid_ppo.yaml", [
+        *common,
+        f"model.path={folder}/model",
+        "model.build=mmrl.agents.toy.build:build_model",
+        f"model.build_options={{family: qwen3_vl, patch_size: 14, {built}, min_pixels: 3136, max_pixels: 50176}}",
+        "environment.factory=benchmarks.rollers:SlowGrid",
+        "environment.workers=16",
+        "warmup_updates=0",
+        "trainer.samples_per_task=4",
+    ]
+
+
+def measure(case: str, way: str, steps: int, folder: Path) -> dict[str, float]:
+    """Median seconds of a step."""
+    path, settings = overrides(case, folder)
+    entry, config = load_run(path, [*settings, f"trainer.steps={steps + WARMING}", *WAYS[way]])
+    seed_everything(config.seed)
+    recipe = entry.load_recipe_class()(config)
+    trainer = Trainer(recipe, config, folder / way.replace(" ", "-"), make_accelerator(), None, entry=entry)
+    ends = [time.perf_counter()]
+    try:
+        for _ in range(steps + WARMING):
+            trainer.train_step()
+            ends.append(time.perf_counter())
+    finally:
+        trainer.rollers.close()
+        recipe.close()
+    taken = [after - before for before, after in itertools.pairwise(ends)][WARMING:]
+    return {"step_s": statistics.median(taken)}
+
+
+def main() -> None:
+    """Measure both cases and print their ratios as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollers", description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    results: dict[str, Any] = {}
+    for case in ("rewards that wait", "environments that sleep"):
+        with tempfile.TemporaryDirectory() as folder:
+            found = {way: measure(case, way, given.steps, Path(folder)) for way in WAYS}
+        base = found["one process"]["step_s"]
+        results[case] = {way: values | {"faster": base / values["step_s"]} for way, values in found.items()}
+        sys.stdout.write(f"{json.dumps({case: results[case]}, indent=1)}\n")
+        sys.stdout.flush()
+    if given.out is not None:
+        given.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
