@@ -274,6 +274,14 @@ def sim(args: argparse.Namespace) -> int:
     return 0 if rooms.experts(args.name, 5 if count is None else count, args.options, say, args.replay) else 1
 
 
+def setup(args: argparse.Namespace) -> int:
+    """Install an inference engine in a Python of its own, for `sampler.engine` in a configuration."""
+    from mmrl.vlm.inference.environment import setup_vllm
+
+    setup_vllm(say, args.folder, gpu=args.gpu)
+    return 0
+
+
 def serve(args: argparse.Namespace) -> int:
     """Serve action chunks for the observations of robots over a websocket, for openpi's client."""
     from mmrl.config import fill
@@ -422,6 +430,12 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strip", metavar="FILE.png", type=Path, help="play: write rows of images and open no window")
 
 
+def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", choices=["vllm"], help="the engine")
+    parser.add_argument("--folder", metavar="DIR", type=Path, help="default: MMRL_ENGINES or the cache")
+    parser.add_argument("--gpu", action="store_true", help="the build for NVIDIA GPUs; default: the one for CPUs")
+
+
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, or of a saved or exported policy")
     _add_overrides(parser)
@@ -436,6 +450,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, Command] = {
     "doctor": Command(doctor, _add_doctor_arguments, "start"),
     "demo": Command(demo, _add_demo_arguments, "start"),
+    "setup": Command(setup, _add_setup_arguments, "start"),
     "train": Command(train, _add_training_arguments, "train", takes_overrides=True),
     "sft": Command(sft, _add_training_arguments, "train", takes_overrides=True),
     "select": Command(select, _add_select_arguments, "train", takes_overrides=True),

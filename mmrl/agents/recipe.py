@@ -45,6 +45,7 @@ from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.inference.sampler import EngineSampler, EngineSamplerConfig, open_engine
 from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.router_loss import router_terms
 
@@ -97,7 +98,7 @@ class AgentConfig(AgentParts, RunConfig):
 
     data: TaskSetConfig = field(default_factory=TaskSetConfig)
     """Tasks of training."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    sampler: EngineSamplerConfig = field(default_factory=EngineSamplerConfig)
     """Sampling of a turn; its temperature is also that of scoring."""
     reward: AgentRewardConfig = field(default_factory=AgentRewardConfig)
     """Reward of an episode."""
@@ -191,6 +192,7 @@ class AgentDomain:
         *,
         temperature: float | None = None,
         bootstrap_observation: bool = False,
+        engine: EngineSampler | None = None,
     ) -> list[Episode]:
         """Run an episode of each task; see `EpisodeRunner.run`."""
         config = self.config
@@ -205,6 +207,7 @@ class AgentDomain:
             config.episode,
             bootstrap_observation=bootstrap_observation,
             transcripts=bool(self.rewards.names),
+            engine=engine,
         )
         return runner.run(tasks, seeds, greedy=greedy, video=video)
 
@@ -311,6 +314,14 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         super().__init__(config)
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
         self.open(config, config.sampler, rewards=config.rewards, value_head=self.objective.needs_values)
+        self._engine = open_engine(config.sampler, self.policy)
+        self.samples_elsewhere = self._engine is not None
+
+    def close(self) -> None:
+        """End the environments, the workers of reward functions and the sampler's engine."""
+        super().close()
+        if self._engine is not None:
+            self._engine.close()
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task."""
@@ -322,7 +333,11 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         """Run G episodes of each task and score them with the reward functions."""
         size = self.config.trainer.samples_per_task
         repeated, seeds = [task for task in tasks for _ in range(size)], streams.seeds(len(tasks), size).tolist()
-        episodes = self.run_episodes(policy, repeated, seeds, bootstrap_observation=self._bootstraps)
+        if self._engine is not None:
+            self._engine.load(policy, step.number)
+        episodes = self.run_episodes(
+            policy, repeated, seeds, bootstrap_observation=self._bootstraps, engine=self._engine
+        )
         self._note(episodes)
         groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         kept = [own for own in groups if any(episode.has_result for episode in own)]

@@ -27,6 +27,7 @@ def label(name: str) -> str:
 METRICS: dict[str, str] = {
     "time/batch": "Seconds of a supervised step spent in making its batch out of given data.",
     "time/rollout": "Seconds spent sampling: encode, prefill, decode and what lies between them.",
+    "time/sync": "Seconds of the rollout in which weights went to the sampler's engine and were checked there.",
     "time/score": "Seconds spent in reward functions.",
     "time/old_logp": "Seconds of the pass for old log-probs and values; 0 where the update needs none.",
     "time/ref_logp": "Seconds of the pass of the reference policy; 0 without one.",

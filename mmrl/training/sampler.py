@@ -23,6 +23,10 @@ class Sampler(Protocol[WeightsT, TaskT, SamplesT]):
         """Sample with these weights from now on."""
         ...
 
+    def close(self) -> None:
+        """Free what the sampler started; it is not used again."""
+        ...
+
     def sample(self, tasks: Sequence[TaskT], n: int, streams: Streams) -> SamplesT:
         """Draw samples with the weights loaded last."""
         ...

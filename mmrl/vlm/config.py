@@ -14,7 +14,8 @@ from mmrl.training.objectives import ObjectiveConfig, check_objective, make_obje
 from mmrl.training.settings import EvaluationConfig, RunConfig
 from mmrl.vlm.data.dataset import OWN_OPTIONS, DataConfig
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
+from mmrl.vlm.engine.sampler import AnswerSampling
+from mmrl.vlm.inference.sampler import EngineSamplerConfig
 from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precision
 
 ExtraMeasures = Callable[[Any], list[Measure[VlmTask]]]
@@ -101,7 +102,7 @@ class AdaptiveKlConfig:
 class VlmConfig(VlmParts, RunConfig):
     """A reinforcement-learning run of a vision-language model."""
 
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    sampler: EngineSamplerConfig = field(default_factory=EngineSamplerConfig)
     """Sampling of answers in training and evaluation; the temperature is also that of scoring, evaluations have their
     own."""
     rewards: list[RewardConfig] = field(default_factory=list)

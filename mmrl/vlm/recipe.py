@@ -30,6 +30,7 @@ from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import KeepPrefill
 from mmrl.vlm.engine.sampler import PolicySampler, Samples
+from mmrl.vlm.inference.sampler import open_engine
 
 View = Callable[[VlmPayload, VlmPolicy, Streams], VlmPayload]
 """Adds another form of each prompt to a payload, such as one with masked images."""
@@ -54,7 +55,11 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         super().__init__(config)
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens)
         self.open(config, questions or Questions(), config, value_head=self.objective.needs_values)
-        self.sampler: Sampler[VlmPolicy, Prompt, Samples] = PolicySampler(config.sampler, self._keep_prefill())
+        limit = config.model.max_prompt_tokens
+        engine = open_engine(config.sampler, self.policy, limit and limit + config.sampler.max_new_tokens)
+        self.samples_elsewhere = engine is not None
+        self.sampler: Sampler[VlmPolicy, Prompt, Samples]
+        self.sampler = engine or PolicySampler(config.sampler, self._keep_prefill())
         self._controller: AdaptiveKL | None = None
         if (target := config.adaptive_kl.target) is not None:
             self._controller = AdaptiveKL(self.objective.kl_coef, target, config.adaptive_kl.horizon)
@@ -125,6 +130,11 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def correct(self, rollouts: Rollouts) -> Tensor:
         """(B,) bool, rows with a right answer."""
         return rollouts.reward_terms[self.accuracy_term] == 1.0
+
+    def close(self) -> None:
+        """End the reward workers and the sampler's engine."""
+        super().close()
+        self.sampler.close()
 
     def _keep_prefill(self) -> KeepPrefill:
         """Part of the prompts' prefill that sampling keeps for the update.

@@ -70,6 +70,14 @@ class Service(Protocol):
         ...
 
 
+class Channel(Protocol):
+    """What answers go through."""
+
+    def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Send an answer."""
+        ...
+
+
 def load_file(path: str | Path, name: str) -> ModuleType:
     """Import a Python file as a module of the given name."""
     spec = importlib.util.spec_from_file_location(name, str(path))
@@ -195,11 +203,12 @@ def main(service: str, options: Mapping[str, Any]) -> None:
         request = pipes.receive()
         if request is None:
             break
-        _answer(pipes, worker, request)
+        answer(pipes, worker, request)
     worker.close()
 
 
-def _answer(pipes: Pipes, worker: Service, request: wire.Message) -> None:
+def answer(pipes: Channel, worker: Service, request: wire.Message) -> None:
+    """Answer a request, or send the exception that it raised."""
     number = request.fields["id"]
     try:
         fields, arrays = worker.answer(request.fields["body"], request.arrays)

@@ -9,23 +9,21 @@ gets a virtual environment, by default in the user's cache folder, or in the fol
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import RunError, UserError
+from mmrl.workers.interpreters import environment_folder, install, python_in
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.subprocess_settings import SubprocessSettings
 from robotics.sim.subprocess_sim import SubprocessSim
 
 FACTORIES = Path(__file__).resolve().parent / "suites"
-TAIL_CHARACTERS = 2000
 RESET_SECONDS = 300.0
 """The first episode of an installation compiles robosuite's functions, all workers at once."""
 
@@ -42,15 +40,12 @@ class SuiteRecipe:
 def suite_folder(name: str, folder: str | Path | None = None) -> Path:
     """Folder of a suite's environment."""
     _recipe(name)
-    if folder is not None:
-        return Path(folder).expanduser().absolute()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("MMRL_SUITES") or cache / "mmrl" / "suites").expanduser().absolute() / name
+    return environment_folder("suites", name, folder)
 
 
 def suite_python(name: str, folder: str | Path | None = None) -> Path:
     """The interpreter of an installed suite."""
-    python = _python_in(suite_folder(name, folder))
+    python = python_in(suite_folder(name, folder))
     if not python.is_file():
         raise UserError(
             f"{name} is not installed in {suite_folder(name, folder)}; install it with `mmrl sim setup {name}`, or "
@@ -128,18 +123,13 @@ def setup_suite(
     """
     report = say or _say
     recipe, place = _recipe(name), suite_folder(name, folder)
-    if place.is_dir() and any(place.iterdir()) and not (place / "pyvenv.cfg").is_file():
-        raise UserError(f"{place} holds something that is no virtual environment; name another folder")
-    report(f"{name}: virtual environment in {place}")
-    _run([python or sys.executable, "-m", "venv", str(place)])
-    for step in recipe.steps:
-        report(f"{name}: pip install {step}")
-        # The default index serves a torch without CUDA everywhere but on Linux.
-        here = step if sys.platform.startswith("linux") else step.replace(TORCH_INDEX, "")
-        _run([str(_python_in(place)), "-m", "pip", "install", "--quiet", *here.split()])
+    # The default index serves a torch without CUDA everywhere but on Linux.
+    linux = sys.platform.startswith("linux")
+    steps = [f"install {step if linux else step.replace(TORCH_INDEX, '')}" for step in recipe.steps]
+    found = install(name, place, steps, python, report)
     report(f"{name}: {_check(name, place)}")
     report(f'{name}: {recipe.advice}; robotics.sim.open_suite("{name}", ...) from Python')
-    return _python_in(place)
+    return found
 
 
 def _check(name: str, place: Path) -> str:
@@ -161,19 +151,6 @@ def _recipe(name: str) -> SuiteRecipe:
     if name not in RECIPES:
         raise UserError(f"there is no suite {name!r}; there are: {', '.join(RECIPES)}")
     return RECIPES[name]
-
-
-def _python_in(folder: Path) -> Path:
-    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-
-
-def _run(command: Sequence[str]) -> None:
-    # An environment of another Python must not see this one's modules.
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(list(command), capture_output=True, text=True, errors="replace", env=variables, check=False)
-    if done.returncode:
-        tail = (done.stderr or done.stdout).strip()[-TAIL_CHARACTERS:]
-        raise RunError(f"`{' '.join(command)}` ended with code {done.returncode}:\n{tail}")
 
 
 def _say(text: str) -> None:

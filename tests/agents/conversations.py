@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ def converse(
     turns: int,
     *,
     reread: bool = False,
+    engine: Any = None,
     restart_at: int | None = None,
     seed: int = 0,
     **options,
@@ -40,7 +42,7 @@ def converse(
     prompts = [policy.encode(make_task(f"group-{n}", "Sum? " * (n + 1), [SIZES[n % 3]])) for n in range(max(group) + 1)]
     rows = [Trajectory() for _ in group]
     finish = [""] * len(group)
-    sampler = TurnSampler(policy, config, len(group), reread=reread)
+    sampler = TurnSampler(policy, config, len(group), reread=reread, engine=engine)
     live = torch.arange(len(group))
     sampler.begin(live, prompts, torch.tensor(list(group)))
     generator = torch.Generator().manual_seed(seed)

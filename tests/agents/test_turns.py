@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.prompt import VlmPayload, leaves
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.engine.rows import pack_reading
+from mmrl.vlm.engine.sampler import SamplerConfig, sample
 from mmrl.vlm.model.config import LoraSettings, ModelConfig
 from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 from tests.agents.conversations import converse, one_row_a_turn
@@ -122,6 +123,27 @@ def test_turns_left_out_of_the_loss_change_nothing_else(folder):
     with torch.no_grad():
         whole, part = policy(rollouts).logp, policy(rollouts.replace(mask=kept)).logp
     assert_equal_up_to_rounding(part, whole * kept)
+
+
+class Engine:
+    """Samples whole conversations with the policy, as an inference engine does with its weights."""
+
+    def __init__(self, policy):
+        self.policy, self.images = policy, []
+
+    def draw(self, prompts, n, uniforms):
+        self.images.append([sum(len(leaf.images) for leaf in leaves(prompt)) for prompt in prompts])
+        return sample(self.policy, prompts, n, SamplerConfig(max_new_tokens=6, temperature=2.0), uniforms)
+
+
+def test_an_inference_engine_gets_the_whole_conversation_with_its_images(folder):
+    policy = load(folder)
+    policy.keeps_images = True
+    engine = Engine(policy)
+    served, own = converse(policy, GROUP, 4, engine=engine), converse(policy, GROUP, 4, reread=True)
+    assert torch.equal(VlmPayload.of(served).response_ids, VlmPayload.of(own).response_ids)
+    assert torch.equal(served.logp_old, own.logp_old)
+    assert [min(images) for images in engine.images] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("restart_at", [None, 2])

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.errors import RunError, UserError
+from mmrl.workers import interpreters
 from robotics.sim import suite_setup
 
 
@@ -15,12 +16,12 @@ class TestSetup:
         def run(command):
             made.append(list(command))
             if command[1:3] == ["-m", "venv"]:
-                python = suite_setup._python_in(Path(command[3]))
+                python = interpreters.python_in(Path(command[3]))
                 python.parent.mkdir(parents=True, exist_ok=True)
                 python.write_text("")
                 (Path(command[3]) / "pyvenv.cfg").write_text("")
 
-        monkeypatch.setattr(suite_setup, "_run", run)
+        monkeypatch.setattr(interpreters, "run_apart", run)
         monkeypatch.setattr(suite_setup, "_check", lambda name, place: "checked")
         return made
 
@@ -46,8 +47,9 @@ class TestSetup:
         assert steps[0] == f"torch==2.13.0 {suite_setup.TORCH_INDEX}"
 
     def test_a_step_that_fails_shows_its_last_words(self):
+        script = "import sys; print('no such wheel', file=sys.stderr); sys.exit(3)"
         with pytest.raises(RunError, match=r"ended with code 3:\n.*no such wheel"):
-            suite_setup._run([sys.executable, "-c", "import sys; print('no such wheel', file=sys.stderr); sys.exit(3)"])
+            interpreters.run_apart([sys.executable, "-c", script])
 
 
 def test_the_folder_follows_the_variable_then_the_cache(monkeypatch, tmp_path):

@@ -46,7 +46,7 @@ from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import LossTerm, Step
 from mmrl.training.settings import TrainerConfig
-from mmrl.vlm.engine.sampler import SamplerConfig
+from mmrl.vlm.inference.sampler import EngineSamplerConfig
 from mmrl.vlm.model.config import CriticSettings, LoraSettings, ModelConfig
 
 CRITIC_ALONE = frozenset({"values"})
@@ -82,7 +82,7 @@ class VlDacConfig(AgentConfig):
     """Model, adapter, critic, precision."""
     conversation: ConversationConfig = field(default_factory=lambda: ConversationConfig(history_images=4))
     """Conversation that the agent reads."""
-    sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(max_new_tokens=1024))
+    sampler: EngineSamplerConfig = field(default_factory=lambda: EngineSamplerConfig(max_new_tokens=1024))
     """Sampling of a turn; its temperature is also that of scoring."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="vl_dac"))
     """Objective that is optimised; any with a critic."""

@@ -27,6 +27,7 @@ from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import SamplerConfig, Samples
+from mmrl.vlm.inference.sampler import EngineSampler
 
 
 @dataclass
@@ -52,6 +53,7 @@ class EpisodeRunner:
         limits: turns of an episode.
         bootstrap_observation: whether truncated episodes end with the observation after their last action.
         transcripts: whether episodes keep their conversations for reward functions.
+        engine: what samples in the place of the policy, with its weights; None for the policy itself.
     """
 
     def __init__(
@@ -65,10 +67,11 @@ class EpisodeRunner:
         *,
         bootstrap_observation: bool = False,
         transcripts: bool = False,
+        engine: EngineSampler | None = None,
     ) -> None:
         self._policy, self._pool, self._writer = policy, pool, writer
         self._actions, self._sampler, self._limits = actions, sampler, limits
-        self._bootstrap_observation, self._transcripts = bootstrap_observation, transcripts
+        self._bootstrap_observation, self._transcripts, self._engine = bootstrap_observation, transcripts, engine
 
     def run(
         self, tasks: Sequence[AgentTask], seeds: Sequence[int], *, greedy: bool = False, video: Sequence[bool] = ()
@@ -87,7 +90,7 @@ class EpisodeRunner:
         episodes = [Episode(task) for task in tasks]
         for episode, recorded in zip(episodes, video, strict=False):
             episode.video = Video(episode.task.id) if recorded else None
-        turns = TurnSampler(self._policy, self._sampler, self._pool.size)
+        turns = TurnSampler(self._policy, self._sampler, self._pool.size, engine=self._engine)
         waiting, running, first = deque(range(len(tasks))), dict[int, _Slot](), dict[str, tuple[Observation, Prompt]]()
         while waiting or running:
             while waiting and len(running) < self._pool.size:

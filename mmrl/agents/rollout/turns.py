@@ -22,6 +22,7 @@ from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import Prefix
 from mmrl.vlm.engine.rows import pack_prompts, text_prompt
 from mmrl.vlm.engine.sampler import GenerationState, SamplerConfig, Samples, decode, sample
+from mmrl.vlm.inference.sampler import EngineSampler
 from mmrl.vlm.model.vision import gather_features
 
 GROWTH = 1.5
@@ -153,7 +154,8 @@ class TurnSampler:
 
     Keys, values and vision features of the history stay from turn to turn, and the decoder's cache of a sampled turn is
     appended to them, so that no token passes the model twice. The log-probabilities are those of the whole conversation
-    up to then. Models that the lean decoder does not support, and `reread`, read the whole conversation in every turn.
+    up to then. Models that the lean decoder does not support, and `reread`, read the whole conversation in every turn;
+    an inference engine gets it too, and keeps what it has read by itself.
 
         turns = TurnSampler(policy, config, rows)
         turns.begin(rows, prompts, group)
@@ -161,10 +163,18 @@ class TurnSampler:
         turns.extend(rows, observations)
     """
 
-    def __init__(self, policy: VlmPolicy, config: SamplerConfig, rows: int, *, reread: bool = False) -> None:
-        self._policy, self._config, self._rows = policy, config, rows
+    def __init__(
+        self,
+        policy: VlmPolicy,
+        config: SamplerConfig,
+        rows: int,
+        *,
+        reread: bool = False,
+        engine: EngineSampler | None = None,
+    ) -> None:
+        self._policy, self._config, self._rows, self._engine = policy, config, rows, engine
         continues = policy.generic is None or policy.generic.pads
-        keeps = config.lean and unsupported_reason(policy) is None and continues and not reread
+        keeps = config.lean and unsupported_reason(policy) is None and continues and not reread and engine is None
         self._histories = Histories(policy, rows) if keeps else None
         self._parts: dict[int, list[Prompt]] = {}
         """The whole conversation of each row."""
@@ -198,7 +208,10 @@ class TurnSampler:
                 drawn = self._continue(self._histories, rows, uniforms)
             else:
                 prompts = [join_prompts(self._parts[row]) for row in rows.tolist()]
-                drawn = sample(self._policy, prompts, 1, self._config, uniforms)
+                if self._engine is None:
+                    drawn = sample(self._policy, prompts, 1, self._config, uniforms)
+                else:
+                    drawn = self._engine.draw(prompts, 1, uniforms)
         lengths = drawn.mask.sum(1).long().tolist()
         ids = drawn.response_ids.cpu()
         for index, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):

@@ -38,6 +38,8 @@ class Prompt:
     and `image_grid_thw`; empty for text alone."""
     text: str = ""
     """The question as the chat template rendered it, with one placeholder for each image or video."""
+    images: tuple[Image.Image, ...] = ()
+    """The images themselves, where the layout keeps them for an engine that prepares them on its own."""
     parts: tuple[Prompt, ...] = ()
     """Prompts that this one was joined from, whose features it shares; see `join_prompts`. Its own `media` is empty."""
 
@@ -210,6 +212,8 @@ class PromptLayout:
     """Whether the processor leaves the frames of videos as they are; else it resizes them."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
+    keeps_images: bool = False
+    """Whether prompts keep their images."""
 
 
 def encode_prompt(
@@ -332,6 +336,7 @@ def _encode(
         next_position=int(positions.max()) + 1,
         media={name: value for name, value in inputs.items() if name not in TEXT_INPUTS and isinstance(value, Tensor)},
         text=PLACEHOLDER.sub(lambda found: hidden[int(found[1])], text),
+        images=tuple(loaded) if layout.keeps_images else (),
     )
 
 

@@ -83,6 +83,8 @@ class VlmPolicy(nn.Module):
     value_head: nn.Module | None
     banned_ids: Tensor
     critic_parts = ("value_head",)
+    keeps_images: bool = False
+    """Whether encoded prompts keep their images, for an engine that prepares them on its own."""
     starts_from_adapter: bool = False
     """Whether the adapters were trained before, so that the model at the start is not that without them."""
 
@@ -191,6 +193,7 @@ class VlmPolicy(nn.Module):
             tables=self.family.token_tables(self.network),
             fits_frames=self.family.fits_frames,
             template=self._template,
+            keeps_images=self.keeps_images,
         )
 
     def encode(

@@ -272,6 +272,9 @@ class PolicySampler:
         draws = streams.uniform(len(tasks), n, self.config.max_new_tokens)
         return sample(self._policy, tasks, n, self.config, draws, keep=self.keep)
 
+    def close(self) -> None:
+        """Free nothing: the policy is not the sampler's."""
+
 
 def sample(
     policy: VlmPolicy,

