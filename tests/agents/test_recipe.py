@@ -27,6 +27,7 @@ from mmrl.training.trainer import collect_metrics
 from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
+from tests.vlm.builders import build_for_vllm, needs_vllm, through_vllm
 
 CORRIDOR = f"{Path(__file__).with_name('corridor.py')}:Corridor"
 
@@ -108,6 +109,17 @@ def test_rollouts_hold_all_turns(tmp_path, folder):
         for place in torch.nonzero(rollouts.extras["decision_reward"][row]).flatten().tolist():
             assert rollouts.mask[row, place] == 1
     assert all(not contexts for contexts in payload.contexts), "the group's episodes begin with one picture"
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_vllm_samples_the_turns(tmp_path, monkeypatch):
+    config = make_config(tmp_path, build_for_vllm(tmp_path / "model", monkeypatch), kwargs={"length": 4})
+    config.sampler = through_vllm(5)
+    rollouts, _, logp, recipe = roll(config)
+    assert recipe.samples_elsewhere
+    assert int(rollouts.turn.max()) >= 2
+    assert float(((logp - rollouts.logp_old).abs() * rollouts.mask).max()) < 1e-5
 
 
 def test_episodes_do_not_depend_on_concurrent_ones(tmp_path, folder):

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -12,6 +14,8 @@ from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VideoClip, VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample
+from mmrl.vlm.inference.sampler import EngineSamplerConfig, VllmConfig
+from mmrl.vlm.toy.tiny import build_tiny_vlm
 
 CORPUS = [
     f"What is the sum of {a} and {b}? Look at the image. <think>{a} and {b}</think><answer>{a + b}</answer>"
@@ -72,3 +76,20 @@ def video_task(name: str, text: str, path: Path, count: int = 1, images: int = 0
     pictures = [noise_image(64, 64 + 32 * n, n) for n in range(2 * images)]
     clips = [VideoClip(str(path), usual)] * count
     return VlmTask(name, [{"role": "user", "content": content}], pictures, clips)
+
+
+VLLM = os.environ.get("MMRL_VLLM_PYTHON", "")
+needs_vllm = pytest.mark.skipif(not VLLM, reason="MMRL_VLLM_PYTHON names no interpreter that has vLLM")
+
+
+def build_for_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny Qwen2.5-VL that vLLM's CPU build can run, whose attention heads have at least 32 entries."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    sizes = {"hidden": 64, "heads": 2, "kv_heads": 1, "vision_hidden": 64, "vision_heads": 2, "vision_depth": 2}
+    return build_tiny_vlm(folder, corpus=CORPUS, max_positions=512, initializer_range=0.1, **sizes)
+
+
+def through_vllm(max_new_tokens: int, **options) -> EngineSamplerConfig:
+    """Sampling through vLLM, whose log-probabilities must be the policy's within 1e-5."""
+    settings = VllmConfig(python=VLLM, tolerance=1e-5, options={"max_num_seqs": 32, "enforce_eager": True})
+    return EngineSamplerConfig(engine="vllm", max_new_tokens=max_new_tokens, vllm=settings, **options)

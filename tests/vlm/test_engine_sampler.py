@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import threading
 from pathlib import Path
@@ -27,13 +26,10 @@ from mmrl.vlm.engine.sampler import SamplerConfig, sample
 from mmrl.vlm.inference import environment
 from mmrl.vlm.inference.sampler import EngineSampler, EngineSamplerConfig, VllmConfig, request_arrays
 from mmrl.vlm.model.config import ModelConfig
-from mmrl.vlm.toy.tiny import build_tiny_vlm
 from mmrl.workers import interpreters
 from mmrl.workers.listen import TOKEN, listen
-from tests.vlm.builders import CORPUS, ragged_tasks
+from tests.vlm.builders import build_for_vllm, needs_vllm, ragged_tasks, through_vllm
 from tests.vlm.runs import run_config, write_questions
-
-PYTHON = os.environ.get("MMRL_VLLM_PYTHON", "")
 
 
 class PolicyService:
@@ -157,10 +153,10 @@ def test_a_server_wants_its_token():
         EngineSampler(engine(address))
 
 
-def train_two_steps(folder, model, **sampler):
+def train_two_steps(folder, model, sampler):
     """Two steps of IcePop with an engine; returns their metrics."""
     config = run_config(VlmConfig, folder, model, tasks_per_step=2, samples_per_task=3)
-    config.eval_data, config.objective, config.sampler = {}, ObjectiveConfig(preset="icepop"), engine(**sampler)
+    config.eval_data, config.objective, config.sampler = {}, ObjectiveConfig(preset="icepop"), sampler
     config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
     run_dir = train(RECIPES["vlm"], config)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
@@ -169,7 +165,7 @@ def train_two_steps(folder, model, **sampler):
 def test_a_run_samples_there_and_corrects_the_difference(tiny_folders, tmp_path):
     data = DataConfig(path=str(write_questions(tmp_path / "data")))
     with served(load_tasks(data).tasks) as (service, address):
-        found = train_two_steps(tmp_path, tiny_folders["qwen2_5_vl"], address=address)
+        found = train_two_steps(tmp_path, tiny_folders["qwen2_5_vl"], engine(address))
     assert [fields["version"] for fields, _ in service.requests if fields["do"] == "sync"] == [0, 1]
     assert len(found) == 2
     for metrics in found:
@@ -222,28 +218,17 @@ def test_the_setup_installs_repairs_and_imports(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PYTHON, reason="MMRL_VLLM_PYTHON names no interpreter that has vLLM")
+@needs_vllm
 class TestVllm:
-    """The real one; a head of 32 entries is the smallest that its CPU build has."""
+    """The real one."""
 
-    @pytest.fixture(scope="class")
-    def model(self, tmp_path_factory):
-        sizes = {"hidden": 64, "heads": 2, "kv_heads": 1, "vision_hidden": 64, "vision_heads": 2, "vision_depth": 2}
-        folder = tmp_path_factory.mktemp("vllm") / "model"
-        return build_tiny_vlm(folder, corpus=CORPUS, max_positions=512, initializer_range=0.1, **sizes)
-
-    @pytest.fixture
-    def settings(self, monkeypatch):
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        options = {"max_num_seqs": 32, "enforce_eager": True}
-        return {"vllm": VllmConfig(python=PYTHON, tolerance=1e-5, options=options), "max_new_tokens": 12}
-
-    def test_weights_seeds_images_and_stops(self, model, settings):
-        policy = load_policy(ModelConfig(path=str(model)))
+    def test_weights_seeds_images_and_stops(self, tmp_path, monkeypatch):
+        policy = load_policy(ModelConfig(path=str(build_for_vllm(tmp_path / "model", monkeypatch))))
         policy.keeps_images = True
-        assert policy.network.config.get_text_config().tie_word_embeddings, "the head that a reload leaves old"
+        head, words = policy.network.get_output_embeddings(), policy.network.get_input_embeddings()
+        assert head.weight is words.weight, "a tied head is the one that a reload leaves old"
         prompts = [policy.encode(task) for task in ragged_tasks()]
-        config = engine(**settings, temperature=0.8, stop=["a", "e"])
+        config = through_vllm(12, temperature=0.8, stop=["a", "e"])
         with contextlib.closing(EngineSampler(config)) as sampler:
             sampler.load(policy, 0)
             first = sampler.sample(prompts, 4, Streams(1))
@@ -258,6 +243,6 @@ class TestVllm:
             sampler.sample(prompts, 4, Streams(1))
             assert sampler.difference < 1e-5
 
-    def test_a_run(self, model, settings, tmp_path):
-        found = train_two_steps(tmp_path, model, **settings)
+    def test_a_run(self, tmp_path, monkeypatch):
+        found = train_two_steps(tmp_path, build_for_vllm(tmp_path / "model", monkeypatch), through_vllm(8))
         assert [metrics["policy/mismatch_max"] < 1e-5 for metrics in found] == [True, True]
