@@ -45,7 +45,7 @@ from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig
-from mmrl.vlm.inference.sampler import EngineSampler, EngineSamplerConfig, open_engine
+from mmrl.vlm.inference.sampler import EngineSampler, EngineSamplerConfig, check_engine, open_engine
 from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.router_loss import router_terms
 
@@ -313,6 +313,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
     def __init__(self, config: AgentConfig) -> None:
         super().__init__(config)
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
+        check_engine(config.sampler)
         self.open(config, config.sampler, rewards=config.rewards, value_head=self.objective.needs_values)
         self._engine = open_engine(config.sampler, self.policy)
         self.samples_elsewhere = self._engine is not None

@@ -59,7 +59,7 @@ class BaseTrainerConfig:
     """Skipped optimiser steps after which the run stops."""
     mixed_precision: str = choice("none", PRECISIONS)
     """Autocast: none, bf16 or fp16, which scales the loss so that small gradients do not become 0."""
-    sharding: str = choice("none", SHARDINGS)
+    sharding: str = rare(choice("none", SHARDINGS))
     """none: every process keeps all weights, gradients and moments; fsdp2: of those that are trained and of a reference
     policy it keeps a part, and gathers the weights to sample and to compute gradients."""
     gathered: str = rare(choice("own", GATHERED))

@@ -30,7 +30,7 @@ from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import KeepPrefill
 from mmrl.vlm.engine.sampler import PolicySampler, Samples
-from mmrl.vlm.inference.sampler import open_engine
+from mmrl.vlm.inference.sampler import check_engine, open_engine
 
 View = Callable[[VlmPayload, VlmPolicy, Streams], VlmPayload]
 """Adds another form of each prompt to a payload, such as one with masked images."""
@@ -54,6 +54,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def __init__(self, config: VlmConfig, questions: Questions | None = None) -> None:
         super().__init__(config)
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens)
+        check_engine(config.sampler)
         self.open(config, questions or Questions(), config, value_head=self.objective.needs_values)
         limit = config.model.max_prompt_tokens
         engine = open_engine(config.sampler, self.policy, limit and limit + config.sampler.max_new_tokens)

@@ -74,8 +74,8 @@ def _serve(service: Service, client: Connection, token: str) -> None:
     if first is None:
         return
     if not hmac.compare_digest(str(first.fields.get("token", "")), token):
-        refusal = {"type": "PermissionError", "message": f"wrong token; both sides read {TOKEN}", "for_user": True}
-        client.send({"kind": "error", "id": 0, "body": refusal | {"traceback": ""}})
+        refusal = {"type": "PermissionError", "message": f"wrong token; both sides read {TOKEN}"}
+        client.send({"kind": "error", "id": 0, "body": {**refusal, "for_user": True, "traceback": ""}})
         return
     client.send({"kind": "hello", "id": 0, "body": dict(service.hello())})
     while (request := client.receive()) is not None:

@@ -24,7 +24,7 @@ from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.engine.policy import load_policy
 from mmrl.vlm.engine.sampler import SamplerConfig, sample
 from mmrl.vlm.inference import environment
-from mmrl.vlm.inference.sampler import EngineSampler, EngineSamplerConfig, VllmConfig, request_arrays
+from mmrl.vlm.inference.sampler import EngineSampler, EngineSamplerConfig, VllmConfig, check_engine, request_arrays
 from mmrl.vlm.model.config import ModelConfig
 from mmrl.workers import interpreters
 from mmrl.workers.listen import TOKEN, listen
@@ -193,9 +193,9 @@ def test_settings_that_cannot_work_are_refused(options, message):
 def test_an_engine_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MMRL_ENGINES", str(tmp_path))
     with pytest.raises(UserError, match=r"vLLM is not installed in .*; install it with `mmrl setup vllm`"):
-        check_config(engine(), "sampler")
+        check_engine(engine())
     with pytest.raises(UserError, match="where there is no interpreter"):
-        check_config(engine(vllm=VllmConfig(python=str(tmp_path / "none"))), "sampler")
+        check_engine(engine(vllm=VllmConfig(python=str(tmp_path / "none"))))
 
 
 def test_the_setup_installs_repairs_and_imports(monkeypatch, tmp_path):

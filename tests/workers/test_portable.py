@@ -10,6 +10,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 WORKER_SIDE = (
     "mmrl/hub/foreign.py",
     "mmrl/workers/family.py",
+    "mmrl/workers/listen.py",
     "mmrl/workers/loading.py",
     "mmrl/workers/serve.py",
     "mmrl/workers/vector/board.py",

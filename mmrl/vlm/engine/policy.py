@@ -83,8 +83,7 @@ class VlmPolicy(nn.Module):
     value_head: nn.Module | None
     banned_ids: Tensor
     critic_parts = ("value_head",)
-    keeps_images: bool = False
-    """Whether encoded prompts keep their images, for an engine that prepares them on its own."""
+    keeps_images = False  # of encoded prompts, see `PromptLayout`
     starts_from_adapter: bool = False
     """Whether the adapters were trained before, so that the model at the start is not that without them."""
 

@@ -62,7 +62,7 @@ class VllmConfig:
 class EngineSamplerConfig(SamplerConfig):
     """Sampling, with the policy itself or through an inference engine."""
 
-    engine: str = choice("own", ("own", "vllm"))
+    engine: str = rare(choice("own", ("own", "vllm")))
     """own: the policy samples in the process that trains it; vllm: vLLM does, in a Python of its own, with weights
     synced in every step. Evaluations always sample with the policy."""
     vllm: VllmConfig = rare(field(default_factory=VllmConfig))
@@ -87,8 +87,6 @@ class EngineSamplerConfig(SamplerConfig):
             raise ConfigError(f"sampler.vllm.address is '{self.vllm.address}'; expected HOST:PORT")
         if self.vllm.address and self.vllm.python:
             raise ConfigError("sampler.vllm has both address and python; a running server has its own Python")
-        if not self.vllm.address:
-            engine_python(self.vllm.python)
 
 
 class EngineSampler:
@@ -124,8 +122,8 @@ class EngineSampler:
         with stopwatch("sync"):
             weights.save_merged(folder)
             longest = min(self._longest or weights.positions, weights.positions)
-            engine = {"max_model_len": longest, "max_num_batched_tokens": max(longest, 8192)}
-            engine |= {"dtype": str(weights.network.dtype).removeprefix("torch.")}
+            engine: dict[str, Any] = {"max_model_len": longest, "max_num_batched_tokens": max(longest, 8192)}
+            engine["dtype"] = str(weights.network.dtype).removeprefix("torch.")
             request = {
                 "do": "sync",
                 "folder": str(folder),
@@ -203,6 +201,12 @@ class EngineSampler:
                 "where the two only compute in different precisions, raise it"
             )
         self._checked = True
+
+
+def check_engine(config: SamplerConfig) -> None:
+    """Refuse an engine that is not installed, before a model is loaded; raises UserError."""
+    if isinstance(config, EngineSamplerConfig) and config.engine != "own" and not config.vllm.address:
+        engine_python(config.vllm.python)
 
 
 def open_engine(config: SamplerConfig, policy: VlmPolicy, longest: int | None = None) -> EngineSampler | None:
