@@ -275,10 +275,12 @@ def sim(args: argparse.Namespace) -> int:
 
 
 def setup(args: argparse.Namespace) -> int:
-    """Install an inference engine in a Python of its own, for `sampler.engine` in a configuration."""
-    from mmrl.vlm.inference.environment import setup_vllm
+    """Install an inference engine in a Python of its own, for `sampler.engine` in a configuration, or serve it."""
+    from mmrl.vlm.inference import environment
 
-    setup_vllm(say, args.folder, gpu=args.gpu)
+    if args.listen:
+        environment.listen(args.listen, args.folder)
+    environment.setup_vllm(say, args.folder, gpu=args.gpu)
     return 0
 
 
@@ -434,6 +436,8 @@ def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=["vllm"], help="the engine")
     parser.add_argument("--folder", metavar="DIR", type=Path, help="default: MMRL_ENGINES or the cache")
     parser.add_argument("--gpu", action="store_true", help="the build for NVIDIA GPUs; default: the one for CPUs")
+    listen = "serve the installed engine to runs on other machines; they set sampler.vllm.address"
+    parser.add_argument("--listen", metavar="HOST:PORT", help=listen)
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:

@@ -294,9 +294,7 @@ class VlmPolicy(nn.Module):
             view: form of the prompts, as in `forward`.
 
         Returns:
-            (M, H), the tokens row by row.
-
-        Gradient: as in `forward`.
+            (M, H), the tokens row by row, with the gradient of `forward`.
         """
         return self._states(rollouts, view)[0]
 

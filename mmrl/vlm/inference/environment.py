@@ -5,6 +5,7 @@ By default in the user's cache folder, or in the folder named by MMRL_ENGINES.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,14 @@ def engine_python(given: str = "") -> str:
             "name the folder that holds it, or set sampler.vllm.python"
         )
     return str(python)
+
+
+def listen(address: str, folder: str | Path | None = None) -> None:
+    """Become a server of vLLM at HOST:PORT, for runs on other machines; returns only with an error."""
+    python = engine_python(str(python_in(environment_folder("engines", NAME, folder))))
+    script, service = PACKAGE / "mmrl/workers/listen.py", Path(__file__).with_name("vllm_service.py")
+    os.environ.pop("PYTHONPATH", None)  # this Python's modules are not the engine's
+    os.execv(python, [python, str(script), f"{service}:make", address])
 
 
 def setup_vllm(

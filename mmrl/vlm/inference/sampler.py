@@ -44,8 +44,8 @@ class VllmConfig:
     python: str = ""
     """Interpreter that has vLLM; empty: that of `mmrl setup vllm`."""
     address: str = ""
-    """HOST:PORT of a running server, `python mmrl/workers/listen.py mmrl/vlm/inference/vllm_service.py:make HOST:PORT`
-    in a Python that has vLLM; empty: a process of this machine, one for each process of the run."""
+    """HOST:PORT of a running server, `mmrl setup vllm --listen HOST:PORT`; empty: a process of this machine, one for
+    each process of the run."""
     folder: str = ""
     """Folder that weights travel through, with room for a copy; a server of another machine must see it under the same
     path. Empty: a temporary one."""
