@@ -190,12 +190,15 @@ def test_settings_that_cannot_work_are_refused(options, message):
         check_config(engine(**options), "sampler")
 
 
-def test_an_engine_that_is_not_installed_is_named(tmp_path, monkeypatch):
+def test_an_engine_that_cannot_serve_the_run_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MMRL_ENGINES", str(tmp_path))
     with pytest.raises(UserError, match=r"vLLM is not installed in .*; install it with `mmrl setup vllm`"):
         check_engine(engine())
     with pytest.raises(UserError, match="where there is no interpreter"):
         check_engine(engine(vllm=VllmConfig(python=str(tmp_path / "none"))))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"one process at a time, and this run has several"):
+        check_engine(engine("a:1"))
 
 
 def test_the_setup_installs_repairs_and_imports(monkeypatch, tmp_path):

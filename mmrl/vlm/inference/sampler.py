@@ -8,6 +8,7 @@ from the policy's own.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -204,9 +205,16 @@ class EngineSampler:
 
 
 def check_engine(config: SamplerConfig) -> None:
-    """Refuse an engine that is not installed, before a model is loaded; raises UserError."""
-    if isinstance(config, EngineSamplerConfig) and config.engine != "own" and not config.vllm.address:
+    """Refuse an engine that cannot serve this run, before a model is loaded; raises UserError."""
+    if not isinstance(config, EngineSamplerConfig) or config.engine == "own":
+        return
+    if not config.vllm.address:
         engine_python(config.vllm.python)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "sampler.vllm.address names one server, which serves one process at a time, and this run has several; "
+            "leave it out, so that each starts an engine of its own"
+        )
 
 
 def open_engine(config: SamplerConfig, policy: VlmPolicy, longest: int | None = None) -> EngineSampler | None:

@@ -94,8 +94,11 @@ class VllmService:
         return {"version": self._version}
 
     def _reload(self, folder: str) -> None:
+        from vllm.platforms import current_platform
+
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-        self._llm.apply_model(_repack_heads)
+        if current_platform.is_cpu():
+            self._llm.apply_model(_repack_heads)
         # what was computed with the old weights; without the last two, the next request of images hangs
         self._llm.reset_prefix_cache()
         self._llm.reset_mm_cache()
