@@ -224,6 +224,7 @@ class CriticTrainer:
         sum_gradients(list(self.critic.parameters()), accelerator)
         nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
         self._optimizer.step()
+        torch.clear_autocast_cache()
         self._optimizer.zero_grad()
         self.updates += 1
         return share

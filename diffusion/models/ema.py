@@ -130,6 +130,7 @@ class EMAWeights:
 def _write(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         parameter.copy_(values[name])
+    torch.clear_autocast_cache()  # it holds copies of the weights, and does not see that they have changed
 
 
 def eval_ema_decay(step: int, decay: float = 0.9999) -> float:

@@ -116,6 +116,7 @@ class Fitter(Generic[CriticT]):
         loss.backward()
         nn.utils.clip_grad_norm_(self.critic.parameters(), self._config.max_grad_norm)
         self._optimizer.step()
+        torch.clear_autocast_cache()  # the critics take many steps under one autocast
         return float(loss.detach())
 
     def state_dict(self) -> dict[str, Any]:

@@ -154,3 +154,19 @@ def test_schedules_have_their_published_values():
     assert [nft_old_decay(step, 0) for step in (0, 500)] == [0.0, 0.0]
     assert [nft_old_decay(step, 1) for step in (0, 200, 800)] == pytest.approx([0.0, 0.2, 0.5])
     assert [nft_old_decay(step, 2) for step in (74, 75, 95, 1000)] == pytest.approx([0.0, 0.0, 0.15, 0.999])
+
+
+def test_under_autocast_the_average_and_then_the_policy_compute_with_their_own_weights():
+    """Autocast keeps copies of weights in low precision, which a swap must not leave behind."""
+    policy = torch.nn.Linear(4, 4)
+    average = EMAWeights(policy)
+    start = policy.weight.detach().clone()
+    with torch.no_grad():
+        policy.weight.add_(1.0)
+    x = torch.ones(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        policy(x)
+        with torch.no_grad(), average.applied():
+            found = policy(x)
+            assert torch.equal(found, torch.nn.functional.linear(x, start, policy.bias))
+        assert (policy(x) - found).float().mean().item() == pytest.approx(4.0, abs=0.1)
