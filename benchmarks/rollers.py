@@ -53,7 +53,13 @@ class SlowGrid(GridWorld):
 def overrides(case: str, folder: Path) -> tuple[Path, list[str]]:
     """File and settings of a case."""
     common = [f"output_dir={folder}/run", "trainer.threads=1", "tracking.quiet=true", "evaluation.at_start=false"]
-    common += ["evaluation.at_end=false", "evaluation.every=0", "eval_data={}", "trainer.tasks_per_step=8"]
+    common += [
+        "evaluation.at_end=false",
+        "evaluation.every=0",
+        "eval_data={}",
+        "trainer.tasks_per_step=8",
+        "trainer.epochs=3",
+    ]
     built = "hidden: 64, layers: 2, vision_hidden: 64, vision_depth: 1"
     if case == "rewards that wait":
         return ROOT / "configs/vlm/digits_grpo.yaml", [
@@ -73,6 +79,7 @@ def overrides(case: str, folder: Path) -> tuple[Path, list[str]]:
         f"model.build_options={{family: qwen3_vl, patch_size: 14, {built}, min_pixels: 3136, max_pixels: 50176}}",
         "environment.factory=benchmarks.rollers:SlowGrid",
         "environment.workers=16",
+        "episode.max_turns=6",
         "warmup_updates=0",
         "trainer.samples_per_task=4",
     ]

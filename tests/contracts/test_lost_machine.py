@@ -10,7 +10,7 @@ import pytest
 
 from mmrl.training.ray_rollers import RayCrew
 from mmrl.training.settings import RollersConfig
-from tests.contracts.test_rollers import KEPT_PREFILL, Watched, keeps_prefill, own_signals
+from tests.contracts.test_rollers import SHARED_WORK, Watched, own_signals, shares_work
 from tests.contracts.test_two_processes import make
 
 pytestmark = pytest.mark.slow
@@ -45,4 +45,4 @@ def test_a_machine_is_lost_in_the_middle_of_a_step(name, tmp_path, cluster):
     here = Watched(make(name, tmp_path), tmp_path / "here", RollersConfig(unit=1))
     spread = Watched(make(name, tmp_path), tmp_path / "ray", RollersConfig(engine="ray", workers=3), remove)
     assert spread.again >= 1
-    assert spread.differs(here) <= (KEPT_PREFILL if keeps_prefill(name) else 0.0)
+    assert spread.differs(here) <= (SHARED_WORK if shares_work(name) else 0.0)

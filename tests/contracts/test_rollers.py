@@ -27,12 +27,12 @@ from tests.contracts.test_two_processes import make, train
 from tests.training.test_rollers import Ahead
 
 pytestmark = pytest.mark.slow
-SAMPLED = [name for name, entry in RECIPES.items() if not entry.supervised]
+SAMPLED = [name for name, entry in RECIPES.items() if "rollers" in entry.load_config_class().__dataclass_fields__]
 WORKERS = 2
 BY_THE_CLOCK = ("time/", "memory/", "tokens/per_second", "rollers/", "cost/seconds")
-KEPT_PREFILL = 1e-4
-"""Of the move, for questions whose prefill the sampler keeps for the update, which workers cannot: float32 (6e-8)
-through some hundred operations."""
+SHARED_WORK = 1e-4
+"""Of the move, for language models: their updates share prefills and prompts that sampling in the same process keeps,
+which rounds differently: float32 (6e-8) through some hundred operations."""
 
 
 class Watched:
@@ -134,17 +134,17 @@ def check(name: str, here: Watched, units: Watched, ray: Watched) -> None:
     """Equal bits, or rounding where the update shares what only a sampler in its process keeps."""
     assert here.moved > 0
     assert ray.again == 1
-    kept = keeps_prefill(name)
-    assert ray.differs(units) <= (KEPT_PREFILL if kept else 0.0)
+    shares = shares_work(name)
+    assert ray.differs(units) <= (SHARED_WORK if shares else 0.0)
     assert torch.equal(ray.found["rows"][..., 0], here.found["rows"][..., 0])  # as many decisions, group by group
-    if not kept:
+    if not shares:
         assert torch.equal(ray.found["rows"].nan_to_num(9.0), units.found["rows"].nan_to_num(9.0))
     assert ray.differing_metrics(here) == []
 
 
-def keeps_prefill(name: str) -> bool:
-    """Whether the recipe answers questions with the suite's own sampler."""
-    return RECIPES[name].target.startswith(("mmrl.vlm.", "mmrl.gui.")) and name != "tspo"
+def shares_work(name: str) -> bool:
+    """Whether the recipe samples from a language model."""
+    return RECIPES[name].target.startswith("mmrl.") and name != "tspo"
 
 
 @pytest.mark.parametrize("name", SAMPLED)
