@@ -324,11 +324,14 @@ class RayRollers:
         """End the workers, and Ray if it was started for this run."""
         self._crew.interrupt()
         self._thread.shutdown()
-        self._crew.close()
+        with suppress(self._ray.exceptions.RayError):  # another training process has ended the Ray that it started
+            self._crew.close()
         self._disconnect()
 
     def _write(self, outcome: Outcome) -> None:
-        for name, content in outcome.files.items():
+        """Write what a worker has written, or why a unit was lost, into the run's folder."""
+        lost = {"failures/rollers.txt": f"{outcome.error}\n".encode()} if outcome.lost else {}
+        for name, content in {**outcome.files, **lost}.items():
             path = self._run_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
