@@ -386,7 +386,7 @@ def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
             broadcast_object_list(address)
         if not started:
             ray.init(address=address[0], **quiet)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:  # Ray raises what comes to hand, also where a start takes too long
         where = f"cluster at rollers.address={options.address}" if options.address else "Ray"
         raise UserError(f"no connection to the {where}: {' '.join(str(error).split())[:300]}") from error
     finally:
