@@ -63,7 +63,7 @@ def build_tiny(
     """
     tower: dict[str, Any] = {"vision_hidden": vision_hidden, "vision_depth": vision_depth, "patch_size": patch_size}
     if family in QWEN:
-        pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        pixels: dict[str, Any] = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         return build_tiny_vlm(path, family=family, corpus=corpus, **tower, **pixels, **sizes)
     seeing = [name for name, row in FAMILIES.items() if row.config is not None]
     if family not in seeing:
