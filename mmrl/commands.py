@@ -18,7 +18,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from mmrl.errors import UserError, require_packages
 
@@ -87,11 +87,15 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
         raise UserError(f"--processes is {args.processes}; must be at least 1")
     if args.processes is not None and "RANK" in os.environ:
         raise UserError("--processes starts processes, but this is one of another launcher (RANK is set); give one")
+    if args.gpu_memory is not None and not args.dry_run:
+        raise UserError("--gpu-memory needs --dry-run; give both")
     entry, config = load_run(args.config, args.overrides)
     if not entry.trains:
         raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
+    if args.dry_run:
+        return _show_plan(args, entry, config)
     if (args.processes or 1) > 1:
         from mmrl.training.launch import launch
 
@@ -107,6 +111,25 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if is_first_process():
         say(f"run folder: {run_dir}")
         say(f"report: {run_dir / 'report.html'}")
+    return 0
+
+
+def _show_plan(args: argparse.Namespace, entry: Any, config: Any) -> int:
+    from mmrl.recipes import plan_of
+    from mmrl.training.plan import remedies, shown
+
+    gpus, memory = args.processes or 1, 80.0 if args.gpu_memory is None else args.gpu_memory
+    if memory <= 0:
+        raise UserError(f"--gpu-memory is {memory:g}; must be above 0")
+    footprint = plan_of(entry)
+    plan = footprint(config)
+    say(f"{args.config}: recipe {entry.name} on {gpus} GPU{'s' if gpus > 1 else ''}, computed for {plan.assumption}")
+    for line in shown(plan, memory, gpus):
+        say(line)
+    if not plan.fits(memory, gpus):
+        say("changes, each with those before, and the peak:")
+        for line in remedies(config, footprint, memory, gpus):
+            say(line)
     return 0
 
 
@@ -343,6 +366,12 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --resume: from the last undamaged checkpoint",
     )
     parser.add_argument("--processes", metavar="N", type=int, help="ranks of the run on this machine; default: 1")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show the memory that the run needs on each of --processes GPUs, and leave",
+    )
+    parser.add_argument("--gpu-memory", metavar="GB", type=float, help="with --dry-run: of each GPU; default: 80")
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:

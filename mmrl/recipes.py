@@ -7,7 +7,7 @@ import difflib
 import importlib
 from typing import Any
 
-from mmrl.entries import RecipeEntry
+from mmrl.entries import RecipeEntry, load_target
 from mmrl.errors import UserError
 
 PACKAGES = ("mmrl.vlm", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
@@ -64,6 +64,19 @@ def metric_tables(recipe: str) -> list[dict[str, str]]:
     entry = RECIPES.get(recipe) or EVALUATIONS.get(recipe)
     own = [number for number, package in enumerate(PACKAGES) if entry and entry.target.startswith(f"{package}.")]
     return package_tables("METRICS")[: own[0] + 1 if own else None]
+
+
+def plan_of(entry: RecipeEntry) -> Any:
+    """The function of configurations to `mmrl.training.plan.Plan` of a recipe's package.
+
+    Raises:
+        UserError: the package has none.
+    """
+    own = [package for package in PACKAGES if entry.target.startswith(f"{package}.")]
+    modules = [importlib.import_module(f"{package}.entries") for package in own[-1:]]
+    if not modules or not hasattr(modules[0], "PLAN"):
+        raise UserError(f"there is no memory plan for the recipe '{entry.name}'")
+    return load_target(modules[0].PLAN)
 
 
 RECIPES: dict[str, RecipeEntry] = {entry.name: entry for table in package_tables("RECIPES") for entry in table}

@@ -44,6 +44,9 @@ RECIPES = (
         "Bai et al., DigiRL, arXiv 2406.11896",
     ),
 )
+PLAN = "mmrl.vlm.plan:footprint"
+"""Function for `mmrl train --dry-run`."""
+
 METRICS = {
     "time/environment": "Seconds that episodes waited for their environments.",
     "episode/turns": "Mean turns of the step's episodes.",

@@ -28,6 +28,9 @@ EVALUATIONS = (
         trains=False,
     ),
 )
+PLAN = "mmrl.vlm.plan:footprint"
+"""Function for `mmrl train --dry-run`."""
+
 METRICS = {
     "aepo/no_signal/<kind>": "Share of groups of one kind of instruction whose answers all earn the same.",
     "accuracy/first": "Share of screens whose first predicted point is in the target.",

@@ -49,6 +49,9 @@ RECIPES = (
         "Rafailov et al., DPO, arXiv 2305.18290; others: `mmrl list objectives`",
     ),
 )
+PLAN = "mmrl.vlm.plan:footprint"
+"""Function for `mmrl train --dry-run`."""
+
 METRICS = {
     "time/answer": "Seconds of the rollout in which questions were answered from the picked frames.",
     "time/encode": "Seconds of the rollout spent reading images and turning prompts into model inputs.",

@@ -1,0 +1,171 @@
+"""Memory that a run needs on each GPU, before it starts: `mmrl train CONFIG --dry-run`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.training.allocations import Allocations
+
+GB = 1e9
+HEADROOM = 0.92
+"""Share of a GPU's memory that tensors can have; CUDA, its libraries and gaps between blocks take the rest."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors of one purpose."""
+
+    name: str
+    bytes: float
+    during: str = "always"
+    """always, sampling or update."""
+    divided: bool = False
+    """Whether `trainer.sharding=fsdp2` leaves each GPU its share of them."""
+
+    def on(self, gpus: int) -> float:
+        """Bytes on each of some GPUs."""
+        return self.bytes / gpus if self.divided else self.bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Parts of a run, and what they were computed for."""
+
+    parts: tuple[Part, ...]
+    assumed: tuple[str, ...]
+
+    @property
+    def assumption(self) -> str:
+        """What the plan was computed for, as a text."""
+        return ", ".join(self.assumed)
+
+    def held(self, phase: str, gpus: int = 1) -> float:
+        """Bytes of the parts of a phase on each of some GPUs."""
+        return sum(part.on(gpus) for part in self.parts if part.during == phase)
+
+    def peak(self, gpus: int = 1) -> float:
+        """Most bytes on each GPU at any time."""
+        return self.held("always", gpus) + max(self.held("sampling", gpus), self.held("update", gpus))
+
+    def fits(self, memory_gb: float, gpus: int = 1) -> bool:
+        """Whether the peak leaves room for what is no tensor."""
+        return self.peak(gpus) <= HEADROOM * memory_gb * GB
+
+
+def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0, prefix: str = "") -> list[Part]:
+    """Weights, gradients and moments of a network, and whole or trained-only copies of it.
+
+    Args:
+        network: with `requires_grad` on what is trained.
+        trainer: settings of the run's `trainer`.
+        copies: frozen copies of the policy, such as a reference.
+        prefix: of the parts' names.
+    """
+    weights = list(network.parameters())
+    trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
+    numbers = sum(weight.numel() for weight in weights if weight.requires_grad)
+    frozen = sum(weight.nbytes for weight in weights) + sum(b.nbytes for b in network.buffers()) - trained
+    sharded = trainer.sharding == "fsdp2"
+    low = sharded and trainer.gathered == "bf16" and trained > 2 * numbers
+    parts = [Part(f"{prefix}weights, frozen", frozen)]
+    if sharded:
+        parts.append(Part(f"{prefix}weights, trained, in parts", trained, divided=True))
+        parts.append(Part(f"{prefix}gradients, sums in parts", trained, "update", divided=True))
+    parts += [
+        Part(f"{prefix}weights, trained" + (", whole in bf16" if low else ""), 2 * numbers if low else trained),
+        Part(f"{prefix}moments of AdamW", 2 * trained, divided=sharded),
+        Part(f"{prefix}gradients", 2 * numbers if low else trained, "update"),
+        Part(f"{prefix}reference", copies * (trained + frozen), divided=sharded),
+    ]
+    return [part for part in parts if part.bytes]
+
+
+def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> float:
+    """Bytes that forward and backward passes need besides weights and gradients.
+
+    Args:
+        network: the trained network, whose gradients are dropped afterwards.
+        once: makes the input and returns the loss of a micro-batch, a scalar.
+        passes: micro-batches of an optimiser step; the second one meets the gradients of the first.
+    """
+    network.train()
+    with Allocations() as allocations:
+        for _ in range(min(passes, 2)):
+            allocations.restart()
+            once().backward()
+    gradients = sum(weight.grad.nbytes for weight in network.parameters() if weight.grad is not None)
+    network.zero_grad()
+    return max(allocations.peak - gradients, 0)
+
+
+def history(once: Callable[[], Tensor]) -> float:
+    """Bytes that a forward pass keeps for its backward pass, besides the weights."""
+    with Allocations() as allocations:
+        loss = once()
+        kept = allocations.alive
+    del loss
+    return kept
+
+
+def shown(plan: Plan, memory_gb: float, gpus: int) -> list[str]:
+    """The parts as lines of text, and whether they fit."""
+    width = max(len(part.name) for part in plan.parts)
+    lines = [
+        f"  {part.name:<{width}}  {part.on(gpus) / GB:8.2f} GB"
+        + ("" if part.during == "always" else f"  {part.during}")
+        for part in plan.parts
+    ]
+    peak = plan.peak(gpus) / GB
+    verdict = "fits into" if plan.fits(memory_gb, gpus) else "does not fit into"
+    return [*lines, f"  {'peak':<{width}}  {peak:8.2f} GB  {verdict} {memory_gb:g} GB"]
+
+
+def remedies(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gpus: int) -> list[str]:
+    """Changes, each on top of those before, until the run fits; with their peaks."""
+    lines = []
+    for key, value in CHANGES:
+        changed = _changed(config, key, value)
+        if changed is None:
+            continue
+        if key == "trainer.sharding" and gpus == 1:
+            continue
+        config = changed
+        plan = footprint(config)
+        lines.append(f"  {key}={str(value).lower()}: {plan.peak(gpus) / GB:.2f} GB")
+        if plan.fits(memory_gb, gpus):
+            return lines
+    return [*lines, "  none of these is enough"]
+
+
+CHANGES: Sequence[tuple[str, Any]] = (
+    ("trainer.micro_batch", 1),
+    ("model.gradient_checkpointing", True),
+    ("trainer.mixed_precision", "bf16"),
+    ("model.free_text_encoders", True),
+    ("trainer.sharding", "fsdp2"),
+    ("model.lora.enabled", True),
+    ("model.dtype", "bfloat16"),
+)
+"""Changes that save memory, those that cost least first."""
+
+
+def _changed(config: Any, key: str, value: Any) -> Any | None:
+    """A copy with another value; None where there is no such option or it has the value."""
+    name, _, rest = key.partition(".")
+    if not dataclasses.is_dataclass(config) or not hasattr(config, name):
+        return None
+    old = getattr(config, name)
+    new = (None if old == value else value) if not rest else _changed(old, rest, value)
+    return None if new is None else dataclasses.replace(config, **{name: new})  # type: ignore[type-var]
+
+
+def autocast(trainer: Any) -> torch.autocast:
+    """The arithmetic of a run, for tensors without numbers."""
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.mixed_precision)
+    return torch.autocast("cpu", dtype=low or torch.bfloat16, enabled=low is not None)

@@ -1,0 +1,208 @@
+"""Memory of a run on a vision-language or language model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.logprobs import linear_logprobs
+from mmrl.errors import UserError
+from mmrl.files import read_json_object
+from mmrl.hub.compat import ensure_torchvision
+from mmrl.training.allocations import imagine, imagined
+from mmrl.training.plan import Part, Plan, activations, autocast, history, state_parts
+from mmrl.training.recipe import single_update
+from mmrl.vlm.engine.loading import prepare
+from mmrl.vlm.model.config import ModelConfig
+from mmrl.vlm.model.network import auto_class, resolve_model, vision_parameters
+
+PROMPT = 1024
+"""Tokens of a prompt where `model.max_prompt_tokens` is empty."""
+
+
+def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
+    """What a run needs, for prompts and answers of the greatest length that the configuration allows."""
+    if not isinstance(getattr(config, "model", None), ModelConfig):
+        raise UserError(f"there is no memory plan for the recipe '{config.recipe}'; its model is no language model")
+    ensure_torchvision()
+    model, trainer = config.model, config.trainer
+    sampler = getattr(config, "sampler", None)
+    longest = prompt_tokens or model.max_prompt_tokens or PROMPT
+    answer = sampler.max_new_tokens if sampler is not None else longest
+    size = getattr(trainer, "samples_per_task", 1)
+    rows = -(-trainer.tasks_per_step * size // trainer.minibatches_per_step)
+    chunk = min(trainer.micro_batch or rows, rows)
+    with torch.device("meta"):
+        network = _network(model)
+        wrapped = prepare(network, model, None)
+    with imagined():
+        imagine(wrapped)
+        text = network.config.get_text_config()
+        network.set_attn_implementation("sdpa")
+        shares = model.shared_prefix and model.attention == "sdpa"
+        prompts = -(-chunk // size) if shares else chunk
+        parts = state_parts(wrapped, trainer, copies=_copies(config))
+
+        def once(prompts: int = prompts, answers: int = chunk) -> Tensor:
+            with autocast(trainer):
+                tokens = prompts * longest + answers * (answer - 1)  # the last token is not read
+                states = network.get_input_embeddings()(torch.zeros(1, tokens, dtype=torch.int64))
+                if not states.requires_grad and not any(w.requires_grad for w in network.get_decoder().parameters()):
+                    raise UserError("no weight of the language model is trained")
+                positions = torch.zeros(3 if hasattr(network.model, "visual") else 1, 1, tokens, dtype=torch.int64)
+                found = network.get_decoder()(
+                    inputs_embeds=states,
+                    position_ids=positions if len(positions) == 3 else positions[0],
+                    use_cache=False,
+                )
+                if not answers:
+                    return found.last_hidden_state  # type: ignore[no-any-return]
+                last = found.last_hidden_state[0, -answers * answer :]
+                head = network.get_output_embeddings().weight
+                return linear_logprobs(last, head, torch.zeros(len(last), dtype=torch.int64)).logp.sum()
+
+        parts.append(Part("activations", activations(wrapped, once, -(-rows // chunk)), "update"))
+        if shares and _keeps_history(config):
+            kept = history(lambda: once(trainer.tasks_per_step, 0))
+            parts.append(Part("history of the prompts, for the update", kept, "sampling"))
+    if sampler is not None:
+        parts += _sampling(network, text, trainer, sampler, size, longest, answer)
+    assumed = [f"prompts of {longest} tokens", f"answers of {answer}", f"{chunk} rows in {prompts} prompts at once"]
+    if vision_parameters(network) and any(weight.requires_grad for weight in vision_parameters(network)):
+        assumed.append("without the activations of the vision tower, which is trained")
+    return Plan(tuple(parts), tuple(assumed))
+
+
+def _network(model: Any) -> Any:
+    """The architecture, with weights that have no numbers."""
+    from transformers import AutoConfig
+
+    name = str(model.path)
+    if name in PUBLISHED:
+        kind, values = PUBLISHED[name]
+        settings = AutoConfig.for_model(kind, **values)
+    else:
+        base, _ = resolve_model(name)
+        file = Path(base) / "config.json"
+        if file.is_file():
+            settings = AutoConfig.for_model(**read_json_object(file))
+        else:
+            try:
+                settings = AutoConfig.from_pretrained(base, trust_remote_code=False)
+            except Exception as error:
+                known = ", ".join(PUBLISHED)
+                raise UserError(
+                    f"the architecture of {base} is not known here and cannot be fetched; known: {known}"
+                ) from error
+    dtype = getattr(torch, model.dtype)
+    return auto_class(settings.model_type, name).from_config(settings, attn_implementation="sdpa", dtype=dtype)
+
+
+def _copies(config: Any) -> int:
+    """Frozen copies of the policy."""
+    if not hasattr(config, "reference") or config.reference.kind == "none":
+        return 0
+    if config.reference.kind in ("frozen", "ema"):
+        return 1
+    from mmrl.training.objectives import make_objective
+
+    needed = (
+        getattr(make_objective(config.objective), "needs_reference", False) if hasattr(config, "objective") else False
+    )
+    return int(needed and not config.model.lora.enabled)
+
+
+def _keeps_history(config: Any) -> bool:
+    """Whether the update goes backward through the prompts as sampling has read them."""
+    trainer = config.trainer
+    kept = hasattr(config, "sampler") and config.sampler.keep_prefill and not config.model.gradient_checkpointing
+    return bool(kept and single_update(trainer) and trainer.micro_batch == 0)
+
+
+def _sampling(network: Any, text: Any, trainer: Any, sampler: Any, size: int, longest: int, answer: int) -> list[Part]:
+    """Copies of the weights that the decoder makes, and its keys and values, float32."""
+    rows = min(sampler.batch_rows, trainer.tasks_per_step * size)
+    prompts = math.ceil(rows / size)
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * text.num_key_value_heads * width
+    decoder, own = network.get_decoder(), next(network.get_decoder().parameters()).element_size()
+    cast = 2 if trainer.mixed_precision != "none" and own == 4 else 0
+    copied = [
+        weight.numel() * (cast or own)
+        for name, weight in decoder.layers.named_parameters()
+        if "lora_" not in name and weight.ndim == 2 and (cast or any(f"{part}_proj" in name for part in "qkv"))
+    ]
+    kept = prompts * longest * token * ((cast or own) + 4)
+    return [
+        Part("copy of weights to sample", sum(copied), "sampling"),
+        Part("keys and values of prompts", kept, "sampling"),
+        Part("keys and values of answers", 4 * rows * answer * token, "sampling"),
+    ]
+
+
+def _qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+def _vision(depth: int, hidden: int, inner: int, out: int, **more: Any) -> dict[str, Any]:
+    return {
+        "depth": depth,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_heads": 16,
+        "out_hidden_size": out,
+        **more,
+    }
+
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": (
+        "qwen2_5_vl",
+        {
+            "text_config": _qwen(2048, 11008, 36, 16, 2, 151936),
+            "vision_config": _vision(32, 1280, 3420, 2048),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen/Qwen2.5-VL-7B-Instruct": (
+        "qwen2_5_vl",
+        {
+            "text_config": _qwen(3584, 18944, 28, 28, 4, 152064),
+            "vision_config": _vision(32, 1280, 3420, 3584),
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen/Qwen3-VL-2B-Instruct": (
+        "qwen3_vl",
+        {
+            "text_config": _qwen(2048, 6144, 28, 16, 8, 151936, head_dim=128),
+            "vision_config": _vision(24, 1024, 4096, 2048, deepstack_visual_indexes=[5, 11, 17]),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen/Qwen3-VL-8B-Instruct": (
+        "qwen3_vl",
+        {
+            "text_config": _qwen(4096, 12288, 36, 32, 8, 151936, head_dim=128),
+            "vision_config": _vision(27, 1152, 4304, 4096, deepstack_visual_indexes=[8, 16, 24]),
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen/Qwen3-4B-Instruct-2507": (
+        "qwen3",
+        _qwen(2560, 9728, 36, 32, 8, 151936, head_dim=128, tie_word_embeddings=True),
+    ),
+}
+"""Architectures by hub id, the values of their config.json."""

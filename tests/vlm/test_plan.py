@@ -1,0 +1,151 @@
+"""Memory plans against runs, published sizes and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from mmrl.cli import main
+from mmrl.recipes import RECIPES
+from mmrl.training.allocations import Allocations
+from mmrl.training.plan import Part, Plan
+from mmrl.training.processes import make_accelerator, seed_everything
+from mmrl.training.trainer import Trainer
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.plan import PUBLISHED, _network, footprint
+from tests.contracts.domains import domain_of
+from tests.contracts.options import with_changes
+
+WITHIN = 0.15
+"""Of the measured peak."""
+BILLIONS = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": 3.75,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 8.29,
+    "Qwen/Qwen3-VL-2B-Instruct": 2.13,
+    "Qwen/Qwen3-VL-8B-Instruct": 8.77,
+    "Qwen/Qwen3-4B-Instruct-2507": 4.02,
+}
+"""Parameters of the released models, by their model cards."""
+RUNS = {
+    "full": {},
+    "checkpointing": {"model.gradient_checkpointing": True},
+    "lora": {"model.lora.enabled": True},
+    "micro": {"trainer.micro_batch": 4, "objective.kl": {"kind": "k3", "coef": 0.1}},
+    "bf16": {"trainer.mixed_precision": "bf16"},
+}
+
+
+def test_allocations_are_those_of_storages():
+    with Allocations() as allocations:
+        first = torch.empty(1000)
+        second = first + 1
+        view = first[10:]
+        assert allocations.alive == 8000
+        del first
+        assert allocations.alive == 8000
+        del view, second
+        assert allocations.alive == 0
+        assert allocations.peak == 8000
+        allocations.restart()
+        assert allocations.peak == 0
+
+
+def test_a_peak_is_the_larger_phase_and_divided_parts_shrink():
+    parts = (Part("a", 8e9), Part("b", 4e9, divided=True), Part("c", 1e9, "sampling"), Part("d", 3e9, "update"))
+    plan = Plan(parts, ())
+    assert (plan.peak(), plan.peak(4)) == (15e9, 12e9)
+    assert plan.fits(80)
+    assert not plan.fits(15)
+
+
+def test_the_command_shows_the_parts_and_what_would_fit(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"""
+recipe: vlm
+output_dir: {tmp_path}/run
+model: {{path: Qwen/Qwen2.5-VL-3B-Instruct, max_prompt_tokens: 64}}
+data: {{path: {tmp_path}/none.jsonl}}
+rewards: [{{name: exact}}]
+sampler: {{max_new_tokens: 16}}
+trainer: {{tasks_per_step: 1, samples_per_task: 2, learning_rate: 1.0e-4, mixed_precision: bf16}}
+""",
+        encoding="utf-8",
+    )
+    assert main(["train", str(file), "--dry-run", "--gpu-memory", "40"]) == 0
+    out = capsys.readouterr().out
+    # 3.75 billion float32 weights, as many gradients and twice as many moments
+    assert "weights, trained" in out
+    assert "15.02 GB" in out
+    assert "30.04 GB" in out
+    assert "does not fit into 40 GB" in out
+    assert "model.lora.enabled=true" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_memory_without_a_plan_and_recipes_without_one_are_refused(tmp_path, capsys):
+    assert main(["train", "configs/vlm/needle_tspo.yaml", "--dry-run"]) == 2
+    assert "no memory plan" in capsys.readouterr().err
+    assert main(["train", "configs/vlm/digits_grpo.yaml", "--gpu-memory", "80"]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_architectures_have_the_published_number_of_parameters(name):
+    from mmrl.vlm.model.config import ModelConfig
+
+    with torch.device("meta"):
+        network = _network(ModelConfig(path=name))
+    assert sum(weight.numel() for weight in network.parameters()) / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_plan_is_the_measured_peak_of_a_run(name, tmp_path, request):
+    """Peaks of tensors on the CPU, while a policy of a million weights samples and learns."""
+    from mmrl.vlm.toy.tiny import build_tiny_vlm
+    from tests.vlm.builders import CORPUS
+
+    sizes = {"hidden": 128, "intermediate": 384, "layers": 4, "heads": 4, "kv_heads": 2, "max_positions": 512}
+    path = build_tiny_vlm(tmp_path / "model", corpus=CORPUS, vision_depth=1, **sizes)
+    config = domain_of("vlm").make_config("vlm", tmp_path)
+    config.model.path, config.model.freeze_vision = str(path), "lora" not in name
+    config.sampler.max_new_tokens = 48
+    config.trainer.tasks_per_step, config.trainer.samples_per_task = 4, 8
+    config = with_changes(config, RUNS[name])
+    config.validate()
+    seed_everything(0)
+    AcceleratorState._reset_state()
+    request.addfinalizer(AcceleratorState._reset_state)
+    accelerator = make_accelerator(config.trainer.mixed_precision)
+    peaks, lengths = {}, []
+    with Allocations() as allocations:
+        recipe = RECIPES["vlm"].load_recipe_class()(config)
+        recipe.start = None
+        trainer = Trainer(recipe, config, tmp_path / "run", accelerator, None)
+        trainer.train_step()  # makes the moments
+        for phase, owner, method in (("sampling", recipe, "rollout"), ("update", trainer.updater, "update")):
+            before = getattr(owner, method)
+
+            def noted(*args, phase=phase, before=before):
+                allocations.restart()
+                found = before(*args)
+                peaks[phase] = allocations.peak
+                if phase == "sampling":
+                    lengths.extend(len(prompt) for prompt in VlmPayload.of(found).prompts)
+                    lengths.append(found.num_decisions)
+                return found
+
+            setattr(owner, method, noted)
+        trainer.train_step()
+        recipe.close()
+    prompts, answers = lengths[:-1], lengths[-1]
+    config = dataclasses.replace(config, sampler=dataclasses.replace(config.sampler, max_new_tokens=answers))
+    plan = footprint(config, prompt_tokens=round(sum(prompts) / len(prompts)))
+    for phase, measured in peaks.items():
+        expected = plan.held("always") + plan.held(phase)
+        assert expected == pytest.approx(measured, rel=WITHIN), (phase, plan.parts)
