@@ -18,7 +18,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from mmrl.errors import UserError, require_packages
 
@@ -95,7 +95,12 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
     if args.dry_run:
-        return _show_plan(args, entry, config)
+        from mmrl.recipes import plan_of
+        from mmrl.training.plan import described
+
+        for line in described(config, plan_of(entry), args.gpu_memory, args.processes or 1):
+            say(line)
+        return 0
     if (args.processes or 1) > 1:
         from mmrl.training.launch import launch
 
@@ -111,25 +116,6 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if is_first_process():
         say(f"run folder: {run_dir}")
         say(f"report: {run_dir / 'report.html'}")
-    return 0
-
-
-def _show_plan(args: argparse.Namespace, entry: Any, config: Any) -> int:
-    from mmrl.recipes import plan_of
-    from mmrl.training.plan import remedies, shown
-
-    gpus, memory = args.processes or 1, 80.0 if args.gpu_memory is None else args.gpu_memory
-    if memory <= 0:
-        raise UserError(f"--gpu-memory is {memory:g}; must be above 0")
-    footprint = plan_of(entry)
-    plan = footprint(config)
-    say(f"{args.config}: recipe {entry.name} on {gpus} GPU{'s' if gpus > 1 else ''}, computed for {plan.assumption}")
-    for line in shown(plan, memory, gpus):
-        say(line)
-    if not plan.fits(memory, gpus):
-        say("changes, each with those before, and the peak:")
-        for line in remedies(config, footprint, memory, gpus):
-            say(line)
     return 0
 
 

@@ -13,8 +13,7 @@ from mmrl.core.logprobs import linear_logprobs
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.hub.compat import ensure_torchvision
-from mmrl.training.allocations import imagine, imagined
-from mmrl.training.plan import Part, Plan, activations, autocast, history, state_parts
+from mmrl.training.plan import Part, Plan, activations, autocast, history, imagine, imagined, state_parts
 from mmrl.training.recipe import single_update
 from mmrl.vlm.engine.loading import prepare
 from mmrl.vlm.model.config import ModelConfig

@@ -10,13 +10,12 @@ from accelerate.state import AcceleratorState
 
 from mmrl.cli import main
 from mmrl.recipes import RECIPES
-from mmrl.training.allocations import Allocations
-from mmrl.training.plan import Part, Plan
+from mmrl.training.plan import Allocations, Part, Plan
 from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.trainer import Trainer
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.plan import PUBLISHED, _network, footprint
-from tests.contracts.domains import domain_of
+from tests.contracts.domains import domain_of, tiny_vlm
 from tests.contracts.options import with_changes
 
 WITHIN = 0.15
@@ -67,23 +66,39 @@ def test_the_command_shows_the_parts_and_what_would_fit(tmp_path, capsys):
         f"""
 recipe: vlm
 output_dir: {tmp_path}/run
-model: {{path: Qwen/Qwen2.5-VL-3B-Instruct, max_prompt_tokens: 64}}
+model: {{path: {tiny_vlm()}, max_prompt_tokens: 64}}
 data: {{path: {tmp_path}/none.jsonl}}
 rewards: [{{name: exact}}]
 sampler: {{max_new_tokens: 16}}
-trainer: {{tasks_per_step: 1, samples_per_task: 2, learning_rate: 1.0e-4, mixed_precision: bf16}}
+trainer: {{tasks_per_step: 2, samples_per_task: 4, learning_rate: 1.0e-4}}
 """,
         encoding="utf-8",
     )
-    assert main(["train", str(file), "--dry-run", "--gpu-memory", "40"]) == 0
-    out = capsys.readouterr().out
-    # 3.75 billion float32 weights, as many gradients and twice as many moments
-    assert "weights, trained" in out
-    assert "15.02 GB" in out
-    assert "30.04 GB" in out
-    assert "does not fit into 40 GB" in out
-    assert "model.lora.enabled=true" in out
+    assert main(["train", str(file), "--dry-run", "--gpu-memory", "0.005"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    title = next(line for line in lines if line.startswith("1 GPU, computed for"))
+    assert "prompts of 64 tokens, answers of 16, 8 rows in 2 prompts at once" in title
+    assert any(line.split()[:2] == ["moments", "of"] for line in lines)
+    assert any("does not fit into 0.005 GB" in line for line in lines)
+    changes = [line.split("=")[0].strip() for line in lines if "=" in line]
+    assert changes[:2] == ["trainer.micro_batch", "model.gradient_checkpointing"]
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_gradients_and_moments_are_those_of_the_parameters(tmp_path):
+    config = domain_of("vlm").make_config("vlm", tmp_path)
+    plan = footprint(config)
+    held = {part.name: part.bytes for part in plan.parts}
+    with torch.device("meta"):
+        weights = sum(weight.nbytes for weight in _network(config.model).parameters())
+    assert held["weights, trained"] == held["gradients"] == weights
+    assert held["moments of AdamW"] == 2 * weights
+    config.trainer.sharding, config.trainer.gathered = "fsdp2", "bf16"
+    parts = {part.name: part for part in footprint(config).parts}
+    assert parts["weights, trained, whole in bf16"].on(8) == weights / 2
+    assert parts["moments of AdamW"].on(8) == weights / 4
+    adapted = footprint(with_changes(config, {"model.lora.enabled": True}))
+    assert next(part.bytes for part in adapted.parts if part.name == "weights, frozen") >= weights
 
 
 def test_memory_without_a_plan_and_recipes_without_one_are_refused(tmp_path, capsys):
