@@ -13,7 +13,8 @@ from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
 from mmrl.vlm.critic.measures import CriticEvaluationConfig, ScoringEvaluationConfig
 from mmrl.vlm.data.dataset import DataConfig
-from mmrl.vlm.engine.sampler import AnswerSampling, SamplerConfig
+from mmrl.vlm.engine.sampler import AnswerSampling
+from mmrl.vlm.inference.sampler import EngineSamplerConfig
 from mmrl.vlm.methods.sft import GivenAnswersConfig
 from mmrl.vlm.model.config import ModelConfig
 
@@ -64,7 +65,7 @@ def run_config(kind: type[Any], folder: Path, model: Path, **trainer: Any) -> An
     else:
         parts = {
             "rewards": rewards,
-            "sampler": SamplerConfig(max_new_tokens=6),
+            "sampler": EngineSamplerConfig(max_new_tokens=6),
             "trainer": TrainerConfig(**options),
             "evaluation": CriticEvaluationConfig(records=2),
         }
