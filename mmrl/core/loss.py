@@ -58,7 +58,8 @@ def count(mask: Tensor, *, length: float = 0.0, turns: float = 0.0) -> Denominat
         The counts; add those of other ranks with `Denominators.total`.
     """
     lengths = mask.sum(1)
-    return Denominators(*numbers([lengths.sum(), (lengths > 0).sum()]), float(length), float(turns))
+    tokens, rows = numbers([lengths.sum(), (lengths > 0).sum()])
+    return Denominators(tokens, rows, float(length), float(turns))
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:

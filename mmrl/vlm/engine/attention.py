@@ -368,8 +368,10 @@ class PackedIndex:
 
     def to(self, device: torch.device) -> PackedIndex:
         """Move to a device."""
-        moved = (None if x is None else to_device(x, device) for x in (self.index, self.inverse, self.real))
-        return PackedIndex(*moved, self.shape)
+        index, inverse, real = (
+            None if x is None else to_device(x, device) for x in (self.index, self.inverse, self.real)
+        )
+        return PackedIndex(index, inverse, real, self.shape)
 
     def gather(self, x: Tensor) -> Tensor:
         """Tokens (M, ...) as a table (*shape, ...)."""

@@ -187,9 +187,9 @@ def make_reading(
     if any(inserts):
         pairs = zip(inserts, lengths.tolist(), strict=True)
         inserts = [tuple(insert for insert in own if insert.start < length) for own, length in pairs]
-    moved = (to_device(x, device) for x in (lengths, row, step))
+    read, row, step, owner = (to_device(x, device) for x in (lengths, row, step, group))
     inserts = inserts if any(inserts) else []
-    return Reading(list(prompts), view, to_device(group, device), responses, *moved, inserts, group, lengths)
+    return Reading(list(prompts), view, owner, responses, read, row, step, inserts, group, lengths)
 
 
 def pack_reading(reading: Reading, first_position: Tensor) -> PackedRows:
