@@ -58,7 +58,7 @@ class EMAWeights:
             RuntimeError: the average is in the policy's place, see `applied`.
         """
         self._check_apart()
-        for name, weight in exact_weights(self._policy, list(self._values)).items():
+        for name, weight in exact_weights(self._policy, list(self._values)):
             current = weight.float()
             if decay == 0.0:
                 self._values[name] = current.clone()

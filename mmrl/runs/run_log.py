@@ -57,6 +57,8 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spans: list[tuple[str, Any, Any]] = []
+        self.inside: list[str] = []
+        """Stages that are running, the innermost last."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -71,9 +73,11 @@ class Stopwatch:
     def stage(self, name: str) -> Iterator[None]:
         """Add the seconds spent inside to a stage."""
         start = self._now()
+        self.inside.append(name)
         try:
             yield
         finally:
+            self.inside.pop()
             self._spans.append((name, start, self._now()))
 
     def take(self) -> dict[str, float]:

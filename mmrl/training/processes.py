@@ -47,16 +47,19 @@ PRIMITIVES = 256
 """Kernels that oneDNN keeps: more than a step of a large model needs, and a quarter of its default."""
 BUCKET_ELEMENTS = 2**24
 """Gradient entries in one message between processes."""
-PATIENCE = timedelta(hours=4)
-"""Time that the other processes wait for the first one, which builds data and models and writes checkpoints alone."""
 ItemT = TypeVar("ItemT")
 
 
-def make_accelerator(mixed_precision: str = "none") -> Accelerator:
-    """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for."""
+def make_accelerator(mixed_precision: str = "none", timeout_minutes: float = 240.0) -> Accelerator:
+    """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for.
+
+    Args:
+        mixed_precision: see `trainer.mixed_precision`.
+        timeout_minutes: see `trainer.timeout_minutes`.
+    """
     if mixed_precision != "none":
         avoid_refused_instructions()
-    patience = InitProcessGroupKwargs(timeout=PATIENCE)
+    patience = InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
         mixed_precision="no" if mixed_precision == "none" else mixed_precision,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from mmrl.runs.tracking import Tracker
     from mmrl.training.evaluation import Evaluation
+    from mmrl.training.machines import Watch
     from mmrl.training.recipe import Recipe
 
 
@@ -56,19 +57,30 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
     """
     run_dir = Path(config.output_dir)
     with ExitStack() as stack:
-        if os.environ.get("RANK", "0") == "0":
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        joined = _start(config, trains=True) if several else None
+
+        def claim() -> dict[str, tuple[Any, Any]]:
             stack.enter_context(RunLock(run_dir))
-        _check_folder(run_dir, resume)
-        changed = _changed_settings(run_dir, config) if resume else {}
-        accelerator, recipe = _build(entry, config, trains=True)
-        stack.callback(recipe.close)
+            _check_folder(run_dir, resume)
+            return _changed_settings(run_dir, config) if resume else {}
+
+        from mmrl.training.machines import describe, in_first_process, watched
         from mmrl.training.processes import machine
 
+        watch = None if joined is None else stack.enter_context(watched(joined))
+        changed = in_first_process(joined, claim)
+        accelerator = joined or _start(config, trains=True)
+        _check_processes(config, accelerator)
+        recipe = _build(entry, config, accelerator)
+        stack.callback(recipe.close)
         LOGGER.info("%s", ", ".join(f"{name} {value}" for name, value in machine(accelerator).items()))
+        if found := describe(accelerator, run_dir):
+            LOGGER.info("%s", found)
         if accelerator.is_main_process and changed:
             LOGGER.warning("resuming with other settings than before: %s", _listed(changed))
         try:
-            _train(entry, recipe, config, accelerator, resume=resume, from_last_good=from_last_good)
+            _train(entry, recipe, config, accelerator, watch, resume=resume, from_last_good=from_last_good)
         except OSError as error:
             saved = any((run_dir / "checkpoints").glob("step-*"))
             hint = (
@@ -87,7 +99,8 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     folder = None if run_dir is None else chosen_checkpoint(run_dir)
     if folder is not None:
         _start_from_checkpoint(config, folder / "model")
-    accelerator, recipe = _build(entry, config, trains=False)
+    accelerator = _start(config, trains=False)
+    recipe = _build(entry, config, accelerator)
     step = 0
     try:
         if not recipe.eval_tasks:
@@ -140,9 +153,17 @@ def last_model(run_dir: Path) -> Path:
 
 
 def _train(
-    entry: Any, recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, resume: bool, **options: Any
+    entry: Any,
+    recipe: Recipe[Any, Any],
+    config: Any,
+    accelerator: Accelerator,
+    watch: Watch | None,
+    *,
+    resume: bool,
+    **options: Any,
 ) -> None:
     """Run the loop in a folder that is this run's own; `options` are those of `Trainer.resume`."""
+    from mmrl.training.machines import check_same_tasks
     from mmrl.training.trainer import StopSignals, Trainer
 
     main, run_dir = accelerator.is_main_process, Path(config.output_dir)
@@ -153,6 +174,9 @@ def _train(
             stack.callback(tracker.close)
         trainer = Trainer(recipe, config, run_dir, accelerator, tracker, stop, entry=entry)
         stack.callback(trainer.rollers.close)
+        if watch is not None:
+            watch.stage = lambda: trainer.stage
+        check_same_tasks(accelerator, recipe.data_digest)
         if resume:
             trainer.resume(**options)
         if main:  # only now: a resume that is refused leaves the configuration as it was
@@ -174,7 +198,8 @@ def _start_from_checkpoint(config: Any, folder: Path) -> None:
         model.path = str(folder)  # type: ignore[union-attr]
 
 
-def _build(entry: Any, config: Any, *, trains: bool) -> tuple[Accelerator, Recipe]:
+def _start(config: Any, *, trains: bool) -> Accelerator:
+    """Join the processes of the run."""
     from mmrl.training.processes import limit_primitive_cache, make_accelerator, seed_everything
 
     if trains and config.trainer.release_memory:  # recipes that only measure have no such setting
@@ -182,22 +207,28 @@ def _build(entry: Any, config: Any, *, trains: bool) -> tuple[Accelerator, Recip
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     seed_everything(config.seed)
-    accelerator = make_accelerator(config.trainer.mixed_precision)
-    if trains and config.trainer.tasks_per_step % accelerator.num_processes:
+    timeout = {"timeout_minutes": config.trainer.timeout_minutes} if trains else {}
+    return make_accelerator(config.trainer.mixed_precision, **timeout)
+
+
+def _check_processes(config: Any, accelerator: Accelerator) -> None:
+    """Refuse a number of processes that the configuration does not go with."""
+    if config.trainer.tasks_per_step % accelerator.num_processes:
         raise UserError(
             f"trainer.tasks_per_step is {config.trainer.tasks_per_step}; with {accelerator.num_processes} processes "
             "it must be a multiple of that"
         )
-    if trains and config.trainer.sharding != "none":
+    if config.trainer.sharding != "none":
         from mmrl.training.sharding import check_processes
 
         check_processes(accelerator)
-    if accelerator.is_main_process:
-        recipe = _open_recipe(entry, config)
-    accelerator.wait_for_everyone()
-    if not accelerator.is_main_process:  # after the first process has built data and models on disk
-        recipe = _open_recipe(entry, config)
-    return accelerator, recipe
+
+
+def _build(entry: Any, config: Any, accelerator: Accelerator) -> Recipe:
+    """The recipe, with its data and models."""
+    from mmrl.training.machines import in_turns
+
+    return in_turns(accelerator, lambda: _open_recipe(entry, config))
 
 
 def _open_recipe(entry: Any, config: Any) -> Recipe:

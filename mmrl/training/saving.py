@@ -18,6 +18,7 @@ from mmrl.runs.checkpoint import Checkpoints, link_or_copy
 from mmrl.runs.folder import remove_partial, set_aside
 from mmrl.runs.run_log import RunLog
 from mmrl.runs.statistics import HEADLINES
+from mmrl.training.machines import in_first_process, on_every_machine
 from mmrl.training.processes import all_ranks, capture_global_rng, merge_lists, restore_global_rng
 from mmrl.training.recipe import Recipe, Reference, Stateful
 from mmrl.training.settings import BaseRunConfig
@@ -122,19 +123,12 @@ class RunSaver:
             self.checkpoints.remove_partial()
             if from_last_good and self.checkpoints.steps():
                 self.checkpoints.set_damaged_aside()
-        self.accelerator.wait_for_everyone()
-        if not self.checkpoints.steps():
+        folder = in_first_process(self.accelerator, self._newest)
+        if folder is None:
             self._start_again()
             return None
-        folder = self.checkpoints.latest()
-        if main:
-            self.checkpoints.best()  # a damaged best.json is refused before anything is changed
-        state = Checkpoints.load_state(folder)
-        try:
-            step = self._restore(state, folder)
-        except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise UserError(f"the state in {folder} does not fit this configuration: {reason}") from error
+        with on_every_machine(folder, self.accelerator):
+            step = self._restore_from(folder)
         self._saved_at = step
         self.log.truncate_after(step)
         if main:
@@ -142,6 +136,21 @@ class RunSaver:
             self.checkpoints.forget_old()
         LOGGER.info("resumed at step %d from %s", step, folder)
         return step
+
+    def _newest(self) -> Path | None:
+        """The newest checkpoint, checked; None where there is none. Called in the process that writes them."""
+        if not self.checkpoints.steps():
+            return None
+        self.checkpoints.best()  # a damaged best.json is refused before anything is changed
+        return self.checkpoints.latest()
+
+    def _restore_from(self, folder: Path) -> int:
+        state = Checkpoints.load_state(folder)
+        try:
+            return self._restore(state, folder)
+        except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(f"the state in {folder} does not fit this configuration: {reason}") from error
 
     def note_best(self, step: int) -> None:
         """Mark this step's checkpoint if its evaluation is the best so far."""

@@ -64,6 +64,9 @@ class BaseTrainerConfig:
     policy it keeps a part, and gathers the weights to sample and to compute gradients."""
     gathered: str = rare(choice("own", GATHERED))
     """Precision of the weights that fsdp2 gathers: their own, or bf16, with float32 weights in the parts only."""
+    timeout_minutes: float = rare(bounded(240.0, above=0))
+    """Minutes that the processes of a run wait for one another in one operation, such as for the first one while it
+    builds data and models or writes a checkpoint. One that fails or vanishes ends the others long before."""
     threads: int = bounded(0, at_least=0)
     """CPU threads of torch; 0 = leave as it is."""
     release_memory: bool = rare(True)
@@ -79,8 +82,11 @@ class BaseTrainerConfig:
             )
         if self.gathered != "own" and self.sharding == "none":
             raise ValueError("trainer.gathered is for trainer.sharding=fsdp2, which gathers weights")
-        if self.gathered == "bf16" and self.mixed_precision == "fp16":
-            raise ValueError("trainer.gathered=bf16 does not go with trainer.mixed_precision=fp16; use bf16 or none")
+        if self.gathered == "bf16" and self.mixed_precision != "bf16":
+            raise ValueError(
+                f"trainer.gathered=bf16 needs trainer.mixed_precision=bf16, which is {self.mixed_precision}: only with "
+                "it does a model of bfloat16 weights take float32 inputs"
+            )
 
 
 @dataclass

@@ -118,13 +118,13 @@ def loading(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def exact_weights(module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
-    """Values of weights by name in their own precision; every process calls it."""
+def exact_weights(module: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of weights in their own precision, one after the other; every process takes all of them."""
     shards = shards_of(module)
-    if shards is not None and shards.gathered is not None:
-        return {name: shards.full(name) for name in names}
     weights = dict(module.named_parameters())
-    return {name: weights[name].detach() for name in names}
+    for name in names:
+        rounded = shards is not None and shards.gathered is not None and name in shards.parts
+        yield name, _full(shards.parts[name]) if shards is not None and rounded else weights[name].detach()
 
 
 def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
@@ -230,7 +230,8 @@ class Shards:
             _without_hooks(self._module)
             if self.gathered is not None:
                 for name, weight in self._whole().items():
-                    weight.register_post_accumulate_grad_hook(self._summing(name))
+                    if weight.requires_grad:  # not in a reference
+                        weight.register_post_accumulate_grad_hook(self._summing(name))
 
     def release(self) -> None:
         """Free the whole weights."""
@@ -256,21 +257,15 @@ class Shards:
                 summed = DTensor.from_local(own, self._mesh, [Partial()], run_check=False)
                 part.grad = summed.redistribute(placements=part.placements)
 
-    def full(self, name: str) -> Tensor:
-        """A whole weight in its own precision; every process calls it."""
-        return _full(self.parts[name])
-
     @contextlib.contextmanager
     def exact(self, *, keep: bool, write: bool) -> Iterator[None]:
         """See `saving` and `loading`."""
         places: dict[tuple[nn.Module, str], nn.Parameter] = {}
-        if self.gathered is not None:
-            values = ((name, self.full(name)) for name in self.parts)
-            places = self._swap({name: nn.Parameter(value.cpu()) for name, value in values if keep})
-        elif keep and not write:  # the memory of whole weights may be longer than they are, which safetensors refuses
-            places = self._swap(
-                {name: nn.Parameter(weight.detach().to("cpu", copy=True)) for name, weight in self._whole().items()}
-            )
+        if self.gathered is not None or keep:
+            whole = exact_weights(self._module, list(self.parts))
+            # copies: the memory of whole weights may be longer than they are, which safetensors refuses
+            copies = {name: nn.Parameter(weight.to("cpu", copy=True)) for name, weight in whole if keep}
+            places = self._swap(copies)
         yield
         if write:
             weights = self._whole()

@@ -175,6 +175,11 @@ class Trainer:
         return self.recipe.policy
 
     @property
+    def stage(self) -> str:
+        """What the run does now."""
+        return f"{(self.log.watch.inside or ['no stage'])[-1]} of step {self.step + 1}"
+
+    @property
     def group_filter(self) -> GroupFilter:
         """Chooses the groups of a step that are trained on."""
         return KeepAll() if self.recipe.supervised else self.recipe.objective.filter

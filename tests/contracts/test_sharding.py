@@ -18,6 +18,10 @@ from tests.contracts.options import with_changes
 from tests.contracts.test_two_processes import STEPS, assert_same, make, train, train_in_two
 
 FSDP2 = {"trainer.sharding": "fsdp2"}
+GATHERED = {
+    "own": FSDP2,
+    "bf16": FSDP2 | {"trainer.gathered": "bf16", "trainer.mixed_precision": "bf16"},
+}
 QUICK = ("robot_ppo",)
 KL = {"kind": "k3", "coef": 0.1}
 LORA = {"model.lora.enabled": True}
@@ -55,7 +59,13 @@ def test_weights_in_parts_learn_what_whole_ones_do(name, tmp_path):
 
 def one_step(config: Any, folder: Path) -> dict[str, Any]:
     """Which weights are in parts, bytes of the moments in each process, and the weights, after a step."""
-    trainer = Trainer(RECIPES[config.recipe].load_recipe_class()(config), config, folder, make_accelerator(), None)
+    trainer = Trainer(
+        RECIPES[config.recipe].load_recipe_class()(config),
+        config,
+        folder,
+        make_accelerator(config.trainer.mixed_precision),
+        None,
+    )
     trainer.train_step()
     updater, accelerator = trainer.updater, trainer.accelerator
     state = updater.optimizer.state_dict()["state"].values()
@@ -83,7 +93,7 @@ def one_step(config: Any, folder: Path) -> dict[str, Any]:
 def test_each_process_keeps_its_part_alone(gathered, tmp_path):
     config = make("papo", tmp_path)
     one = one_step(config, tmp_path / "one")
-    two = train_in_two(with_changes(config, FSDP2 | {"trainer.gathered": gathered}), tmp_path / "two", run=one_step)
+    two = train_in_two(with_changes(config, GATHERED[gathered]), tmp_path / "two", run=one_step)
     assert two["in_parts"] == len(one["exact"])
     assert not two["any_part"]
     assert two["whole_dtypes"] == {torch.bfloat16 if gathered == "bf16" else torch.float32}
@@ -99,7 +109,7 @@ def test_float32_parts_learn_steps_that_bfloat16_rounds_away(tmp_path):
     config = make("sft", tmp_path)
     config.trainer.learning_rate, config.trainer.adam_eps = 1e-6, 1e-8
     one = train(config, tmp_path / "one")
-    two = train_in_two(with_changes(config, FSDP2 | {"trainer.gathered": "bf16"}), tmp_path / "two", run=train_and_load)
+    two = train_in_two(with_changes(config, GATHERED["bf16"]), tmp_path / "two", run=train_and_load)
     moved, expected = two["saved"] - one["begin"], one["weights"] - one["begin"]
     assert 0 < float(expected.abs().max()) < 1e-5
     agree = torch.nn.functional.cosine_similarity(moved, expected, dim=0)
@@ -109,7 +119,9 @@ def test_float32_parts_learn_steps_that_bfloat16_rounds_away(tmp_path):
 def train_and_load(config: Any, folder: Path) -> dict[str, Any]:
     """A run, and the weights in its checkpoint."""
     found = train(config, folder)
-    fresh = with_changes(config, {"trainer.sharding": "none", "trainer.gathered": "own"})
+    fresh = with_changes(
+        config, {"trainer.sharding": "none", "trainer.gathered": "own", "trainer.mixed_precision": "none"}
+    )
     policy = RECIPES[config.recipe].load_recipe_class()(fresh).policy
     policy.load_weights(Checkpoints(folder / "checkpoints", 0).latest() / "model")
     return found | {"saved": torch.cat([p.detach().flatten() for p in policy.parameters() if p.requires_grad])}
@@ -120,7 +132,7 @@ def train_and_load(config: Any, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["papo", "papo, LoRA", "vlm, average as reference", "awm, average", "robot_ppo"])
 def test_a_run_in_parts_resumes_bit_for_bit_and_in_another_number_of_processes(name, gathered, tmp_path):
     config = configured(name, tmp_path)
-    sharded = with_changes(config, FSDP2 | {"trainer.gathered": gathered})
+    sharded = with_changes(config, GATHERED[gathered])
     whole = train_in_two(sharded, tmp_path / "whole")
     train_in_two(sharded, tmp_path / "stopped", STEPS - 1)
     resumed = train_in_two(sharded, tmp_path / "stopped", STEPS, True)

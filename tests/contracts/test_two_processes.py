@@ -55,7 +55,7 @@ def train(config: Any, folder: Path, until: int = STEPS, resume: bool = False) -
     """Weights before and after a run, and the rows of each step: length, reward and mean advantage, group by group."""
     stop = StopAfter(until) if until < config.trainer.steps else None
     recipe = RECIPES[config.recipe].load_recipe_class()(config)
-    trainer = Trainer(recipe, config, folder, make_accelerator(), None, stop)
+    trainer = Trainer(recipe, config, folder, make_accelerator(config.trainer.mixed_precision), None, stop)
     if stop is not None:
         stop.trainer = trainer
     if resume:

@@ -1,0 +1,270 @@
+"""Processes of a run on several machines: a watch on the others, and what a machine without its folder needs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from mmrl.errors import RunStopped, UserError
+from mmrl.runs.checkpoint import MANIFEST, TEMPORARY_PREFIX
+from mmrl.training.processes import all_ranks, merge_lists
+
+BEAT_S = 2.0
+"""Seconds between two signs of life of a process."""
+SILENCE_S = 10.0
+"""Seconds without one after which a process is held to have ended, where a connection has broken as well."""
+LOST_S = 120.0
+"""Seconds without one after which a process is held to be lost whatever else; Python may be held up for a while."""
+GRACE_S = 4.0
+"""Seconds that a process which has failed remains, for the others to read why."""
+PIECE_BYTES = 2**26
+GONE = "the store of the processes is gone, with the first machine or its launcher"
+ResultT = TypeVar("ResultT")
+
+
+class Watch:
+    """Says to the other processes of a run what this one does, and ends this one where another has failed or vanished.
+
+    A collective operation waits for every process: without it, those that are left wait until the process group's time
+    is over. A thread writes a sign of life to the store by which the processes found each other, and reads the others'.
+    """
+
+    def __init__(self, store: torch.distributed.Store, rank: int, count: int) -> None:
+        self.stage: Callable[[], str] = lambda: "starting"
+        """What this process does now, in a few words."""
+        self._store, self._rank, self._count = store, rank, count
+        self._host = socket.gethostname()
+        self._beat = 0
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._over = threading.Event()
+        self._answered = time.monotonic()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="mmrl-watch", daemon=True)
+        self._write("alive")
+
+    def start(self) -> None:
+        """Watch from now on; all processes have been made."""
+        self._thread.start()
+        threading.Thread(target=self._guard, name="mmrl-watch-store", daemon=True).start()
+
+    def close(self, status: str, message: str = "") -> None:
+        """Stop watching, and leave word of how this process ended: "done" or "failed"."""
+        self._over.set()
+        self._thread.join(SILENCE_S)
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self._write(status, message)
+        if status == "failed":
+            time.sleep(GRACE_S)
+
+    def culprit(self) -> str | None:
+        """Which process has failed or ended while this one was in a collective operation; None where all are there."""
+        ends = time.monotonic() + SILENCE_S + BEAT_S
+        while time.monotonic() < ends:
+            try:
+                if found := self._look(SILENCE_S):
+                    return found
+            except RuntimeError:
+                return GONE
+            time.sleep(BEAT_S / 4)
+        return None
+
+    def _run(self) -> None:
+        while not self._over.wait(BEAT_S):
+            try:
+                self._write("alive")
+                found = self._look(LOST_S)
+                self._answered = time.monotonic()
+            except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
+                found = f"{GONE} ({' '.join(str(error).split())[:200]})"
+            if found and not self._over.wait(GRACE_S):  # time for an error of its own, which says more
+                self._end(found)
+
+    def _guard(self) -> None:
+        """End this process if the store does not even refuse, as where a cable was pulled."""
+        while not self._over.wait(BEAT_S):
+            silence_s = time.monotonic() - self._answered
+            if silence_s > LOST_S:
+                self._end(f"{GONE}: it has not answered for {silence_s:.0f} s")
+
+    def _end(self, reason: str) -> None:
+        sys.stderr.write(f"mmrl: {self._name(self._rank, self._host)} ends at {self.stage()}: {reason}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _write(self, status: str, message: str = "") -> None:
+        self._beat += 1
+        note = {"beat": self._beat, "status": status, "host": self._host, "stage": self.stage(), "message": message}
+        with self._lock:
+            self._store.set(f"mmrl/watch/{self._rank}", json.dumps(note))
+
+    def _look(self, silence_s: float) -> str | None:
+        """What has happened to another process; None where nothing has."""
+        now = time.monotonic()
+        for rank in (rank for rank in range(self._count) if rank != self._rank):
+            with self._lock:
+                text = self._store.get(f"mmrl/watch/{rank}").decode()
+            note = json.loads(text)
+            if self._seen.get(rank, ("", 0.0))[0] != text:
+                self._seen[rank] = (text, now)
+            where = f"{self._name(rank, note['host'])}, at {note['stage']},"
+            if note["status"] == "failed":
+                return f"{where} failed: {note['message']}"
+            if note["status"] == "alive" and now - self._seen[rank][1] > silence_s:
+                return f"{where} has given no sign of life for {now - self._seen[rank][1]:.0f} s: killed, or cut off"
+        return None
+
+    def _name(self, rank: int, host: str) -> str:
+        return f"process {rank} of {self._count} on {host}"
+
+
+@contextlib.contextmanager
+def watched(accelerator: Accelerator) -> Iterator[Watch | None]:
+    """Watch the other processes; an error that another one has caused names it. A run of one process has no watch."""
+    if accelerator.num_processes == 1:
+        yield None
+        return
+    store = torch.distributed.distributed_c10d._get_default_store().clone()
+    watch = Watch(store, accelerator.process_index, accelerator.num_processes)
+    accelerator.wait_for_everyone()
+    watch.start()
+    try:
+        yield watch
+    except RunStopped:
+        watch.close("done")
+        raise
+    except Exception as error:
+        found = None if isinstance(error, UserError) else watch.culprit()
+        watch.close("failed", found or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+        if found:
+            sys.stderr.write(f"mmrl: {found}\n")
+        raise
+    watch.close("done")
+
+
+def in_first_process(accelerator: Accelerator | None, act: Callable[[], ResultT]) -> ResultT:
+    """What `act` returns in the first process, in all of them; they share its UserError, too. None is a run of one."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return act()
+    found: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            found[0] = act()
+        except UserError as error:
+            found[1] = str(error)
+    broadcast_object_list(found)
+    if found[1] is not None:
+        raise UserError(found[1])
+    return found[0]  # type: ignore[no-any-return]
+
+
+def in_turns(accelerator: Accelerator, act: Callable[[], ResultT]) -> ResultT:
+    """Call `act` in the first process, then in the first one of each other machine, then in the rest.
+
+    So what it builds on a disk is built once, be the disk shared or not.
+    """
+    turn = 0 if accelerator.is_main_process else 1 if accelerator.is_local_main_process else 2
+    result = None
+    for now in range(3):
+        if turn == now:
+            result = act()
+        accelerator.wait_for_everyone()
+    return result  # type: ignore[return-value]
+
+
+def describe(accelerator: Accelerator, run_dir: Path) -> str:
+    """Which machine writes the run's folder and where the others read; empty where there is one machine."""
+    places = merge_lists([(socket.gethostname(), str(Path.cwd()))], accelerator)
+    writer, others = (
+        places[0],
+        [f"{host} in {folder}" for host, folder in dict.fromkeys(places) if host != places[0][0]],
+    )
+    if not others:
+        return ""
+    return f"{writer[0]} writes {run_dir.absolute()}; {', '.join(others)} reads data and models and keeps nothing"
+
+
+def check_same_tasks(accelerator: Accelerator, digest: Callable[[], str | None]) -> None:
+    """Refuse machines that have other training data than the first one; on one machine nothing is read."""
+    hosts = merge_lists([socket.gethostname()], accelerator)
+    if len(set(hosts)) == 1:
+        return
+    digests = merge_lists([digest()], accelerator)
+    other = next((host for host, own in zip(hosts, digests, strict=True) if own != digests[0]), None)
+    if other is not None:
+        raise UserError(
+            f"the training data on {other} differ from those on {hosts[0]} (digests {', '.join(map(str, digests))}); "
+            "every machine needs the same files"
+        )
+
+
+@contextlib.contextmanager
+def on_every_machine(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Bring a checkpoint of the first process to machines that do not have it, for as long as it is read.
+
+    A machine has it if its own folder of that name has the same manifest, as on a shared disk.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    found = in_first_process(accelerator, lambda: _digest(folder))
+    lacks = _digest(folder) != found
+    if all_ranks(not lacks, accelerator):
+        yield
+        return
+    receives = lacks and accelerator.is_local_main_process
+    draft = folder.with_name(f"{TEMPORARY_PREFIX}received-{folder.name}") if receives else None
+    _send(folder, draft, accelerator)
+    if draft is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+    accelerator.wait_for_everyone()
+    if _digest(folder) != found:
+        raise UserError(f"{folder} did not arrive on {socket.gethostname()} as it was sent")
+    yield
+    accelerator.wait_for_everyone()
+    if receives:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _digest(folder: Path) -> str:
+    """Digest of a checkpoint's manifest, which holds the checksums of its files; empty where there is none."""
+    file = folder / MANIFEST
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else ""
+
+
+def _send(folder: Path, draft: Path | None, accelerator: Accelerator) -> None:
+    """Send the files of a folder from the first process to those with a draft, in pieces; every process calls it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file()) if accelerator.is_main_process else []
+    names = in_first_process(accelerator, lambda: [(str(f.relative_to(folder)), f.stat().st_size) for f in files])
+    for name, size in names:
+        source = (folder / name).open("rb") if accelerator.is_main_process else None
+        target = _opened(draft / name) if draft is not None else None
+        for start in range(0, size, PIECE_BYTES):
+            length = min(PIECE_BYTES, size - start)
+            data = bytearray(length) if source is None else bytearray(source.read(length))
+            piece = torch.frombuffer(data, dtype=torch.uint8).to(accelerator.device)
+            torch.distributed.broadcast(piece, 0)
+            if target is not None:
+                target.write(piece.cpu().numpy().tobytes())
+        for file in (source, target):
+            if file is not None:
+                file.close()
+
+
+def _opened(path: Path) -> Any:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
