@@ -3,6 +3,7 @@
 CANNOT = {
     "BaseRunConfig.recipe": "the name of the recipe itself",
     "BaseRunConfig.output_dir": "a path",
+    "BaseTrainerConfig.timeout_minutes": "how long processes wait for one another",
     "BaseTrainerConfig.threads": "speed, and bits that depend on the machine",
     "BaseTrainerConfig.release_memory": "memory",
     "CheckpointConfig.minutes": "by the clock",
