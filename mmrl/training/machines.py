@@ -137,8 +137,8 @@ def watched(accelerator: Accelerator) -> Iterator[Watch | None]:
     if accelerator.num_processes == 1:
         yield None
         return
-    store = torch.distributed.distributed_c10d._get_default_store().clone()
-    watch = Watch(store, accelerator.process_index, accelerator.num_processes)
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    watch = Watch(store.clone(), accelerator.process_index, accelerator.num_processes)
     accelerator.wait_for_everyone()
     watch.start()
     try:
