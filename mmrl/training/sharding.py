@@ -342,6 +342,7 @@ def _without_hooks(module: nn.Module) -> None:
             part._forward_hooks,
             part._state_dict_pre_hooks,
             part._load_state_dict_pre_hooks,
+            part._load_state_dict_post_hooks,
         ):
             for number in [key for key, hook in hooks.items() if HOOKS in str(getattr(hook, "__module__", ""))]:
                 del hooks[number]
