@@ -102,7 +102,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
             say(line)
         return 0
     if (args.processes or 1) > 1:
-        from mmrl.training.launch import launch
+        from mmrl.runs.launch import launch
 
         words = ["--resume"] * args.resume + ["--from-last-good"] * args.from_last_good
         return launch(["train", str(args.config), *args.overrides, *words], args.processes)

@@ -14,7 +14,7 @@ import torch
 
 from mmrl.cli import COMMANDS, _parse
 from mmrl.errors import UserError
-from mmrl.training import launch
+from mmrl.runs import launch
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
