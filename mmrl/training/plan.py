@@ -99,22 +99,31 @@ def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> 
         passes: micro-batches of an optimiser step; the second one meets the gradients of the first.
     """
     network.train()
-    with Allocations() as allocations:
+    with _besides(network) as allocations:
+        before = allocations.alive
         for _ in range(min(passes, 2)):
             allocations.restart()
             once().backward()
     gradients = sum(weight.grad.nbytes for weight in network.parameters() if weight.grad is not None)
     network.zero_grad()
-    return max(allocations.peak - gradients, 0)
+    return max(allocations.peak - before - gradients, 0)
 
 
-def history(once: Callable[[], Tensor]) -> float:
+def history(network: nn.Module, once: Callable[[], Tensor]) -> float:
     """Bytes that a forward pass keeps for its backward pass, besides the weights."""
-    with Allocations() as allocations:
+    with _besides(network) as allocations:
+        before = allocations.alive
         loss = once()
-        kept = allocations.alive
+        kept = allocations.alive - before
     del loss
     return kept
+
+
+def _besides(network: nn.Module) -> Allocations:
+    """Allocations that know the weights, of which a pass makes views such as transposes."""
+    allocations = Allocations()
+    allocations.hold(*network.parameters(), *network.buffers())
+    return allocations
 
 
 def described(config: Any, footprint: Callable[[Any], Plan], memory_gb: float | None, gpus: int) -> list[str]:

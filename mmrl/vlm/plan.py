@@ -66,7 +66,7 @@ def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
 
         parts.append(Part("activations", activations(wrapped, once, -(-rows // chunk)), "update"))
         if shares and _keeps_history(config):
-            kept = history(lambda: once(trainer.tasks_per_step, 0))
+            kept = history(wrapped, lambda: once(trainer.tasks_per_step, 0))
             parts.append(Part("history of the prompts, for the update", kept, "sampling"))
     if sampler is not None:
         parts += _sampling(network, text, trainer, sampler, size, longest, answer)

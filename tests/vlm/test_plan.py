@@ -74,12 +74,12 @@ trainer: {{tasks_per_step: 2, samples_per_task: 4, learning_rate: 1.0e-4}}
 """,
         encoding="utf-8",
     )
-    assert main(["train", str(file), "--dry-run", "--gpu-memory", "0.005"]) == 0
+    assert main(["train", str(file), "--dry-run", "--gpu-memory", "0.003"]) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
     assert "prompts of 64 tokens, answers of 16, 8 rows in 2 prompts at once" in title
     assert any(line.split()[:2] == ["moments", "of"] for line in lines)
-    assert any("does not fit into 0.005 GB" in line for line in lines)
+    assert any("does not fit into 0.003 GB" in line for line in lines)
     changes = [line.split("=")[0].strip() for line in lines if "=" in line]
     assert changes[:2] == ["trainer.micro_batch", "model.gradient_checkpointing"]
     assert not (tmp_path / "run").exists()
