@@ -74,6 +74,7 @@ class DiffusionDomain:
     eval_tasks: Mapping[str, Sequence[DiffusionTask]]
     start: Reference
     parts: dict[str, Stateful]
+    added: dict[str, Any]
 
     def open(self, config: Any, scoring: DiffusionConfig | GivenEvaluationConfig) -> None:
         """Load prompts, rewards and pipeline; `scoring` has the settings of sampling and scoring."""

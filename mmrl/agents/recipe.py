@@ -129,6 +129,7 @@ class AgentDomain:
     train_tasks: Sequence[AgentTask]
     eval_tasks: Mapping[str, Sequence[AgentTask]]
     parts: dict[str, Stateful]
+    added: dict[str, Any]
     terms: Sequence[LossTerm]
 
     def open(

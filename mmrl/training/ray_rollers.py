@@ -370,7 +370,7 @@ def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
         return False
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     handlers = {each: signal.getsignal(each) for each in SIGNALS}
     address: list[Any] = [options.address or None]
     try:

@@ -96,6 +96,7 @@ class VlmDomain:
     train_tasks: Sequence[VlmTask]
     eval_tasks: Mapping[str, Sequence[VlmTask]]
     parts: dict[str, Stateful]
+    added: dict[str, Any]
     terms: Sequence[LossTerm]
     supervised: ClassVar[bool]
     longest: int = 0

@@ -125,6 +125,7 @@ class RobotDomain:
     train_tasks: Sequence[Any]
     eval_tasks: Mapping[str, Sequence[EpisodeSpec]]
     parts: dict[str, Stateful]
+    added: dict[str, Any]
 
     def open(self, config: Any, policy: ActionPolicy | None, sim: RobotSim | None) -> None:
         """Open simulator and policy, unless they are given, and list the initial states.
