@@ -295,8 +295,9 @@ class RayRollers:
                 self._loads += 1
             state = self._ray.put(pickle.dumps(self._recipe.rollout_state(tasks)))
         self._draws += 1
-        common = {"numbers": (self._loads, self._draws), "references": (self._weights, state)}
-        return [RayUnit(**vars(unit), **common) for unit in cut(tasks, streams, step, self._unit)]
+        numbers, references = (self._loads, self._draws), (self._weights, state)
+        units = cut(tasks, streams, step, self._unit)
+        return [RayUnit(**vars(unit), numbers=numbers, references=references) for unit in units]
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """The rows with their rewards, which they have already unless those compare tasks."""
@@ -377,7 +378,7 @@ def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
         if address[0] is None and accelerator.is_main_process:
             cores = max(os.cpu_count() or 1, math.ceil(options.workers * options.num_cpus))
             # local: not a cluster that happens to run on this machine
-            context = ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+            context: Any = ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
             address[0] = context.address_info["gcs_address"]
             started = True
         else:
