@@ -129,8 +129,9 @@ class RayCrew:
 
         self._ray, self._options = ray, options
         self._job = ray.put(job)
-        resources: dict[str, Any] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
-        self._kind = ray.remote(**resources, max_restarts=0, max_task_retries=0)(RayWorker)
+        resources = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
+        remote: Any = ray.remote
+        self._kind = remote(**resources, max_restarts=0, max_task_retries=0)(RayWorker)
         self._actors: dict[int, Any] = {}
         self._waiting: dict[Any, int] = {}
         self._starting: set[int] = set()
