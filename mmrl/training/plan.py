@@ -84,7 +84,7 @@ def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0, prefix: st
     parts += [
         Part(f"{prefix}weights, trained" + (", whole in bf16" if low else ""), 2 * numbers if low else trained),
         Part(f"{prefix}moments of AdamW", 2 * trained, divided=sharded),
-        Part(f"{prefix}gradients", 2 * numbers if low else trained, "update"),
+        Part(f"{prefix}gradients", trained, "update"),  # those of bfloat16 weights add up in float32
         Part(f"{prefix}reference", copies * (trained + frozen), divided=sharded),
     ]
     return [part for part in parts if part.bytes]
