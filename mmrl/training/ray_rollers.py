@@ -25,6 +25,7 @@ from accelerate.utils import broadcast_object_list
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
+from mmrl.files import replaced
 from mmrl.recipes import find_recipe
 from mmrl.training.processes import Streams, sum_over_processes
 from mmrl.training.recipe import Recipe, Step
@@ -336,7 +337,8 @@ class RayRollers:
         for name, content in {**outcome.files, **lost}.items():
             path = self._run_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            with replaced(path) as draft:
+                draft.write_bytes(content)
 
     def _disconnect(self) -> None:
         if self._owns:

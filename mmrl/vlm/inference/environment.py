@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.files import write_atomically
 from mmrl.workers.interpreters import environment_folder, install, python_in, run_apart
 
 NAME = "vllm"
@@ -73,7 +74,7 @@ def setup_vllm(
     if not gpu:
         script = "import sysconfig; print(sysconfig.get_path('purelib'))"
         packages = Path(run_apart([str(found), "-c", script]).strip())
-        (packages / "mmrl_torchvision.pth").write_text(REPAIR, encoding="utf-8")
+        write_atomically(packages / "mmrl_torchvision.pth", REPAIR)
     release = run_apart([str(found), "-c", "import vllm; print(vllm.__version__)"]).strip().splitlines()[-1]
     say(f"{NAME}: version {release} imports; set sampler.engine: vllm in a configuration")
     return found
