@@ -45,7 +45,7 @@ class Watch:
 
     def __init__(self, store: torch.distributed.Store, rank: int, count: int) -> None:
         self.stage: Callable[[], str] = lambda: "starting"
-        """What this process does now, in a few words."""
+        """Describes this process's current stage, for messages such as "at rollout of step 7"."""
         self._store, self._rank, self._count = store, rank, count
         self._host = socket.gethostname()
         self._beat = 0
@@ -71,7 +71,7 @@ class Watch:
             time.sleep(GRACE_S)
 
     def culprit(self) -> str | None:
-        """Which process has failed or ended while this one was in a collective operation; None where all are there."""
+        """Describe the process that failed or ended during a collective operation; None if all are alive."""
         ends = time.monotonic() + SILENCE_S + BEAT_S
         while time.monotonic() < ends:
             try:
@@ -112,7 +112,7 @@ class Watch:
             self._store.set(f"mmrl/watch/{self._rank}", json.dumps(note))
 
     def _look(self, silence_s: float) -> str | None:
-        """What has happened to another process; None where nothing has."""
+        """Describe the first other process that failed or went silent for `silence_s`; None if all are alive."""
         now = time.monotonic()
         for rank in (rank for rank in range(self._count) if rank != self._rank):
             with self._lock:
@@ -156,7 +156,7 @@ def watched(accelerator: Accelerator) -> Iterator[Watch | None]:
 
 
 def in_first_process(accelerator: Accelerator | None, act: Callable[[], ResultT]) -> ResultT:
-    """What `act` returns in the first process, in all of them; they share its UserError, too. None is a run of one."""
+    """Run `act` in the first process alone and return its result, or raise its UserError, in all processes."""
     if accelerator is None or accelerator.num_processes == 1:
         return act()
     found: list[Any] = [None, None]
@@ -186,7 +186,7 @@ def in_turns(accelerator: Accelerator, act: Callable[[], ResultT]) -> ResultT:
 
 
 def describe(accelerator: Accelerator, run_dir: Path) -> str:
-    """Which machine writes the run's folder and where the others read; empty where there is one machine."""
+    """Describe which machine writes the run's folder and where the others read; empty for one machine."""
     places = merge_lists([(socket.gethostname(), str(Path.cwd()))], accelerator)
     writer, others = (
         places[0],

@@ -59,7 +59,7 @@ SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 def open_rollers(
     recipe: Recipe[Any, Any], config: BaseRunConfig, accelerator: Accelerator, run_dir: Path, entry: Any = None
 ) -> Rollers:
-    """What samples for a run; workers have started when it returns.
+    """Create the rollers of a run; returns once the workers have started.
 
     Args:
         recipe: that of the training process.

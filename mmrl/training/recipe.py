@@ -181,7 +181,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return True
 
     def rollout_state(self, tasks: Sequence[TaskT]) -> Any:
-        """What `rollout` and `score` read of the run besides weights and step when they get these tasks."""
+        """State, besides weights and step, that `rollout` and `score` need for these tasks; sent to rollout workers."""
         return None
 
     def load_rollout_state(self, state: Any) -> None:

@@ -80,7 +80,7 @@ class Outcome:
     """Files that were written into the run's folder, such as tracebacks, by their path there."""
     seconds: float = 0.0
     lost: bool = False
-    """Whether its tasks are left out, because every worker that had them was lost."""
+    """Whether the tasks are left out because every worker that tried them was lost."""
 
 
 class LocalRollers:

@@ -84,7 +84,7 @@ def begin_notes(recipe: Recipe[Any, Any]) -> dict[str, Counter[str]]:
 
 
 def notes_since(recipe: Recipe[Any, Any], before: Mapping[str, Counter[str]]) -> dict[str, Any]:
-    """What a unit has added to the recipe's counters and lists."""
+    """Counts and list entries that a unit added to the recipe."""
     found: dict[str, Any] = {}
     for name, each in recipe.added.items():
         if isinstance(each, Mapping):

@@ -275,7 +275,7 @@ class ArpoRecipe(AgentRecipe):
         self.added |= {"fresh": self._fresh, "replayed": self.replay.seen}
 
     def rollout_state(self, tasks: Sequence[AgentTask]) -> Any:
-        """What is stored of the tasks."""
+        """The stored episodes of the tasks."""
         return self.replay.buffer.state_dict({task.id for task in tasks})
 
     def load_rollout_state(self, state: Any) -> None:
