@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,13 +21,16 @@ from diffusion.rewards.video import flicker
 from diffusion.sampling.guidance import GuidedVelocity
 from diffusion.sampling.sampler import SamplerConfig, sample_latents, text_of
 from mmrl.rewards import RewardResult
-from mmrl.runs.records import Outcome, SampleRecord
+from mmrl.runs.records import Outcome, SampleRecord, film
 from mmrl.runs.run_log import metric_label
 from mmrl.training.evaluation import Measure, Row, Trial, mean_scores, unscored, with_interval
 from mmrl.training.processes import make_generator, merge_lists, stream_seed
 from mmrl.training.recipe import Reference
 from mmrl.training.scoring import describe_failure, failure_of
 from mmrl.training.settings import EvaluationConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 DISTANCE_TIMES = (0.2, 0.4, 0.6, 0.8)
 SHOWN_IMAGES = 4
@@ -136,14 +140,12 @@ class ImageMeasure(Measure[DiffusionTask]):
 
     def record(self, row: Row) -> SampleRecord:
         """The first images of a prompt."""
-        from PIL import Image
-
         shown = slice(0, SHOWN_IMAGES)
         return SampleRecord(
             id=row["task"].id,
             prompt=row["task"].prompt,
             response="",
-            outputs=[Image.fromarray(side_by_side(image, row["task"])) for image in row["images"][shown]],
+            outputs=[shown_output(image, row["task"]) for image in row["images"][shown]],
             reward=float(np.mean(row["total"][shown])),
             terms={name: float(np.mean(values[shown])) for name, values in row["terms"].items()},
         )
@@ -160,17 +162,13 @@ class ImageMeasure(Measure[DiffusionTask]):
         return torch.randint(2**62, (self.evaluation.samples, 2), generator=generator)
 
 
-def film_strip(image: np.ndarray) -> np.ndarray:
-    """The frames (K, h, w, 3) of a video side by side, (h, K w, 3); an image (h, w, 3) as it is."""
-    return image if image.ndim == 3 else np.concatenate([*image], axis=1)
-
-
-def side_by_side(image: np.ndarray, task: DiffusionTask) -> np.ndarray:
-    """An image (h, w, 3) or the frames of a video (K, h, w, 3) as one image, beside what it was edited from."""
-    strip = film_strip(image)
-    if task.image is None:
-        return strip
-    return np.concatenate([task.image.pixels(*image.shape[-3:-1]), strip], axis=1)
+def shown_output(image: np.ndarray, task: DiffusionTask | None = None) -> Image:
+    """An image (h, w, 3), or the frames of a video (K, h, w, 3) as a film, beside what the task asks to edit."""
+    frames = image[None] if image.ndim == 3 else image
+    if task is not None and task.image is not None:
+        edited = np.broadcast_to(task.image.pixels(*frames.shape[1:3]), frames.shape)
+        frames = np.concatenate([edited, frames], axis=2)
+    return film(frames)
 
 
 @contextmanager

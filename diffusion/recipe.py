@@ -20,7 +20,7 @@ from torch import nn
 
 from diffusion.config import DiffusionConfig, GivenEvaluationConfig, TrajectoryParts
 from diffusion.data.prompts import DiffusionTask, LoadedRows, PromptConfig, load_prompts
-from diffusion.evaluation import ImageMeasure, side_by_side, training_cost
+from diffusion.evaluation import ImageMeasure, shown_output, training_cost
 from diffusion.families.base import REFERENCE
 from diffusion.models.ema import EMAWeights, EvalAverage, KeepsEvalAverage
 from diffusion.models.pipelines import decode_latents
@@ -140,8 +140,6 @@ class DiffusionDomain:
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as images with rewards and advantages."""
-        from PIL import Image
-
         payload = DiffusionPayload.of(rollouts)
         advantage = None if self.supervised else rollouts.advantage
         found = []
@@ -152,7 +150,7 @@ class DiffusionDomain:
                     id=task.id,
                     prompt=task.prompt,
                     response="",
-                    outputs=[Image.fromarray(side_by_side(payload.images[row], task))],
+                    outputs=[shown_output(payload.images[row], task)],
                     reward=None if self.supervised else float(rollouts.reward[row]),
                     terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
                     advantage=None if advantage is None else float(advantage[row].mean()),

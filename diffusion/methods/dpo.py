@@ -28,7 +28,7 @@ from torch import nn
 from diffusion.config import GivenImagesConfig, check_matching
 from diffusion.data.pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.data.prompts import DiffusionTask
-from diffusion.evaluation import film_strip
+from diffusion.evaluation import shown_output
 from diffusion.matching.times import TimestepConfig
 from diffusion.matching.velocity import FlowMatching, given_rollouts
 from diffusion.methods.fifa import PairFilterConfig, embed_captions, select_pairs
@@ -158,8 +158,6 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Pairs as two images, the preferred one first, with the margin under the policy as it is now."""
-        from PIL import Image
-
         shown = rollouts.select_groups(torch.arange(min(limit, rollouts.num_groups)))
         payload = DiffusionPayload.of(shown)
         scores = self.scores_in_chunks(self.policy, shown, self.loss_outputs)
@@ -171,7 +169,7 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
                 id=task.id,
                 prompt=task.prompt,
                 response="",
-                outputs=[Image.fromarray(film_strip(payload.images[2 * pair + side])) for side in (0, 1)],
+                outputs=[shown_output(payload.images[2 * pair + side]) for side in (0, 1)],
                 reward=means["rewards/margins"][pair] if "rewards/margins" in means else None,
                 terms={name: values[pair] for name, values in means.items()},
                 finish="image",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.report.charts import save_png
 from mmrl.report.folder import read_run, repeated_end
-from mmrl.runs.records import STEP_NAME, SampleRecord, read_samples, sample_steps
+from mmrl.runs.records import FILM_RATE, STEP_NAME, SampleRecord, film_frames, read_samples, sample_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +29,9 @@ COMPARED_TASKS = 12
 TEXT_LIMIT = 4000
 IMAGE_SIDE = 448
 DRAWN_SIDE = 256
+FILM_SIDE = 128
+FILM_FRAMES = 16
+"""Frames of a film in the page."""
 PIXELATED_BELOW = 128
 PIXELATED_SIDE = 96
 _REPEATED_MARK = re.compile(r"(<\|[^<>|]+\|>)\1+")
@@ -154,18 +157,20 @@ def show_number(value: float | None, signed: bool = False) -> str:
 
 
 def shown_image(image: Image) -> dict[str, Any]:
-    """An image that a model drew, as a data URI, with its size in pixels of the page and whether it is `pixelated`.
+    """An image or film that a model drew, as a data URI, with its size in the page and whether it is `pixelated`.
 
-    Small images are stored as they are and scaled up with sharp pixels, large ones are reduced.
+    Small images are stored as they are and scaled up with sharp pixels, large ones are reduced. A film comes with its
+    middle frame as `still`, for readers who have asked for less motion.
     """
-    side = max(image.size)
-    if side < PIXELATED_BELOW:
-        factor = max(2, PIXELATED_SIDE // side)
-        width, height = (factor * length for length in image.size)
-        return {"source": _data_uri(image), "width": width, "height": height, "pixelated": True}
-    reduction = max(1.0, side / DRAWN_SIDE)
-    width, height = (round(length / reduction) for length in image.size)
-    return {"source": _data_uri(image, DRAWN_SIDE, "JPEG"), "width": width, "height": height, "pixelated": False}
+    frames = film_frames(image)
+    side, most = max(image.size), FILM_SIDE if len(frames) > 1 else DRAWN_SIDE
+    pixelated = side < PIXELATED_BELOW
+    scale = max(2, PIXELATED_SIDE // side) if pixelated else min(1.0, most / side)
+    width, height = (round(scale * length) for length in image.size)
+    shown = {"width": width, "height": height, "pixelated": pixelated}
+    if len(frames) == 1:
+        return shown | {"source": _data_uri(image) if pixelated else _data_uri(image, DRAWN_SIDE, "JPEG")}
+    return shown | {"source": _film_uri(frames, pixelated), "still": _data_uri(frames[len(frames) // 2], FILM_SIDE)}
 
 
 def _spelt(whitespace: str) -> str:
@@ -239,6 +244,20 @@ def _data_uri(image: Image, side: int = IMAGE_SIDE, form: str = "PNG") -> str:
     buffer = io.BytesIO()
     small.save(buffer, format=form, optimize=True, **({"quality": 90} if form == "JPEG" else {}))
     return f"data:image/{form.lower()};base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _film_uri(frames: Sequence[Image], lossless: bool) -> str:
+    """A film as an animated WebP of at most 16 frames, which takes as long as the whole one."""
+    count = min(len(frames), FILM_FRAMES)
+    kept = [frames[index * (len(frames) - 1) // (count - 1)].copy() for index in range(count)]
+    for frame in kept:
+        frame.thumbnail((FILM_SIDE, FILM_SIDE))
+    buffer = io.BytesIO()
+    duration = round(1000 * len(frames) / FILM_RATE / count)
+    kept[0].save(
+        buffer, format="WEBP", save_all=True, append_images=kept[1:], duration=duration, loop=0, lossless=lossless
+    )
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ from mmrl.errors import UserError
 from mmrl.files import replaced, write_atomically
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
 
@@ -32,6 +34,10 @@ _STORED_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(IMAGE_FIELDS, (list,)),
 }
 STEP_NAME = re.compile(r"step-(\d+)")
+FILM_FRAMES = 32
+FILM_SIDE = 256
+FILM_RATE = 8
+"""Frames a second."""
 
 
 class JsonLines:
@@ -255,7 +261,7 @@ class SampleRecord:
     images: list[Image] = field(default_factory=list)
     """The prompt's images."""
     outputs: list[Image] = field(default_factory=list)
-    """Images that were drawn for the prompt."""
+    """Images that were drawn for the prompt; a `film` is an animated one."""
     reward: float | None = None
     """Total reward; None where it could not be scored or does not exist."""
     terms: dict[str, float] = field(default_factory=dict)
@@ -266,6 +272,40 @@ class SampleRecord:
     """End of the response: "eos", "stop" or "length"."""
     correct: bool | None = None
     """Whether the evaluation counted the answer as correct."""
+
+
+def film(frames: np.ndarray) -> Image:
+    """A video as an animated image that plays in browsers; a single frame as an ordinary image.
+
+    Args:
+        frames: uint8 (K, height, width, 3). Of more than 32, so many evenly spaced ones are kept, and frames larger
+            than 256 pixels are reduced; they play at 8 a second.
+    """
+    from PIL import Image
+
+    if len(frames) == 1:
+        return Image.fromarray(frames[0])
+    count = min(len(frames), FILM_FRAMES)
+    kept = [Image.fromarray(frames[index * (len(frames) - 1) // (count - 1)]) for index in range(count)]
+    for frame in kept:
+        if max(frame.size) > FILM_SIDE:
+            frame.thumbnail((FILM_SIDE, FILM_SIDE))
+    data = io.BytesIO()
+    _save_png(kept, data)
+    return Image.open(data)
+
+
+def film_frames(image: Image) -> list[Image]:
+    """The frames of a film, each shown for 1/8 second; an image alone where it is none."""
+    frames = []
+    count = getattr(image, "n_frames", 1) if image.format == "PNG" else 1
+    for index in range(count if count > 1 else 0):
+        image.seek(index)
+        # frames like the one before are stored as its longer duration
+        frames += [image.copy()] * max(1, round(float(image.info.get("duration", 0)) * FILM_RATE / 1000))
+    if count > 1:
+        image.seek(0)
+    return frames or [image.copy()]
 
 
 def write_samples(run_dir: Path, step: int, split: str, records: Sequence[SampleRecord]) -> Path:
@@ -328,21 +368,29 @@ def _is_record(row: dict[str, Any]) -> bool:
 
 
 def _store_image(folder: Path, image: Image) -> str:
-    digest = hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()
-    path = folder / f"{digest[:16]}.png"
+    frames = film_frames(image)
+    pixels = b"".join(frame.tobytes() for frame in frames)
+    path = folder / f"{hashlib.sha256(f'{image.mode}{image.size}'.encode() + pixels).hexdigest()[:16]}.png"
     if not path.exists():
-        storable = image if image.mode in _PNG_MODES else image.convert("RGB")
+        storable = [frame if frame.mode in _PNG_MODES else frame.convert("RGB") for frame in frames]
         with replaced(path) as draft:
-            storable.save(draft, format="PNG")
+            _save_png(storable, draft)
     return path.name
+
+
+def _save_png(frames: Sequence[Image], file: Path | io.BytesIO) -> None:
+    if len(frames) == 1:
+        frames[0].save(file, format="PNG")
+    else:
+        frames[0].save(file, format="PNG", save_all=True, append_images=frames[1:], duration=1000 / FILM_RATE, loop=0)
 
 
 def _load_image(path: Path) -> Image | None:
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
-            image.load()
-            return image.copy()
-    except (OSError, ValueError):  # ValueError: a name that no file can have
+        image = Image.open(io.BytesIO(path.read_bytes()))
+        frames = film_frames(image)  # reads all of it
+        return image if len(frames) > 1 else frames[0]
+    except (OSError, ValueError, EOFError):  # ValueError: a name that no file can have
         return None

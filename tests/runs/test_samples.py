@@ -1,10 +1,14 @@
+import base64
+import io
 import json
 import math
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.runs.records import SampleRecord, read_samples, sample_steps, write_samples
+from mmrl.report.gallery import shown_image
+from mmrl.runs.records import SampleRecord, film, film_frames, read_samples, sample_steps, write_samples
 
 
 @pytest.fixture
@@ -120,3 +124,39 @@ def test_writing_a_step_again_replaces_its_samples(tmp_path, scene):
     write_samples(tmp_path, 1, "train", group(scene)[:1])
     assert len(read_samples(tmp_path, 1, "train")) == 1
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def frames(count, side=16):
+    """Frames of their own grey; the fifth is like the fourth."""
+    shades = np.arange(count, dtype=np.uint8) * 3
+    shades[4:5] = shades[3:4]
+    return np.broadcast_to(shades[:, None, None, None], (count, side, side, 3)).copy()
+
+
+def test_a_film_keeps_its_frames_through_a_file(tmp_path):
+    shown = film(frames(7))
+    write_samples(tmp_path, 1, "train", [SampleRecord("q1", "p", "", outputs=[shown, film(frames(1))])])
+    (record,) = read_samples(tmp_path, 1, "train")
+    video, image = record.outputs
+    np.testing.assert_array_equal([np.asarray(frame) for frame in film_frames(video)], frames(7))
+    np.testing.assert_array_equal(np.asarray(image), frames(1)[0])
+    assert len(film_frames(image)) == 1
+
+
+def test_a_long_film_is_thinned_and_reduced_and_plays_in_the_report(tmp_path):
+    shown = film(frames(81, side=320))
+    shades = [int(np.asarray(frame)[0, 0, 0]) for frame in film_frames(shown)]
+    assert shown.size == (256, 256)
+    assert (len(shades), shades[0], shades[-1]) == (32, 0, 240)
+    page = shown_image(shown)
+    played = Image.open(io.BytesIO(base64.b64decode(page["source"].split(",")[1])))
+    assert (played.format, played.n_frames, played.size) == ("WEBP", 16, (128, 128))
+    assert sum(played_durations(played)) == 4000
+    assert Image.open(io.BytesIO(base64.b64decode(page["still"].split(",")[1]))).size == (128, 128)
+
+
+def played_durations(image):
+    for index in range(image.n_frames):
+        image.seek(index)
+        image.load()
+        yield image.info["duration"]

@@ -126,7 +126,7 @@ def test_pairs_of_clips_teach(drawn, model, tmp_path):
     rollouts = update_constants(trainer.recipe, trainer.policy, trainer.reference, rollouts, trainer.position)
     (record,) = trainer.recipe.records(rollouts, 1)
     trainer.recipe.close()
-    assert [image.size for image in record.outputs] == [(5 * 12, 12)] * 2
+    assert [(image.size, image.n_frames) for image in record.outputs] == [((12, 12), 5)] * 2
 
 
 def test_images_for_a_model_of_videos_are_refused_by_name(drawn, model, tmp_path):
