@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-slow test-gpu test-faults lint format docs site clean
+.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-oldest test-slow test-gpu test-faults lint format docs site clean
 
 help:
 	@echo "make setup           create $(VENV) and install everything that the targets below need"
@@ -18,6 +18,7 @@ help:
 	@echo "make demo-video      an agent learns which frames of long videos a model needs; writes image strips; about 7 minutes"
 	@echo "make bench           time and memory of the vision-language updates against row-per-sample code, as JSON; about 30 minutes"
 	@echo "make test            lint, then the test suite; one package: PACKAGE=core, workers, rewards, vlm, diffusion, robotics, ..."
+	@echo "make test-oldest     the tests of model families with the oldest transformers that pyproject.toml allows"
 	@echo "make test-slow       the tests that take minutes"
 	@echo "make test-gpu        every recipe, the kernels and a LoRA step of 3B on a GPU; skipped without one"
 	@echo "make test-faults     kill runs, damage inputs, fill disks; at most 20 minutes; options: FAULTS='--kills 600'"
@@ -53,6 +54,13 @@ bench: setup
 
 test: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(if $(PACKAGE),tests/$(PACKAGE))
+
+# The newest release is what `make setup` installs.
+test-oldest: setup
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/oldest \
+	  "transformers==$$(sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)"
+	@PYTHONPATH=$(CURDIR)/build/oldest $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) tests/vlm/families tests/vlm/test_models.py \
+	  tests/vlm/test_decoder.py tests/vlm/test_export.py tests/vlm/test_recipe.py
 
 test-slow: setup
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow
