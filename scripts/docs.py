@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -115,16 +114,33 @@ def _first_table(page: str) -> str:
     return re.sub(r"\]\(#", f"]({page}#", found[0])
 
 
-def _processes() -> str:
-    """How far a run in two processes may be from one: recipes of equal tolerance in the contract's test."""
+def _ways() -> str:
+    """How far a run in each way is from the run of one process, as measured, and what the tests allow."""
     sys.path.insert(0, str(PROJECT))
+    from tests.contracts.record import read_record
+    from tests.contracts.test_rollers import SAMPLED, SHARED_WORK, shares_work
     from tests.contracts.test_two_processes import LESS_EXACT, RELATIVE
 
-    recipes = defaultdict[float, list[str]](list)
-    for name in RECIPES:
-        recipes[LESS_EXACT.get(name, RELATIVE)].append(f"`{name}`")
-    rows = [(", ".join(names), f"{100 * relative:g} %") for relative, names in sorted(recipes.items())]
-    return markdown_table(("recipes", "a weight differs by at most, of the largest move"), rows)
+    record = read_record()
+    heads = {"two": "2 processes", "three": "3 processes", "fsdp2": "FSDP2", "label": "label device"}
+    heads |= {"units": "units", "workers": "workers", "workers against units": "workers, against units"}
+    samples = ("units", "workers", "workers against units")
+
+    def cell(way: str, name: str) -> str:
+        if way in samples and name not in SAMPLED:
+            return "no samples"
+        share = record[way].get(name)
+        return "" if share is None else f"{share:.0e}" if share else "equal bits"
+
+    rows = [(f"`{name}`", *(cell(way, name) for way in heads)) for name in RECIPES]
+    exact = ", ".join(f"`{name}` {bound:.0e}" for name, bound in LESS_EXACT.items())
+    language = sum(shares_work(name) for name in SAMPLED)
+    return (
+        f"{markdown_table(('recipe', *heads.values()), rows)}\n"
+        f"The tests allow {RELATIVE:.0e} for processes and FSDP2 ({exact}), and nothing for the label device. For "
+        f"workers against units they allow {SHARED_WORK:.0e} in the {language} recipes that sample from a language "
+        "model, and nothing in the others. Empty: not measured yet.\n"
+    )
 
 
 def _model_families() -> str:
@@ -156,9 +172,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "blocks": _blocks,
     "options": _options,
     "model_families": _model_families,
-    "processes": _processes,
     "results": _results,
     "table": _first_table,
+    "ways": _ways,
 }
 
 

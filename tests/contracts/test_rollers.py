@@ -1,15 +1,10 @@
-"""Rollout workers in Ray sample and learn what one process does, also when one of them is killed.
-
-`python -m tests.contracts.test_rollers` measures all recipes and writes the table of docs/scale.md.
-"""
+"""Rollout workers in Ray sample and learn what one process does, also when one of them is killed."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +18,7 @@ from mmrl.runs.run_log import RunLog
 from mmrl.training.ray_rollers import RayCrew
 from mmrl.training.rollers import Dealer
 from mmrl.training.settings import RollersConfig
+from tests.contracts.record import main, note
 from tests.contracts.test_two_processes import make, train
 from tests.training.test_rollers import Ahead
 
@@ -149,7 +145,11 @@ def shares_work(name: str) -> bool:
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_workers_of_which_one_is_killed_sample_and_learn_what_one_process_does(name, tmp_path, ray):
-    check(name, *measured(name, tmp_path))
+    here, units, ray = measured(name, tmp_path)
+    check(name, here, units, ray)
+    note("units", name, units.differs(here))
+    note("workers against units", name, ray.differs(units))
+    note("workers", name, ray.differs(here))
 
 
 @pytest.mark.parametrize("name", ["robot_grpo", "flow_grpo"])
@@ -171,28 +171,5 @@ def test_a_step_that_is_sampled_beside_an_update_has_the_weights_before_it(name,
     assert beside.differs(here) == 0
 
 
-def row(name: str, here: Watched, units: Watched, ray: Watched) -> str:
-    """A line of the table."""
-
-    def said(share: float) -> str:
-        return "equal bits" if share == 0 else f"{share:.0e}"
-
-    return f"| {name} | {said(units.differs(here))} | {said(ray.differs(units))} | {said(ray.differs(here))} |"
-
-
-def main(names: list[str]) -> None:
-    """Measure recipes and write their lines into docs/scale.md."""
-    page = Path(__file__).parents[2] / "docs" / "scale.md"
-    with connected():
-        for name in names or SAMPLED:
-            with tempfile.TemporaryDirectory() as folder:
-                line = row(name, *measured(name, Path(folder)))
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
-            text = page.read_text(encoding="utf-8")
-            old = re.compile(rf"^\| {name} \|.*\n", re.MULTILINE)
-            page.write_text(old.sub(f"{line}\n", text), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(["workers", *(word for name in sys.argv[1:] for word in ("--recipe", name))]))

@@ -24,8 +24,9 @@ from mmrl.training.processes import make_accelerator, merge_in_order
 from mmrl.training.trainer import StopSignals, Trainer
 from tests.contracts.domains import domain_of, weights
 from tests.contracts.options import with_changes
+from tests.contracts.record import note
 
-STEPS, PROCESSES, LIMIT_S = 3, 2, 240
+STEPS, LIMIT_S = 3, 240
 QUICK = ("sft", "robot_ppo", "flow3d")
 """The others take as long and are run with the slow tests."""
 CONTROLS = {"robot_ppo-shuffled": ("robot_ppo", {"reward.potential": 0.0, "shuffle_success": True})}
@@ -81,15 +82,17 @@ def train(config: Any, folder: Path, until: int = STEPS, resume: bool = False) -
     return {"name": config.recipe, "begin": begin, "weights": weights(trainer), "rows": torch.stack(rows)}
 
 
-def member(rank: int, run: Callable[..., Any], config: Any, folder: Path, scratch: Path, *options: Any) -> None:
+def member(
+    rank: int, count: int, run: Callable[..., Any], config: Any, folder: Path, scratch: Path, *options: Any
+) -> None:
     """One process of the run; the first one writes what it finds."""
     os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     code = 1
     try:
         AcceleratorState._reset_state(reset_partial_state=True)
-        store = torch.distributed.FileStore(str(scratch / "store"), PROCESSES)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
+        store = torch.distributed.FileStore(str(scratch / "store"), count)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count)
         found = run(config, folder, *options)
         if rank == 0:
             torch.save(found, scratch / "found.pt")
@@ -100,13 +103,16 @@ def member(rank: int, run: Callable[..., Any], config: Any, folder: Path, scratc
     os._exit(code)
 
 
-def train_in_two(config: Any, folder: Path, *options: Any, run: Callable[..., Any] = train) -> dict[str, Any]:
-    """The same in two processes, forked from one that has imported everything and started no thread."""
+def train_in_two(
+    config: Any, folder: Path, *options: Any, run: Callable[..., Any] = train, processes: int = 2
+) -> dict[str, Any]:
+    """The same in two processes or more, forked from one that has imported everything and started no thread."""
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     members = [
-        context.Process(target=member, args=(rank, run, config, folder, scratch, *options)) for rank in range(PROCESSES)
+        context.Process(target=member, args=(rank, processes, run, config, folder, scratch, *options))
+        for rank in range(processes)
     ]
     for process in members:
         process.start()
@@ -118,18 +124,18 @@ def train_in_two(config: Any, folder: Path, *options: Any, run: Callable[..., An
     for process in members:
         process.kill()
     errors = [path.read_text(encoding="utf-8") for path in sorted(scratch.glob("error-*.txt"))]
-    assert codes == [0, 0], "\n".join([str(codes), *errors])
+    assert codes == [0] * processes, "\n".join([str(codes), *errors])
     return torch.load(scratch / "found.pt")  # type: ignore[no-any-return]
 
 
-def make(name: str, folder: Path) -> Any:
+def make(name: str, folder: Path, tasks: int = 4) -> Any:
     """A tiny run whose optimiser no rounding of a gradient can turn."""
     name, changes = CONTROLS.get(name, (name, {}))
     domain = domain_of(name)
     for module in domain.needs:
         pytest.importorskip(module)
     config = with_changes(domain.make_config(name, folder), changes)
-    config.trainer.steps, config.trainer.tasks_per_step, config.trainer.threads = STEPS, 4, 1
+    config.trainer.steps, config.trainer.tasks_per_step, config.trainer.threads = STEPS, tasks, 1
     config.trainer.adam_eps, config.trainer.learning_rate = 1.0, 0.1
     config.checkpoint.every = 1
     config.validate()
@@ -137,8 +143,12 @@ def make(name: str, folder: Path) -> Any:
     return config
 
 
-def assert_same(found: dict[str, Any], whole: dict[str, Any], least: float = RELATIVE) -> None:
-    """The same samples, and numbers up to rounding, over the last steps of a run."""
+def assert_same(found: dict[str, Any], whole: dict[str, Any], least: float = RELATIVE) -> float:
+    """The same samples, and numbers up to rounding, over the last steps of a run.
+
+    Returns:
+        The largest difference of a weight, as a share of the largest move.
+    """
     relative = max(LESS_EXACT.get(whole["name"], RELATIVE), least)
     expected = whole["rows"][-len(found["rows"]) :]
     assert found["rows"].shape == expected.shape
@@ -153,7 +163,9 @@ def assert_same(found: dict[str, Any], whole: dict[str, Any], least: float = REL
     rounding = torch.finfo(torch.float32).eps * whole["weights"].abs() * STEPS
     difference = (found["weights"] - whole["weights"]).abs()
     allowed = relative * moved
-    assert bool((difference <= allowed + rounding).all()), float(difference.max()) / moved
+    share = float(difference.max()) / moved
+    assert bool((difference <= allowed + rounding).all()), share
+    return share
 
 
 def every(quick: tuple[str, ...]) -> list[Any]:
@@ -166,7 +178,15 @@ def every(quick: tuple[str, ...]) -> list[Any]:
 def test_two_processes_sample_and_learn_what_one_does(name, tmp_path):
     config = make(name, tmp_path)
     whole = train(config, tmp_path / "one")
-    assert_same(train_in_two(config, tmp_path / "two"), whole)
+    note("two", name, assert_same(train_in_two(config, tmp_path / "two"), whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_three_processes_sample_and_learn_what_one_does(name, tmp_path):
+    config = make(name, tmp_path, tasks=6)
+    whole = train(config, tmp_path / "one")
+    note("three", name, assert_same(train_in_two(config, tmp_path / "three", processes=3), whole))
 
 
 @pytest.mark.parametrize("name", every(QUICK[-1:]))

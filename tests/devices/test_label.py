@@ -10,6 +10,7 @@ from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.trainer import Trainer
 from tests.contracts.domains import domain_of, weights
 from tests.contracts.options import with_changes
+from tests.contracts.record import note
 from tests.devices.label import DeviceFaultError, labelled_gpu
 
 STEPS = 2
@@ -122,6 +123,7 @@ def test_a_recipe_trains_on_a_gpu_within_its_budget_of_host_syncs(name, tmp_path
     on_cpu.run()
     on_cpu.recipe.close()
     assert torch.equal(found, weights(on_cpu))
+    note("label", name, 0.0)
     total = sum(counted.values())
     most = sorted(counted.items(), key=lambda entry: -entry[1])[:12]
     assert total <= BUDGET[name] * SLACK, "\n".join([f"{total} host syncs", *(f"{n} {line}" for line, n in most)])
