@@ -36,7 +36,7 @@ from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.evaluation import Elsewhere, Evaluation
 from mmrl.training.objectives import make_objective
 from mmrl.training.processes import Streams, global_advantages, process_device
 from mmrl.training.recipe import Recipe, Reference, Stateful, Step, Tally, start_kind
@@ -120,7 +120,7 @@ class DiffusionDomain:
         self.errors.warn(result)
         return result
 
-    def evaluate(self, policy: DiffusionPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+    def measures(self, policy: DiffusionPolicy, split: str, step: Step) -> list[ImageMeasure]:
         """Images at fixed prompts and seeds: rewards, held-out rewards, diversity, distance to the base model."""
         config = self.config
         self.start.to(policy.device)  # copied before the policy moved there
@@ -134,8 +134,19 @@ class DiffusionDomain:
             seed=config.seed,
             split=split,
         )
+        return [measure]
+
+    def evaluate(
+        self,
+        policy: DiffusionPolicy,
+        split: str,
+        accelerator: Accelerator,
+        step: Step,
+        elsewhere: Elsewhere | None = None,
+    ) -> Evaluation:
+        """Measure the average of the policy, and say what training has cost so far."""
         with self.eval_ema.applied(policy), training_cost(policy, accelerator) as cost:
-            found = evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
+            found = super().evaluate(policy, split, accelerator, step, elsewhere)
         return dataclasses.replace(found, metrics=found.metrics | cost)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:

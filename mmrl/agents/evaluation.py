@@ -65,15 +65,24 @@ class AgentMeasure(Measure[AgentTask]):
         return self.evaluation.batch_tasks
 
     def run(self, batch: Sequence[Trial[AgentTask]], start: int) -> list[Row]:
-        """Run some episodes to their ends, keeping the first videos of both outcomes."""
+        """Run some episodes to their ends; a row has a video if it is one of the first of its outcome."""
         seeds = [stream_seed(self.seed, "evaluate", self.split, trial.task.id, trial.repeat) for trial in batch]
         recorded = [self.folder is not None] * len(batch)
         episodes = self.run_episodes([trial.task for trial in batch], seeds, self.protocol == "greedy", recorded)
+        rows = [_row(trial, episode) for trial, episode in zip(batch, episodes, strict=True)]
+        for success in (True, False):
+            found = [number for number, each in enumerate(episodes) if each.video and each.video.success is success]
+            for number in found[: self.evaluation.videos]:
+                rows[number]["video"] = episodes[number].video
+        return rows
+
+    def take(self, rows: Sequence[Row]) -> None:
+        """Keep the first videos of both outcomes."""
+        found: list[Video] = [row.pop("video") for row in rows if "video" in row]
         for success in (True, False):
             kept = sum(video.success is success for video in self._videos)
-            found = [e.video for e in episodes if e.video is not None and e.video.success is success]
-            self._videos += found[: max(self.evaluation.videos - kept, 0)]
-        return [_row(trial, episode) for trial, episode in zip(batch, episodes, strict=True)]
+            own = [video for video in found if video.success is success]
+            self._videos += own[: max(self.evaluation.videos - kept, 0)]
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[AgentTask]) -> dict[str, float]:
         """Success overall and by task name, and the means over episodes."""

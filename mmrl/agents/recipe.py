@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.agents.environments.environment import FORMATS, ActionConfig
@@ -37,7 +36,6 @@ from mmrl.rewards import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.loading import source_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams, sum_over_processes
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Stateful, Step, Tally
@@ -212,7 +210,7 @@ class AgentDomain:
         )
         return runner.run(tasks, seeds, greedy=greedy, video=video)
 
-    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+    def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[AgentMeasure]:
         """Success on held-out tasks, overall and of each name of a task."""
         config = self.config
         recorded = bool(config.evaluation.videos) and split == next(iter(self.eval_tasks))
@@ -225,7 +223,7 @@ class AgentDomain:
 
         evaluation = config.evaluation
         protocols = ["greedy"] * bool(evaluation.greedy) + ["sampled"] * bool(evaluation.samples)
-        measures = [
+        return [
             AgentMeasure(
                 run_episodes=run,
                 protocol=protocol,
@@ -237,7 +235,6 @@ class AgentDomain:
             )
             for number, protocol in enumerate(protocols)
         ]
-        return evaluate_tasks(measures, self.eval_tasks[split], config.evaluation.records, accelerator)
 
     def add_rewards(self, episodes: Sequence[Episode], step: Step) -> RewardResult | None:
         """Score episodes with the reward functions; returns None where there is nothing to score."""

@@ -93,6 +93,7 @@ METRICS: dict[str, str] = {
     "checkpoint/failed": "Checkpoints that could not be written since the run began (full disk).",
     "n": "Tasks that the evaluation answered.",
     "skipped": "Tasks that the evaluation could not ask: unreadable image, prompt too long.",
+    "lost": "Trials of the evaluation left out, because every rollout worker that had them was lost.",
     "unscored": "Answers of the evaluation that a reward function failed on.",
     "accuracy/<greedy|sampled>": "Share of correct answers: greedy, or sampled at the evaluation's temperature.",
     "terms/<term>/<greedy|sampled>": "Mean of another reward term over an evaluation's answers, before its weight.",

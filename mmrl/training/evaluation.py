@@ -1,16 +1,17 @@
 """Evaluation on held-out tasks: one driver for all domains, which supply only their measures.
 
-The driver distributes the trials over the processes, runs them in batches, merges the rows in the order of the tasks,
-and turns them into metrics with intervals, broken down by data columns, and samples. Where a measure keeps its rows on
-disk, an interrupted evaluation continues with the remaining whole batches, so that it ends as it would have without
-the interruption.
+The driver distributes the trials over the processes, runs them in batches, here or in workers, merges the rows in the
+order of the tasks, and turns them into metrics with intervals, broken down by data columns, and samples. Where a
+measure keeps its rows on disk, an interrupted evaluation continues with the remaining whole batches, so that it ends
+as it would have without the interruption.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -136,6 +137,9 @@ class Measure(ABC, Generic[TaskT]):
     def record(self, row: Row) -> SampleRecord:
         """A row as a sample for the report."""
 
+    def take(self, rows: Sequence[Row]) -> None:
+        """Take what only this process needs out of the rows of each batch, which workers may have run, in order."""
+
     def failure(self, rows: Sequence[Row]) -> str:
         """Reason why none of the samples could be scored; empty if one could."""
         return ""
@@ -161,8 +165,18 @@ class Measure(ABC, Generic[TaskT]):
         """
 
 
+Batch = tuple[int, Sequence[Trial[Any]]]
+"""Place of the first trial among those of this process, and the trials that are run together."""
+Elsewhere = Callable[[int, Sequence[Batch]], Iterator[Sequence[Row]]]
+"""Runs batches of a measure, named by its number, in workers: the rows of each batch, in order."""
+
+
 def evaluate_tasks(
-    measures: Sequence[Measure[TaskT]], tasks: Sequence[TaskT], records: int, accelerator: Accelerator
+    measures: Sequence[Measure[TaskT]],
+    tasks: Sequence[TaskT],
+    records: int,
+    accelerator: Accelerator,
+    elsewhere: Elsewhere | None = None,
 ) -> Evaluation:
     """Measure held-out tasks under one or several protocols.
 
@@ -171,6 +185,7 @@ def evaluate_tasks(
         tasks: held-out tasks.
         records: samples to keep, those of the first rows.
         accelerator: processes to share the work with.
+        elsewhere: workers that run this process's batches; None runs them here.
 
     Returns:
         The metrics of all measures, the same on every process, and the samples.
@@ -182,7 +197,8 @@ def evaluate_tasks(
     for number, measure in enumerate(measures):
         saved = measure.saved_rows(tasks, accelerator.num_processes)
         wanted = 0 if number else records
-        rows, taken = _run_all(measure, tasks, saved, wanted, accelerator)
+        run = functools.partial(_here, measure) if elsewhere is None else functools.partial(elsewhere, number)
+        rows, taken = _run_all(measure, tasks, saved, wanted, accelerator, run)
         metrics = metrics or {"n": float(len({row["index"] for row in rows}))}
         metrics |= measure.metrics(rows, tasks)
         failure = failure or measure.failure(rows)
@@ -231,6 +247,7 @@ def _run_all(
     saved: ResumableRows | None,
     records: int,
     accelerator: Accelerator,
+    run: Callable[[Sequence[Batch]], Iterator[Sequence[Row]]],
 ) -> tuple[list[Row], set[Key]]:
     """Rows of all processes and those of an earlier evaluation that was interrupted, with the keys of the latter."""
     trials = [Trial(index, repeat, task) for index, task in enumerate(tasks) for repeat in range(measure.repeats)]
@@ -245,7 +262,7 @@ def _run_all(
     shown = {trial.key for trial in trials[:records]}
     rows = [
         *(known[key] for key in taken),
-        *merge_lists(_run_mine(measure, left, saved, shown, accelerator), accelerator),
+        *merge_lists(_run_mine(measure, left, saved, shown, accelerator, run), accelerator),
     ]
     rows.sort(key=lambda row: (row["index"], row["repeat"]))
     if accelerator.is_main_process:
@@ -265,19 +282,26 @@ def _counts(row: Row) -> bool:
     return not row.get("failed") and all(type(row.get(name)) is int for name in ("index", "repeat"))
 
 
+def _here(measure: Measure[Any], batches: Sequence[Batch]) -> Iterator[Sequence[Row]]:
+    for start, batch in batches:
+        with torch.no_grad():
+            rows = measure.run(batch, start)
+        yield rows
+
+
 def _run_mine(
     measure: Measure[TaskT],
-    left: Sequence[tuple[int, Sequence[Trial[TaskT]]]],
+    left: Sequence[Batch],
     saved: ResumableRows | None,
     shown: Collection[Key],
     accelerator: Accelerator,
+    run: Callable[[Sequence[Batch]], Iterator[Sequence[Row]]],
 ) -> list[Row]:
     """Run batches; with the rows that are kept, the samples of those that the report shows are kept."""
     log = None if saved is None else saved.appender(accelerator.process_index, accelerator.num_processes)
     found: list[Row] = []
-    for start, batch in _with_progress(left, measure):
-        with torch.no_grad():
-            rows = measure.run(batch, start)
+    for rows in _with_progress(run(left), left, measure):
+        measure.take(rows)
         found += rows
         for row in rows:
             if saved is not None and log is not None:
@@ -296,15 +320,16 @@ def _sample(measure: Measure[TaskT], row: Row, saved: ResumableRows | None, take
     return measure.record(row)
 
 
-def _cut(trials: Sequence[Trial[TaskT]], size: int) -> Iterator[tuple[int, Sequence[Trial[TaskT]]]]:
+def _cut(trials: Sequence[Trial[TaskT]], size: int) -> Iterator[Batch]:
     return ((start, trials[start : start + size]) for start in range(0, len(trials), size))
 
 
 def _with_progress(
-    batches: Sequence[tuple[int, Sequence[Trial[TaskT]]]], measure: Measure[TaskT]
-) -> Iterator[tuple[int, Sequence[Trial[TaskT]]]]:
+    found: Iterator[Sequence[Row]], batches: Sequence[Batch], measure: Measure[TaskT]
+) -> Iterator[Sequence[Row]]:
+    """The rows of batches as they come."""
     if not measure.shows_progress or len(batches) <= 1:
-        yield from batches
+        yield from found
         return
     from rich.progress import (
         BarColumn,
@@ -325,6 +350,6 @@ def _with_progress(
     )
     with Progress(*columns, transient=True) as progress:
         bar = progress.add_task(measure.unit, total=sum(len(batch) for _, batch in batches))
-        for start, batch in batches:
-            yield start, batch
+        for (_, batch), rows in zip(batches, found, strict=True):
             progress.advance(bar, len(batch))
+            yield rows

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.files import replaced
 from mmrl.recipes import find_recipe
+from mmrl.training.evaluation import Batch, Evaluation, Row
 from mmrl.training.processes import Streams, sum_over_processes
 from mmrl.training.recipe import Recipe, Step
 from mmrl.training.rollers import (
@@ -38,6 +38,7 @@ from mmrl.training.rollers import (
     Raised,
     Refusal,
     Rollers,
+    TrialUnit,
     Unit,
     cut,
     joined,
@@ -93,12 +94,12 @@ class RayWorker(RolloutWorker):
         self._versions: list[int] = [-1, -1]
 
     def work_at(self, numbers: Sequence[int], references: Sequence[Any], unit: bytes) -> bytes:
-        """Sample and score a unit.
+        """Sample and score a unit, or run its trials.
 
         Args:
-            numbers: see `RayUnit`.
-            references: see `RayUnit`; the weights come with their checksum, the state is pickled.
-            unit: a pickled `Unit`; arrays that Ray pickles itself cannot be written to.
+            numbers: versions of weights and state.
+            references: where those are; the weights come with their checksum, the state is pickled.
+            unit: a pickled unit; arrays that Ray pickles itself cannot be written to.
 
         Returns:
             A pickled `Outcome`.
@@ -107,19 +108,10 @@ class RayWorker(RolloutWorker):
 
         if numbers[0] != self._versions[0]:
             self.load(*ray.get(references[0]))
-        if numbers[1] != self._versions[1]:
+        if numbers[1] != self._versions[1] and references[1] is not None:
             self.load_state(pickle.loads(ray.get(references[1])))
         self._versions = list(numbers)
         return pickle.dumps(self.work(pickle.loads(unit)))
-
-
-@dataclass(frozen=True)
-class RayUnit(Unit):
-    """A unit, and where the weights and the state are that it is sampled with."""
-
-    numbers: tuple[int, int]
-    """Versions of weights and state."""
-    references: tuple[Any, Any]
 
 
 class RayCrew:
@@ -138,6 +130,8 @@ class RayCrew:
         self._starting: set[int] = set()
         self._next = 0
         self._closed = False
+        self.numbers, self.references = (0, 0), (None, None)
+        """Versions of the weights and of the state for the next units, and where they are."""
 
     def start(self) -> int:
         """Begin to start an actor; Ray keeps it waiting while no machine has room."""
@@ -152,9 +146,9 @@ class RayCrew:
         self._waiting[self._actors[worker].answer.remote()] = worker
 
     def send(self, worker: int, unit: Any) -> None:
-        """Give an actor a unit, a `RayUnit`."""
-        plain = pickle.dumps(Unit(unit.tasks, unit.streams, unit.step))
-        self._waiting[self._actors[worker].work_at.remote(unit.numbers, unit.references, plain)] = worker
+        """Give an actor a unit."""
+        actor = self._actors[worker]
+        self._waiting[actor.work_at.remote(self.numbers, self.references, pickle.dumps(unit))] = worker
 
     def wait(self) -> tuple[int, Hello | Refusal | Outcome | Raised | Lost]:
         """The next answer."""
@@ -265,7 +259,8 @@ class RayRollers:
     def begin(self, tasks: Sequence[Any], streams: Streams, step: Step) -> None:
         """Sample tasks beside what this thread does; weights and state are those of now."""
         if self._recipe.rolls_apart(step):
-            self._ahead = self._thread.submit(self._dealer.run, self._units(tasks, streams, step))
+            units = self._units(tasks, streams, step)
+            self._ahead = self._thread.submit(lambda: list(self._dealer.run(units)))
 
     def rollout(self, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Rows of the tasks from the workers, in order."""
@@ -273,38 +268,71 @@ class RayRollers:
         if ahead is not None:
             outcomes, self._ahead, self._staleness = ahead.result(), None, 1
         elif recipe.rolls_apart(step):
-            outcomes = self._dealer.run(self._units(tasks, streams, step))
+            outcomes = list(self._dealer.run(self._units(tasks, streams, step)))
         else:
             return self._local.rollout(tasks, streams, step)
-        said: dict[tuple[int, str], None] = {}
+        said: set[tuple[int, str]] = set()
         for outcome in outcomes:
-            self._busy_s += outcome.seconds
             self._lost += int(outcome.lost)
-            if not outcome.lost:
-                add_notes(recipe, outcome.added)
-            said |= dict.fromkeys(outcome.logs)
-            self._write(outcome)
-        for level, text in said:
-            LOGGER.log(level, "%s", text)
+            self._take(outcome, said)
         return joined(outcomes).to(self._accelerator.device)
 
-    def _units(self, tasks: Sequence[Any], streams: Streams, step: Step) -> list[RayUnit]:
-        """Units with the weights and the state of now."""
+    def _units(self, tasks: Sequence[Any], streams: Streams, step: Step) -> list[Unit]:
+        """Units, for which workers load the weights and the state of now."""
+        with store_errors():
+            state = self._ray.put(pickle.dumps(self._recipe.rollout_state(tasks)))
+        self._draws += 1
+        self._send_weights(state)
+        return cut(tasks, streams, step, self._unit)
+
+    def _send_weights(self, state: Any) -> None:
+        """Have the workers load the policy as it is now, unless it has been sent, and a state."""
         policy = self._recipe.policy
         with store_errors():
             if self._weights is None:
                 self._weights = self._ray.put((trained_weights(policy), checksum(policy, trained=True)))
                 self._loads += 1
-            state = self._ray.put(pickle.dumps(self._recipe.rollout_state(tasks)))
-        self._draws += 1
-        numbers, references = (self._loads, self._draws), (self._weights, state)
-        units = cut(tasks, streams, step, self._unit)
-        return [RayUnit(**vars(unit), numbers=numbers, references=references) for unit in units]
+        self._crew.numbers, self._crew.references = (self._loads, self._draws), (self._weights, state)
+
+    def _take(self, outcome: Outcome, said: set[tuple[int, str]]) -> None:
+        """Take over what a worker noted, wrote and logged; each line that is not in `said` once."""
+        self._busy_s += outcome.seconds
+        if not outcome.lost:
+            add_notes(self._recipe, outcome.added)
+        for line in outcome.logs:
+            if line not in said:
+                LOGGER.log(line[0], "%s", line[1])
+                said.add(line)
+        self._write(outcome)
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """The rows with their rewards, which they have already unless those compare tasks."""
         done = self._recipe.rolls_apart(step) and self._recipe.scores_apart
         return rollouts if done else self._recipe.score(rollouts, step)
+
+    def evaluate(self, split: str, step: Step) -> Evaluation:
+        """Measure the policy in the workers; `lost` counts the trials that no worker brought to an end."""
+        lost, said = 0, set[tuple[int, str]]()
+        self._weights = None  # those of an evaluation may be averages
+
+        def elsewhere(measure: int, batches: Sequence[Batch]) -> Iterator[Sequence[Row]]:
+            nonlocal lost
+            self._send_weights(self._crew.references[1])
+            units = [TrialUnit(batch, start, split, measure, step) for start, batch in batches]
+            done = 0
+            for unit, outcome in zip(units, self._dealer.run(units), strict=True):
+                done += int(not outcome.lost)
+                lost += len(unit.tasks) if outcome.lost else 0
+                self._take(outcome, said)
+                yield outcome.rows
+            if units and not done:
+                raise RunError(f"no rollout worker has brought a trial of {split} to an end")
+
+        found = self._recipe.evaluate(self._recipe.policy, split, self._accelerator, step, elsewhere)
+        self._weights = None
+        if count := sum_over_processes({"lost": float(lost)})["lost"]:
+            found.metrics["lost"] = count
+        return found
 
     def metrics(self) -> dict[str, float]:
         """Lost and repeated units of the step, how busy the workers were, and how old the weights that sampled."""

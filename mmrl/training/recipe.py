@@ -22,7 +22,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
-from mmrl.training.evaluation import Evaluation
+from mmrl.training.evaluation import Elsewhere, Evaluation, Measure, evaluate_tasks
 from mmrl.training.processes import Streams, global_advantages
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, ReferenceConfig
 from mmrl.training.sharding import in_parts, local, whole_weights
@@ -147,8 +147,20 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """
 
     @abstractmethod
-    def evaluate(self, policy: PolicyT, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
-        """Measure the policy on one of `eval_tasks`; `step.number` steps are complete."""
+    def measures(self, policy: PolicyT, split: str, step: Step) -> Sequence[Measure[Any]]:
+        """Measures of the policy on one of `eval_tasks`; the first one is the headline."""
+
+    def evaluate(
+        self,
+        policy: PolicyT,
+        split: str,
+        accelerator: Accelerator,
+        step: Step,
+        elsewhere: Elsewhere | None = None,
+    ) -> Evaluation:
+        """Measure the policy on one of `eval_tasks`; `step.number` steps are complete, `elsewhere` are workers."""
+        measures, tasks = self.measures(policy, split, step), self.eval_tasks[split]
+        return evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator, elsewhere)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Turn rewards into advantages (B, T) with the objective's estimator, over all processes."""

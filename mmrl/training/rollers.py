@@ -1,15 +1,16 @@
-"""Sampling and scoring the tasks of a step: in this process, or in workers that hold a copy of the recipe.
+"""Sampling and scoring of tasks, and trials of evaluations: in this process, or in workers with a copy of the recipe.
 
 A step's tasks are cut into units. A worker samples and scores a unit with the weights of the step, and sends back its
 rows with whatever the recipe noted meanwhile. Random streams belong to the places of the tasks in the step, so a unit
 has the same rows wherever it is sampled, and once more if its worker is lost; rows come back in the order of the tasks.
+The units of an evaluation are the batches that one process would run, so its numbers are the same to the last bit.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from accelerate import Accelerator
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
+from mmrl.training.evaluation import Evaluation, Row, Trial
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
 
@@ -46,6 +48,10 @@ class Rollers(Protocol):
         """The same rows with their rewards; see `Recipe.score`."""
         ...
 
+    def evaluate(self, split: str, step: Step) -> Evaluation:
+        """Measure the policy as it is now; see `Recipe.evaluate`."""
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Metrics of a completed step; every process calls it."""
         ...
@@ -64,12 +70,25 @@ class Unit:
     step: Step
 
 
+@dataclass(frozen=True)
+class TrialUnit:
+    """Trials of an evaluation that are run together."""
+
+    tasks: Sequence[Trial[Any]]
+    start: int
+    """Place of the first one among the trials of the process."""
+    split: str
+    measure: int
+    """Number of the measure among those of the split."""
+    step: Step
+
+
 @dataclass
 class Outcome:
     """Rows of a unit."""
 
-    rollouts: Rollouts | None
-    """None where no task could be used, or where the unit was lost."""
+    rollouts: Rollouts | None = None
+    """None where no task could be used, where the unit was lost, and of an evaluation."""
     error: RunError | None = None
     """Reason why none of the rows teaches anything, which ends the run only if it holds for all units of a step."""
     added: Mapping[str, Any] = field(default_factory=dict)
@@ -81,6 +100,8 @@ class Outcome:
     seconds: float = 0.0
     lost: bool = False
     """Whether the tasks are left out because every worker that tried them was lost."""
+    rows: Sequence[Row] = ()
+    """Rows of an evaluation."""
 
 
 class LocalRollers:
@@ -110,6 +131,10 @@ class LocalRollers:
         done = self._unit and self._recipe.rolls_apart(step) and self._recipe.scores_apart
         return rollouts if done else self._recipe.score(rollouts, step)
 
+    def evaluate(self, split: str, step: Step) -> Evaluation:
+        """Measure the policy."""
+        return self._recipe.evaluate(self._recipe.policy, split, self._accelerator, step)
+
     def metrics(self) -> dict[str, float]:
         """Nothing to report."""
         return {}
@@ -122,6 +147,13 @@ def cut(tasks: Sequence[Any], streams: Streams, step: Step, size: int) -> list[U
     """Units of some tasks each, in order."""
     spans = [range(start, min(start + size, len(tasks))) for start in range(0, len(tasks), size)]
     return [Unit([tasks[number] for number in span], streams.select(span), step) for span in spans]
+
+
+def measured(recipe: Recipe[Any, Any], unit: TrialUnit, accelerator: Accelerator) -> Outcome:
+    """Rows of a unit of an evaluation."""
+    measure = recipe.measures(recipe.policy, unit.split, unit.step)[unit.measure]
+    with torch.no_grad(), accelerator.autocast():
+        return Outcome(rows=measure.run(unit.tasks, unit.start))
 
 
 def sampled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> Outcome:
@@ -195,7 +227,7 @@ class Crew(Protocol):
         """Ask a worker whether it is still there, which it answers with Hello, or Lost for it."""
         ...
 
-    def send(self, worker: int, unit: Unit) -> None:
+    def send(self, worker: int, unit: Unit | TrialUnit) -> None:
         """Give a worker a unit, which it answers with an Outcome, or which ends in Raised or Lost."""
         ...
 
@@ -232,16 +264,22 @@ class Dealer:
                 return answer
             self._replace(answer)
 
-    def run(self, units: Sequence[Unit]) -> list[Outcome]:
-        """The outcome of each unit, in their order."""
+    def run(self, units: Sequence[Unit | TrialUnit]) -> Iterator[Outcome]:
+        """The outcome of each unit, in their order, as soon as those before it are there."""
         waiting, running = deque(range(len(units))), dict[int, int]()
         lost: Counter[int] = Counter()
         done: dict[int, Outcome] = {}
-        while len(done) < len(units):
+        following = 0
+        while True:
             while waiting and self._free:
                 worker = self._free.popleft()
                 running[worker] = waiting.popleft()
                 self._crew.send(worker, units[running[worker]])
+            while following in done:
+                yield done.pop(following)
+                following += 1
+            if following == len(units):
+                return
             worker, answer = self._crew.wait()
             number = running.pop(worker, None)
             if isinstance(answer, Hello | Outcome):
@@ -258,7 +296,6 @@ class Dealer:
                         waiting.appendleft(number)
                     else:
                         done[number] = _given_up(units[number], lost[number], answer)
-        return [done[number] for number in range(len(units))]
 
     def _replace(self, answer: Refusal | Outcome | Raised | Lost) -> None:
         """Start another worker for one that was lost; raise anything else."""
@@ -278,7 +315,8 @@ class Dealer:
             self._crew.ask(self._free.popleft())
 
 
-def _given_up(unit: Unit, times: int, answer: Any) -> Outcome:
+def _given_up(unit: Unit | TrialUnit, times: int, answer: Any) -> Outcome:
     reason = f"{times} rollout workers were lost over the same tasks; the last one: {answer.reason}"
-    LOGGER.error("the step goes on without %d of its tasks: %s", len(unit.tasks), reason)
-    return Outcome(None, RunError(reason), lost=True)
+    whole = "evaluation" if isinstance(unit, TrialUnit) else "step"
+    LOGGER.error("the %s goes on without %d of its tasks: %s", whole, len(unit.tasks), reason)
+    return Outcome(error=RunError(reason), lost=True)

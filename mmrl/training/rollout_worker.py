@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mmrl.errors import RunError, UserError
 from mmrl.training.processes import HeapTrimmer, limit_primitive_cache, make_accelerator, seed_everything
 from mmrl.training.recipe import Recipe
-from mmrl.training.rollers import Hello, Outcome, Refusal, Unit, sampled
+from mmrl.training.rollers import Hello, Outcome, Refusal, TrialUnit, Unit, measured, sampled
 
 LOGGER = logging.getLogger("mmrl")
 PACKAGES = ("mmrl-suite", "torch", "numpy", "transformers", "diffusers", "mujoco")
@@ -210,13 +210,16 @@ class RolloutWorker:
         if state is not None:
             self._recipe.load_rollout_state(state)
 
-    def work(self, unit: Unit) -> Outcome:
-        """Sample and score a unit."""
+    def work(self, unit: Unit | TrialUnit) -> Outcome:
+        """Sample and score a unit, or run its trials."""
         assert self._recipe is not None
         assert self._accelerator is not None
         began, before = time.perf_counter(), begin_notes(self._recipe)
         with _captured() as logs:
-            found = sampled(self._recipe, unit, self._accelerator)
+            if isinstance(unit, TrialUnit):
+                found = measured(self._recipe, unit, self._accelerator)
+            else:
+                found = sampled(self._recipe, unit, self._accelerator)
         if found.rollouts is not None:
             found.rollouts = found.rollouts.to("cpu")
         found.added, found.logs, found.files = notes_since(self._recipe, before), logs, self._taken_files()

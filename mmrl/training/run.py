@@ -93,6 +93,7 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
 def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, float]:
     """Measure a model on the configuration's held-out splits; the results are added to `config.output_dir`."""
     from mmrl.runs.checkpoint import Checkpoints
+    from mmrl.training.ray_rollers import open_rollers
     from mmrl.training.recipe import Step
 
     _check_writable(Path(config.output_dir))
@@ -102,7 +103,8 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     accelerator = _start(config, trains=False)
     recipe = _build(entry, config, accelerator)
     step = 0
-    try:
+    with ExitStack() as stack:
+        stack.callback(recipe.close)
         if not recipe.eval_tasks:
             raise UserError("this configuration has no evaluation data; set eval_data")
         if folder is not None:
@@ -110,12 +112,14 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             recipe.load_state_dict(Checkpoints.load_state(folder)["recipe"])  # averages that evaluations use
             LOGGER.info("evaluating %s", folder)
             step = int(folder.name.removeprefix("step-"))
-        policy = recipe.policy.to(accelerator.device).eval()
+        recipe.policy.to(accelerator.device).eval()
+        rollers = open_rollers(recipe, config, accelerator, Path(config.output_dir), entry)
+        stack.callback(rollers.close)
         position = Step(step, getattr(config.trainer, "steps", 1))  # evaluations of other things have no steps
         results: dict[str, Evaluation] = {}
         for split in recipe.eval_tasks:
             with accelerator.autocast():
-                results[split] = found = recipe.evaluate(policy, split, accelerator, position)
+                results[split] = found = rollers.evaluate(split, position)
             if found.failure:
                 raise RunError(found.failure)
             if accelerator.is_main_process:
@@ -124,8 +128,6 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             _report_evaluation(Path(config.output_dir), results)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
-    finally:
-        recipe.close()
 
 
 def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:

@@ -275,7 +275,7 @@ class Trainer:
         start = nullcontext() if self.recipe.start is None else self.recipe.start.whole()
         with self.log.watch.stage("evaluate"), self.accelerator.autocast(), start:
             for index, split in enumerate(self.recipe.eval_tasks):
-                result = self.recipe.evaluate(self.policy, split, self.accelerator, self.position)
+                result = self.rollers.evaluate(split, self.position)
                 if result.failure and tag == "before":
                     raise RunError(result.failure)
                 self.log.outcomes(self.step, split, result.outcomes)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from accelerate import Accelerator
 from PIL.Image import Image
 from torch import Tensor
 
@@ -22,11 +21,9 @@ from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.run_log import LONGER, metric_label
 from mmrl.training.evaluation import (
     NOT_PARTS,
-    Evaluation,
     Measure,
     Row,
     Trial,
-    evaluate_tasks,
     mean_scores,
     part_metric,
     parts_of_tasks,
@@ -165,13 +162,8 @@ class VlmDomain:
         state = TrainerState(step.number, step.total, epoch)
         return score_texts(self.rewards, state, tasks, prompts, texts, tokens)
 
-    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+    def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
         """Greedy and sampled accuracy on held-out questions, and that of best of n and of revisions where asked for."""
-        measures = self.answer_measures(policy, split, step)
-        return evaluate_tasks(measures, self.eval_tasks[split], self.config.evaluation.records, accelerator)
-
-    def answer_measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
-        """All that is measured of the answers to the questions of a held-out split; the first one is the headline."""
         answers = AnswerMeasure(self, policy, split, step)
         return [answers, *self._extra_measures(answers)]
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
@@ -31,7 +30,6 @@ from mmrl.recipes import RecipeEntry, find_recipe
 from mmrl.rewards.loading import source_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
-from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams, sum_over_processes
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Step, Tally
@@ -163,11 +161,10 @@ class RobotDomain:
         """Initial states of training."""
         return list_episodes(self.config.data, self.sim.tasks(), self.sim.layouts())
 
-    def evaluate(self, policy: ActionPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+    def measures(self, policy: ActionPolicy, split: str, step: Step) -> list[EpisodeMeasure]:
         """Success over fixed initial states, overall and of each task."""
         measures = [self._measure(policy, split, protocol, step) for protocol in PROTOCOLS]
-        measures = [measure for measure in measures if measure.repeats]
-        return evaluate_tasks(measures, self.eval_tasks[split], self.config.evaluation.records, accelerator)
+        return [measure for measure in measures if measure.repeats]
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups with their last images, rewards and advantages."""

@@ -7,8 +7,10 @@ import logging
 import os
 import pickle
 import re
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch
 from mmrl.entries import RecipeEntry
 from mmrl.errors import RunError, UserError
 from mmrl.training.processes import SimCounts, Streams, make_accelerator
-from mmrl.training.ray_rollers import open_rollers
+from mmrl.training.ray_rollers import RayRollers, open_rollers
 from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.rollers import Dealer, Hello, LocalRollers, Lost, Outcome, Raised, Refusal, cut, joined, sampled
 from mmrl.training.rollout_worker import (
@@ -96,7 +98,7 @@ def test_rows_come_back_in_order_with_equal_bits_also_after_losses():
     crew = Crew(Counter({1: 2, 3: 1}))
     crew.weights = trained_weights(recipe.policy), checksum(recipe.policy, trained=True)
     dealer = Dealer(crew, 2, tries=3)
-    found = joined(dealer.run(cut(TASKS, STREAMS, STEP, 1)))
+    found = joined(list(dealer.run(cut(TASKS, STREAMS, STEP, 1))))
     assert found.payload.tasks == TASKS
     assert torch.equal(found.payload.ids, expected.payload.ids)
     assert torch.equal(found.logp_old, expected.logp_old)
@@ -115,13 +117,13 @@ def test_a_unit_that_is_cut_here_is_the_unit_of_a_worker():
 
 
 def test_a_unit_that_loses_every_worker_is_left_out_and_the_others_stay():
-    outcomes = Dealer(Crew(Counter({2: 9})), 2, tries=3).run(cut(TASKS, STREAMS, STEP, 1))
+    outcomes = list(Dealer(Crew(Counter({2: 9})), 2, tries=3).run(cut(TASKS, STREAMS, STEP, 1)))
     assert [outcome.lost for outcome in outcomes] == [False, False, True, False, False]
     assert joined(outcomes).payload.tasks == [3, 0, 2, 4]
 
 
 def test_a_step_whose_units_are_all_lost_ends_the_run():
-    outcomes = Dealer(Crew(Counter(dict.fromkeys(range(5), 9))), 2, tries=2).run(cut(TASKS, STREAMS, STEP, 1))
+    outcomes = list(Dealer(Crew(Counter(dict.fromkeys(range(5), 9))), 2, tries=2).run(cut(TASKS, STREAMS, STEP, 1)))
     with pytest.raises(RunError, match="2 rollout workers were lost over the same tasks; the last one: killed"):
         joined(outcomes)
 
@@ -131,7 +133,7 @@ def test_work_goes_to_workers_that_have_answered_since_a_loss():
     dealer = Dealer(crew, 3, tries=3)
     while len(dealer._free) < 3:
         dealer.start()
-    dealer.run(cut(TASKS[:1], Streams(7), STEP, 1))
+    list(dealer.run(cut(TASKS[:1], Streams(7), STEP, 1)))
     assert sorted(crew.asked) == sorted({1, 2, 3} - {crew.sent[0][0]})
 
 
@@ -142,6 +144,55 @@ def test_workers_that_do_not_start_end_the_run():
         Dealer(Crew(answers=[Refusal("no module 'lost'")]), 1, tries=3).start()
     with pytest.raises(ZeroDivisionError):
         Dealer(Crew(answers=[Raised(ZeroDivisionError(), "")]), 1, tries=3).start()
+
+
+class TrialCrew(Crew):
+    """Workers that run trials with the weights that the rollers have put."""
+
+    def __init__(self, lost: Counter[int]) -> None:
+        super().__init__(lost)
+        self.numbers, self.references = (0, 0), (None, None)
+
+    def send(self, number: int, unit) -> None:
+        place = unit.tasks[0].index
+        self.sent.append((number, place))
+        if self.lost[place]:
+            self.lost[place] -= 1
+            self.queue.append((number, Lost("killed")))
+            return
+        self.workers[number].load(*self.references[0])
+        self.queue.append((number, self.workers[number].work(unit)))
+
+
+def ray_rollers(recipe: ToyRecipe, lost: Counter[int], monkeypatch) -> RayRollers:
+    """Rollers whose Ray is this process."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(put=lambda content: content))
+    for name, stand_in in (("_connect", lambda *_: False), ("_check_room", lambda _: None)):
+        monkeypatch.setattr(f"mmrl.training.ray_rollers.{name}", stand_in)
+    monkeypatch.setattr("mmrl.training.ray_rollers.RayCrew", lambda *_: TrialCrew(lost))
+    config = dataclasses.replace(recipe.config, rollers=RollersConfig(engine="ray"))
+    return RayRollers(recipe, config, make_accelerator(), Path(), ENTRY)
+
+
+def test_an_evaluation_in_workers_has_the_numbers_of_one_process(monkeypatch):
+    recipe = ToyRecipe(config())
+    with torch.no_grad():
+        recipe.policy.table.normal_(generator=torch.Generator().manual_seed(0))
+    expected = LocalRollers(recipe, make_accelerator()).evaluate("all", STEP).metrics
+    assert 0 < expected["accuracy/greedy"] < 1
+    rollers = ray_rollers(recipe, Counter({2: 2}), monkeypatch)
+    assert rollers.evaluate("all", STEP).metrics == expected
+    with torch.no_grad():
+        recipe.policy.table[torch.arange(6), :, torch.arange(6) % 4] = 9.0
+    assert rollers.evaluate("all", STEP).metrics == {"n": 6.0, "accuracy/greedy": 1.0}
+
+
+def test_an_evaluation_counts_the_trials_that_no_worker_ends(monkeypatch):
+    found = ray_rollers(ToyRecipe(config()), Counter({4: 9}), monkeypatch).evaluate("all", STEP)
+    assert found.metrics["lost"] == 2
+    assert found.metrics["n"] == 4
+    with pytest.raises(RunError, match="no rollout worker has brought a trial of all to an end"):
+        ray_rollers(ToyRecipe(config()), Counter(dict.fromkeys(range(6), 9)), monkeypatch).evaluate("all", STEP)
 
 
 class Choosy(ToyRecipe):

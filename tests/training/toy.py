@@ -16,7 +16,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.payload import Payload, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.runs.records import SampleRecord
-from mmrl.training.evaluation import Evaluation
+from mmrl.training.evaluation import Measure, evaluate_tasks
 from mmrl.training.recipe import Recipe
 from mmrl.training.settings import RunConfig
 
@@ -65,6 +65,28 @@ class ToyPolicy(nn.Module):
         self.load_state_dict(torch.load(folder / "weights.pt"))
 
 
+class Guesses(Measure):
+    """Share of right words, the likeliest ones."""
+
+    batch_size = 2
+
+    def __init__(self, policy) -> None:
+        self.policy = policy
+
+    def run(self, batch, start):
+        tasks = torch.tensor([trial.task for trial in batch], device=self.policy.table.device)
+        right = (self.policy.table[tasks] + self.policy.shared).argmax(-1) == (tasks % WORDS)[:, None]
+        return [
+            {"index": trial.index, "repeat": 0, "right": own.tolist()} for trial, own in zip(batch, right, strict=True)
+        ]
+
+    def metrics(self, rows, tasks):
+        return {"accuracy/greedy": float(torch.tensor([row["right"] for row in rows]).float().mean())}
+
+    def record(self, row):
+        return SampleRecord(id=str(row["index"]), prompt="p", response="r")
+
+
 class ToyRecipe(Recipe):
     """The right word of task t at every position is t modulo WORDS; reward is the share of right words."""
 
@@ -110,11 +132,11 @@ class ToyRecipe(Recipe):
             output = dataclasses.replace(output, loss=output.loss * float("nan"))
         return output
 
-    def evaluate(self, policy, split, accelerator, step):
-        tasks = torch.tensor(self.eval_tasks[split], device=policy.table.device)
-        guess = (policy.table[tasks] + policy.shared).argmax(-1)
-        right = float((guess == (tasks % WORDS)[:, None]).float().mean())
-        return Evaluation({"accuracy/greedy": right, "n": float(len(tasks))})
+    def measures(self, policy, split, step):
+        return [Guesses(policy)]
+
+    def evaluate(self, policy, split, accelerator, step, elsewhere=None):
+        return evaluate_tasks(self.measures(policy, split, step), self.eval_tasks[split], 0, accelerator, elsewhere)
 
     def records(self, rollouts, limit):
         return [SampleRecord(id="0", prompt="p", response="r") for _ in range(min(limit, 2))]

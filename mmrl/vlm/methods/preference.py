@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.core.blocks.preference import SCORE, DecisionScore
@@ -32,7 +31,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.runs.records import SampleRecord
-from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
+from mmrl.training.evaluation import Measure
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, make_preference, pair_marks
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Step, start_kind
@@ -248,14 +247,11 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         output = self.objective.step_loss(scores, minibatch, denominators)
         return self.plus_terms(output, policy, minibatch, scores, denominators, step)
 
-    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+    def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
         """Held-out pairs, and with rewards the answers to their questions."""
         self._fill_start_scores(policy, step)
-        tasks = self.eval_tasks[split]
-        measures: list[Measure[VlmTask]] = (
-            self.answer_measures(policy, split, step) if self.config.scoring.rewards else []
-        )
-        if has_sides(tasks, self.columns):
+        measures = super().measures(policy, split, step) if self.config.scoring.rewards else []
+        if has_sides(self.eval_tasks[split], self.columns):
             pairs = PairMeasure(
                 make_pairs=lambda tasks: self.held_out_pairs(policy, split, tasks),
                 logp=lambda rollouts: self.logp(policy, rollouts),
@@ -263,7 +259,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
                 batch_tasks=self.config.evaluation.batch_tasks,
             )
             measures.append(pairs)
-        return evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator)
+        return measures
 
     def held_out_pairs(self, policy: VlmPolicy, split: str, tasks: Sequence[VlmTask]) -> Rollouts | None:
         """Held-out pairs with the reference's log-probabilities; None where none can be used."""

@@ -26,7 +26,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
@@ -37,7 +36,6 @@ from mmrl.hub.video_reading import VideoError
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
 from mmrl.training.scoring import RewardErrors, failure_of
@@ -168,7 +166,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         config = self.config
         return policy(rollouts, config.picks.logprob, config.answerer.sampler.temperature)  # type: ignore[no-any-return]
 
-    def evaluate(self, policy: TspoPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+    def measures(self, policy: TspoPolicy, split: str, step: Step) -> list[PickMeasure]:
         """Needle recall and accuracy of the agent's best frames, of even ones and of those most like the question."""
         measure = PickMeasure(
             policy=policy,
@@ -179,7 +177,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             seed=stream_seed(self.config.seed, "bootstrap", split),
             skip=self.skipped.note,
         )
-        return evaluate_tasks([measure], self.eval_tasks[split], self.config.evaluation.records, accelerator)
+        return [measure]
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as strips of the frames that were picked."""

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.matching.awm_loss import AwmLoss, AwmSettings, with_ratio
@@ -37,7 +36,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.rewards.config import RewardResult, refuse_weights
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.evaluation import Evaluation
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import Streams, make_generator
 from mmrl.training.recipe import Recipe, Step
@@ -183,12 +182,15 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
         """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
         return self.awm.scores(policy, rollouts, outputs, self.reference if "kl_ref" in outputs else None)
 
-    def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+    def measures(self, policy: FlowWorldModel, split: str, step: Step) -> list[VerdictMeasure]:
         """Verdicts on held-out scenes, and errors of the samples."""
         config = self.config
-        measure = VerdictMeasure(policy, config.evaluation, config.seed, split, judge=self.judge)
+        return [VerdictMeasure(policy, config.evaluation, config.seed, split, judge=self.judge)]
+
+    def evaluate(self, policy: FlowWorldModel, *others: Any) -> Evaluation:
+        """Measure the average of the model."""
         with self.eval_ema.applied(policy):
-            return evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
+            return super().evaluate(policy, *others)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as drawn flow with verdicts and advantages."""

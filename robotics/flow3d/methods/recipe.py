@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.models.ema import EvalAverage, EvalEmaConfig
@@ -37,7 +36,7 @@ from mmrl.core.payload import Payload, nested, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
-from mmrl.training.evaluation import Evaluation, Measure, evaluate_tasks
+from mmrl.training.evaluation import Evaluation, Measure
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
@@ -224,15 +223,18 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
         loss = mean_over_decisions(errors, minibatch, denominators)
         return LossOutput(loss, {"loss/total": Metric.summed(loss.detach())})
 
-    def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
+    def measures(self, policy: FlowWorldModel, split: str, step: Step) -> list[Measure[Any]]:
         """Errors of sampled flow on held-out clips, or success in closed loop over a set of episodes."""
         config = self.config
-        with self.eval_ema.applied(policy), ExitStack() as stack:
-            measure: Measure[Any] = FlowMeasure(policy, config.evaluation, config.seed, split)
-            if split in config.episodes:
-                settings = dataclasses.replace(config.loop, seed=config.seed)
-                measure = stack.enter_context(measure_in_loop(policy, settings, split, Path(config.output_dir)))
-            return evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
+        if split in config.episodes:
+            settings = dataclasses.replace(config.loop, seed=config.seed)
+            return [self._scenes.enter_context(measure_in_loop(policy, settings, split, Path(config.output_dir)))]
+        return [FlowMeasure(policy, config.evaluation, config.seed, split)]
+
+    def evaluate(self, policy: FlowWorldModel, *others: Any) -> Evaluation:
+        """Measure the average of the model; scenes are open meanwhile."""
+        with self.eval_ema.applied(policy), ExitStack() as self._scenes:
+            return super().evaluate(policy, *others)
 
     def describe(self) -> str:
         """Formula of the loss."""
