@@ -166,7 +166,9 @@ class TrialCrew(Crew):
 
 def ray_rollers(recipe: ToyRecipe, lost: Counter[int], monkeypatch) -> RayRollers:
     """Rollers whose Ray is this process."""
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(put=lambda content: content))
+    context = SimpleNamespace(gcs_address="here")
+    stand_in = SimpleNamespace(put=lambda content: content, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
     for name, stand_in in (("_connect", lambda *_: False), ("_check_room", lambda _: None)):
         monkeypatch.setattr(f"mmrl.training.ray_rollers.{name}", stand_in)
     monkeypatch.setattr("mmrl.training.ray_rollers.RayCrew", lambda *_: TrialCrew(lost))
