@@ -311,7 +311,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
     def __init__(self, config: AgentConfig) -> None:
         super().__init__(config)
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
-        check_engine(config.sampler)
+        check_engine(config.sampler, config.rollers)
         self.open(config, config.sampler, rewards=config.rewards, value_head=self.objective.needs_values)
         self._engine = open_engine(config.sampler, self.policy)
         self.samples_elsewhere = self._engine is not None

@@ -54,7 +54,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
     def __init__(self, config: VlmConfig, questions: Questions | None = None) -> None:
         super().__init__(config)
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens)
-        check_engine(config.sampler)
+        check_engine(config.sampler, config.rollers)
         self.open(config, questions or Questions(), config, value_head=self.objective.needs_values)
         limit = config.model.max_prompt_tokens
         engine = open_engine(config.sampler, self.policy, limit and limit + config.sampler.max_new_tokens)

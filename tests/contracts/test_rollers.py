@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +17,16 @@ from typing import Any
 import pytest
 import torch
 
+from mmrl.config import save
 from mmrl.recipes import RECIPES
 from mmrl.runs.run_log import RunLog
 from mmrl.training.ray_rollers import RayCrew
-from mmrl.training.rollers import Dealer
+from mmrl.training.rollers import Dealer, TrialUnit
+from mmrl.training.run import evaluate
 from mmrl.training.settings import RollersConfig
+from tests.contracts.options import with_changes
 from tests.contracts.record import main, note
-from tests.contracts.test_two_processes import make, train
+from tests.contracts.test_two_processes import assert_same, make, train, train_in_two
 from tests.training.test_rollers import Ahead
 
 pytestmark = pytest.mark.slow
@@ -150,6 +157,66 @@ def test_workers_of_which_one_is_killed_sample_and_learn_what_one_process_does(n
     note("units", name, units.differs(here))
     note("workers against units", name, ray.differs(units))
     note("workers", name, ray.differs(here))
+
+
+@pytest.mark.parametrize("name", ["vlm", "agent", "tspo", "flow_grpo", "flow3d_awm", "robot_grpo"])
+def test_an_evaluation_in_workers_of_which_one_is_killed_measures_what_one_process_does(name, tmp_path, ray):
+    def measured(folder: Path, options: RollersConfig) -> tuple[dict[str, float], list[str], str]:
+        config = make(name, tmp_path)
+        config.rollers, config.output_dir, config.evaluation.batch_tasks = options, str(folder), 2
+        config.eval_data = {"held": config.data} if config.recipe != "tspo" else config.eval_data
+        found = evaluate(RECIPES[name], config)
+        samples = (folder / "samples.jsonl").read_text(encoding="utf-8")
+        return found, sorted(str(path.relative_to(folder)) for path in folder.rglob("*")), samples
+
+    killed = []
+    send = RayCrew.send
+
+    def sent(crew: RayCrew, worker: int, unit: Any) -> None:
+        send(crew, worker, unit)
+        if not killed:
+            kill_actor(crew, worker)
+            killed.append(unit)
+
+    here = measured(tmp_path / "here", RollersConfig())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RayCrew, "send", sent)
+        there = measured(tmp_path / "there", RollersConfig(engine="ray", workers=WORKERS))
+    assert [type(unit) for unit in killed] == [TrialUnit]
+    pairs = [(value, there[0][metric]) for metric, value in here[0].items() if not metric.startswith(BY_THE_CLOCK)]
+    torch.testing.assert_close(*torch.tensor(pairs).T, rtol=0.0, atol=0.0, equal_nan=True)
+    assert there[0].keys() == here[0].keys()
+    assert there[1:] == here[1:]
+
+
+@pytest.mark.parametrize(("name", "changes"), [("robot_grpo", {}), ("vlm", {"trainer.sharding": "fsdp2"})])
+def test_two_processes_that_share_workers_are_the_run_of_one(name, changes, tmp_path):
+    config = make(name, tmp_path)
+    whole = train(config, tmp_path / "one")
+    workers = RollersConfig(engine="ray", workers=WORKERS)
+    config = dataclasses.replace(with_changes(config, changes), rollers=workers)
+    assert_same(train_in_two(config, tmp_path / "two"), whole)
+
+
+def test_the_runs_of_a_comparison_share_one_ray(tmp_path):
+    pytest.importorskip("ray")
+    config = make("robot_grpo", tmp_path)
+    config.trainer.steps, config.eval_data = 1, {"held": config.data}
+    save(config, tmp_path / "run.yaml")
+    workers = {"rollers.engine": "ray", "rollers.workers": 1}
+    arms = {"here": None, "there": {"overrides": workers}, "too": {"overrides": workers}}
+    about = {"base": "run.yaml", "baseline": "here", "seeds": [1], "metric": "success/greedy", "jobs": 2}
+    (tmp_path / "lab.json").write_text(json.dumps({"name": "workers", "arms": arms, "budget": "1 step", **about}))
+    code = "import sys; from mmrl.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "compare", str(tmp_path / "lab.json"), "--output", str(tmp_path / "lab")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert ended.returncode == 0, ended.stderr
+    logs = [path.read_text(encoding="utf-8") for path in sorted((tmp_path / "lab" / "logs").glob("*.log"))]
+    addresses = [re.findall(r"1 rollout workers of the Ray at (\S+);", log) for log in logs]
+    assert sorted(map(len, addresses)) == [0, 1, 1]
+    assert len({address for found in addresses for address in found}) == 1
+    found = json.loads((tmp_path / "lab" / "comparison.json").read_text(encoding="utf-8"))
+    assert not found["failures"]
 
 
 @pytest.mark.parametrize("name", ["robot_grpo", "flow_grpo"])

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import re
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -75,6 +76,7 @@ class Crew:
         self.queue.append((number, Hello("here", "cpu")))
 
     def send(self, number: int, unit) -> None:
+        assert number not in [worker for worker, _ in self.queue], "a worker has one unit at a time"
         place = unit.streams.places[0]
         self.sent.append((number, place))
         if self.lost[place]:
@@ -167,8 +169,9 @@ class TrialCrew(Crew):
 def ray_rollers(recipe: ToyRecipe, lost: Counter[int], monkeypatch) -> RayRollers:
     """Rollers whose Ray is this process."""
     context = SimpleNamespace(gcs_address="here")
-    stand_in = SimpleNamespace(put=lambda content: content, get_runtime_context=lambda: context)
-    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    errors = SimpleNamespace(ObjectStoreFullError=MemoryError, OutOfDiskError=OSError)
+    ray = SimpleNamespace(put=lambda content: content, get_runtime_context=lambda: context, exceptions=errors)
+    monkeypatch.setitem(sys.modules, "ray", ray)
     for name, stand_in in (("_connect", lambda *_: False), ("_check_room", lambda _: None)):
         monkeypatch.setattr(f"mmrl.training.ray_rollers.{name}", stand_in)
     monkeypatch.setattr("mmrl.training.ray_rollers.RayCrew", lambda *_: TrialCrew(lost))
@@ -195,6 +198,37 @@ def test_an_evaluation_counts_the_trials_that_no_worker_ends(monkeypatch):
     assert found.metrics["n"] == 4
     with pytest.raises(RunError, match="no rollout worker has brought a trial of all to an end"):
         ray_rollers(ToyRecipe(config()), Counter(dict.fromkeys(range(6), 9)), monkeypatch).evaluate("all", STEP)
+
+
+@pytest.mark.parametrize("ask", [lambda r: r.evaluate("all", STEP), lambda r: r.rollout(TASKS, STREAMS, STEP)])
+def test_a_full_object_store_says_what_to_enlarge(ask, monkeypatch):
+    rollers = ray_rollers(ToyRecipe(config()), Counter(), monkeypatch)
+
+    def full(content):
+        raise MemoryError("1 GB do not fit")
+
+    rollers._ray.put = full
+    with pytest.raises(
+        RunError, match=r"store is full \(1 GB do not fit\); start the cluster with a larger `ray start"
+    ):
+        ask(rollers)
+
+
+FULL = """
+import ray
+from mmrl.training.ray_rollers import store_errors
+limits = {"local_fs_capacity_threshold": 0.0001, "local_fs_monitor_interval_ms": 10}
+ray.init(address="local", num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, _system_config=limits)
+with store_errors():
+    ray.put(bytes(200 << 20))
+"""
+
+
+@pytest.mark.slow
+def test_a_store_of_ray_that_is_full_raises_what_is_caught():
+    pytest.importorskip("ray")
+    ended = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, timeout=300, check=False)
+    assert "mmrl.errors.RunError: Ray's object store is full" in ended.stderr, ended.stderr
 
 
 class Choosy(ToyRecipe):

@@ -19,6 +19,7 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
 from mmrl.training.run import train
+from mmrl.training.settings import RollersConfig
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.engine.policy import load_policy
@@ -193,12 +194,14 @@ def test_settings_that_cannot_work_are_refused(options, message):
 def test_an_engine_that_cannot_serve_the_run_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MMRL_ENGINES", str(tmp_path))
     with pytest.raises(UserError, match=r"vLLM is not installed in .*; install it with `mmrl setup vllm`"):
-        check_engine(engine())
+        check_engine(engine(), RollersConfig())
     with pytest.raises(UserError, match="where there is no interpreter"):
-        check_engine(engine(vllm=VllmConfig(python=str(tmp_path / "none"))))
+        check_engine(engine(vllm=VllmConfig(python=str(tmp_path / "none"))), RollersConfig())
+    with pytest.raises(UserError, match=r"one process at a time, and this run has several"):
+        check_engine(engine("a:1"), RollersConfig(engine="ray"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"one process at a time, and this run has several"):
-        check_engine(engine("a:1"))
+        check_engine(engine("a:1"), RollersConfig())
 
 
 def test_the_setup_installs_repairs_and_imports(monkeypatch, tmp_path):

@@ -25,6 +25,7 @@ from mmrl.errors import ConfigError, RunError, UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams
+from mmrl.training.settings import RollersConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, leaves
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.sampler import SamplerConfig, Samples
@@ -204,13 +205,13 @@ class EngineSampler:
         self._checked = True
 
 
-def check_engine(config: SamplerConfig) -> None:
+def check_engine(config: SamplerConfig, rollers: RollersConfig) -> None:
     """Refuse an engine that cannot serve this run, before a model is loaded; raises UserError."""
     if not isinstance(config, EngineSamplerConfig) or config.engine == "own":
         return
     if not config.vllm.address:
         engine_python(config.vllm.python)
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1 or rollers.engine != "local":
         raise UserError(
             "sampler.vllm.address names one server, which serves one process at a time, and this run has several; "
             "leave it out, so that each starts an engine of its own"
