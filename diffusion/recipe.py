@@ -36,7 +36,7 @@ from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum
 from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
-from mmrl.training.evaluation import Elsewhere, Evaluation
+from mmrl.training.evaluation import Elsewhere, Evaluation, evaluate_tasks
 from mmrl.training.objectives import make_objective
 from mmrl.training.processes import Streams, global_advantages, process_device
 from mmrl.training.recipe import Recipe, Reference, Stateful, Step, Tally, start_kind
@@ -146,7 +146,8 @@ class DiffusionDomain:
     ) -> Evaluation:
         """Measure the average of the policy, and say what training has cost so far."""
         with self.eval_ema.applied(policy), training_cost(policy, accelerator) as cost:
-            found = super().evaluate(policy, split, accelerator, step, elsewhere)
+            measures, tasks = self.measures(policy, split, step), self.eval_tasks[split]
+            found = evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator, elsewhere)
         return dataclasses.replace(found, metrics=found.metrics | cost)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:

@@ -161,13 +161,16 @@ def test_workers_of_which_one_is_killed_sample_and_learn_what_one_process_does(n
 
 @pytest.mark.parametrize("name", ["vlm", "agent", "tspo", "flow_grpo", "flow3d_awm", "robot_grpo"])
 def test_an_evaluation_in_workers_of_which_one_is_killed_measures_what_one_process_does(name, tmp_path, ray):
-    def measured(folder: Path, options: RollersConfig) -> tuple[dict[str, float], list[str], str]:
+    def measured(folder: Path, options: RollersConfig) -> tuple[dict[str, float], list[str], dict[str, bytes]]:
         config = make(name, tmp_path)
         config.rollers, config.output_dir, config.evaluation.batch_tasks = options, str(folder), 2
-        config.eval_data = {"held": config.data} if config.recipe != "tspo" else config.eval_data
+        seen = {"seen": True} if hasattr(config.data, "seen") else {}
+        config.eval_data = config.eval_data or {"held": dataclasses.replace(config.data, **seen)}
         found = evaluate(RECIPES[name], config)
-        samples = (folder / "samples.jsonl").read_text(encoding="utf-8")
-        return found, sorted(str(path.relative_to(folder)) for path in folder.rglob("*")), samples
+        files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+        content = {file: path.read_bytes() for file, path in files.items() if file.startswith(("samples", "videos"))}
+        assert content
+        return found, sorted(files), content
 
     killed = []
     send = RayCrew.send
