@@ -53,7 +53,7 @@ bench: setup
 	@$(BIN)/python -m benchmarks vlm
 
 test: lint
-	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(if $(PACKAGE),tests/$(PACKAGE))
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(PACKAGE),tests/$(PACKAGE))
 
 # The newest release is what `make setup` installs.
 test-oldest: setup

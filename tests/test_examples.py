@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def run(name, folder):
     """Output of a program; its temporary files go into the folder."""
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    environment = os.environ | threads | {"TMPDIR": str(folder), "PYTHONPATH": str(EXAMPLES.parent)}
-    command = [sys.executable, str(EXAMPLES / name)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_program([str(EXAMPLES / name)], folder, TMPDIR=str(folder))
 
 
 def first_and_last(text):

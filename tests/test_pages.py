@@ -8,8 +8,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 import typing
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from mmrl.runs.tracking import describe_metric, metric_definitions
 from mmrl.training.objectives import ObjectiveConfig, PreferenceConfig, make_objective, make_preference
 from tests import example_runs
 from tests.pages import PAGES, ROOT, read_page
+from tests.programs import run_program
 
 PLACEHOLDERS = {
     "CONFIG": "configs/vlm/digits_papo.yaml",
@@ -214,12 +213,7 @@ def write_files(page, folder: Path) -> None:
 
 
 def run(folder: Path, *words: str) -> str:
-    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=240, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    return done.stdout
+    return run_program(words, folder, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """How the packages are laid out: no circles, small folders and files, shallow inheritance, no toys in the library."""
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -21,8 +22,12 @@ class Library:
         self.files = {module_name(path, root): path for path in paths}
         self.trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.files.items()}
 
-    def imports(self, module):
-        """Modules of the packages that a file imports, for types too; faces of packages (`__init__`) are left out."""
+    @functools.cached_property
+    def imports(self):
+        """Modules of the packages that each file imports, for types too, without faces of packages (`__init__`)."""
+        return {module: list(self._imports(module)) for module in self.files}
+
+    def _imports(self, module):
         face = self.files[module].name == "__init__.py"
         for _, name in imported_modules(self.trees[module], module, face):
             for target in (name, name.rpartition(".")[0]):
@@ -36,9 +41,10 @@ class Library:
         found = defaultdict(set)
         for module, path in self.files.items():
             if path.name != "__init__.py":
-                found[key(module)] |= {key(target) for target in self.imports(module)} - {key(module)}
+                found[key(module)] |= {key(target) for target in self.imports[module]} - {key(module)}
         return found
 
+    @functools.cached_property
     def classes(self):
         """Class to its direct bases, both as `module.Name`, as far as they are of the packages."""
         homes = {
@@ -115,12 +121,12 @@ def long_files(library):
 
 
 def deep_classes(library):
-    bases = library.classes()
+    bases = library.classes
     return sorted((name, depth(name, bases)) for name in bases if depth(name, bases) > DEEPEST)
 
 
 def diamonds(library):
-    bases = library.classes()
+    bases = library.classes
     return sorted(
         name
         for name, direct in bases.items()
@@ -134,7 +140,7 @@ def toys_in_the_library(library):
         f"{module} imports {target}"
         for module in library.files
         if ".toy" not in f".{module}"
-        for target in library.imports(module)
+        for target in library.imports[module]
         if ".toy." in f".{target}."
     )
 

@@ -190,10 +190,11 @@ def test_every_metric_of_the_tables_is_emitted_somewhere():
     root = Path(mmrl.__file__).parents[1]
     files = [path for top in ("mmrl", "diffusion", "robotics") for path in (root / top).rglob("*.py")]
     source = "".join(p.read_text(encoding="utf-8") for p in files if p.name not in ("entries.py", "metrics.py"))
+    words = set(re.findall(r"\w+", source))
     composed = tuple(re.findall(r'f"(\w+/\w+)\{', source))
     for name in metric_definitions():
         last = name.rpartition("/")[2]
-        assert "<" in last or re.search(rf"\b{last}\b", source) or name.startswith(composed), name
+        assert "<" in last or last in words or name.startswith(composed), name
 
 
 def test_console_shows_plain_lines_without_a_terminal():

@@ -1,30 +1,17 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
+from tests.programs import run_processes
+
 SLOW = (("grpo", 0), ("reinforce_pp", 3), ("dapo", 0))
 
 
 def start(output: Path, preset: str, micro_batch: int, processes: int) -> dict:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [
-        sys.executable,
-        *(launcher if processes > 1 else []),
-        "-m",
-        "tests.training.loop.two_ranks",
-        preset,
-        str(micro_batch),
-        str(output),
-    ]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
+    run_processes(["-m", "tests.training.loop.two_ranks", preset, str(micro_batch), str(output)], processes)
     return torch.load(output)
 
 

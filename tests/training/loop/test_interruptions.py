@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,9 +21,8 @@ from mmrl.training.run import train
 from mmrl.training.saving import RunSaver
 from mmrl.training.trainer import Trainer
 from tests.faults.sameness import differences
-from tests.signals import start_program
+from tests.programs import Program
 
-ROOT = Path(__file__).parents[3]
 CONFIG = """
 recipe: tests.training.toy:ToyRecipe:ToyConfig
 trainer: {steps: 6, tasks_per_step: 3, samples_per_task: 4, learning_rate: 0.05, epochs: 2}
@@ -169,8 +166,7 @@ def test_odd_steps_in_results_are_one_line(config, step, capsys):
 
 
 def start(config, folder, *words):
-    command = [sys.executable, "-m", "mmrl.cli", "train", str(config), f"output_dir={config.parent / folder}", *words]
-    return start_program(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return Program(["-m", "mmrl.cli", "train", str(config), f"output_dir={config.parent / folder}", *words])
 
 
 def wait_for_step(folder, step):
@@ -192,8 +188,8 @@ def test_signal_ends_the_run_after_the_step_with_a_checkpoint(config, signum):
     process = start(config, "stopped")
     wait_for_step(config.parent / "stopped", 4)
     process.send_signal(signum)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signum
+    code, _, errors = process.wait()
+    assert code == 128 + signum
     first, last = errors.splitlines()
     assert f"{signum.name}: stopping when this step is done" in first
     (checkpoint,) = (config.parent / "stopped/checkpoints").iterdir()
@@ -286,8 +282,7 @@ main()
 
 
 def test_second_ctrl_c_ends_at_once_without_a_traceback(config):
-    command = [sys.executable, "-c", STUCK, str(config), f"output_dir={config.parent / 'run'}"]
-    process = start_program(command, cwd=ROOT, stderr=subprocess.PIPE)
+    process = Program(["-c", STUCK, str(config), f"output_dir={config.parent / 'run'}"])
     deadline = time.monotonic() + 120
     while not Path(f"{config}.stuck").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -295,10 +290,10 @@ def test_second_ctrl_c_ends_at_once_without_a_traceback(config):
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)  # the echo of a launcher
     time.sleep(1.5)
-    assert process.poll() is None
+    assert process.running()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    code, _, errors = process.wait()
+    assert code == 130
     assert "Traceback" not in errors
     assert errors.splitlines()[-1] == "mmrl: stopped at once"
     run(config, "run", resume=True)
@@ -309,13 +304,12 @@ def test_second_run_in_a_folder_is_refused_and_the_first_continues(config):
     first = start(config, "run")
     wait_for_step(config.parent / "run", 2)
     for words in ([], ["--resume"]):
-        second = start(config, "run", *words)
-        _, errors = second.communicate(timeout=120)
-        assert second.returncode == 2
+        code, _, errors = start(config, "run", *words).wait()
+        assert code == 2
         assert f"is in use by process {first.pid} on" in errors
         assert errors.count("\n") == 1
     first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=120)
+    first.wait()
     steps = [row["step"] for row in lines(config.parent / "run/metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
 

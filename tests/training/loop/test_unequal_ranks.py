@@ -1,23 +1,16 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
+from tests.programs import run_processes
 
 
 def run(output: Path, chooses: str, minibatches: int, micro_batch: int, processes: int, *words: str) -> dict:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     script = ["-m", "tests.training.loop.two_ranks_loop", chooses, str(minibatches), str(micro_batch), str(output)]
-    script += words
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *(launcher if processes > 1 else []), *script]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
+    run_processes([*script, *words], processes)
     return torch.load(output)
 
 

@@ -1,0 +1,17 @@
+"""Large libraries that programs of tests import; `programs.py` forks them from a process that has loaded this file."""
+
+import contextlib
+
+from mmrl.hub.compat import ensure_torchvision
+
+ensure_torchvision()
+
+import accelerate  # noqa: E402, F401
+import peft  # noqa: E402, F401
+import torch  # noqa: E402
+import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: E402, F401
+
+with contextlib.suppress(ImportError):
+    from diffusers import StableDiffusion3Pipeline  # noqa: F401
+
+torch.set_num_threads(1)
