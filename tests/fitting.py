@@ -1,9 +1,13 @@
-"""Overrides that shorten a run, for configurations of reinforcement learning and of supervised learning alike."""
+"""Configurations that tests run: the first file of each recipe, and overrides that shorten its run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import pytest
+import yaml
 
 OF_GROUPS = ("trainer.samples_per_task", "trainer.skip_steps_without_gradient")
 """Options of reinforcement learning, which supervised learning has no need of."""
@@ -25,3 +29,19 @@ def fitting(config: Any, overrides: Sequence[str]) -> list[str]:
 def group_size(config: Any, most: int) -> str:
     """Override of the group size, at most so large."""
     return f"trainer.samples_per_task={min(getattr(config.trainer, 'samples_per_task', most), most)}"
+
+
+def first_of_each_recipe(paths: Sequence[Path]) -> list[Any]:
+    """Parameters of a test that runs each file; those whose recipe an earlier file runs are for the slow tests."""
+    seen: set[str] = set()
+    found = []
+    for path in paths:
+        recipe = _recipe_of(path)
+        found.append(pytest.param(path, id=path.stem, marks=pytest.mark.slow if recipe in seen else ()))
+        seen.add(recipe)
+    return found
+
+
+def _recipe_of(path: Path) -> str:
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return str(values["recipe"]) if "recipe" in values else _recipe_of(path.parent / values["extends"])

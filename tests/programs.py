@@ -22,7 +22,7 @@ PRELOADED = ("tests.preloaded", "tests.contracts.test_two_processes")
 
 
 def fork_context() -> Any:
-    """The multiprocessing context whose processes are forked from one that has imported the large libraries and started no thread."""
+    """The multiprocessing context whose processes are forked from one with the large libraries and without threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context

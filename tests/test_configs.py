@@ -1,4 +1,4 @@
-"""Every file under configs/ builds its recipe and takes two steps, on a tiny model and a handful of questions."""
+"""Every file under configs/ loads, builds its recipe and takes two steps, on a tiny model and a few questions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmrl.rewards.loading import load_function
 from mmrl.training.run import train
 from mmrl.vlm.toy.countdown import build_model, build_pairs, build_problems
 from mmrl.vlm.toy.tiny import build_tiny_vlm
-from tests.fitting import fitting, group_size
+from tests.fitting import first_of_each_recipe, fitting, group_size
 from tests.vlm.builders import CORPUS
 from tests.vlm.pairs import write_pairs
 from tests.vlm.runs import write_questions
@@ -53,7 +53,12 @@ def tiny(tmp_path_factory) -> dict[str, Path]:
     return models | {"text": build_model(root / "text")}
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_every_file_loads():
+    for path in (*VLM, *CONFIGS.glob("agents/*.yaml"), *CONFIGS.glob("gui/*.yaml")):
+        load_run(path)
+
+
+@pytest.mark.parametrize("path", first_of_each_recipe(RUNS))
 def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
     text = path.parent.name == "text"
     family = "text" if text else "qwen3_vl" if "qwen3" in path.stem else "qwen2_5_vl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -216,9 +217,18 @@ def test_the_second_step_replays_successes_of_the_first(tmp_path, folder):
     assert_equal_up_to_rounding(torch.where(second.mask > 0, second.logp_old, 0.0)[[1, 2, 4, 5]], logp[[1, 2, 4, 5]])
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-@pytest.mark.parametrize("source", ["recompute", "sampler"])
-@pytest.mark.parametrize("correction", ["recompute", "behaviour"])
+PAIRWISE = {("recompute", "recompute", 1), ("recompute", "sampler", 2), ("behaviour", "recompute", 2)}
+PAIRWISE |= {("behaviour", "sampler", 1)}
+"""Each value of an option with each of every other one; the other combinations are slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("correction", "source", "minibatches"),
+    [
+        each if each in PAIRWISE else pytest.param(*each, marks=pytest.mark.slow)
+        for each in itertools.product(("recompute", "behaviour"), ("recompute", "sampler"), (1, 2))
+    ],
+)
 def test_old_log_probs_of_replayed_trajectories(tmp_path, folder, correction, source, minibatches):
     replay = ReplayConfig(threshold=0.0, max_std=10.0, max_mean=10.0, correction=correction)
     config = make_config(tmp_path, folder, replay, old_logp=source, minibatches_per_step=minibatches)

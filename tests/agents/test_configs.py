@@ -10,7 +10,7 @@ import pytest
 
 from mmrl.config import load_run
 from mmrl.training.run import train
-from tests.fitting import fitting, group_size
+from tests.fitting import first_of_each_recipe, fitting, group_size
 
 RUNS = sorted((Path(__file__).parents[2] / "configs/agents").glob("*.yaml"))
 SMALL = [
@@ -42,7 +42,7 @@ RECORDED = [
 ]
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", first_of_each_recipe(RUNS))
 def test_config_builds_and_takes_two_steps(path, tmp_path, tiny_folders):
     _, whole = load_run(path)
     overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"model.path={tiny_folders['qwen2_5_vl']}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -25,6 +24,7 @@ from mmrl.training.trainer import StopSignals, Trainer
 from tests.contracts.domains import domain_of, weights
 from tests.contracts.options import with_changes
 from tests.contracts.record import note
+from tests.programs import fork_context
 
 STEPS, LIMIT_S = 3, 240
 QUICK = ("sft", "robot_ppo", "flow3d")
@@ -108,8 +108,7 @@ def train_in_two(
 ) -> dict[str, Any]:
     """The same in two processes or more, forked from one that has imported everything and started no thread."""
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = fork_context()
     members = [
         context.Process(target=member, args=(rank, processes, run, config, folder, scratch, *options))
         for rank in range(processes)

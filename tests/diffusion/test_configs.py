@@ -19,7 +19,7 @@ from mmrl.config import load_run
 from tests.diffusion.edits import write_edits
 from tests.diffusion.families.cases import CASES
 from tests.diffusion.runs import MATCHED_RECIPES, TRAJECTORY_RECIPES, build, make_trainer, run_config, tiny_model
-from tests.fitting import fitting, group_size
+from tests.fitting import first_of_each_recipe, fitting, group_size
 
 CONFIGS = Path(__file__).parents[2] / "configs/diffusion"
 FILES = sorted(CONFIGS.glob("*.yaml"))
@@ -63,6 +63,9 @@ def models(tmp_path_factory):
 def family_of(path):
     """Case of a file's family, or None."""
     return next((CASES[case] for start, case in FAMILY_OF.items() if path.stem.startswith(start)), None)
+
+
+LARGE = [path for path in FILES if family_of(path) or path.stem.endswith(SLOW)]
 
 
 def overrides_of(path, whole, folder, models):
@@ -110,10 +113,9 @@ def overrides_of(path, whole, folder, models):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=pytest.mark.slow if family_of(path) or path.stem.endswith(SLOW) else ())
-        for path in FILES
+        *first_of_each_recipe([path for path in FILES if path not in LARGE]),
+        *(pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in LARGE),
     ],
-    ids=lambda path: path.stem,
 )
 def test_config_builds_and_takes_a_step(path, tmp_path, models):
     _, whole = load_run(path)

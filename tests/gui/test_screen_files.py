@@ -31,7 +31,8 @@ def test_screens_on_disk(browser, tmp_path, capsys):
     browser.restart(after_failure=False)
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_benchmark(browser, name):
     browser.close()
     found = compare(BenchOptions(quick=True, only=[name]))[name]

@@ -163,7 +163,13 @@ def test_a_popup_covers_the_page_until_it_is_dismissed(make_env):
     assert env.expert_action().name == "click"
 
 
-@pytest.mark.parametrize("space", list(CoordinateSpace))
+@pytest.mark.parametrize(
+    "space",
+    [
+        space if space in ("abs_resized", "rel1_yx") else pytest.param(space, marks=pytest.mark.slow)
+        for space in CoordinateSpace
+    ],
+)
 def test_experts_act_in_the_space_and_size_of_the_model(make_env, space):
     env = make_env(space=space, resize=Resize(factor=28), scale=1.25, max_steps=30)
     episode = run_expert(WebTaskAgentEnv(env), {"name": "checkout", "sub_goals": 2}, 3)

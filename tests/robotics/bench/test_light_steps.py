@@ -4,9 +4,8 @@ from benchmarks.harness import BenchOptions
 from benchmarks.robotics import comparisons, light_steps
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "cartpole" else pytest.param(name, marks=pytest.mark.slow) for name in light_steps.LIGHT]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", light_steps.LIGHT)
 def test_every_method_returns_the_observations_of_single_environments(name):
     assert f"light-{name}" in comparisons.NAMES
     found = light_steps.compare_light_steps(BenchOptions(quick=True), name)

@@ -17,6 +17,7 @@ def test_both_readers_return_the_same_pixels():
     assert all(entry["median"] > 0 for entry in found["ratios"].values())
 
 
+@pytest.mark.slow
 def test_one_frame_too_early_would_be_seen(monkeypatch):
     read = reading.read_clip
     monkeypatch.setattr(reading, "read_clip", lambda path, start, *given: read(path, max(0.0, start - 0.1), *given))
