@@ -6,15 +6,9 @@ from typing import Any
 
 import torch
 
-from diffusion.toy.pipelines.tiny import (
-    TinyFluxSizes,
-    TinySd3Sizes,
-    clip_text_model,
-    clip_tokenizer,
-    t5_text_model,
-    t5_tokenizer,
-)
+from diffusion.toy.pipelines.tiny import TinySd3Sizes, clip_text_model, clip_tokenizer, t5_text_model, t5_tokenizer
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from tests.diffusion.tiny_flux import TinyFluxSizes
 
 COLOURS = ("red", "green", "blue")
 SHAPES = ("circle", "square", "triangle")

@@ -185,7 +185,8 @@ class TinySd3Sizes:
 
     def validate(self) -> None:
         """Check that the sizes fit together; raises UserError."""
-        _check_widths(self.vae_widths)
+        if not self.vae_widths:
+            raise UserError("vae_widths is (); must have a multiple of 4 for each level")
         if self.text_width % (2 * self.heads) or self.pooled_width % 2:
             raise UserError(
                 f"text_width={self.text_width} must be a multiple of 2*heads={2 * self.heads}, "
@@ -195,64 +196,6 @@ class TinySd3Sizes:
             raise UserError(f"latent_size={self.latent_size} must be a multiple of patch={self.patch}")
         if self.dual_layers > self.layers:
             raise UserError(f"dual_layers={self.dual_layers} must be between 0 and layers={self.layers}")
-
-
-@dataclass(frozen=True)
-class TinyFluxSizes:
-    """Sizes of a tiny FLUX pipeline; the defaults give 0.5 million parameters in the transformer."""
-
-    layers: int = bounded(2, at_least=1)
-    """Blocks with separate streams for text and image."""
-    single_layers: int = bounded(2, at_least=1)
-    """Blocks with both in one stream."""
-    heads: int = bounded(4, at_least=1)
-    """Attention heads of the transformer and of the text encoders."""
-    head_width: int = bounded(16, at_least=1)
-    """Width of one head of the transformer, a multiple of 8."""
-    latent_size: int = bounded(8, at_least=1)
-    """Latent pixels on a side, even; images have 2 ** (len(vae_widths) - 1) times as many."""
-    latent_channels: int = bounded(4, at_least=1)
-    """Channels of a latent."""
-    vae_widths: tuple[int, ...] = bounded((8, 16, 16), at_least=4, multiple_of=4)
-    """Channels of the autoencoder's levels, multiples of 4."""
-    text_width: int = bounded(64, at_least=1)
-    """Width of a text token, which the T5 encoder gives."""
-    t5_layers: int = bounded(1, at_least=1)
-    """Layers of the T5 encoder."""
-    pooled_width: int = bounded(32, at_least=1)
-    """Width of the pooled text embedding, which the CLIP encoder gives."""
-    clip_layers: int = bounded(2, at_least=1)
-    """Layers of the CLIP encoder."""
-    clip_tokens: int = bounded(16, at_least=1)
-    """Longest prompt of the CLIP encoder in tokens, start and end counted."""
-    vocab_size: int = bounded(1000, at_least=1)
-    """Most tokens of each tokenizer, counting the 512 byte symbols of CLIP."""
-    guidance: bool = True
-    """Whether the transformer takes a guidance scale as an input, as the guidance-distilled FLUX.1-dev does."""
-
-    @property
-    def rotary_widths(self) -> tuple[int, int, int]:
-        """Share of a head that is turned by text position, row and column; 7/16 for each of the last two in FLUX."""
-        side = self.head_width * 7 // 32 * 2
-        return self.head_width - 2 * side, side, side
-
-    def validate(self) -> None:
-        """Check that the sizes fit together; raises UserError."""
-        _check_widths(self.vae_widths)
-        if self.text_width % self.heads or self.pooled_width % self.heads:
-            raise UserError(
-                f"text_width={self.text_width} and pooled_width={self.pooled_width} must be multiples of "
-                f"heads={self.heads}"
-            )
-        if self.head_width % 8 or self.latent_size % 2:
-            raise UserError(
-                f"head_width={self.head_width} must be a multiple of 8, latent_size={self.latent_size} of 2"
-            )
-
-
-def _check_widths(widths: tuple[int, ...]) -> None:
-    if not widths:
-        raise UserError("vae_widths is (); must have a multiple of 4 for each level")
 
 
 def build_tiny_sd3(
@@ -290,28 +233,6 @@ def build_tiny_sd3(
     return write_pipeline(Path(path), lambda: _assemble(sizes, corpus, shift, autoencoder), seed)
 
 
-def build_tiny_flux(
-    path: Path | str, *, corpus: Sequence[str], sizes: TinyFluxSizes | None = None, seed: int = 0
-) -> Path:
-    """Build a small random FLUX pipeline with its own tokenizers and save it as a pipeline folder.
-
-    Args:
-        path: folder to write; created with its parents.
-        corpus: captions that the tokenizers learn their words from.
-        sizes: sizes; None is `TinyFluxSizes()`.
-        seed: seed of the random weights; the global generator is left alone.
-
-    Returns:
-        The folder, which `FluxPipeline.from_pretrained` loads. Its scheduler shifts times by the image size.
-
-    Raises:
-        UserError: sizes that do not fit together.
-    """
-    sizes = sizes or TinyFluxSizes()
-    check_config(sizes)
-    return write_pipeline(Path(path), lambda: _assemble_flux(sizes, corpus), seed)
-
-
 def write_pipeline(path: Path, assemble: Callable[[], Any], seed: int) -> Path:
     """Make a pipeline of random weights and save it; the global generator is left alone."""
     import torch
@@ -345,7 +266,7 @@ def _assemble(sizes: TinySd3Sizes, corpus: Sequence[str], shift: float, autoenco
     return StableDiffusion3Pipeline(
         transformer=_transformer(sizes),
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=shift),
-        vae=autoencoder or _autoencoder(sizes),
+        vae=autoencoder or random_autoencoder(sizes.latent_channels, sizes.latent_size, sizes.vae_widths),
         text_encoder=encoders[0],
         tokenizer=tokenizer,
         text_encoder_2=encoders[1],
@@ -376,55 +297,21 @@ def _transformer(sizes: TinySd3Sizes) -> Any:
     return transformer.eval()
 
 
-def _assemble_flux(sizes: TinyFluxSizes, corpus: Sequence[str]) -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
-
-    tokenizer = clip_tokenizer(corpus, sizes.vocab_size, sizes.clip_tokens)
-    long_tokenizer = t5_tokenizer(corpus, sizes.vocab_size)
-    return FluxPipeline(
-        transformer=_flux_transformer(sizes),
-        # those of FLUX.1-dev; its shift depends on the number of image tokens
-        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=True),
-        vae=_autoencoder(sizes),
-        text_encoder=clip_text_model(tokenizer, sizes.pooled_width, sizes.clip_layers, sizes.heads, sizes.clip_tokens),
-        tokenizer=tokenizer,
-        text_encoder_2=t5_text_model(long_tokenizer, sizes.text_width, sizes.t5_layers, sizes.heads),
-        tokenizer_2=long_tokenizer,
-    )
-
-
-def _flux_transformer(sizes: TinyFluxSizes) -> Any:
-    from diffusers import FluxTransformer2DModel
-
-    transformer: Any = FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4 * sizes.latent_channels,
-        num_layers=sizes.layers,
-        num_single_layers=sizes.single_layers,
-        attention_head_dim=sizes.head_width,
-        num_attention_heads=sizes.heads,
-        joint_attention_dim=sizes.text_width,
-        pooled_projection_dim=sizes.pooled_width,
-        guidance_embeds=sizes.guidance,
-        axes_dims_rope=sizes.rotary_widths,
-    )
-    return transformer.eval()
-
-
-def _autoencoder(sizes: TinySd3Sizes | TinyFluxSizes) -> Any:
+def random_autoencoder(latent_channels: int, latent_size: int, widths: Sequence[int]) -> Any:
+    """Build a random AutoencoderKL with a level for each width."""
     from diffusers import AutoencoderKL
 
-    levels = len(sizes.vae_widths)
+    levels = len(widths)
     autoencoder: Any = AutoencoderKL(
         in_channels=3,
         out_channels=3,
         down_block_types=("DownEncoderBlock2D",) * levels,
         up_block_types=("UpDecoderBlock2D",) * levels,
-        block_out_channels=sizes.vae_widths,
+        block_out_channels=tuple(widths),
         layers_per_block=1,
-        latent_channels=sizes.latent_channels,
+        latent_channels=latent_channels,
         norm_num_groups=4,
-        sample_size=sizes.latent_size * PIXELS_PER_LATENT_DOUBLING ** (levels - 1),
+        sample_size=latent_size * PIXELS_PER_LATENT_DOUBLING ** (levels - 1),
         scaling_factor=1.0,
         shift_factor=0.0,
         mid_block_add_attention=False,

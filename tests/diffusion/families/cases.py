@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from diffusion.families.table import family_of
-from diffusion.toy.pipelines.tiny import TinyFluxSizes, TinySd3Sizes, build_tiny_flux, build_tiny_sd3
+from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 from tests.diffusion.families import tiny
 from tests.diffusion.families.tiny import CORPUS, NEGATIVE
+from tests.diffusion.tiny_flux import TinyFluxSizes, build_tiny_flux
 
 
 def _guidance_scale(scale: float) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from diffusion.models.conditioning import PromptEmbeddings
 from diffusion.models.pipelines import load_pipeline
 from diffusion.models.policy import ModelConfig, load_policy
 from diffusion.sampling.sampler import SamplerConfig, row_noise, sample_latents
-from diffusion.toy.pipelines.tiny import TinyFluxSizes, build_tiny_flux
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, T5_TOKENS
+from tests.diffusion.tiny_flux import TinyFluxSizes, build_tiny_flux
 from tests.rounding import assert_equal_up_to_rounding
 
 STEPS = 3

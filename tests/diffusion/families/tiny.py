@@ -9,14 +9,9 @@ from typing import Any
 import torch
 
 from diffusion.models.pipelines import quiet_diffusers
-from diffusion.toy.pipelines.tiny import (
-    TinyFluxSizes,
-    build_tiny_flux,
-    clip_text_model,
-    clip_tokenizer,
-    t5_tokenizer,
-)
+from diffusion.toy.pipelines.tiny import clip_text_model, clip_tokenizer, t5_tokenizer
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from tests.diffusion.tiny_flux import TinyFluxSizes, build_tiny_flux
 
 SHORT, LONG, NEGATIVE = "a red circle", "two blue squares on a large green table", "blurry"
 CORPUS = (SHORT, LONG, NEGATIVE)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from diffusion.models.pipelines import load_pipeline
-from diffusion.toy.pipelines.tiny import build_tiny_flux
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES
 from tests.diffusion.models.policies import config_of
+from tests.diffusion.tiny_flux import build_tiny_flux
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diffusion.toy.pipelines.tiny import (
-    TinyFluxSizes,
-    TinySd3Sizes,
-    build_tiny_flux,
-    build_tiny_sd3,
-    clip_tokenizer,
-    learn_merges,
-    t5_tokenizer,
-)
+from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3, clip_tokenizer, learn_merges, t5_tokenizer
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, SIZES, T5_TOKENS, load_sd3
+from tests.diffusion.tiny_flux import TinyFluxSizes, build_tiny_flux
 
 
 def draw(pipeline, **options):
@@ -133,21 +126,6 @@ def test_tiny_flux_draws_the_same_from_the_same_seed(tmp_path):
 def test_rotary_widths_of_flux_are_those_of_the_released_model():
     assert TinyFluxSizes(head_width=128).rotary_widths == (16, 56, 56)
     assert all(width % 2 == 0 for width in TinyFluxSizes(head_width=8).rotary_widths)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "culprit"),
-    [
-        ({"single_layers": 0}, "single_layers is 0; must be at least 1"),
-        ({"pooled_width": 30}, "pooled_width=30"),
-        ({"head_width": 12}, "head_width=12"),
-        ({"latent_size": 5}, "latent_size=5"),
-        ({"vae_widths": ()}, r"vae_widths is \(\)"),
-    ],
-)
-def test_flux_sizes_that_do_not_fit_are_named(tmp_path, sizes, culprit):
-    with pytest.raises(UserError, match=culprit):
-        build_tiny_flux(tmp_path / "model", corpus=CAPTIONS, sizes=TinyFluxSizes(**sizes))
 
 
 def test_clip_tokenizer_learns_words_and_spells_the_others():
