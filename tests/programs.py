@@ -6,11 +6,14 @@ What a test proves about starting Python, or about what an import loads, needs a
 from __future__ import annotations
 
 import atexit
+import functools
+import json
 import multiprocessing
 import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -110,3 +113,43 @@ def _call(words: list[str]) -> Callable[[], Any]:
     if words[0] == "-m":
         return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
     return lambda: runpy.run_path(name, run_name="__main__")
+
+
+FORK_AFTER_TORCH = """
+import json, os, sys, tempfile, torch
+for line in sys.stdin:
+    with tempfile.TemporaryFile() as output:
+        child = os.fork()
+        if child == 0:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            try:
+                exec(json.loads(line), {"__name__": "__main__"})
+                sys.stdout.flush()
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        print(json.dumps([code, output.read().decode()]), flush=True)
+"""
+
+
+@functools.cache
+def _after_torch() -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", FORK_AFTER_TORCH]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def run_after_torch(program: str) -> str:
+    """What a program prints in a process that has imported torch and nothing else, for tests of further imports."""
+    server = _after_torch()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(program) + "\n")
+    server.stdin.flush()
+    code, output = json.loads(server.stdout.readline())
+    assert code == 0, output
+    return str(output)

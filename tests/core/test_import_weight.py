@@ -1,5 +1,4 @@
-import subprocess
-import sys
+from tests.programs import run_after_torch
 
 HEAVY = (
     "transformers",
@@ -21,8 +20,7 @@ def test_the_core_imports_torch_and_nothing_heavier():
         "sorted(n for n in sys.modules if n.startswith('mmrl.') and not n.startswith(('mmrl.core', 'mmrl.hub'))),"
         "'mmrl.hub.compat' in sys.modules)"  # mmrl.hub.torchvision_import is loaded by the environment itself
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] True ['mmrl.errors', 'mmrl.fields'] False"
+    assert run_after_torch(code).strip() == "[] True ['mmrl.errors', 'mmrl.fields'] False"
 
 
 def test_every_public_name_exists_once():

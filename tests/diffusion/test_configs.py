@@ -20,6 +20,7 @@ from tests.diffusion.edits import write_edits
 from tests.diffusion.families.cases import CASES
 from tests.diffusion.runs import MATCHED_RECIPES, TRAJECTORY_RECIPES, build, make_trainer, run_config, tiny_model
 from tests.fitting import first_of_each_recipe, fitting, group_size
+from tests.programs import run_after_torch
 
 CONFIGS = Path(__file__).parents[2] / "configs/diffusion"
 FILES = sorted(CONFIGS.glob("*.yaml"))
@@ -157,5 +158,4 @@ def test_loading_a_configuration_loads_no_model_library():
         f"[load_run(path) for path in Path({str(CONFIGS)!r}).glob('*.yaml')]\n"
         "print('heavy:', *sorted({'transformers', 'diffusers', 'sklearn', 'peft'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "heavy:"
+    assert run_after_torch(program).strip() == "heavy:"

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -13,6 +11,7 @@ from diffusion.families.table import family_of
 from diffusion.models.conditioning import PromptEmbeddings, TextEncoders
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, SIZES, T5_TOKENS, RowCounter, load_sd3
+from tests.programs import run_after_torch
 
 ONE, TWO, THREE = "a red circle", "a blue square", "three green triangles"
 LONG = " ".join([ONE] * 8)
@@ -221,8 +220,7 @@ def test_importing_loads_neither_diffusers_nor_transformers():
         "import diffusion.toy.pipelines.tiny; "
         "print([name for name in ('diffusers', 'transformers', 'torchvision', 'tokenizers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_after_torch(program).strip() == "[]"
 
 
 def test_unknown_pipelines_and_missing_encoders_are_named(folder):

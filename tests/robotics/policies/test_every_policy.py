@@ -2,8 +2,6 @@
 
 import copy
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import torch
 from mmrl.training.processes import avoid_refused_instructions
 from robotics.policies.base.policy import PolicyInputs, open_policy
 from robotics.policies.base.statistics import ActionStatistics, StateStatistics
+from tests.programs import run_after_torch
 from tests.robotics.policies.builders import B, D, K, S, demonstrations, draw, make_flow, make_inputs
 from tests.robotics.policies.conftest import BUILDERS
 
@@ -205,5 +204,4 @@ def test_importing_the_policies_loads_nothing_heavy():
         "robotics.policies.gaussian, robotics.episodes.collect; print(*[name for name in ('transformers', 'diffusers', "
         "'mujoco', 'PIL', 'sklearn', 'open3d', 'peft') if name in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == ""
+    assert run_after_torch(code).strip() == ""

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +16,7 @@ from mmrl.training.processes import (
     seed_everything,
     stream_seed,
 )
+from tests.programs import run_after_torch
 
 
 def draw() -> list[float]:
@@ -76,8 +75,7 @@ def test_what_a_run_imports_late_draws_nothing_from_the_seeded_generators():
         "state = random.getstate(); import rich.console, rich.progress, rich.table, matplotlib.figure, PIL.Image\n"
         "print(random.getstate() == state)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
+    assert run_after_torch(program).strip() == "True"
 
 
 def test_streams_differ_by_purpose_and_repeat():
