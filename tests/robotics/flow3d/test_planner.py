@@ -369,7 +369,12 @@ def test_drift_is_zero_for_another_view_of_the_same_surface():
 
 @pytest.mark.parametrize(
     ("task", "actor", "seed"),
-    [("place_red", "ur5e", 0), ("insert_blue", "ur5e", 5), ("pour", "gen3", 1), ("open_red", "panda", 0)],
+    [
+        ("place_red", "ur5e", 0),
+        pytest.param("insert_blue", "ur5e", 5, marks=pytest.mark.slow),
+        pytest.param("pour", "gen3", 1, marks=pytest.mark.slow),
+        ("open_red", "panda", 0),
+    ],
 )
 def test_true_flow_does_every_task_in_physics(task, actor, seed):
     with FlowTabletop(task=task, actor=actor) as robot:
