@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -145,10 +146,15 @@ def test_files_and_modules_that_are_named_exist(page):
             assert hasattr(loaded, attribute), text
 
 
+@functools.cache
 def schemas():
     return {name: entry.load_config_class() for name, entry in {**RECIPES, **EVALUATIONS}.items()}
 
 
+hints_of = functools.cache(typing.get_type_hints)
+
+
+@functools.cache
 def field_of(schema, key):
     """Type of a dotted key of a configuration, or None; any key below a plain dictionary exists."""
     hint = schema
@@ -157,7 +163,7 @@ def field_of(schema, key):
         if not dataclasses.is_dataclass(hint):
             return hint if typing.get_origin(hint) is dict else None
         made = next((item.default_factory for item in dataclasses.fields(hint) if item.name == part), None)
-        hint = typing.get_type_hints(hint).get(part)
+        hint = hints_of(hint).get(part)
         if hint is None:
             return None
         if dataclasses.is_dataclass(hint) and made not in (None, dataclasses.MISSING):
