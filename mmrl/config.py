@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.errors import UserError, did_you_mean
-from mmrl.fields import check_fields
+from mmrl.fields import check_fields, hints_of
 from mmrl.files import expanded, is_file, write_atomically
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _without_nulls(schema: type[Any], values: Any) -> Any:
     from omegaconf import DictConfig
 
     kept = copy.copy(values)
-    for name, hint in typing.get_type_hints(schema).items():
+    for name, hint in hints_of(schema).items():
         of_parts = typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1])
         if of_parts and isinstance(kept.get(name), DictConfig):
             kept[name] = {key: part for key, part in kept[name].items() if part is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import types
@@ -18,6 +19,9 @@ LARGEST = 2**63 - 1
 """Whole numbers beyond it fit neither tensors nor files."""
 PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (Integral,), float: (Real,), str: (str, os.PathLike)}
 """Plain types and the types accepted for them, such as NumPy's numbers and paths."""
+
+hints_of = functools.cache(typing.get_type_hints)
+"""Types of a class's annotations; a run asks for those of its configuration at each step."""
 
 
 def is_text(value: str) -> bool:
@@ -213,7 +217,7 @@ def bounds_of(item: dataclasses.Field[Any]) -> Bounds | None:
 
 def field_problems(config: Any, where: str = "") -> Iterator[str]:
     """Yield one line for each value outside its field's type or bounds, nested dataclasses included."""
-    hints = typing.get_type_hints(type(config))
+    hints = hints_of(type(config))
     for item in dataclasses.fields(config):
         key = f"{where}.{item.name}" if where else item.name
         value, bounds = getattr(config, item.name), bounds_of(item)

@@ -22,7 +22,7 @@ from typing import Any
 
 from mmrl.config import NAMES_ELSEWHERE
 from mmrl.errors import UserError
-from mmrl.fields import Bounds, Kinds, bounds_of
+from mmrl.fields import Bounds, Kinds, bounds_of, hints_of
 
 REQUIRED = "???"
 """Default of a value that must be given, as in OmegaConf."""
@@ -105,7 +105,7 @@ def json_schema(defaults: Any) -> dict[str, Any]:
 
 
 def _object_schema(schema: type[Any]) -> dict[str, Any]:
-    hints, sentences, properties = typing.get_type_hints(schema), _sentences(schema), {}
+    hints, sentences, properties = hints_of(schema), _sentences(schema), {}
     for item in dataclasses.fields(schema):
         default = _default_of(item)
         hint = type(default) if dataclasses.is_dataclass(default) else hints[item.name]
@@ -148,7 +148,7 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> dict[str, Any]:
 
 def _walk(schema: type[Any], instance: Any, prefix: str, rare: bool = False) -> Iterator[Option]:
     """Options of a dataclass; defaults are those of the instance where there is one."""
-    hints = typing.get_type_hints(schema)
+    hints = hints_of(schema)
     sentences = _sentences(schema)
     parts = {_part_of(hint)[0] for hint in hints.values() if not _part_of(hint)[1]}
     for item in dataclasses.fields(schema):

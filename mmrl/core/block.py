@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar
 
 from mmrl.errors import did_you_mean
-from mmrl.fields import bounds_of, field_problems
+from mmrl.fields import bounds_of, field_problems, hints_of
 
 BlockT = TypeVar("BlockT", bound="Block")
 _Value = TypeVar("_Value")
@@ -90,7 +90,7 @@ def weighted(block: Any, options: Mapping[str, Any], where: str) -> Any:
 
 def _typed(block_class: type[Block], name: str, value: Any, key: str) -> Any:
     """`value` as the type of the field: whole numbers become floats where a float is expected."""
-    allowed = _types(get_type_hints(block_class)[name])
+    allowed = _types(hints_of(block_class)[name])
     if value is None and type(None) in allowed:
         return None
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):

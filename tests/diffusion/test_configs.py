@@ -153,9 +153,10 @@ def test_importing_the_package_and_listing_its_recipes_loads_no_model_library():
 
 
 def test_loading_a_configuration_loads_no_model_library():
+    files = [str(case.values[0]) for case in first_of_each_recipe(FILES) if not case.marks]
     program = (
-        "import sys; from mmrl.config import load_run; from pathlib import Path\n"
-        f"[load_run(path) for path in Path({str(CONFIGS)!r}).glob('*.yaml')]\n"
+        "import sys; from mmrl.config import load_run\n"
+        f"[load_run(path) for path in {files!r}]\n"
         "print('heavy:', *sorted({'transformers', 'diffusers', 'sklearn', 'peft'} & set(sys.modules)))"
     )
     assert run_after_torch(program).strip() == "heavy:"
