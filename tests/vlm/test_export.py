@@ -84,6 +84,7 @@ def test_the_exported_model_generates_as_the_suite_samples(tmp_path, tiny_folder
         neutral = {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         assert {name: made.get(name, value) for name, value in neutral.items()} == neutral
         assert not made.get("no_repeat_ngram_size")
+        assert made["suppress_tokens"] == load_policy(ModelConfig(path=str(base))).banned_ids.tolist()
 
 
 def test_an_evaluation_says_that_every_answer_was_cut(tmp_path, tiny_folders, caplog):

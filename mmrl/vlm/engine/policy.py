@@ -490,6 +490,8 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False) -> VlmPo
     base, adapter = resolve_model(config.path)
     network = load_network(config, base)
     processor = load_processor(str(adapter or base))
+    # saved with the model, so that `generate` draws no token either that sampling leaves out
+    network.generation_config.suppress_tokens = banned_ids(network, processor.tokenizer).tolist() or None
     set_pixels(processor, config)
     model = prepare(network, config, adapter)
     head = make_value_head(network.config.get_text_config().hidden_size, config.critic) if value_head else None
