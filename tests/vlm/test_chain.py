@@ -30,7 +30,9 @@ import torch
 from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.models.smolvlm import processing_smolvlm
 
+processing_smolvlm.num2words = processing_smolvlm.num2words or str  # for videos, which are not asked about
 merged, adapter, base, data, out = map(Path, sys.argv[1:6])
 models = {
     "merged": AutoModelForImageTextToText.from_pretrained(merged),
