@@ -27,13 +27,7 @@ from mmrl.runs.export import model_folder
 from mmrl.training.processes import avoid_refused_instructions
 from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_text, encode_turn, given_answer
 from mmrl.vlm.data.task import VlmTask
-from mmrl.vlm.engine.attention import (
-    ATTENTION_NAME,
-    PromptRow,
-    ResponseRow,
-    prompt_index,
-    response_index,
-)
+from mmrl.vlm.engine.attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_index, response_index
 from mmrl.vlm.engine.generic import GenericLane
 from mmrl.vlm.engine.head import Head
 from mmrl.vlm.engine.loading import fast_lane_obstacle, prepare, set_pixels, template_variables
