@@ -283,3 +283,11 @@ def test_options_that_do_not_fit_are_refused(tmp_path, folder):
     config.objective = ObjectiveConfig(preset="grpo")
     with pytest.raises(UserError, match="leave objective out"):
         config.validate()
+
+
+def test_a_batch_that_the_processes_cannot_divide_evenly_is_refused(tmp_path, folder, monkeypatch):
+    config = make_config(tmp_path, folder, batch_episodes=4)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    with pytest.raises(UserError, match="batch_episodes is 4; with 3 processes it must be a multiple of that"):
+        DigirlRecipe(config)

@@ -184,6 +184,8 @@ def test_two_processes_sample_and_learn_what_one_does(name, tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_three_processes_sample_and_learn_what_one_does(name, tmp_path):
     config = make(name, tmp_path, tasks=6)
+    if name == "digirl":
+        config.digirl.batch_episodes = 3
     whole = train(config, tmp_path / "one")
     note("three", name, assert_same(train_in_two(config, tmp_path / "three", processes=3), whole))
 

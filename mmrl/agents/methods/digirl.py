@@ -106,7 +106,7 @@ class DigirlSettings:
     clamp: bool = rare(True)
     """Whether token probabilities are kept within 0.001 and 0.99, beyond which a token has no gradient."""
     batch_episodes: int = bounded(16, at_least=1)
-    """Episodes of an optimiser step, drawn with replacement."""
+    """Episodes of an optimiser step, drawn with replacement; a multiple of the number of processes."""
     capacity: int = bounded(1000, at_least=1)
     """Episodes that are stored; the oldest one goes first. All are read once in every step."""
     memory_mb: int = rare(bounded(4096, at_least=1))
@@ -180,8 +180,14 @@ class DigirlRecipe(AgentRecipe):
     config: DigirlConfig
 
     def __init__(self, config: DigirlConfig) -> None:
-        super().__init__(config)
         settings = config.digirl
+        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if settings.batch_episodes % processes:
+            raise UserError(
+                f"digirl.batch_episodes is {settings.batch_episodes}; with {processes} processes it must be a multiple "
+                "of that"
+            )
+        super().__init__(config)
         self.terms = [*self.terms, KeptSteps()]
         self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))
         size = self.policy.width
