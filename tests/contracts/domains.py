@@ -13,11 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import TrackingConfig
-from mmrl.training.processes import make_accelerator
+from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrainerConfig
 from mmrl.training.trainer import Trainer
 
@@ -50,10 +51,25 @@ def domain_of(recipe: str) -> Domain:
     return rooms[max((room for room in rooms if target.startswith(f"{room}.")), key=len)]
 
 
+def make_low(name: str, precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Configuration of a recipe in bf16 or fp16, without evaluations; skips where a module is missing."""
+    domain = domain_of(name)
+    for module in domain.needs:
+        pytest.importorskip(module)
+    config = domain.make_config(name, folder)
+    config.trainer.mixed_precision = precision
+    config.evaluation.at_start = config.evaluation.at_end = False
+    config.validate()
+    monkeypatch.setattr("mmrl.training.loss_scale.START", 1.0)  # some have gradients above 1e5
+    seed_everything(0)
+    return config
+
+
 def run(config: Any, folder: Path, steps: int, resume: bool = False) -> tuple[Trainer, list[float]]:
     """Train for so many steps in all, without evaluations; returns the trainer and the losses of the steps taken."""
     config.trainer.steps = steps
-    trainer = Trainer(RECIPES[config.recipe].load_recipe_class()(config), config, folder, make_accelerator(), None)
+    accelerator = make_accelerator(config.trainer.mixed_precision)
+    trainer = Trainer(RECIPES[config.recipe].load_recipe_class()(config), config, folder, accelerator, None)
     if resume:
         trainer.resume()
     losses: list[float] = []

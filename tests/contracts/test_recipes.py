@@ -9,8 +9,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from mmrl.recipes import RECIPES
-from mmrl.training.processes import make_accelerator, seed_everything
-from tests.contracts.domains import domain_of, run, weights
+from tests.contracts.domains import domain_of, make_low, run, weights
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -33,26 +32,18 @@ def test_a_recipe_trains_repeats_and_resumes(name, tmp_path):
 
 
 @pytest.fixture
-def half_precision():
-    """Arithmetic of fp16 in the runs of a test."""
+def own_precision():
+    """Runs of a test choose their arithmetic."""
     AcceleratorState._reset_state()
-    yield lambda: make_accelerator("fp16")
+    yield
     AcceleratorState._reset_state()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_precision")
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_trains_in_fp16(name, tmp_path, monkeypatch, half_precision):
-    domain = domain_of(name)
-    for module in domain.needs:
-        pytest.importorskip(module)
-    config = domain.make_config(name, tmp_path)
-    config.trainer.mixed_precision = "fp16"
-    config.evaluation.at_start = config.evaluation.at_end = False
-    config.validate()
-    monkeypatch.setattr("tests.contracts.domains.make_accelerator", half_precision)
-    monkeypatch.setattr("mmrl.training.loss_scale.START", 1.0)  # some have gradients above 1e5
-    seed_everything(0)
+def test_a_recipe_trains_in_fp16(name, tmp_path, monkeypatch):
+    config = make_low(name, "fp16", tmp_path, monkeypatch)
     trainer, losses = run(config, tmp_path / "run", steps=2)
     assert all(math.isfinite(loss) for loss in losses)
     updater = trainer.updater

@@ -8,8 +8,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from mmrl.recipes import RECIPES
-from mmrl.training.processes import make_accelerator, seed_everything
-from tests.contracts.domains import domain_of, run, weights
+from tests.contracts.domains import make_low, run, weights
 from tests.contracts.test_two_processes import STEPS, assert_same, make, train
 
 pytestmark = pytest.mark.gpu
@@ -64,16 +63,7 @@ def test_a_run_is_resumed_on_the_other_device(name, tmp_path, train_on):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_and_resumes_in_lower_precision(name, precision, tmp_path, monkeypatch):
-    domain = domain_of(name)
-    for module in domain.needs:
-        pytest.importorskip(module)
-    config = domain.make_config(name, tmp_path)
-    config.trainer.mixed_precision = precision
-    config.evaluation.at_start = config.evaluation.at_end = False
-    config.validate()
-    monkeypatch.setattr("tests.contracts.domains.make_accelerator", lambda: make_accelerator(precision))
-    monkeypatch.setattr("mmrl.training.loss_scale.START", 1.0)  # some have gradients above 1e5
-    seed_everything(0)
+    config = make_low(name, precision, tmp_path, monkeypatch)
     whole, losses = run(config, tmp_path / "whole", steps=2)
     assert whole.accelerator.device.type == "cuda"
     assert losses
