@@ -97,7 +97,7 @@ def _converse(recipe: VlmRecipe, options: dict[str, Any]) -> Rollouts:
     shape, policy = shape_of(options["shape"]), recipe.policy
     _, prompts = recipe.encode(policy, recipe.train_tasks[:1])
     part = policy.encode_turn(recipe.train_tasks[1 % len(recipe.train_tasks)], answered=False)  # no answer has an end
-    rows = torch.arange(shape.group, device=policy.device)
+    rows = torch.arange(shape.group)
     trajectories = [Trajectory() for _ in range(shape.group)]
     turns = TurnSampler(policy, recipe.config.sampler, shape.group, reread=options["anew"])
     turns.begin(rows, prompts, torch.zeros_like(rows))
@@ -113,14 +113,15 @@ def _converse(recipe: VlmRecipe, options: dict[str, Any]) -> Rollouts:
             for trajectory, given in zip(trajectories, parts, strict=True):
                 trajectory.add_given(given)
             turns.extend(rows, parts)
-    table = tabulate_tokens(trajectories, policy.pad_id, policy.device)
+    table = tabulate_tokens(trajectories, policy.pad_id)
     count, tasks = len(trajectories), [VlmTask("0", [])]
     payload = VlmPayload(list(prompts), tasks, table.ids, [""] * count, ["length"] * count, inserts=table.inserts)
-    return Rollouts(
-        group=torch.zeros(count, dtype=torch.int64, device=policy.device),
+    rollouts = Rollouts(
+        group=torch.zeros(count, dtype=torch.int64),
         mask=table.mask,
         logp_old=table.logp,
-        reward=torch.zeros(count, device=policy.device),
+        reward=torch.zeros(count),
         payload=payload,
         turn=table.turn,
     )
+    return rollouts.to(policy.device)

@@ -30,6 +30,7 @@ from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.rewards import RewardConfig, RewardResult, TrainerState
@@ -352,16 +353,20 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Rewards of environment, format and functions; NaN without a result, or where a group has a single result."""
         episodes = AgentPayload.of(rollouts).episodes
-        weights, device = self.config.reward, rollouts.mask.device
-        total = torch.tensor([episode.total for episode in episodes], device=device)
+        weights = self.config.reward
+
+        def column(values: list[float]) -> Tensor:
+            return to_device(torch.tensor(values), rollouts.mask.device)
+
+        total = column([episode.total for episode in episodes])
         unreadable = [-1.0 if episode.ending == "unreadable" else 0.0 for episode in episodes]
-        form = torch.where(torch.isnan(total), total, torch.tensor(unreadable, device=device))
-        added = torch.tensor([episode.added_reward for episode in episodes], device=device)
+        form = torch.where(torch.isnan(total), total, column(unreadable))
+        added = column([episode.added_reward for episode in episodes])
         reward = weights.environment * total + weights.format * form + added
         alone = self._alone(rollouts, reward)
         terms = {"environment": total} | ({"format": form} if weights.format else {})
         for name in self.rewards.names:
-            terms[name] = torch.tensor([episode.terms.get(name, math.nan) for episode in episodes], device=device)
+            terms[name] = column([episode.terms.get(name, math.nan) for episode in episodes])
         turns = rollouts.extras["decision_reward"] * weights.environment
         last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
         at_end = (weights.format * form + added).nan_to_num()[:, None]

@@ -123,7 +123,7 @@ def _keeps_history(config: Any) -> bool:
 
 
 def _sampling(network: Any, text: Any, trainer: Any, sampler: Any, size: int, longest: int, answer: int) -> list[Part]:
-    """Copies of the weights that the decoder makes, and its keys and values, float32."""
+    """Copies of the weights that the decoder makes, and its keys and values in the precision of its layers."""
     rows = min(sampler.batch_rows, trainer.tasks_per_step * size)
     prompts = math.ceil(rows / size)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -135,11 +135,11 @@ def _sampling(network: Any, text: Any, trainer: Any, sampler: Any, size: int, lo
         for name, weight in decoder.layers.named_parameters()
         if "lora_" not in name and weight.ndim == 2 and (cast or any(f"{part}_proj" in name for part in "qkv"))
     ]
-    kept = prompts * longest * token * ((cast or own) + 4)
+    kept = prompts * longest * token * 2 * (cast or own)  # as the prefill left them, and in the decoder's order
     return [
         Part("copy of weights to sample", sum(copied), "sampling"),
         Part("keys and values of prompts", kept, "sampling"),
-        Part("keys and values of answers", 4 * rows * answer * token, "sampling"),
+        Part("keys and values of answers", (cast or own) * rows * answer * token, "sampling"),
     ]
 
 

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from mmrl.vlm.engine import decoder
+from mmrl.core.loss import masked_mean
+from mmrl.vlm.engine import decoder, sampler
 from mmrl.vlm.engine import lean as lean_weights
 from mmrl.vlm.engine.decoder import PrefixDecoder
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
@@ -14,7 +15,7 @@ from mmrl.vlm.engine.prefix import Prefix
 from mmrl.vlm.engine.sampler import SamplerConfig, Samples, sample
 from mmrl.vlm.model.config import LoraSettings, ModelConfig
 from tests.rounding import assert_equal_up_to_rounding
-from tests.vlm.builders import make_rollouts, ragged_tasks
+from tests.vlm.builders import draw, make_rollouts, ragged_tasks
 
 STEPS = 10
 
@@ -218,6 +219,34 @@ def test_low_precision_is_near_float32(folder, lora):
     apart = distance(exact, exact.flip(1))
     assert 0 < distance(exact, forced_logp(low)) < 0.05 * apart
     assert 0 < distance(exact, forced_logp(full, autocast=True)) < 0.05 * apart
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_keys_and_values_in_bfloat16_cost_no_more_than_its_rounding(folder, autocast, monkeypatch):
+    """Sampling is about as far from scoring as bfloat16 takes scoring from float32."""
+    low = sharpen(load_policy(ModelConfig(path=str(folder), dtype="float32" if autocast else "bfloat16")))
+    exact = sharpen(load_policy(ModelConfig(path=str(folder))))
+    exact.network.load_state_dict(low.network.state_dict())
+    made = []
+    monkeypatch.setattr(sampler, "PrefixDecoder", lambda *parts: made.append(PrefixDecoder(*parts)) or made[-1])
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            rollouts = draw(low, ragged_tasks())
+            scored = low(rollouts).logp
+        rounding = masked_mean((scored - exact(rollouts).logp).abs(), rollouts.mask).mean()
+    (batch,) = made
+    attention = batch._attention
+    kept = [*attention.prefix_keys, *attention.prefix_values, *attention.keys, *attention.values]
+    assert {x.dtype for x in kept} == {torch.bfloat16}
+    assert 0 < masked_mean((rollouts.logp_old - scored).abs(), rollouts.mask).mean() < 2 * rounding
+
+
+def test_weights_are_made_once_for_all_parts_of_the_prompts(folder, monkeypatch):
+    policy, calls = load_policy(ModelConfig(path=str(folder))), []
+    monkeypatch.setattr(sampler, "lean_weights", lambda own: calls.append(1) or lean_weights.lean_weights(own))
+    whole = draw(policy, ragged_tasks())
+    assert torch.equal(draw(policy, ragged_tasks(), batch_rows=3).payload.response_ids, whole.payload.response_ids)
+    assert calls == [1, 1]
 
 
 def test_biases_everywhere_in_attention(tiny_folders):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from mmrl.vlm.engine.attention import merge_attention
+from mmrl.vlm.engine import attention
+from mmrl.vlm.engine.attention import TOLERANCE, joined_attention, merge_attention
 
 B, H, Q, D = 2, 3, 4, 8
 
@@ -48,3 +50,22 @@ def test_an_empty_set_of_keys_changes_nothing():
     merged, merged_lse = merge_attention(out, lse, *nothing)
     torch.testing.assert_close(merged, out)
     torch.testing.assert_close(merged_lse, lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_dense_masks_compute_in_half_precision(dtype, padded, monkeypatch):
+    """Heads of width 12 have no kernels in half precision on a GPU."""
+    monkeypatch.setattr(attention, "kernels_for", lambda *_: None)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2, 3, 5, 4, 12), *[(2, 3, 5, 2, 12)] * 2, *[(2, 2, 11, 12)] * 2]
+    exact = [torch.randn(size, generator=generator).to(dtype).double().requires_grad_() for size in sizes]
+    low = [x.detach().to(dtype).requires_grad_() for x in exact]
+    weight = torch.randn(sizes[0], generator=generator).to(dtype)
+    real = torch.arange(11) < torch.tensor([[11], [7]]) if padded else None
+    outputs = [joined_attention(*own, real, 0.3) for own in (exact, low)]
+    for out in outputs:
+        (out * weight.to(out.dtype)).sum().backward()
+    for a, b in [outputs, *((x.grad, y.grad) for x, y in zip(exact, low, strict=True))]:
+        assert b.dtype == dtype
+        assert (b.detach().double() - a.detach()).norm() <= TOLERANCE[dtype] * a.detach().norm()

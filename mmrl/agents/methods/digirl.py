@@ -53,6 +53,7 @@ from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.returns import turn_starts
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
@@ -333,12 +334,11 @@ class DigirlRecipe(AgentRecipe):
         rollouts = pack_episodes([data.episodes[number] for number in mine], range(len(mine)), self.policy)
         assert rollouts.turn is not None
         kept = steps.split(data.counts)
-        advantage = torch.zeros_like(rollouts.mask)
-        for row, number in enumerate(mine):
-            own = kept[number].to(advantage)[rollouts.turn[row].clamp(min=0)]
-            advantage[row] = own * rollouts.mask[row]
-        total = [episode.total for episode in AgentPayload.of(rollouts).episodes]
-        return rollouts.replace(reward=torch.tensor(total).to(rollouts.reward), advantage=advantage)
+        turn, mask = to_host([rollouts.turn, rollouts.mask])
+        own = [kept[number].to(mask)[turn[row].clamp(min=0)] for row, number in enumerate(mine)]
+        total = torch.tensor([episode.total for episode in AgentPayload.of(rollouts).episodes])
+        reward, advantage = (to_device(x, rollouts.mask.device) for x in (total, torch.stack(own) * mask))
+        return rollouts.replace(reward=reward, advantage=advantage)
 
 
 def kept_steps(data: LabelledEpisodes, critic: StepCritic, settings: DigirlSettings) -> Tensor:

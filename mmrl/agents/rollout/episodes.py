@@ -26,6 +26,7 @@ from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.core.payload import per_row
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.rewards.answers import final_part
@@ -315,13 +316,13 @@ class TokenTable:
     contexts: list[tuple[Context, ...]]
 
 
-def tabulate_tokens(rows: Sequence[Trajectory], pad_id: int, device: torch.device | str = "cpu") -> TokenTable:
+def tabulate_tokens(rows: Sequence[Trajectory], pad_id: int) -> TokenTable:
     """Pad trajectories to one table."""
     width = max([1, *(len(row.ids) for row in rows)])
 
     def table(columns: Sequence[Sequence[float]], padding: float, dtype: torch.dtype) -> Tensor:
         padded = [[*column, *[padding] * (width - len(column))] for column in columns]
-        return torch.tensor(padded, dtype=dtype, device=device)
+        return torch.tensor(padded, dtype=dtype)
 
     return TokenTable(
         ids=table([row.ids for row in rows], pad_id, torch.int64),
@@ -421,33 +422,35 @@ def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: Vlm
     """
     prompts = _first_prompts(episodes, group)
     rows = [_with_own_context(episode, prompts[number]) for episode, number in zip(episodes, group, strict=True)]
-    table = tabulate_tokens([episode.trajectory for episode in rows], policy.pad_id, policy.device)
+    table = tabulate_tokens([episode.trajectory for episode in rows], policy.pad_id)
+    rewards, bootstrap_mask = torch.zeros_like(table.logp), torch.zeros_like(table.logp)
+    for row, episode in enumerate(episodes):
+        index = episode.trajectory.last_tokens()
+        rewards[row, index] = torch.tensor(episode.rewards[: len(index)])
+        if episode.trajectory.bootstrap_index is not None:
+            bootstrap_mask[row, episode.trajectory.bootstrap_index] = 1.0
+    truncated = torch.tensor([float(episode.ending == "truncated") for episode in episodes])
+    mask = table.mask * torch.tensor([episode.has_result for episode in episodes])[:, None]
+    columns = (table.ids, mask, table.logp, table.turn, rewards, truncated, bootstrap_mask, torch.tensor(list(group)))
+    ids, mask, logp, turn, rewards, truncated, bootstrap_mask, own = (to_device(x, policy.device) for x in columns)
     tasks = {number: episode.task for episode, number in zip(episodes, group, strict=True)}
     payload = AgentPayload(
         prompts=prompts,
         tasks=[VlmTask(tasks[number].id, []) for number in range(len(prompts))],
-        response_ids=table.ids,
+        response_ids=ids,
         texts=["\n".join(episode.answers) for episode in rows],
         finish=[episode.finish for episode in rows],
         inserts=table.inserts,
         contexts=table.contexts,
         episodes=list(episodes),
     )
-    device = table.mask.device
-    rewards, bootstrap_mask = torch.zeros_like(table.logp), torch.zeros_like(table.logp)
-    for row, episode in enumerate(episodes):
-        index = episode.trajectory.last_tokens()
-        rewards[row, index] = torch.tensor(episode.rewards[: len(index)], device=device)
-        if episode.trajectory.bootstrap_index is not None:
-            bootstrap_mask[row, episode.trajectory.bootstrap_index] = 1.0
-    truncated = torch.tensor([float(episode.ending == "truncated") for episode in episodes], device=device)
     return Rollouts(
-        group=torch.tensor(list(group), device=device),
-        mask=table.mask * torch.tensor([episode.has_result for episode in episodes], device=device)[:, None],
-        logp_old=table.logp,
-        reward=torch.full((len(episodes),), float("nan"), device=device),
+        group=own,
+        mask=mask,
+        logp_old=logp,
+        reward=torch.full((len(episodes),), float("nan"), device=own.device),
         payload=payload,
-        turn=table.turn,
+        turn=turn,
         extras={"decision_reward": rewards, "truncated": truncated, "bootstrap_mask": bootstrap_mask},
     )
 

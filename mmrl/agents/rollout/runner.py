@@ -21,7 +21,6 @@ from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
 from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer
 from mmrl.agents.rollout.turns import TurnSampler
-from mmrl.core.transfer import to_host
 from mmrl.runs.run_log import stopwatch
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.data.task import TaskError
@@ -137,19 +136,17 @@ class EpisodeRunner:
         prompts = {row: slot.conversation.parts[0].prompt for row, slot in slots.items()}
         distinct = {id(prompt): prompt for prompt in prompts.values()}
         index = {key: number for number, key in enumerate(distinct)}
-        rows = self._rows(slots)
+        rows = _rows(slots)
         with stopwatch("prefill"):
-            which = torch.tensor([index[id(prompts[row])] for row in rows.tolist()], device=rows.device)
+            which = torch.tensor([index[id(prompts[row])] for row in rows.tolist()])
             turns.begin(rows, list(distinct.values()), which)
 
     def _take_turn(self, running: dict[int, _Slot], turns: TurnSampler, greedy: bool) -> None:
         """One answer and its actions in every running episode."""
-        rows, width = self._rows(running), self._sampler.max_new_tokens
+        rows, width = _rows(running), self._sampler.max_new_tokens
         uniforms = [torch.rand(width, generator=running[row].generator) for row in sorted(running) if not greedy]
         with stopwatch("decode"):
             drawn = turns.sample(rows, torch.stack(uniforms) if uniforms else None)
-        ids, mask, logp = to_host([drawn.response_ids, drawn.mask, drawn.logp])
-        drawn = replace(drawn, response_ids=ids, mask=mask, logp=logp)  # read row by row
         parsed = {row: self._note(running[row], drawn, index) for index, row in enumerate(rows.tolist())}
         with stopwatch("environment"):
             results = self._act(running, parsed)
@@ -159,7 +156,7 @@ class EpisodeRunner:
         active = {row: slot for row, slot in running.items() if row not in over}
         over += self._observe(active, parsed, results, turns)
         self._pool.stop(over)
-        turns.drop(torch.tensor(sorted(over), dtype=torch.int64, device=rows.device))
+        turns.drop(torch.tensor(sorted(over), dtype=torch.int64))
         for row in over:
             slot = running.pop(row)
             episode = slot.episode
@@ -245,10 +242,10 @@ class EpisodeRunner:
             (restarted if restarts else added)[row] = prompt
         with stopwatch("prefill"):
             if added:
-                turns.extend(self._rows(added), list(added.values()))
+                turns.extend(_rows(added), list(added.values()))
             if restarted:
-                rows = self._rows(restarted)
-                turns.begin(rows, list(restarted.values()), torch.arange(len(rows), device=rows.device))
+                rows = _rows(restarted)
+                turns.begin(rows, list(restarted.values()), torch.arange(len(rows)))
         return full
 
     def _add_bootstrap_observations(
@@ -282,10 +279,11 @@ class EpisodeRunner:
 
     def _room(self, slots: dict[int, _Slot], turns: TurnSampler) -> list[int]:
         """Positions left in each row, in order."""
-        return turns.room(self._rows(slots)) if slots else []
+        return turns.room(_rows(slots)) if slots else []
 
-    def _rows(self, slots: dict[int, _Slot] | dict[int, Prompt]) -> Tensor:
-        return torch.tensor(sorted(slots), dtype=torch.int64, device=self._policy.device)
+
+def _rows(slots: dict[int, _Slot] | dict[int, Prompt]) -> Tensor:
+    return torch.tensor(sorted(slots), dtype=torch.int64)
 
 
 def _with_earlier(earlier: TurnResult | None, result: TurnResult) -> TurnResult:

@@ -8,16 +8,18 @@ middle; a row whose history is truncated starts again with another prompt.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from mmrl.core.transfer import to_device, to_host
 from mmrl.vlm.data.prompt import Prompt, join_prompts
 from mmrl.vlm.engine.attention import ResponseRow, response_index
 from mmrl.vlm.engine.decoder import PrefixDecoder
-from mmrl.vlm.engine.lean import lean_weights, unsupported_reason
+from mmrl.vlm.engine.lean import LeanWeights, lean_weights, unsupported_reason
 from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.engine.prefix import Prefix
 from mmrl.vlm.engine.rows import pack_prompts, text_prompt
@@ -43,18 +45,17 @@ class _KeepingRow(ResponseRow):
 
 
 class Histories:
-    """Keys, values and last states of B rows, each of its own length."""
+    """Keys, values and last states of B rows, each of its own length; numbers of rows and lengths are on the CPU."""
 
     def __init__(self, policy: VlmPolicy, rows: int) -> None:
         self._policy = policy
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        device = policy.device
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int64)
         """(B,) int64, tokens that each row has read."""
-        self.next_position = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.next_position = torch.zeros(rows, dtype=torch.int64)
         """(B,) int64, rotary position of each row's next token."""
-        self._last_state = torch.zeros(rows, policy.width, device=device)
+        self._last_state = torch.zeros(rows, policy.width, device=policy.device)
 
     def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
         """Start or restart rows (b,) after prompts that they may share; each prompt is read once."""
@@ -68,37 +69,34 @@ class Histories:
         self.lengths[rows] = 0
         self._append(rows, read.lengths, [*zip(read.keys, read.values, strict=True)])
         self.next_position[rows] = read.next_position
-        self._last_state[rows] = read.last_state.to(self._last_state.dtype)
+        self._last_state[self._on_device(rows)] = read.last_state.to(self._last_state.dtype)
 
     def extend(self, rows: Tensor, parts: Sequence[Prompt]) -> None:
         """Read the parts that were appended to some rows (b,), packed into one pass."""
-        lengths = torch.tensor([len(part) for part in parts], device=rows.device)
+        lengths = torch.tensor([len(part) for part in parts])
         read = self._read_packed if self._policy.generic is None else self._read_padded
         last, layers = read(self.prefix(rows), parts, lengths)
         self._append(rows, lengths, layers)
-        self.next_position[rows] += torch.tensor([part.next_position for part in parts], device=rows.device)
-        self._last_state[rows] = last.to(self._last_state.dtype)
+        self.next_position[rows] += torch.tensor([part.next_position for part in parts])
+        self._last_state[self._on_device(rows)] = last.to(self._last_state.dtype)
 
     def _read_packed(
         self, before: Prefix, parts: Sequence[Prompt], lengths: Tensor
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Last states (b, H) of parts behind histories, and their keys and values (b, Hk, t, d); in the fast lane."""
-        device = lengths.device
-        sizes = torch.tensor([len(part) for part in parts])
-        index = response_index(sizes, torch.arange(len(parts)), len(parts), device)
+        device = self._policy.device
+        index = response_index(lengths, torch.arange(len(parts)), len(parts), device)
         shared = _KeepingRow(index, before.real, before.keys, before.values)
         packed = pack_prompts(parts, device)
-        packed.positions = packed.positions + before.next_position.repeat_interleave(
-            lengths, output_size=int(sizes.sum())
-        )
+        packed.positions = packed.positions + to_device(before.next_position.repeat_interleave(lengths), device)
         features = gather_features(self._policy.network.model, parts, self._policy.features)
         states = self._policy.run(packed, features, shared=shared)[0]
         first = lengths.cumsum(0) - lengths
         # From packed (M, ...) to padded (b, t, ...); what lies behind a row's end is not copied by _append.
-        table = first[:, None] + torch.arange(int(sizes.max()), device=device)
-        table = table.clamp(max=len(states) - 1)
+        table = first[:, None] + torch.arange(int(lengths.max()))
+        table = to_device(table.clamp(max=len(states) - 1), device)
         layers = [(k[table].transpose(1, 2), v[table].transpose(1, 2)) for k, v in shared.own]
-        return states[first + lengths - 1], layers
+        return states[to_device(first + lengths - 1, device)], layers
 
     def _read_padded(
         self, before: Prefix, parts: Sequence[Prompt], lengths: Tensor
@@ -106,7 +104,7 @@ class Histories:
         """The same in the generic lane."""
         assert self._policy.generic is not None
         states, layers = self._policy.generic.read_behind(self._policy, before, parts)
-        return states[torch.arange(len(parts), device=lengths.device), lengths - 1], layers
+        return states[self._on_device(torch.arange(len(parts))), self._on_device(lengths - 1)], layers
 
     def append(self, rows: Tensor, lengths: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Append sampled tokens that a decoder has read; the last state is then that before the next of them."""
@@ -115,13 +113,13 @@ class Histories:
 
     def prefix(self, rows: Tensor) -> Prefix:
         """The histories of rows (b,) as prompts to continue."""
-        width = int(self.lengths[rows].max())
+        width, index = int(self.lengths[rows].max()), self._on_device(rows)
         return Prefix(
-            keys=[keys[rows, :, :width] for keys in self._keys],
-            values=[values[rows, :, :width] for values in self._values],
+            keys=[keys[index, :, :width] for keys in self._keys],
+            values=[values[index, :, :width] for values in self._values],
             lengths=self.lengths[rows],
             next_position=self.next_position[rows],
-            last_state=self._last_state[rows],
+            last_state=self._last_state[index],
         )
 
     def drop(self, rows: Tensor) -> None:
@@ -137,16 +135,17 @@ class Histories:
         start = self.lengths[rows]
         needed, width = int((start + lengths).max()), self._keys[0].shape[2]
         grown = max(needed, int(GROWTH * width)) if needed > width else width
-        row, offset = torch.nonzero(
-            torch.arange(layers[0][0].shape[2], device=rows.device) < lengths[:, None], as_tuple=True
-        )
-        target, column = rows[row], start[row] + offset
+        row, offset = torch.nonzero(torch.arange(layers[0][0].shape[2]) < lengths[:, None], as_tuple=True)
+        target, column, row, offset = map(self._on_device, (rows[row], start[row] + offset, row, offset))
         for store, kind in ((self._keys, 0), (self._values, 1)):
             for layer, table in enumerate(store):
                 if grown > width:
                     store[layer] = table = torch.nn.functional.pad(table, (0, 0, 0, grown - width))
                 table[target, :, column] = layers[layer][kind][row, :, offset].to(table.dtype)
         self.lengths[rows] = start + lengths
+
+    def _on_device(self, index: Tensor) -> Tensor:
+        return to_device(index, self._policy.device)
 
 
 class TurnSampler:
@@ -155,7 +154,7 @@ class TurnSampler:
     Keys, values and vision features of the history stay from turn to turn, and the decoder's cache of a sampled turn is
     appended to them, so that no token passes the model twice. The log-probabilities are those of the whole conversation
     up to then. Models that the lean decoder does not support, and `reread`, read the whole conversation in every turn;
-    an inference engine gets it too, and keeps what it has read by itself.
+    an inference engine gets it too, and keeps what it has read by itself. Numbers of rows are on the CPU.
 
         turns = TurnSampler(policy, config, rows)
         turns.begin(rows, prompts, group)
@@ -202,21 +201,23 @@ class TurnSampler:
                 self._histories.extend(rows, given)
 
     def sample(self, rows: Tensor, uniforms: Tensor | None) -> Samples:
-        """Sample the next turn of some rows from uniform numbers (b, max_new_tokens); None is greedy."""
+        """Sample the next turn of some rows from uniform numbers (b, max_new_tokens); None is greedy.
+
+        The samples are on the CPU.
+        """
         with self._sampling():
             if self._histories is not None:
                 drawn = self._continue(self._histories, rows, uniforms)
             else:
                 prompts = [join_prompts(self._parts[row]) for row in rows.tolist()]
                 if self._engine is None:
-                    drawn = sample(self._policy, prompts, 1, self._config, uniforms)
+                    drawn = _on_host(sample(self._policy, prompts, 1, self._config, uniforms))
                 else:
-                    drawn = self._engine.draw(prompts, 1, uniforms)
+                    drawn = _on_host(self._engine.draw(prompts, 1, uniforms))
         lengths = drawn.mask.sum(1).long().tolist()
-        ids = drawn.response_ids.cpu()
         for index, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
             # With a history, only the last token was drawn without being read.
-            self._unread[row] = ids[index, 0 if self._histories is None else length - 1 : length]
+            self._unread[row] = drawn.response_ids[index, 0 if self._histories is None else length - 1 : length]
         return drawn
 
     def room(self, rows: Tensor) -> list[int]:
@@ -239,18 +240,26 @@ class TurnSampler:
     def _continue(self, histories: Histories, rows: Tensor, uniforms: Tensor | None) -> Samples:
         """Sample after the kept histories, and append to them what the decoder has read."""
         draw = GenerationState(self._policy, self._config, len(rows), uniforms)
-        weights = lean_weights(self._policy)
-        for chunk in torch.arange(len(rows), device=rows.device).split(self._config.batch_rows):
+        device, left = self._policy.device, []
+        for chunk in torch.arange(len(rows)).split(self._config.batch_rows):
             prefix = histories.prefix(rows[chunk])
-            own = torch.arange(len(chunk), device=rows.device)
+            own = torch.arange(len(chunk))
             steps = max(self._config.max_new_tokens - 1, 1)
-            decoder = _KeepingDecoder(PrefixDecoder(weights, prefix, own, steps, self._policy.banned_ids), own)
-            decode(draw, decoder, chunk, draw.max_positions - prefix.lengths, prefix.last_state)
+            decoder = _KeepingDecoder(PrefixDecoder(self._weights, prefix, own, steps, self._policy.banned_ids), own)
+            budget = to_device(draw.max_positions - prefix.lengths, device)
+            decode(draw, decoder, to_device(chunk, device), budget, prefix.last_state)
             decoder.finish()
-            read = draw.mask[:, chunk].sum(0).long() - 1
-            for index, keys, values in decoder.left:
-                histories.append(rows[chunk[index]], read[index], keys, values)
-        return draw.collect([self._parts[row][-1] for row in rows.tolist()])
+            left += [(chunk[index], keys, values) for index, keys, values in decoder.left]
+        drawn = _on_host(draw.collect([self._parts[row][-1] for row in rows.tolist()]))
+        read = drawn.mask.sum(1).long() - 1
+        for index, keys, values in left:
+            histories.append(rows[index], read[index], keys, values)
+        return drawn
+
+    @functools.cached_property
+    def _weights(self) -> LeanWeights:
+        """Made once, since the policy does not change between the turns of an episode."""
+        return lean_weights(self._policy)
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -261,6 +270,11 @@ class TurnSampler:
                 yield
         finally:
             self._policy.train(training)
+
+
+def _on_host(samples: Samples) -> Samples:
+    ids, mask, logp = to_host([samples.response_ids, samples.mask, samples.logp])
+    return replace(samples, response_ids=ids, mask=mask, logp=logp)
 
 
 class _KeepingDecoder:
@@ -287,7 +301,7 @@ class _KeepingDecoder:
 
     def finish(self) -> None:
         """Save the remaining rows."""
-        self._save(torch.arange(len(self._rows), device=self._rows.device))
+        self._save(torch.arange(len(self._rows)))
 
     def _save(self, index: Tensor) -> None:
         if self._read and len(index):

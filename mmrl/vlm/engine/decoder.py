@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmrl.core.transfer import to_device
 from mmrl.vlm.engine.lean import LeanLayer, LeanWeights
 from mmrl.vlm.engine.prefix import Prefix
 
@@ -28,8 +29,8 @@ ROOM = 64
 class PrefixDecoder:
     """Rows that are decoded together, at most `steps` tokens each.
 
-    `prefix` holds N prompts without history; `prompt` (b,) int64 is the prompt of each row, ascending, and every prompt
-    has a row; the tokens `banned` (K,) int64 are never drawn.
+    `prefix` holds N prompts without history; `prompt` (b,) int64, on the CPU, is the prompt of each row, ascending, and
+    every prompt has a row; the tokens `banned` (K,) int64 are never drawn. Indices of rows are on the CPU too.
     """
 
     def __init__(self, weights: LeanWeights, prefix: Prefix, prompt: Tensor, steps: int, banned: Tensor) -> None:
@@ -54,7 +55,7 @@ class PrefixDecoder:
             hidden = functional.embedding(token, weights.embedding)
             for number, layer in enumerate(weights.layers):
                 x = layer.norm_attention(hidden).to(weights.dtype)
-                hidden.add_(layer.out(attention(number, layer, x).to(x.dtype)))
+                hidden.add_(layer.out(attention(number, layer, x)))
                 hidden.add_(layer.mlp(layer.norm_mlp(hidden).to(weights.dtype)))
             return weights.norm(hidden).to(hidden.dtype)
 
@@ -69,17 +70,17 @@ class PrefixDecoder:
 
 
 class _Slots:
-    """Slots of b rows among N groups."""
+    """Slots of b rows among N groups; on the CPU, and what every step reads on the device as well."""
 
-    def __init__(self, prompt: Tensor, groups: int) -> None:
-        number = torch.arange(len(prompt), device=prompt.device)
+    def __init__(self, prompt: Tensor, groups: int, device: torch.device) -> None:
+        number = torch.arange(len(prompt))
         counts = torch.bincount(prompt, minlength=groups)
         self.prompt = prompt
         self.size = int(counts.max())  # R
-        self.of_row = prompt * self.size + number - (counts.cumsum(0) - counts)[prompt]  # (b,)
-        self.row = torch.zeros(groups * self.size, dtype=torch.int64, device=prompt.device)  # (N R,)
-        self.row.index_copy_(0, self.of_row, number)
-        self.ragged = len(self.row) != len(prompt)  # some are unused
+        self.host_of_row = prompt * self.size + number - (counts.cumsum(0) - counts)[prompt]  # (b,)
+        row = torch.zeros(groups * self.size, dtype=torch.int64).index_copy_(0, self.host_of_row, number)  # (N R,)
+        self.of_row, self.row = to_device(self.host_of_row, device), to_device(row, device)
+        self.ragged = len(row) != len(prompt)  # some are unused
 
 
 class _Buffers:
@@ -103,14 +104,15 @@ class _Buffers:
         self.unscaled_queries = queries.unflatten(2, (kv_heads, -1)).transpose(1, 2)  # (N, Hk, R, r, d)
         self.keys = keys.transpose(1, 2)  # (N, Hk, R, d)
         self.values = self.slot_values.unflatten(0, (groups, slots.size)).transpose(1, 2)  # (N, Hk, R, d)
-        self.queries = rows.new_empty(self.unscaled_queries.shape)
+        # attention computes in the precision of the layers, its softmax in float32, as in scoring
+        self.queries = rows.new_empty(self.unscaled_queries.shape, dtype=weights.dtype)
         self.far_queries = self.queries.flatten(2, 3).flatten(0, 1)  # (N Hk, R r, d)
         self.near_queries = self.queries.flatten(0, 2)  # (N Hk R, r, d)
         # one memory, seen by prompt and by slot: the product with the row's own values is added onto the prompt's
         context = torch.empty_like(self.queries)
         self.far_context, self.near_context = context.flatten(2, 3).flatten(0, 1), context.flatten(0, 2)
         self.slot_context = context.transpose(1, 2)  # (N, R, Hk, r, d)
-        self.far = rows.new_empty(*self.far_queries.shape[:2], prompt_width)  # (N Hk, R r, P)
+        self.far = self.queries.new_empty(*self.far_queries.shape[:2], prompt_width)  # (N Hk, R r, P)
         self.far_by_group = self.far.view(groups, -1, prompt_width)
         self.far_by_slot = self.far.view(*self.near_queries.shape[:2], -1)
 
@@ -132,14 +134,14 @@ class _Step:
 
 
 class _GroupAttention:
-    """Attention of rows to the prompt of their group, `far`, and to themselves, `near`, in float32."""
+    """Attention of rows to the prompt of their group, `far`, and to themselves, `near`."""
 
     def __init__(self, weights: LeanWeights, prefix: Prefix, prompt: Tensor, steps: int) -> None:
         self.weights = weights
-        self.lengths, self.next_position = prefix.lengths, prefix.next_position
+        self.lengths, self.next_position, self.device = prefix.lengths, prefix.next_position, prefix.last_state.device
         # (N Hk, d, P) and (N Hk, P, d): matrix products are the fastest in this order
-        self.prefix_keys = [x.transpose(2, 3).float().contiguous().flatten(0, 1) for x in prefix.keys]
-        self.prefix_values = [x.float().contiguous().flatten(0, 1) for x in prefix.values]
+        self.prefix_keys = [x.transpose(2, 3).to(weights.dtype).contiguous().flatten(0, 1) for x in prefix.keys]
+        self.prefix_values = [x.to(weights.dtype).contiguous().flatten(0, 1) for x in prefix.values]
         self.read, self.steps, self.room = 0, steps, 0
         self._arrange(prompt)
         # (N, Hk, R, d, room) and (N, Hk, R, room, d)
@@ -149,25 +151,27 @@ class _GroupAttention:
 
     def keep(self, index: Tensor) -> None:
         """Drop all rows but some (n,), and the prompts that are left without rows."""
-        kv_heads, before, size = self.weights.kv_heads, self.slots.of_row[index], self.slots.size
+        kv_heads, before, size = self.weights.kv_heads, self.slots.host_of_row[index], self.slots.size
         live, prompt = torch.unique_consecutive(self.slots.prompt[index], return_inverse=True)
         if len(live) < len(self.lengths):
             self.lengths, self.next_position = self.lengths[live], self.next_position[live]
+            kept = to_device(live, self.device)
             self.prefix_keys, self.prefix_values = (
-                [x.unflatten(0, (-1, kv_heads))[live].flatten(0, 1) for x in layers]
+                [x.unflatten(0, (-1, kv_heads))[kept].flatten(0, 1) for x in layers]
                 for layers in (self.prefix_keys, self.prefix_values)
             )
         self._arrange(prompt)
         # source is the old slot of each new one; unused slots copy slot 0, which is never read
-        source = torch.zeros(len(live) * self.slots.size, dtype=torch.int64, device=index.device)
-        source = source.index_copy_(0, self.slots.of_row, before).view(-1, 1, self.slots.size)
-        head = torch.arange(kv_heads, device=index.device)[None, :, None]
+        source = torch.zeros(len(live) * self.slots.size, dtype=torch.int64)
+        source.index_copy_(0, self.slots.host_of_row, before)
+        source = to_device(source, self.device).view(-1, 1, self.slots.size)
+        head = torch.arange(kv_heads, device=self.device)[None, :, None]
         for layers in (self.keys, self.values):
             layers[:] = [old[source // size, head, source % size] for old in layers]
 
     def cached(self, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of the tokens that rows (n,) have read, for each layer (n, Hk, t, d)."""
-        slot, read = self.slots.of_row[index], self.read
+        slot, read = self.slots.of_row[to_device(index, self.device)], self.read
         group, number = slot // self.slots.size, slot % self.slots.size
         keys = [keys[group, :, number, :, :read].transpose(2, 3).contiguous() for keys in self.keys]
         return keys, [values[group, :, number, :read].contiguous() for values in self.values]
@@ -181,7 +185,7 @@ class _GroupAttention:
         self.step = _Step(self.buffers, self.keys, self.values, self.read)
 
     def __call__(self, number: int, layer: LeanLayer, x: Tensor) -> Tensor:
-        """Attention (b, H d) float32 of a layer for its normed states (b, width)."""
+        """Attention (b, H d) of a layer for its normed states (b, width)."""
         buffers, step = self.buffers, self.step
         # into fixed memory, since all views in `buffers` were made of it
         buffers.incoming.copy_(layer.qkv(x))
@@ -216,12 +220,12 @@ class _GroupAttention:
 
     def _arrange(self, prompt: Tensor) -> None:
         """Give each row its slot, and allocate all tensors of the rows' shape again."""
-        self.slots = _Slots(prompt, len(self.lengths))
+        self.slots = _Slots(prompt, len(self.lengths), self.device)
         width = self.prefix_keys[0].shape[2]
-        padding = torch.arange(width, device=prompt.device) >= self.lengths[:, None]
+        padding = torch.arange(width) >= self.lengths[:, None]
         self.padding = None
         if bool(padding.any()):
-            self.padding = padding.float().masked_fill_(padding, float("-inf"))[:, None]
+            self.padding = to_device(padding.float().masked_fill_(padding, float("-inf"))[:, None], self.device)
         self.buffers = _Buffers(self.weights, self.slots, width)
         self._make_rotations()
 
@@ -237,8 +241,8 @@ class _GroupAttention:
 
     def _make_rotations(self) -> None:
         """Cosines and sines (room, b, 1, ...) of every step; a response token's three positions are equal."""
-        steps = torch.arange(self.room, device=self.slots.prompt.device)
-        position = steps[:, None] + self.next_position[self.slots.prompt]
+        steps = torch.arange(self.room, device=self.device)
+        position = steps[:, None] + to_device(self.next_position[self.slots.prompt], self.device)
         angle = position.float()[..., None, None] * self.weights.frequencies
         self.cosines = torch.cat([angle.cos()] * 2, -1) * self.weights.rotary_scale
         self.sines = angle.sin() * self.weights.rotary_scale

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.vlm.data.prompt import Prompt, leaves
 from mmrl.vlm.engine.prefix import CachedPart, CachedPrefix, Prefix
@@ -174,10 +175,10 @@ class GenericLane:
 
         width, lengths = before.keys[0].shape[2], torch.tensor([len(part) for part in parts], device=policy.device)
         own = torch.arange(int(lengths.max()), device=policy.device) < lengths[:, None]
-        past = torch.arange(width, device=policy.device) < before.lengths[:, None]
+        past = to_device(torch.arange(width) < before.lengths[:, None], policy.device)
         cache: Any = filled_cache(policy.network.config, before.keys, before.values)
         real = torch.cat([past, own], 1)
-        states = self.read(policy, parts, cache=cache, real=real, start=before.next_position)
+        states = self.read(policy, parts, cache=cache, real=real, start=to_device(before.next_position, policy.device))
         return states, [(layer.keys[:, :, width:], layer.values[:, :, width:]) for layer in cache.layers]
 
     def read(
@@ -303,7 +304,7 @@ class GenericDecoder:
 
     def keep(self, index: Tensor) -> None:
         """Drop all rows but some."""
-        self._part = self._part.select(index)
+        self._part = self._part.select(to_device(index, self._part.lengths.device))
 
     def advance(self, token: Tensor) -> Tensor:
         """Read one token of each row and return the states (b, H) that predict the next."""

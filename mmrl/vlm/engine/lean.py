@@ -128,7 +128,7 @@ class LeanWeights:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    """Precision of the decoder layers' matrix products."""
+    """Precision of the decoder layers' matrix products, and of the keys and values that they leave."""
 
 
 def unsupported_reason(policy: VlmPolicy) -> str | None:

@@ -303,7 +303,6 @@ class VlmPolicy(nn.Module):
         if self.generic is not None:
             return self.generic.encode_prefix(self, prompts)
         device, sizes = self.device, torch.tensor([len(prompt) for prompt in prompts])
-        lengths = to_device(sizes, device)
         owner = to_device(torch.arange(len(prompts)).repeat_interleave(sizes), device)
         shared = PromptRow(prompt_index(sizes, device))
         with self.routes.watch():
@@ -313,9 +312,9 @@ class VlmPolicy(nn.Module):
         return Prefix(
             keys=[shared.keys[layer] for layer in layers],
             values=[shared.values[layer] for layer in layers],
-            lengths=lengths,
-            next_position=to_device(torch.tensor([prompt.next_position for prompt in prompts]), device),
-            last_state=hidden[0, lengths.cumsum(0) - 1],
+            lengths=sizes,
+            next_position=torch.tensor([prompt.next_position for prompt in prompts]),
+            last_state=hidden[0, to_device(sizes.cumsum(0) - 1, device)],
             routes=self.routes.sums(owner, len(prompts)),
         )
 
@@ -334,7 +333,7 @@ class VlmPolicy(nn.Module):
     def _states(self, rollouts: Rollouts, view: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """States (M, H) before the tokens under the mask, these tokens (M,), and the sums of `Routes` over all rows."""
         payload = VlmPayload.of(rollouts)
-        reading = make_reading(payload, view, *rollouts.host, self.device)
+        reading = make_reading(payload, view, rollouts.host.group, rollouts.host.mask, self.device)
         if self.generic is not None:
             return self.generic.states(self, reading), reading.targets, self.routes.take()
         # responses that are alone with their prompt have nothing to share, and one row each is one pass less
@@ -366,7 +365,7 @@ class VlmPolicy(nn.Module):
         if tokens := int(reading.host_lengths.sum()):
             index = response_index(reading.host_lengths, reading.host_group, len(prefix), self.device)
             shared = ResponseRow(index, prefix.real, prefix.keys, prefix.values)
-            rows = pack_reading(reading, prefix.next_position[group])
+            rows = pack_reading(reading, prefix.next_position[reading.host_group])
             inserted = [insert.prompt for own in reading.inserts for insert in own]
             features = gather_features(self.network.model, inserted, self.features) if inserted else None
             with self.routes.watch():

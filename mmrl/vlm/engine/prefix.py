@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmrl.core.transfer import to_device, to_host
 from mmrl.vlm.data.prompt import Prompt
 
 
@@ -26,9 +27,9 @@ class Prefix:
     values: list[Tensor]
     """One for each decoder layer, (N, Hk, P, d)."""
     lengths: Tensor
-    """(N,) int64, tokens of each prompt."""
+    """(N,) int64, tokens of each prompt; on the CPU, where it steers the host."""
     next_position: Tensor
-    """(N,) int64, rotary position of the first response token, the same along all three axes."""
+    """(N,) int64, rotary position of the first response token, the same along all three axes; on the CPU."""
     last_state: Tensor
     """(N, H), state after the final norm of each prompt's last token."""
     routes: Tensor | None = None
@@ -54,20 +55,20 @@ class Prefix:
         width = self.keys[0].shape[2]
         if bool((self.lengths == width).all()):
             return None
-        return torch.arange(width, device=self.lengths.device) < self.lengths[:, None]
+        return to_device(torch.arange(width) < self.lengths[:, None], self.last_state.device)
 
     def select(self, index: Tensor | list[int]) -> Prefix:
         """Prompts `index` (n,), no wider than the longest of them."""
-        index = torch.as_tensor(index, device=self.lengths.device)
-        lengths = self.lengths[index]
+        index = torch.as_tensor(index).cpu()
+        lengths, rows = self.lengths[index], to_device(index, self.last_state.device)
         width = int(lengths.max())
         return Prefix(
-            keys=[x[index, :, :width] for x in self.keys],
-            values=[x[index, :, :width] for x in self.values],
+            keys=[x[rows, :, :width] for x in self.keys],
+            values=[x[rows, :, :width] for x in self.values],
             lengths=lengths,
             next_position=self.next_position[index],
-            last_state=self.last_state[index],
-            routes=None if self.routes is None else self.routes[index],
+            last_state=self.last_state[rows],
+            routes=None if self.routes is None else self.routes[rows],
         )
 
     def detach(self) -> Prefix:
@@ -156,7 +157,7 @@ class CachedPart:
         """The prompts as a table, where every layer keeps the keys and values of all tokens."""
         layers = self.cache.layers
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        return Prefix(keys, values, self.lengths, self.next_position, self.last_state, self.routes)
+        return Prefix(keys, values, *to_host([self.lengths, self.next_position]), self.last_state, self.routes)
 
 
 @dataclass

@@ -108,12 +108,12 @@ def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
 def pack_responses(responses: Tensor, lengths: Tensor, first_position: Tensor) -> PackedRows:
     """Responses (B, T) end to end in one row: `lengths` (B,) tokens of each, rotary positions from `first_position`.
 
-    The lengths are on the host.
+    Lengths and first positions are on the host.
     """
-    read = torch.nonzero(torch.arange(responses.shape[1]) < lengths[:, None], as_tuple=True)
-    row, column = (to_device(index, responses.device) for index in read)
+    row, column = torch.nonzero(torch.arange(responses.shape[1]) < lengths[:, None], as_tuple=True)
+    positions = to_device(first_position[row] + column, responses.device).expand(3, 1, -1)
+    row, column = (to_device(index, responses.device) for index in (row, column))
     ids = responses[row, column][None]
-    positions = (first_position[row] + column).expand(3, 1, -1)
     nothing = torch.zeros(0, dtype=torch.int64, device=ids.device)
     return PackedRows(ids, positions, torch.zeros_like(ids, dtype=torch.bool), nothing)
 
@@ -193,7 +193,7 @@ def make_reading(
 
 
 def pack_reading(reading: Reading, first_position: Tensor) -> PackedRows:
-    """The rows end to end in one row, with their images; `first_position` (R,) int64 are the rotary ones."""
+    """The rows end to end in one row, with their images; `first_position` (R,) int64, on the host, are rotary."""
     if not reading.inserts:
         return pack_responses(reading.tokens, reading.host_lengths, first_position)
     device = reading.tokens.device

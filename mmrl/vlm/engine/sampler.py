@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmrl.core.transfer import to_host
+from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import ConfigError, UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.runs.run_log import stopwatch
@@ -155,10 +155,11 @@ class GenerationState:
         device, shape = policy.device, (config.max_new_tokens, total)
         self.policy = policy
         self.config = config
-        self.uniforms = None if uniforms is None else uniforms.t().to(device, torch.float64).contiguous()
+        self.uniforms = None if uniforms is None else to_device(uniforms.t().double().contiguous(), device)
         text = policy.network.config.get_text_config()
-        self.is_eos = torch.zeros(text.vocab_size, dtype=torch.bool, device=device)
-        self.is_eos[list(policy.eos_ids)] = True
+        is_eos = torch.zeros(text.vocab_size, dtype=torch.bool)
+        is_eos[list(policy.eos_ids)] = True
+        self.is_eos = to_device(is_eos, device)
         self.max_positions = policy.positions
         self.ids = torch.full(shape, policy.pad_id, device=device)
         self.mask = torch.zeros(shape, device=device)
@@ -219,7 +220,7 @@ class Decoder(Protocol):
     """Rows that are decoded together."""
 
     def keep(self, index: Tensor) -> None:
-        """Drop all rows but some."""
+        """Drop all rows but some (n,), which are named on the CPU."""
 
     def advance(self, token: Tensor) -> Tensor:
         """Read one token of each row and return the states (b, H) that predict the next."""
@@ -234,12 +235,14 @@ def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tenso
     for step in range(state.config.max_new_tokens):
         token = state.choose(rows, step, decoder.next_logp(states, state.config.temperature), running)
         running = running & ~state.ended(rows, step, token, running) & (step + 1 < budget)
-        left = int(running.sum())
+        alive = running.cpu()  # the one wait for a GPU at each token
+        left = int(alive.sum())
         if left == 0 or step + 1 == state.config.max_new_tokens:
             return
         if left < COMPACT_BELOW * len(running):
-            index = torch.nonzero(running).flatten()
+            index = torch.nonzero(alive).flatten()
             decoder.keep(index)
+            index = to_device(index, rows.device)
             rows, token, budget, running = rows[index], token[index], budget[index], running[index]
         states = decoder.advance(token)
 
@@ -343,14 +346,14 @@ def _sample_lean(state: GenerationState, prompts: Sequence[Prompt], group: int, 
     most = state.config.batch_rows
     # a prefix with history has to be one pass: one backward pass goes through it
     together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
+    weights = lean_weights(state.policy)
     for first in range(0, len(prompts), together):
         part = prompts[first : first + together]
         with stopwatch("prefill"):
             read = _read_prompts(state.policy, None, part, keep)
             prefix = read if isinstance(read, Prefix) else read.table()
         with stopwatch("decode"):
-            weights = lean_weights(state.policy)
-            rows = torch.arange(len(part) * group, device=state.policy.device)
+            rows = torch.arange(len(part) * group)
             # whole groups where they fit, so that few prompts are read by two chunks
             for chunk in rows.split(max(most - most % group, min(most, group))):
                 _decode_lean(state, weights, prefix, chunk // group, chunk + first * group)
@@ -369,7 +372,9 @@ def _decode_lean(state: GenerationState, weights: LeanWeights, prefix: Prefix, p
     live, own = torch.unique_consecutive(prompt, return_inverse=True)
     prefix = prefix if len(live) == len(prefix) else prefix.select(live)
     decoder = PrefixDecoder(weights, prefix, own, state.config.max_new_tokens - 1, state.policy.banned_ids)
-    decode(state, decoder, rows, state.max_positions - prefix.lengths[own], prefix.last_state[own])
+    budget = state.max_positions - prefix.lengths[own]
+    rows, own, budget = (to_device(x, state.policy.device) for x in (rows, own, budget))
+    decode(state, decoder, rows, budget, prefix.last_state[own])
 
 
 def _sample_through_modules(
