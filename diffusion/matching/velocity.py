@@ -38,6 +38,7 @@ from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions, 
 from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference
 
@@ -130,9 +131,9 @@ class VelocityMatching(ABC):
         assert samples.noise_seed is not None
         decisions = TrainedDecisions.of(rollouts)
         noise = row_noise(samples.noise_seed, self.timesteps.count, tuple(samples.latents.shape[1:]))
-        noise = decisions.gather(noise.to(decisions.index.device))
+        noise = decisions.gather(to_device(noise, decisions.index.device))
         clean, sigma = samples.latents[decisions.row], decisions.gather(samples.sigma)
-        return NoisyVersions(decisions, mix(clean, noise, sigma, decisions.row.cpu()))
+        return NoisyVersions(decisions, mix(clean, noise, sigma, torch.nonzero(rollouts.host.mask > 0)[:, 0]))
 
     def evaluate(self, model: Any, rollouts: Rollouts, versions: NoisyVersions | None = None) -> Matching:
         """Evaluate a model on the noisy versions of some rows; `versions` is an earlier result of `noisy`."""
@@ -173,8 +174,8 @@ class FlowMatching(VelocityMatching):
         noise_seed = streams.seeds(len(tasks), group_size, purpose="matching")
         if self.timesteps.share_noise:
             noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
-        sigma = self.times(len(tasks), group_size, streams).to(latents.device)
-        return matched_rollouts(tasks, group, latents, sigma, noise_seed=noise_seed.to(latents.device))
+        sigma = to_device(self.times(len(tasks), group_size, streams), latents.device)
+        return matched_rollouts(tasks, group, latents, sigma, noise_seed=to_device(noise_seed, latents.device))
 
     def times(self, groups: int, group_size: int, streams: Streams) -> Tensor:
         """Draw the times (B, T) of the noisy versions of B = groups * group_size images."""
@@ -195,7 +196,7 @@ class FlowMatching(VelocityMatching):
 
         Gradient: through the positive half of guidance.
         """
-        text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.group).select(noisy.image)
+        text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.host.group).select(noisy.image)
         scale, negative = self.sampler.guidance, self.sampler.negative_prompt
         return guided(self.policy, model, text, scale, negative, detach_negative=True)(noisy.latents, noisy.sigma)
 
@@ -214,7 +215,7 @@ def matched_rollouts(
     The noisy versions are mixed from `noise_seed` (B,) int64 when they are needed, or are `states` (B, T, C, H, W).
     """
     return Rollouts(
-        group=group.to(latents.device),
+        group=to_device(group, latents.device),
         mask=torch.ones_like(sigma),
         logp_old=torch.zeros_like(sigma),
         reward=torch.full((len(group),), float("nan"), device=latents.device),

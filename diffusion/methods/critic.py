@@ -23,6 +23,7 @@ from diffusion.sampling.sampler import text_of
 from diffusion.sampling.trajectories import DiffusionPayload, TrainedDecisions
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import numbers, to_device, to_host
 from mmrl.fields import bounded, choice, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import deal, global_advantages, make_generator, merge_lists, stream_seed, sum_gradients
@@ -198,7 +199,7 @@ class CriticTrainer:
         tasks, one each by default, and `places` where these tasks stand, as in `deal`. Without a state on any process
         there is no update, and the loss is NaN.
         """
-        losses = []
+        losses: list[float | Tensor] = []
         own = [1] * len(returns) if sizes is None else sizes
         total = sum(merge_lists([sum(own)], accelerator))
         if not total:
@@ -207,20 +208,19 @@ class CriticTrainer:
             parts = deal(own, -(-total // self.config.batch_rows), generator, accelerator, places)
             counts = [len(part) for part in torch.arange(total).tensor_split(len(parts))]
             for rows, count in zip(parts, counts, strict=True):
-                losses.append(
-                    self._update([value[rows.to(value.device)] for value in (*inputs, returns)], count, accelerator)
-                )
-        return sum(merge_lists([sum(losses)], accelerator)) / len(losses)
+                index = to_device(rows, returns.device)
+                losses.append(self._update([value[index] for value in (*inputs, returns)], count, accelerator))
+        return sum(merge_lists([sum(numbers(losses))], accelerator)) / len(losses)
 
-    def _update(self, rows: Sequence[Tensor], count: int, accelerator: Any) -> float:
+    def _update(self, rows: Sequence[Tensor], count: int, accelerator: Any) -> float | Tensor:
         """One update on `count` states of all processes; returns this one's share of the mean loss."""
         x, sigma, pooled, returns = rows
-        share = 0.0
+        share: float | Tensor = 0.0
         if len(returns):
             with torch.enable_grad():
                 loss = (self.critic(x.float(), sigma, pooled.float()) - returns).square().sum() / count
                 loss.backward()
-            share = float(loss.detach())
+            share = loss.detach()
         sum_gradients(list(self.critic.parameters()), accelerator)
         nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
         self._optimizer.step()
@@ -296,11 +296,12 @@ class StateCritic(CriticTrainer):
         generator = make_generator(self.seed, "critic", step.number)
         with stopwatch("critic"):
             inputs, decisions = self._inputs(rollouts)
-            usable = rollouts.scored[decisions.row]
+            scored, row = to_host([rollouts.scored, decisions.row])
+            usable = torch.nonzero(scored[row]).flatten()
+            sizes = torch.bincount(rollouts.host.group[row[usable]], minlength=rollouts.num_groups).tolist()
+            usable = to_device(usable, returns.device)
             latents, sigma, pooled = (values[usable] for values in inputs)
-            group = rollouts.group[decisions.row[usable]]
-            sizes = torch.bincount(group, minlength=rollouts.num_groups).tolist()
-            known = returns[decisions.row][usable]
+            known = returns[decisions.row[usable]]
             loss = self.train((latents, sigma, pooled), known, generator, accelerator, sizes, rollouts.places)
         return {"critic/loss": loss, "critic/updates": float(self.updates)}
 
@@ -311,14 +312,16 @@ class StateCritic(CriticTrainer):
 
     def _inputs(self, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor, Tensor], TrainedDecisions]:
         latents, sigma, decisions = self.states(rollouts)
-        text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.group[decisions.row])
+        group = rollouts.host.group[torch.nonzero(rollouts.host.mask > 0)[:, 0]]
+        text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, group)
         return (latents.float(), sigma, self.policy.family.text_vector(text.expanded()).float()), decisions
 
 
 def explained_by_time(rollouts: Rollouts, returns: Tensor, values: Tensor) -> dict[str, float]:
     """Share of the variance of returns (B,) that values (B, T) explain: at all states, and in each half of time."""
-    sigma, trained = DiffusionPayload.of(rollouts).sigma, rollouts.loss_mask > 0
-    wide = returns[:, None].expand_as(values)
+    columns = (DiffusionPayload.of(rollouts).sigma, rollouts.loss_mask, returns[:, None].expand_as(values), values)
+    sigma, mask, wide, values = to_host(columns)
+    trained = mask > 0
     parts = {"critic/explained": trained, "critic/explained/noisy": trained & (sigma > 0.5)}
     parts["critic/explained/clean"] = trained & (sigma <= 0.5)
     return {name: explained_variance(wide[part], values[part]) for name, part in parts.items()}

@@ -33,6 +33,7 @@ from mmrl.core.blocks.advantage import group_center
 from mmrl.core.loss import Denominators, mean_metric
 from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import numbers
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import merge_lists
@@ -106,7 +107,7 @@ class OrwRecipe(DiffusionRecipe):
         # exp(0) is 1, so decisions that are not trained have to be left out before the mean is taken
         weight = torch.where(rollouts.loss_mask > 0, WEIGHTS[settings.weighting](advantage, settings.tau), 0.0)
         if settings.normalize_weights:
-            sums = merge_lists([(float(weight.abs().sum()), float(rollouts.loss_mask.sum()))], accelerator)
+            sums = merge_lists([numbers([weight.abs().sum(), rollouts.loss_mask.sum()])], accelerator)
             mean = sum(total for total, _ in sums) / max(sum(count for _, count in sums), 1.0)
             weight = weight / max(mean, 1e-8)
         return rollouts.replace(advantage=weight.float())

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.training.recipe import Step
@@ -63,7 +64,7 @@ class EMAWeights:
             if decay == 0.0:
                 self._values[name] = current.clone()
             else:
-                self._values[name] = self._values[name].to(current.device).lerp_(current, 1.0 - decay)
+                self._values[name] = to_device(self._values[name], current.device).lerp_(current, 1.0 - decay)
 
     def copy_(self) -> None:
         """Make the average equal to the policy."""

@@ -365,7 +365,7 @@ def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor
     # a generator a row: solvers with noise draw step by step, and a shared one would tie rows to their batch
     sources = [torch.Generator().manual_seed(seed) for seed in pairs[:, 1].tolist()]
     for index in range(len(solver.sigmas) - 1):
-        v = velocity(latents, solver.sigmas[index].to(latents.device))
+        v = velocity(latents, to_device(solver.sigmas[index], latents.device))
         latents = solver.step(v, index, latents, sources)
         yield latents if index < len(solver.sigmas) - 2 else policy.family.finished(latents, solver.sigmas[-1])
 

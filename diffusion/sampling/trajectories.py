@@ -102,7 +102,8 @@ class TrainedDecisions:
     @classmethod
     def of(cls, rollouts: Rollouts) -> TrainedDecisions:
         """Read the decisions from the rollouts' mask, row by row."""
-        return cls(torch.nonzero(rollouts.mask.flatten() > 0).flatten(), rollouts.mask.shape)
+        index = torch.nonzero(rollouts.host.mask.flatten() > 0).flatten()
+        return cls(to_device(index, rollouts.mask.device), rollouts.mask.shape)
 
     @property
     def row(self) -> Tensor:

@@ -46,7 +46,7 @@ class Denominators:
         )
 
 
-def count(mask: Tensor, *, length: float = 0.0, turns: float = 0.0) -> Denominators:
+def count(mask: Tensor, *, length: float = 0.0, turns: float | Tensor = 0.0) -> Denominators:
     """Count the denominators of a batch.
 
     Args:
@@ -58,8 +58,8 @@ def count(mask: Tensor, *, length: float = 0.0, turns: float = 0.0) -> Denominat
         The counts; add those of other ranks with `Denominators.total`.
     """
     lengths = mask.sum(1)
-    tokens, rows = numbers([lengths.sum(), (lengths > 0).sum()])
-    return Denominators(tokens, rows, float(length), float(turns))
+    tokens, rows, turns = numbers([lengths.sum(), (lengths > 0).sum(), turns])
+    return Denominators(tokens, rows, float(length), turns)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:

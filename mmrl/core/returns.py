@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.rollouts import Rollouts, turns_before
 
 
 def decision_rewards(rollouts: Rollouts) -> Tensor:
@@ -122,7 +122,7 @@ def gae_over_turns(
     """
     starts = turn_starts(rollouts)
     place = (starts.long().cumsum(1) - 1).clamp(min=0)
-    width = max(1, int(starts.sum(1).max())) if starts.numel() else 1
+    width = max([1, *rollouts.host.turns.tolist()])
     mask = rollouts.loss_mask
     empty = values.new_zeros(values.shape[0], width)
     turn_rewards = empty.scatter_add(1, place, decision_rewards(rollouts).to(values.dtype))
@@ -144,7 +144,7 @@ def turn_means(rollouts: Rollouts, x: Tensor) -> tuple[Tensor, Tensor]:
     """
     starts, mask = turn_starts(rollouts), rollouts.loss_mask
     place = (starts.long().cumsum(1) - 1).clamp(min=0)
-    width = max(1, int(starts.sum(1).max())) if starts.numel() else 1
+    width = max([1, *rollouts.host.turns.tolist()])
     empty = x.new_zeros(x.shape[0], width)
     total = empty.scatter_add(1, place, torch.where(mask > 0, x, 0.0))
     number = empty.scatter_add(1, place, mask.to(x.dtype))
@@ -155,19 +155,15 @@ def turn_starts(rollouts: Rollouts) -> Tensor:
     """Find the first trained decision of every turn.
 
     Args:
-        rollouts: With `turn`, not falling along a row.
+        rollouts: With `turn`.
 
     Returns:
         (B, T) bool; false on unscored rows.
 
     Raises:
-        ValueError: No turns, or turns that fall.
+        ValueError: No turns.
     """
     if rollouts.turn is None:
         raise ValueError("Turn-level estimators need rollouts.turn (B, T), the environment step of each decision.")
     trained = rollouts.loss_mask > 0
-    latest = torch.where(trained, rollouts.turn, -1).cummax(1).values
-    if bool((trained & (rollouts.turn < latest)).any()):
-        raise ValueError("rollouts.turn falls along a row; number the environment steps upwards.")
-    before = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
-    return trained & (rollouts.turn > before)
+    return trained & (rollouts.turn > turns_before(trained, rollouts.turn))

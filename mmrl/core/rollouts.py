@@ -93,11 +93,29 @@ def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer
         )
 
 
+def turns_before(trained: Tensor, turn: Tensor) -> Tensor:
+    """(B, T) int64, the latest turn of a trained decision before each decision; -1 where there is none."""
+    latest = torch.where(trained, turn, -1).cummax(1).values
+    return functional.pad(latest[:, :-1], (1, 0), value=-1)
+
+
+def count_turns(mask: Tensor, turn: Tensor | None) -> Tensor:
+    """(B,) int64, turns with a trained decision, 0 without turns; raises ValueError where turns fall along a row."""
+    if turn is None:
+        return torch.zeros(len(mask), dtype=torch.int64)
+    before = turns_before(mask > 0, turn)
+    if bool(((mask > 0) & (turn < before)).any()):
+        raise ValueError("rollouts.turn falls along a row; number the environment steps upwards.")
+    return ((mask > 0) & (turn > before)).sum(1)
+
+
 class OnHost(NamedTuple):
     """Copies of what steers the host, on the CPU."""
 
     group: Tensor
     mask: Tensor
+    turns: Tensor
+    """(B,) int64, turns with a trained decision."""
 
 
 PLACE = "place"
@@ -142,20 +160,21 @@ class Rollouts:
         self._check(new=("group", "mask"))
 
     def _check(self, new: Collection[str] = ()) -> None:
-        """Check shapes, and the values of the groups and of the mask where these are new.
+        """Check shapes, and the values of groups, mask and turns where one of them is new.
 
-        Both steer the host, so it keeps a copy: a GPU is waited for once, not at every selection.
+        They steer the host, so it keeps a copy: a GPU is waited for once, not at every selection.
         """
         rows = check_rows(self.group, self.reward)
         shape = check_mask(self.mask, rows)
-        if "group" in new or "mask" in new:
-            self.host = OnHost(*to_host([self.group, self.mask]))
-            check_groups(self.host.group)
-            check_zeros_and_ones(self.host.mask)
         for name in _DECISION_FIELDS:
             value = getattr(self, name)
             if value is not None:
                 check_decisions(name, value, shape, integer=name == "turn")
+        if not {"group", "mask", "turn"}.isdisjoint(new):
+            group, mask, *turn = to_host([self.group, self.mask, *([] if self.turn is None else [self.turn])])
+            check_groups(group)
+            check_zeros_and_ones(mask)
+            self.host = OnHost(group, mask, count_turns(mask, turn[0] if turn else None))
         if isinstance(self.payload, Payload):
             self.payload.check_counts(rows, self.num_groups)
         for name, value in (*self.reward_terms.items(), *self.extras.items()):
@@ -285,7 +304,7 @@ class Rollouts:
         for start, stop in zip([0, *stops], stops, strict=False):
             chunk = self.select(torch.arange(start, stop))
             width = max(1, *ends[start:stop])
-            yield chunk._copied(trim_fields(chunk, width), OnHost(chunk.host.group, chunk.host.mask[:, :width]))
+            yield chunk._copied(trim_fields(chunk, width), chunk.host._replace(mask=chunk.host.mask[:, :width]))
 
     @staticmethod
     def concat(parts: Sequence[Rollouts]) -> Rollouts:
@@ -303,10 +322,13 @@ class Rollouts:
         groups = [part.host.group + offset for part, offset in zip(parts, offsets, strict=False)]
         width = max(part.num_decisions for part in parts)
         masks = [functional.pad(part.host.mask, (0, width - part.num_decisions)) for part in parts]
-        return parts[0]._copied(join_fields(parts), OnHost(torch.cat(groups), torch.cat(masks)))
+        turns = [part.host.turns for part in parts]
+        return parts[0]._copied(join_fields(parts), OnHost(*map(torch.cat, (groups, masks, turns))))
 
     def _take(self, rows: Tensor, groups: Tensor, renumbered: Tensor) -> Rollouts:
-        return self._copied(select_fields(self, rows, groups), OnHost(renumbered, self.host.mask[rows]))
+        return self._copied(
+            select_fields(self, rows, groups), OnHost(renumbered, self.host.mask[rows], self.host.turns[rows])
+        )
 
     def _copied(self, changes: dict[str, Any], host: OnHost, *, new: Collection[str] = ()) -> Rollouts:
         """A copy with other values, of which those named in `new` are not yet checked."""

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
+from mmrl.core.transfer import to_device
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice, rare
 from robotics.episodes.payload import EpisodePayload
@@ -167,7 +168,13 @@ def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | No
 
 
 def sim_actions(actions: NDArray[np.float32], statistics: ActionStatistics | None) -> NDArray[np.float32]:
-    """Convert a policy's actions (..., D) to the simulator's in -1..1, by the statistics of `action_scale`."""
+    """Convert a policy's actions (..., D) to the simulator's in -1..1, by the statistics of `action_scale`.
+
+    Raises:
+        RunError: an action is not finite.
+    """
+    if not np.isfinite(actions).all():
+        raise RunError("the policy chose actions that are not finite")
     return actions if statistics is None else statistics.unnormalise(actions).clip(-1, 1)
 
 
@@ -176,7 +183,7 @@ def inputs_of(observation: RobotObservation, episodes: Sequence[EpisodeSpec], de
     parts = {name: getattr(observation, name) for name in INPUT_SHAPES}
     return PolicyInputs(
         instructions=tuple(episodes[row].instruction for row in observation.rows.tolist()),
-        **{name: None if part is None else torch.from_numpy(part).to(device) for name, part in parts.items()},
+        **{name: None if part is None else to_device(torch.from_numpy(part), device) for name, part in parts.items()},
     )
 
 
@@ -352,14 +359,14 @@ class _Recorder:
             states=self._stack("state", torch.from_numpy(example["state"])),
             decisions=self._stack("decisions", example["decisions"]),
             steps=self._stack("steps", torch.zeros((), dtype=torch.int64)),
-            success=torch.from_numpy(self.success).to(self.device),
-            terminated=torch.from_numpy(self.terminated).to(self.device),
-            failed=torch.from_numpy(self.failed).to(self.device),
-            last_reward=torch.from_numpy(self.last_reward).to(self.device),
-            last_state=torch.from_numpy(np.stack(states)).to(self.device),
+            success=self._moved(self.success),
+            terminated=self._moved(self.terminated),
+            failed=self._moved(self.failed),
+            last_reward=self._moved(self.last_reward),
+            last_state=self._moved(np.stack(states)),
             images=None if first.images is None else self._stack("image", _black(first.images)),
             views=None if first.views is None else self._stack("views", _black(first.views)),
-            last_image=None if first.images is None else torch.from_numpy(np.stack(images)).to(self.device),
+            last_image=None if first.images is None else self._moved(np.stack(images)),
             frames=[self._frames_of(row) for row in rows] if any(self.frames) else [],
             full_states=self._stack("full", torch.from_numpy(example["full"])) if "full" in example else None,
             chunk_returns=self._stack("return", torch.zeros(())),
@@ -371,13 +378,17 @@ class _Recorder:
         actions = [np.concatenate(part) if part else np.zeros((0, 0), np.float32) for part in self.actions]
         return Episodes(payload, self._stack("logp", example["logp"]).float(), actions)
 
+    def _moved(self, values: NDArray[Any]) -> Tensor:
+        return to_device(torch.from_numpy(values), self.device)
+
     def _stack(self, name: str, example: Tensor) -> Tensor:
+        """(B, C, ...) values of all chunks, put together where the example is."""
         width = max(1, *(len(chunks) for chunks in self.chunks))
-        out = torch.zeros((len(self.chunks), width, *example.shape), dtype=example.dtype, device=self.device)
+        out = torch.zeros((len(self.chunks), width, *example.shape), dtype=example.dtype, device=example.device)
         for row, chunks in enumerate(self.chunks):
             for number, chunk in enumerate(chunks):
                 out[row, number] = torch.as_tensor(chunk[name])
-        return out
+        return to_device(out, self.device)
 
     def _frames_of(self, row: int) -> NDArray[np.uint8] | None:
         if not self.frames[row] or self.started.observation.images is None:

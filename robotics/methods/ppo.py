@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device, to_host
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import make_generator
@@ -115,8 +116,8 @@ def critic_inputs(payload: EpisodePayload, group: Tensor, tasks: Sequence[str], 
     """
     states = payload.states if payload.full_states is None else payload.full_states
     elapsed = (payload.steps.cumsum(1) - payload.steps).to(states.dtype)[..., None] / horizon
-    number = torch.tensor([tasks.index(payload.episodes[index].task) for index in group.tolist()], device=states.device)
-    task = nn.functional.one_hot(number, len(tasks)).to(states.dtype)
+    number = torch.tensor([tasks.index(payload.episodes[index].task) for index in group.tolist()])
+    task = to_device(nn.functional.one_hot(number, len(tasks)).to(states.dtype), states.device)
     return torch.cat([states, elapsed, task[:, None].expand(-1, states.shape[1], -1)], -1)
 
 
@@ -285,10 +286,10 @@ class ChunkCritic(LossTerm):
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
         """Scale the critic's inputs in the first step, and ask it."""
         recipe = self.recipe
-        seen = EpisodePayload.of(rollouts).steps > 0
         if not bool(recipe.policy.critic.fitted):  # on the episodes of all processes
-            parts = gather_object([recipe.critic_inputs(rollouts)[seen].cpu()])
-            recipe.policy.critic.fit_scale(torch.cat(list(parts)).to(rollouts.mask.device))
+            inputs, steps = to_host([recipe.critic_inputs(rollouts), EpisodePayload.of(rollouts).steps])
+            parts = gather_object([inputs[steps > 0]])
+            recipe.policy.critic.fit_scale(to_device(torch.cat(list(parts)), rollouts.mask.device))
         with torch.no_grad():
             return rollouts.replace(values=recipe.values(passes.policy, rollouts))
 
@@ -370,7 +371,7 @@ class RobotPpoRecipe(RobotRecipe):
     def critic_inputs(self, rollouts: Rollouts) -> Tensor:
         """Inputs of the critic before each chunk (B, C, ...)."""
         payload = EpisodePayload.of(rollouts)
-        return critic_inputs(payload, rollouts.group, self.task_names, self.sim.horizon)
+        return critic_inputs(payload, rollouts.host.group, self.task_names, self.sim.horizon)
 
 
 def chunk_rewards(payload: EpisodePayload, weights: ChunkWeights) -> Tensor:
@@ -441,7 +442,7 @@ def _explained(rollouts: Rollouts) -> float:
     """Share of the variance of the returns that the critic explained; NaN where they do not differ."""
     assert rollouts.returns is not None
     assert rollouts.values is not None
-    kept = rollouts.loss_mask > 0
-    returns, missed = rollouts.returns[kept], (rollouts.returns - rollouts.values)[kept]
+    returns, values, mask = to_host([rollouts.returns, rollouts.values, rollouts.loss_mask])
+    returns, missed = returns[mask > 0], (returns - values)[mask > 0]
     spread = float(returns.var(correction=0)) if len(returns) else 0.0
     return 1 - float(missed.var(correction=0)) / spread if spread else float("nan")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.recipes import RecipeEntry, find_recipe
@@ -225,20 +226,18 @@ class RobotDomain:
         )
 
     def _note(self, payload: EpisodePayload) -> None:
-        valid = ~payload.failed
-        size = len(valid) // len(payload.episodes)
-        for row in valid.nonzero().flatten().tolist():
+        columns = [column.tolist() for column in to_host([payload.failed, payload.success, payload.lengths])]
+        size = len(columns[0]) // len(payload.episodes)
+        for row, (failed, success, steps) in enumerate(zip(*columns, strict=True)):
+            if failed:
+                if not self.broken["episodes"] and not self._seen["failed"]:
+                    reason = payload.reasons[row]
+                    LOGGER.warning("an environment failed; its group is left out of the update: %s", reason)
+                self._seen["failed"] += 1
+                continue
             task = payload.episodes[row // size].task
-            self._seen[f"episodes/{task}"] += 1
-            self._seen[f"success/{task}"] += int(payload.success[row])
-        self._seen["episodes"] += int(valid.sum())
-        self._seen["success"] += int(payload.success[valid].sum())
-        self._seen["steps"] += int(payload.lengths[valid].sum())
-        count = int(payload.failed.sum())
-        if count and not self.broken["episodes"] and not self._seen["failed"]:
-            reason = next(reason for reason, bad in zip(payload.reasons, payload.failed.tolist(), strict=True) if bad)
-            LOGGER.warning("an environment failed; its group is left out of the update: %s", reason)
-        self._seen["failed"] += count
+            self._seen.update({f"episodes/{task}": 1, "episodes": 1, "steps": steps})
+            self._seen.update({f"success/{task}": int(success), "success": int(success)})
 
 
 class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
@@ -274,7 +273,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         group = torch.arange(len(tasks)).repeat_interleave(size)
         self._note(episodes.payload)
         rollouts = self.pack(episodes, group, policy)
-        _check_usable(group, rollouts)
+        _check_usable(rollouts)
         return rollouts
 
     def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
@@ -318,10 +317,12 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probability and entropy of each decision, at the sampling temperature."""
         payload = EpisodePayload.of(rollouts)
-        rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
+        rows, chunks = _chunks_that_count(payload, rollouts.host.mask, self.policy, self.config.logp_level)
         if not len(rows):  # all failed; one masked chunk is scored, for a loss with a gradient
-            rows = chunks = torch.zeros(1, dtype=torch.int64, device=rows.device)
-        inputs = _inputs(payload, rollouts.group, rows, chunks)
+            rows = chunks = torch.zeros(1, dtype=torch.int64)
+        groups = rollouts.host.group[rows].tolist()
+        rows, chunks = to_device(rows, rollouts.mask.device), to_device(chunks, rollouts.mask.device)
+        inputs = _inputs(payload, groups, rows, chunks)
         logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
         place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
         with_entropy = "entropy" in outputs and entropy is not None
@@ -350,7 +351,7 @@ def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level
         logp, mask = (logp * mask).sum(-1, keepdim=True), (payload.steps > 0)[..., None].float()
     mask = torch.where(payload.failed[:, None, None], 0.0, mask)
     return Rollouts(
-        group=group.to(mask.device),
+        group=to_device(group, mask.device),
         mask=mask.flatten(1),
         logp_old=(logp * mask).flatten(1),
         reward=torch.full((len(group),), float("nan"), device=mask.device),
@@ -369,27 +370,25 @@ def _chunks_that_count(
     return rows, chunks
 
 
-def _inputs(payload: EpisodePayload, group: Tensor, rows: Tensor, chunks: Tensor) -> PolicyInputs:
-    """Observations before some chunks, without a past: see `ActionPolicy.past` for why scoring needs none."""
-    instructions = [payload.episodes[number].instruction for number in group.tolist()]
+def _inputs(payload: EpisodePayload, groups: Sequence[int], rows: Tensor, chunks: Tensor) -> PolicyInputs:
+    """Observations before M chunks of groups (M,), without a past: see `ActionPolicy.past` for why none is needed."""
     return PolicyInputs(
         images=None if payload.images is None else payload.images[rows, chunks],
         views=None if payload.views is None else payload.views[rows, chunks],
         state=payload.states[rows, chunks],
-        instructions=tuple(instructions[row] for row in rows.tolist()),
+        instructions=tuple(payload.episodes[number].instruction for number in groups),
     )
 
 
 def _in_failed_group(group: Tensor, failed: Tensor) -> Tensor:
     """(B,) bool, rows of groups with an episode whose environment failed."""
-    has_failure = torch.zeros(int(group.max()) + 1, dtype=torch.bool, device=group.device)
-    has_failure[group[failed]] = True
-    return has_failure[group]
+    failures = torch.zeros(len(group), dtype=torch.int64, device=group.device).index_add_(0, group, failed.long())
+    return failures[group] > 0
 
 
-def _check_usable(group: Tensor, rollouts: Rollouts) -> None:
+def _check_usable(rollouts: Rollouts) -> None:
     payload = EpisodePayload.of(rollouts)
-    if bool(_in_failed_group(group.to(payload.failed.device), payload.failed).all()):
+    if bool(_in_failed_group(rollouts.group, payload.failed).all()):
         reasons = sorted({reason for reason in payload.reasons if reason})
         reason = "; ".join(reasons) or "no reason given"
         raise NoUsableTasksError(f"every group had a failed environment: {reason}", rollouts)

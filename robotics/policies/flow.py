@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from diffusion.matching.losses import mix
 from diffusion.sampling.steps import FlowSdeStep, OdeStep
+from mmrl.core.transfer import to_device
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.policies.base.draws import draw_rows
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
@@ -143,7 +144,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         # actions after the end of a demonstration must not reach the network either; 0 is no motion
         clean = actions.to(self.device, torch.float32).flatten(1).where(weight > 0, 0.0)
         noise = self._noise(tuple(clean.shape), generator)
-        time = draw_rows(torch.rand, (len(batch),), generator).to(self.device)
+        time = to_device(draw_rows(torch.rand, (len(batch),), generator), self.device)
         noisy = mix(clean, noise, time, torch.arange(len(batch)))
         found = self.velocity(self.encoder(batch).flatten(1), noisy.latents, time).float()
         wanted = clean if self.config.parameterisation == "x0" else noisy.target
@@ -163,7 +164,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         return self._kernel.log_prob(following, mean, std) * self._count
 
     def _noise(self, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return draw_rows(torch.randn, size, generator).to(self.device)
+        return to_device(draw_rows(torch.randn, size, generator), self.device)
 
 
 class _Velocity(nn.Module):

@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.transfer import to_device
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded, check_config, choice, rare
 from robotics.policies.base.draws import draw_rows
@@ -128,7 +129,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
             drawn = mean
             if not greedy:
                 noise = draw_rows(torch.randn, mean.shape, generator)
-                drawn = mean + log_std.exp() * noise.to(mean.device)
+                drawn = mean + log_std.exp() * to_device(noise, mean.device)
             logp, _ = score_gaussian(drawn, mean, log_std)
         return ActionChoice(drawn.clamp(-1, 1), drawn, logp)
 

@@ -78,11 +78,10 @@ class ModuleAdapter(ActionPolicy):
                 f"{name} returned actions of the shape {tuple(actions.shape)}; expected {self._shape(len(batch))}, "
                 f"with chunk={self.chunk} and action_size={self.action_size}"
             )
-        if not bool(torch.isfinite(actions).all()):
-            raise UserError(f"{name} returned actions that are not finite")
         sampled = actions.detach().float().reshape(len(batch), self.chunk, self.action_size)
         return ActionChoice(
-            actions=sampled.clamp(-1, 1),
+            # infinity stays visible to `sim_actions`, which looks at the actions on the host
+            actions=sampled.clamp(-1, 1).where(sampled.isfinite(), sampled),
             decisions=sampled.reshape(len(batch), self.decisions, -1),
             logp=self._checked_scores(logp, len(batch), name, "logp"),
         )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mmrl.errors import RunError
 from robotics.episodes.collect import sim_actions
 from robotics.policies.base.draws import RowGenerators
 from robotics.policies.base.policy import INPUT_SHAPES, PolicyInputs
@@ -116,8 +115,6 @@ def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.G
             inputs.to(policy.device), generator, temperature=temperature or 1.0, greedy=temperature == 0
         )
     actions = sim_actions(choice.actions.float().cpu().numpy(), served.scale)
-    if not np.isfinite(actions).all():
-        raise RunError("the policy chose actions that are not finite")
     actions = actions.clip(-1, 1)  # as simulators do
     if served.bounds is not None:
         actions = served.bounds.to_data(torch.from_numpy(actions)).numpy()

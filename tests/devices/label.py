@@ -160,6 +160,8 @@ def _count(name: str, args: Any, kwargs: Any) -> None:
             note_sync("mask as index")
     elif name == "copy_" and _is_plain(args[0]):
         note_sync("copy to the host")
+    elif name == "copy_" and isinstance(args[0], Labelled) and _is_plain(args[1]) and not any((*args[2:], *kwargs)):
+        note_sync("copy to the GPU")
     elif name == "_local_scalar_dense":
         note_sync("item")
     elif name in READS or (name == "repeat_interleave" and kwargs.get("output_size") is None and _is_tensor(args[-1])):

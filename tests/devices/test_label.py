@@ -24,7 +24,7 @@ BUDGET = {
     "tspo": 87,
     "sft": 25,
     "preference": 78,
-    "agent": 480,
+    "agent": 118,
     "arpo": 486,
     "agent_clone": 55,
     "vl_dac": 500,
@@ -50,7 +50,7 @@ BUDGET = {
     "flow3d_awm": 125,
     "robot_clone": 45,
     "robot_grpo": 281,
-    "robot_ppo": 317,
+    "robot_ppo": 53,
     "srpo": 341,
 }
 """Host syncs of a recipe's tiny run of two steps, as recorded; fewer are welcome and belong here."""

@@ -239,7 +239,7 @@ class Objective:
             The counts; add those of other ranks with `Denominators.total` before calling `loss`.
         """
         counted = self.advantage.level == "turn" or any("turns" in mean.needs for mean in self._averages)
-        turns = float(turn_starts(rollouts).sum()) if counted else 0.0
+        turns = turn_starts(rollouts).sum() if counted else 0.0
         return count(rollouts.loss_mask, length=self.fixed_length or 0.0, turns=turns)
 
     @property

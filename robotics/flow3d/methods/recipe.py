@@ -34,6 +34,7 @@ from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.payload import Payload, nested, per_row
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
 from mmrl.training.evaluation import Evaluation, Measure
@@ -198,7 +199,7 @@ class Flow3dRecipe(FlowDomain, SupervisedRecipe[FlowWorldModel, Any]):
             time=streams.stack(rows, functools.partial(policy.process.times, 1), "time"),
             keep_text=streams.uniform(rows, 1, purpose="text") >= policy.config.process.text_drop,
         ).to(policy.device)
-        mask = counted.flatten(1).float().to(policy.device)
+        mask = to_device(counted.flatten(1).float(), policy.device)
         return Rollouts(
             group=torch.arange(rows, device=mask.device),
             mask=mask,

@@ -24,6 +24,7 @@ from diffusion.matching.velocity import MatchedSamples, VelocityMatching
 from diffusion.sampling.sampler import row_noise
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.training.processes import Streams
@@ -125,7 +126,7 @@ class FlowSampling(VelocityMatching):
         noise_seed = streams.seeds(len(clips), group_size, purpose="noise")
         if self.timesteps.share_noise:
             noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
-        sigma = draw_times(self.timesteps, self._grid, len(clips), group_size, streams).to(device)
+        sigma = to_device(draw_times(self.timesteps, self._grid, len(clips), group_size, streams), device)
         if self.exploration.on:
             flow = self._explored(flow, clips, streams.seeds(len(clips), group_size, purpose="explore"))
         return Rollouts(
@@ -135,12 +136,12 @@ class FlowSampling(VelocityMatching):
             reward=torch.full((rows,), float("nan"), device=device),
             payload=FlowPayload(
                 clips=list(clips),
-                images=inputs.images.to(device),
-                points=inputs.points.to(device),
+                images=to_device(inputs.images, device),
+                points=to_device(inputs.points, device),
                 instructions=inputs.instructions,
                 flow=flow,
                 sigma=sigma,
-                noise_seed=noise_seed.to(device),
+                noise_seed=to_device(noise_seed, device),
             ),
         )
 

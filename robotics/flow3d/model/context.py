@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.core.payload import Payload, per_row
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.files import expanded
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
@@ -217,8 +218,8 @@ class SmallContext(nn.Module):
         """(B, W); each distinct text is encoded once."""
         distinct = list(dict.fromkeys(texts))
         number = {text: index for index, text in enumerate(distinct)}
-        words = self.vocabulary.encode(distinct, self.config.words).to(self.no_text.device)
-        index = torch.tensor([number[text] for text in texts], device=words.device)
+        words = to_device(self.vocabulary.encode(distinct, self.config.words), self.no_text.device)
+        index = to_device(torch.tensor([number[text] for text in texts]), words.device)
         found: Tensor = self.instruction(words)[index]
         return found
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.sampling.sampler import row_noise
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import read_json_object, replaced, write_atomically
@@ -172,7 +173,7 @@ class FlowWorldModel(nn.Module):
     def encode(self, inputs: FlowInputs, keep_text: Tensor | None = None) -> Context:
         """Context of B scenes; `keep_text` as in `forward`."""
         kept = torch.ones(len(inputs), dtype=torch.bool) if keep_text is None else keep_text
-        found: Context = self.context(inputs.to(self.device), kept.to(self.device))
+        found: Context = self.context(inputs.to(self.device), to_device(kept, self.device))
         return found
 
     def inputs_of(self, observations: Sequence[Observation], points: Sequence[FloatArray]) -> FlowInputs:
@@ -210,7 +211,7 @@ class FlowWorldModel(nn.Module):
             return found if blank is None else guided(self._predict(blank, noisy, time), found, scale)
 
         # noise of each row by its own seed: a sample does not depend on how many are drawn with it
-        noise = row_noise(seeds, 1, self.flow_shape)[:, 0].to(self.device)
+        noise = to_device(row_noise(seeds, 1, self.flow_shape)[:, 0], self.device)
         return self.process.sample(predict, noise, steps or settings.steps)
 
     def predict(

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from robotics.policies.base.draws import draw_rows
 
@@ -95,7 +96,7 @@ def draw_tokens(
             tokens = logp.argmax(-1)
         else:
             mass = logp.double().exp().cumsum(-1)
-            target = uniform.to(mass.device)[..., None] * mass[..., -1:]
+            target = to_device(uniform, mass.device)[..., None] * mass[..., -1:]
             tokens = torch.searchsorted(mass, target, right=True)[..., 0].clamp(max=mass.shape[-1] - 1)
         return tokens, logp.gather(-1, tokens[..., None])[..., 0]
 

@@ -72,7 +72,7 @@ class LeRobotPolicy(ServedActionPolicy):
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
             base = self._base(batch, seed)
             mean, std = self._gaussian(batch, base, temperature)
-            noise = draw_rows(torch.randn, mean.shape, generator).to(mean)
+            noise = draw_rows(torch.randn, mean.shape, generator).to(mean, non_blocking=True)
             drawn = mean if greedy else mean + std * noise
             logp = Normal(mean, std, validate_args=False).log_prob(drawn).sum(-1)
         return ActionChoice(drawn.clamp(-1, 1), torch.cat([drawn, base], -1), logp)

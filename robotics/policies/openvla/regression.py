@@ -105,7 +105,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         """Choose a chunk for each row; actions are normalised by `statistics`, or clipped where there are none."""
         with torch.no_grad():
             mean, std = self._gaussian(batch, temperature)
-            noise = draw_rows(torch.randn, mean.shape, generator).to(mean)
+            noise = draw_rows(torch.randn, mean.shape, generator).to(mean, non_blocking=True)
             drawn = mean if greedy else mean + std * noise
             logp = Normal(mean, std, validate_args=False).log_prob(drawn).sum(-1)
         actions = drawn.clamp(-1, 1) if self.statistics is None else drawn

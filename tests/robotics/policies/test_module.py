@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.errors import UserError
+from mmrl.errors import RunError, UserError
+from robotics.episodes.collect import sim_actions
 from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.module import ModuleAdapter
 from tests.robotics.policies.builders import TEXTS, B, D, Gaussian, K, S, demonstrations, draw, make_inputs
@@ -99,12 +100,18 @@ def wrong(act=None, log_probs=None):
         ((torch.zeros(B, D),), "returned 1 things; expected two tensors"),
         ((torch.zeros(B, D + 1), torch.zeros(B)), r"shape \(3, 3\); expected \(3, 2\), with chunk=1 and action_size=2"),
         ((torch.zeros(B, D), torch.zeros(B, D)), r"logp of the shape \(3, 2\); expected \(3, 1\) or \(3,\)"),
-        ((torch.full((B, D), math.nan), torch.zeros(B)), "not finite"),
     ],
 )
 def test_what_a_module_returns_wrongly_is_named(answer, message):
     with pytest.raises(UserError, match=message):
         draw(wrong(act=answer))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_actions_that_are_not_finite_reach_no_simulator(number):
+    choice = draw(wrong(act=(torch.full((B, D), number), torch.zeros(B))))
+    with pytest.raises(RunError, match="not finite"):
+        sim_actions(choice.actions.numpy(), None)
 
 
 def test_what_a_module_lacks_is_named():
