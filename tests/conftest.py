@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 
@@ -9,6 +10,12 @@ from tests.chat_server import running_chat_server
 # Some virtual machines announce AMX instructions and then refuse them, which ends the process at the first bfloat16
 # product; oneDNN reads this before its first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
+def pytest_collection_finish():
+    """Leave what the imports have made out of later collections of garbage, each of which would go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
