@@ -27,8 +27,6 @@ pytestmark = pytest.mark.skipif(find_spec("mujoco") is None, reason="needs pip i
 def frozen():
     """Skips the arms' garbage collection, which would search everything that the tests have imported."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
