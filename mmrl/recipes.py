@@ -67,11 +67,7 @@ def metric_tables(recipe: str) -> list[dict[str, str]]:
 
 
 def plan_of(entry: RecipeEntry) -> Any:
-    """The function of configurations to `mmrl.training.plan.Plan` of a recipe's package.
-
-    Raises:
-        UserError: the package has none.
-    """
+    """The function of configurations to `mmrl.training.plan.Plan` of a recipe's package; UserError without one."""
     own = [package for package in PACKAGES if entry.target.startswith(f"{package}.")]
     modules = [importlib.import_module(f"{package}.entries") for package in own[-1:]]
     if not modules or not hasattr(modules[0], "PLAN"):

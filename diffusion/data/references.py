@@ -31,11 +31,7 @@ class ReferenceImage:
 
     @classmethod
     def of(cls, cell: Any, folder: Path, max_pixels: int) -> ReferenceImage:
-        """The image of a data cell: a path from `folder`, or content as data sets store it.
-
-        Raises:
-            ImageError: there is no such image, or it cannot be decoded.
-        """
+        """The image of a data cell: a path from `folder`, or content as data sets store it; ImageError without one."""
         stored = cell.read() if hasattr(cell, "read") else cell
         if isinstance(stored, Mapping):
             stored = stored.get("bytes") or stored.get("path")

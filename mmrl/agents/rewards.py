@@ -28,15 +28,7 @@ def check_names(configs: Sequence[RewardConfig]) -> None:
 
 
 class EpisodeRewards:
-    """Scores finished episodes.
-
-    Args:
-        configs: reward functions and their weights.
-        tasks: all tasks by the configuration's key; their entries are the columns that functions may need.
-
-    Raises:
-        UserError: a function cannot be loaded, or needs a column that is not there.
-    """
+    """Scores finished episodes; functions may need entries of the tasks, which are by the configuration's key."""
 
     def __init__(self, configs: Sequence[RewardConfig], tasks: Mapping[str, Sequence[AgentTask]]) -> None:
         self._sum = RewardSum(configs)

@@ -15,11 +15,7 @@ class MalformedError(ValueError):
 
 
 def as_flag(value: Any, name: str) -> bool:
-    """Convert True or False, 1 or 0, as Python's or NumPy's scalar or as an array of one entry.
-
-    Raises:
-        MalformedError: it is anything else; the message calls it by the given name.
-    """
+    """Convert True or False, 1 or 0, as Python's or NumPy's scalar or as an array of one entry."""
     try:
         number = np.asarray(value)
     except (TypeError, ValueError):
@@ -105,11 +101,7 @@ def as_image(value: Any, form: ImageForm | None = None) -> np.ndarray:
 
 
 def to_rgb(image: Any) -> Any:
-    """Convert a PIL image to RGB: transparency as white, 16-bit greys scaled rather than clipped.
-
-    Raises:
-        MalformedError: its pixels have no known range.
-    """
+    """Convert a PIL image to RGB: transparency as white, 16-bit greys scaled rather than clipped."""
     try:
         if image.mode.startswith("I"):
             low, high = image.convert("F").getextrema()

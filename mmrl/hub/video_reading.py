@@ -107,11 +107,7 @@ def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS)
 
 
 def decode_frames(index: VideoIndex, numbers: Sequence[int]) -> Iterator[Frame]:
-    """Decode some frames of a video, upright, one at a time.
-
-    Yields:
-        (H, W, 3) uint8 RGB for each number.
-    """
+    """Decode some frames (H, W, 3) uint8 RGB of a video, upright, one at a time."""
     indices = [index.frame_at(number) for number in numbers]
     decode = _torchcodec_decoder() or _decode_pyav
     coming = decode(index, list(dict.fromkeys(indices)))

@@ -147,11 +147,7 @@ def check_pair_batches(micro_batch: int) -> None:
 
 
 def pair_marks(pairs: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """`extras` of `Rollouts` whose rows are the preferred and the rejected side of each pair in turn.
-
-    Returns:
-        The mark of each row (2 N,), 1 on preferred sides.
-    """
+    """`extras` of rows (2 N,), the preferred and the rejected side of each pair in turn: 1 on preferred sides."""
     return {CHOSEN: torch.tensor([1.0, 0.0], device=device).repeat(pairs)}
 
 

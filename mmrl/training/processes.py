@@ -51,12 +51,7 @@ ItemT = TypeVar("ItemT")
 
 
 def make_accelerator(mixed_precision: str = "none", timeout_minutes: float = 240.0) -> Accelerator:
-    """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for.
-
-    Args:
-        mixed_precision: see `trainer.mixed_precision`.
-        timeout_minutes: see `trainer.timeout_minutes`.
-    """
+    """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for."""
     if mixed_precision != "none":
         avoid_refused_instructions()
     patience = InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes))
@@ -157,12 +152,7 @@ def share_weights(module: nn.Module, accelerator: Accelerator) -> None:
 
 
 def merge_in_order(items: Sequence[tuple[Any, ItemT]]) -> list[ItemT]:
-    """Join the items of all processes in the order in which one process would have them.
-
-    Args:
-        items: Each after its key, such as the place of its task in the step; those of one key keep their order, and no
-            two processes have the same key.
-    """
+    """Join the items of all processes in the order of their keys, which no two processes share."""
     found = list(items) if PartialState().num_processes == 1 else gather_object(list(items))
     return [item for _, item in sorted(found, key=lambda entry: entry[0])]
 

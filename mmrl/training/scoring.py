@@ -20,12 +20,7 @@ LOGGER = logging.getLogger("mmrl")
 
 
 class EveryRewardFailedError(RunError):
-    """No sample could be scored.
-
-    Args:
-        message: Reason.
-        rollouts: The rows, with NaN as rewards, which stay in the step if those of other workers could be scored.
-    """
+    """No sample of `rollouts` could be scored; they stay in the step if those of other workers could be."""
 
     def __init__(self, message: str, rollouts: Rollouts) -> None:
         super().__init__(f"every reward of this step failed: {message}")

@@ -69,11 +69,7 @@ class Questions:
 
 
 class MediaQuestions(Questions):
-    """Questions for a method that changes images or videos: refuses data without any.
-
-    Args:
-        why: the method's use of them, and what to do without.
-    """
+    """Questions for a method that changes images or videos: refuses data without any and says `why`."""
 
     def __init__(self, why: str) -> None:
         self.why = why

@@ -76,11 +76,7 @@ def write_json(content: Any, path: Path) -> None:
 
 
 def hold_folder(writer: object, folder: Path) -> Callable[[], object]:
-    """Take the lock of a dataset's folder, made when missing; calling the result, or the writer's end, gives it back.
-
-    Raises:
-        UserError: another writer holds it.
-    """
+    """Take the lock of a dataset's folder, made when missing; calling the result, or the writer's end, frees it."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     if not take_lock(handle):

@@ -49,11 +49,7 @@ class TemporalEnsemble:
         self._count[slice(None) if rows is None else np.asarray(rows, np.int64)] = 0
 
     def step(self, chunks: ArrayLike, rows: ArrayLike) -> NDArray[np.float32]:
-        """Add the newest chunks (L, K, D) of rows (L,) and return the actions (L, D) of this control step.
-
-        Raises:
-            ValueError: another shape.
-        """
+        """Add the newest chunks (L, K, D) of rows (L,) and return the actions (L, D) of this control step."""
         index = np.asarray(rows, np.int64)
         size = self._chunks.shape[1]
         new = np.asarray(chunks, np.float32)

@@ -292,11 +292,7 @@ class SuccessMemory:
         return dict(self.latents)
 
     def add(self, latents: ArrayLike, success: ArrayLike, tasks: Sequence[Hashable]) -> None:
-        """Keep the successes (B,) of a batch; call it after the batch's rewards, which count its own successes anyway.
-
-        Raises:
-            ValueError: shapes do not fit, or the latent of a success is not finite.
-        """
+        """Keep the successes (B,) of a batch; call it after its rewards, which count its own successes anyway."""
         points, success, _ = _check_rows(latents, success, success, tasks)
         if not self.keep:
             return

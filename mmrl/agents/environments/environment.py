@@ -306,9 +306,6 @@ def as_observation(value: Any) -> Observation:
     Args:
         value: `Observation`; a dict with `image`, `images` and `text`, each optional; a text; an array (H, W, 3), (H,
             W, 4) over white, (H, W, 1) or (H, W) uint8; a PIL image; or a list of images.
-
-    Raises:
-        MalformedError: it is none of these, too long, or has too many images.
     """
     if isinstance(value, Observation):
         return _observation(value.text, list(value.images))

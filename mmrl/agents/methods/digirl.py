@@ -342,11 +342,7 @@ class DigirlRecipe(AgentRecipe):
 
 
 def kept_steps(data: LabelledEpisodes, critic: StepCritic, settings: DigirlSettings) -> Tensor:
-    """Mask of the steps with an advantage above the threshold.
-
-    Returns:
-        (M,) bool.
-    """
+    """Mask (M,) bool of the steps with an advantage above the threshold."""
     value = critic.value(data.state).double()
     after = torch.where(data.has_next, critic.value(data.next_state).double(), 0.0)
     found = []

@@ -107,11 +107,7 @@ class VlDacConfig(AgentConfig):
 
 
 class CriticWarmup(LossTerm):
-    """Leaves out the reference's pass while the critic is trained alone; adds nothing to the loss.
-
-    Args:
-        steps: length of the warm-up.
-    """
+    """Leaves out the reference's pass in the `steps` in which the critic is trained alone; adds nothing to the loss."""
 
     name = "critic_warmup"
     gradient = "never"

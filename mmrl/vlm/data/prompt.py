@@ -256,12 +256,7 @@ def encode_turn(
 def hide_control_tokens(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Replace the control tokens in the texts of messages, where they are plain characters, by placeholders.
-
-    Returns:
-        The replaced texts, and the messages with their numbers in placeholders. A text that looks like a placeholder
-        is replaced too.
-    """
+    """Replace control tokens in the texts of messages, and texts that look like placeholders, by placeholders."""
     control = control_pattern(tokenizer, MARKUP).pattern
     pattern, found = re.compile(f"{control}|{EARLIER}|{HIDDEN}"), list[str]()
 

@@ -18,13 +18,6 @@ class Routes:
     """Sums over tokens and layers of what the routers of a network decide; nothing where that is not wanted.
 
     Sums are (..., 2, E): how often each of E experts is chosen, and the sum of its probabilities, which has a gradient.
-
-    Args:
-        network: the transformers model.
-        wanted: whether the routers are watched.
-
-    Raises:
-        UserError: the network has no routers that transformers has a loss for.
     """
 
     def __init__(self, network: Any, *, wanted: bool) -> None:
@@ -66,13 +59,7 @@ class Routes:
             self._parts.append(found[0])
 
     def add_rows(self, hidden: Tensor, before: Tensor, reading: Reading) -> None:
-        """Count rows (R, L) of prompts and responses just watched, where they have scored tokens.
-
-        Args:
-            hidden: (R, L, H), their states.
-            before: (R,) tokens of their prompts.
-            reading: the rows.
-        """
+        """Count rows just watched, of states (R, L, H) and prompts of `before` (R,) tokens, where tokens are scored."""
         scored = torch.zeros(len(before), dtype=torch.bool, device=before.device)
         scored[reading.row] = True
         ends = (before + reading.lengths)[:, None]

@@ -54,18 +54,7 @@ def setup_vllm(
 ) -> Path:
     """Install vLLM and import it once.
 
-    Args:
-        say: called with a line for each step.
-        folder: of the environment; what an earlier installation left there is brought up to date.
-        gpu: the build for NVIDIA GPUs in place of the one for CPUs.
-        python: interpreter to make the environment with; this one when None.
-
-    Returns:
-        The environment's interpreter.
-
-    Raises:
-        UserError: the folder holds something else.
-        RunError: a step of the installation, or the import, failed.
+    The folder of an earlier installation is brought up to date; the environment's interpreter is returned.
     """
     place = environment_folder("engines", NAME, folder)
     package = PACKAGES["gpu" if gpu else "cpu"]

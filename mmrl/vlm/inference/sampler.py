@@ -92,15 +92,7 @@ class EngineSamplerConfig(SamplerConfig):
 
 
 class EngineSampler:
-    """The `mmrl.training.sampler.Sampler` that samples through vLLM.
-
-    Args:
-        config: lengths, temperature and engine.
-        longest: tokens of prompt and response together; None for all positions of the model.
-
-    Raises:
-        UserError: there is no engine.
-    """
+    """Samples through vLLM, prompts and responses of at most `longest` tokens together; None for the model's own."""
 
     def __init__(self, config: EngineSamplerConfig, longest: int | None = None) -> None:
         self.config, self._longest, settings = config, longest, config.vllm

@@ -292,12 +292,7 @@ class Perception(LossTerm):
 
 
 class CorrectLikelihood(LossTerm):
-    """Mean negative log-likelihood of the tokens of correct samples.
-
-    Args:
-        coef: weight.
-        accuracy_term: reward term whose value 1 marks a right answer.
-    """
+    """Mean negative log-likelihood of the tokens of samples whose reward `accuracy_term` is 1."""
 
     name = "correct_likelihood"
 

@@ -108,9 +108,6 @@ def check_fitting(make: Callable[[], nn.Module], entries: Mapping[str, Any], pat
     """Make sure that a folder's weights have the sizes that its entries name.
 
     The module, or a part of it, is made without memory and compared with the shapes in the file.
-
-    Raises:
-        UserError: an entry is larger than the weights have room for, or the shapes are others.
     """
     shapes = check_sizes(entries, path)
     if not shapes:

@@ -77,11 +77,7 @@ OUT_OF_VIEW_M = (-0.6, 0.0, 0.6)
 
 @functools.cache
 def find_flow_arm(actor: str) -> ArmModel | None:
-    """A row of `FLOW_ARMS`, or what a user's module:function returns; None for a hand and nobody.
-
-    Raises:
-        UserError: the function returns no arm, or the arm's model lacks a part that it names.
-    """
+    """A row of `FLOW_ARMS`, or what a user's module:function returns; None for a hand and nobody."""
     if ":" not in actor:
         return FLOW_ARMS.get(actor)
     from mmrl.rewards.loading import load_function
