@@ -151,12 +151,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Measures of the policy on one of `eval_tasks`; the first one is the headline."""
 
     def evaluate(
-        self,
-        policy: PolicyT,
-        split: str,
-        accelerator: Accelerator,
-        step: Step,
-        elsewhere: Elsewhere | None = None,
+        self, policy: PolicyT, split: str, accelerator: Accelerator, step: Step, elsewhere: Elsewhere | None = None
     ) -> Evaluation:
         """Measure the policy on one of `eval_tasks`; `step.number` steps are complete, `elsewhere` are workers."""
         measures, tasks = self.measures(policy, split, step), self.eval_tasks[split]
@@ -419,11 +414,7 @@ class PrefixScope(Protocol):
 
 
 def shared_prefix(policy: nn.Module, chunks: Sequence[Rollouts]) -> AbstractContextManager[PrefixScope]:
-    """Share a policy's `prefixes` between the chunks that are scored inside the context.
-
-    Chunks come in the order of `Rollouts.micro_batches`: parts of one group follow one another. With gradient, each
-    chunk's loss is differentiated before the next one is scored.
-    """
+    """Share a policy's `prefixes` between chunks that are scored and differentiated in the order of their groups."""
     prefixes: Any = getattr(policy, "prefixes", None)
     if prefixes is None or len(chunks) <= 1:
         return nullcontext(SimpleNamespace(backward=lambda: None))
@@ -434,11 +425,8 @@ class Reference:
     """Scores rollouts with the policy that the KL term pulls towards."""
 
     def __init__(self, kind: str, policy: nn.Module, decay: float = 0.0) -> None:
-        self.kind = kind
-        self.decay = decay
-        self._policy = policy
+        self.kind, self.decay, self._policy = kind, decay, policy
         self.copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
-        """Separate weights, if it has any."""
 
     def score(self, scorer: Callable[[nn.Module], ScoresT]) -> ScoresT:
         """Evaluate `scorer` on the reference, without gradient."""
