@@ -20,7 +20,7 @@ LARGEST = 2**63 - 1
 PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (Integral,), float: (Real,), str: (str, os.PathLike)}
 """Plain types and the types accepted for them, such as NumPy's numbers and paths."""
 
-hints_of = functools.cache(typing.get_type_hints)
+hints_of: Callable[[type[Any]], dict[str, Any]] = functools.cache(typing.get_type_hints)  # type: ignore[assignment]
 """Types of a class's annotations; a run asks for those of its configuration at each step."""
 
 
