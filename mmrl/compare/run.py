@@ -11,7 +11,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,16 +54,15 @@ def run_experiment(
     experiment = load_experiment(path)
     forget_digests()
     folder = Path(output_dir)
-    own = command is train_command and not only_report
-    configs = _check_configurations(experiment, folder) if own else []
+    if command is train_command and not only_report:
+        _check_configurations(experiment, folder)
     folder.mkdir(parents=True, exist_ok=True)
     invocation = shlex.join(["mmrl", "compare", str(path), "--output", str(output_dir)])
     session = _Session(experiment, folder, invocation, jobs or experiment.jobs, command, announce or _say)
     if not only_report:
-        with _shared_ray(configs, session.jobs):
-            session.prepare()
-            session.sweep()
-            session.compare()
+        session.prepare()
+        session.sweep()
+        session.compare()
     comparison = session.summary("done")
     for line in comparison_lines(comparison):
         session.announce(line)
@@ -175,33 +173,22 @@ class _Session:
         return self.folder / "logs" / f"{plan.label.replace('/', '_')}.log"
 
 
-def _check_configurations(experiment: ExperimentConfig, folder: Path) -> list[Any]:
+def _check_configurations(experiment: ExperimentConfig, folder: Path) -> None:
     """Read every configuration with its overrides, so that a typo in the last arm shows before the first run."""
     values = [None] if experiment.sweep is None else experiment.sweep.values
     seed = experiment.seeds[0]
     starts = _arms_read_at_start(experiment)
-    found = [_load(plan) for plan in plan_preparations(experiment, folder)]
+    for plan in plan_preparations(experiment, folder):
+        _load(plan)
     for arm in experiment.arms:
         for value in values:
             plan = plan_arm_run(experiment, folder, arm, seed, value)
-            found.append(config := _load(plan))
+            config = _load(plan)
             if arm in starts and not config.evaluation.at_start:
                 raise UserError(
                     f"{starts[arm]} compares with the evaluation before training, but evaluation.at_start of "
                     f"{plan.label} is false; set it to true"
                 )
-    return found
-
-
-def _shared_ray(configs: Sequence[Any], jobs: int) -> AbstractContextManager[None]:
-    """One Ray for the rollout workers of all runs that would each start one, so that they divide this machine."""
-    options = [config.rollers for config in configs if hasattr(config, "rollers")]
-    own = [each for each in options if each.engine == "ray" and not each.address]
-    if not own:
-        return nullcontext()
-    from mmrl.training.ray_rollers import shared_ray
-
-    return shared_ray(jobs * max(each.workers * each.num_cpus for each in own))
 
 
 def _load(plan: RunPlan) -> Any:

@@ -53,9 +53,6 @@ POLL_S = 1.0
 CLOSE_S = 5.0
 """Seconds that workers have to end their environments."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-CLUSTER = "MMRL_RAY_ADDRESS"
-"""Variable with the address of a Ray that runs share."""
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Variables of Ray where the user has set none: no reports to its makers, and GPUs are hidden by the worker itself."""
 
@@ -244,10 +241,7 @@ class RayRollers:
         except BaseException:
             self._disconnect()
             raise
-        where = self._ray.get_runtime_context().gcs_address
-        LOGGER.info(
-            "%d rollout workers at %s; the first one is on %s (%s)", self._size, where, hello.host, hello.device
-        )
+        LOGGER.info("%d rollout workers; the first one is on %s (%s)", self._size, hello.host, hello.device)
         self._again, self._lost, self._busy_s, self._since = 0, 0, 0.0, time.perf_counter()
         self._weights: Any = None
         self._draws, self._loads, self._staleness = 0, 0, 0
@@ -398,58 +392,40 @@ def _own_workers(count: int, accelerator: Accelerator) -> int:
     return own
 
 
-@contextmanager
-def shared_ray(cores: float) -> Iterator[None]:
-    """Ray on this machine for runs that this process starts and that name no cluster; `cores` for all their workers."""
-    with _joining("Ray") as ray:
-        os.environ[CLUSTER] = _start(ray, cores)
-    try:
-        yield
-    finally:
-        del os.environ[CLUSTER]
-        ray.shutdown()
-
-
 def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
-    """Join a cluster, or start one for the run; returns whether this process leaves it after the run."""
-    known = options.address or os.environ.get(CLUSTER, "")
-    with _joining(f"cluster at rollers.address={options.address}" if options.address else "Ray") as ray:
-        if ray.is_initialized():
-            return False
-        starts = not known and accelerator.is_main_process
-        address = [_start(ray, options.workers * options.num_cpus) if starts else known]
-        if accelerator.num_processes > 1:
-            broadcast_object_list(address)
-        if not starts:
-            ray.init(address=address[0], **QUIET)
-    return starts or bool(known)
-
-
-def _start(ray: Any, cores: float) -> str:
-    """Start Ray on this machine, not in a cluster that happens to run here; returns its address."""
-    count = max(os.cpu_count() or 1, math.ceil(cores))
-    context = ray.init(address="local", num_cpus=count, include_dashboard=False, **QUIET)
-    return str(context.address_info["gcs_address"])
-
-
-@contextmanager
-def _joining(where: str) -> Iterator[Any]:
-    """Ray as a module; errors say that there is no connection, and handlers of signals stay as they are."""
+    """Join a cluster, or start one for the run; returns whether this process has started it."""
     try:
         import ray
     except ModuleNotFoundError as error:
         raise UserError("rollers.engine is ray, which is not installed: pip install 'mmrl-suite[ray]'") from error
+    if ray.is_initialized():
+        return False
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     handlers = {each: signal.getsignal(each) for each in SIGNALS}
+    address: list[Any] = [options.address or None]
     try:
-        yield ray
+        if address[0] is None and accelerator.is_main_process:
+            cores = max(os.cpu_count() or 1, math.ceil(options.workers * options.num_cpus))
+            # local: not a cluster that happens to run on this machine
+            context: Any = ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+            address[0] = context.address_info["gcs_address"]
+            started = True
+        else:
+            started = False
+        if accelerator.num_processes > 1:
+            broadcast_object_list(address)
+        if not started:
+            ray.init(address=address[0], **quiet)
     except Exception as error:  # Ray raises what comes to hand, also where a start takes too long
+        where = f"cluster at rollers.address={options.address}" if options.address else "Ray"
         raise UserError(f"no connection to the {where}: {' '.join(str(error).split())[:300]}") from error
     finally:
         for each, handler in handlers.items():
             with suppress(ValueError):  # signals are the main thread's, and elsewhere Ray leaves them alone
                 signal.signal(each, handler)
+    return started or bool(options.address)
 
 
 def _check_room(options: RollersConfig) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,16 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from mmrl.config import save
 from mmrl.recipes import RECIPES
 from mmrl.runs.run_log import RunLog
 from mmrl.training.ray_rollers import RayCrew
 from mmrl.training.rollers import Dealer, TrialUnit
 from mmrl.training.run import evaluate
 from mmrl.training.settings import RollersConfig
-from tests.contracts.options import with_changes
 from tests.contracts.record import main, note
-from tests.contracts.test_two_processes import assert_same, make, train, train_in_two
+from tests.contracts.test_two_processes import make, train
 from tests.training.test_rollers import Ahead
 
 pytestmark = pytest.mark.slow
@@ -190,36 +185,6 @@ def test_an_evaluation_in_workers_of_which_one_is_killed_measures_what_one_proce
     torch.testing.assert_close(*torch.tensor(pairs).T, rtol=0.0, atol=0.0, equal_nan=True)
     assert there[0].keys() == here[0].keys()
     assert there[1:] == here[1:]
-
-
-@pytest.mark.parametrize(("name", "changes"), [("robot_grpo", {}), ("vlm", {"trainer.sharding": "fsdp2"})])
-def test_two_processes_that_share_workers_are_the_run_of_one(name, changes, tmp_path):
-    config = make(name, tmp_path)
-    whole = train(config, tmp_path / "one")
-    workers = RollersConfig(engine="ray", workers=WORKERS)
-    config = dataclasses.replace(with_changes(config, changes), rollers=workers)
-    assert_same(train_in_two(config, tmp_path / "two"), whole)
-
-
-def test_the_runs_of_a_comparison_share_one_ray(tmp_path):
-    pytest.importorskip("ray")
-    config = make("robot_grpo", tmp_path)
-    config.trainer.steps, config.eval_data = 1, {"held": config.data}
-    save(config, tmp_path / "run.yaml")
-    workers = {"rollers.engine": "ray", "rollers.workers": 1}
-    arms = {"here": None, "there": {"overrides": workers}, "too": {"overrides": workers}}
-    about = {"base": "run.yaml", "baseline": "here", "seeds": [1], "metric": "success/greedy", "jobs": 2}
-    (tmp_path / "lab.json").write_text(json.dumps({"name": "workers", "arms": arms, "budget": "1 step", **about}))
-    code = "import sys; from mmrl.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "compare", str(tmp_path / "lab.json"), "--output", str(tmp_path / "lab")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert ended.returncode == 0, ended.stderr
-    logs = [path.read_text(encoding="utf-8") for path in sorted((tmp_path / "lab" / "logs").glob("*.log"))]
-    addresses = [re.findall(r"1 rollout workers of the Ray at (\S+);", log) for log in logs]
-    assert sorted(map(len, addresses)) == [0, 1, 1]
-    assert len({address for found in addresses for address in found}) == 1
-    found = json.loads((tmp_path / "lab" / "comparison.json").read_text(encoding="utf-8"))
-    assert not found["failures"]
 
 
 @pytest.mark.parametrize("name", ["robot_grpo", "flow_grpo"])
