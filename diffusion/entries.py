@@ -95,6 +95,8 @@ RECIPES = (
         supervised=True,
     ),
 )
+PLAN = "diffusion.plan:footprint"
+"""Function for `mmrl train --dry-run`."""
 METRICS = {
     "score/<reward>": "Mean of an optimised reward over held-out images.",
     "heldout/<reward>": "Mean over held-out images of a reward that is never optimised.",

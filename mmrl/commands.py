@@ -87,8 +87,9 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
         raise UserError(f"--processes is {args.processes}; must be at least 1")
     if args.processes is not None and "RANK" in os.environ:
         raise UserError("--processes starts processes, but this is one of another launcher (RANK is set); give one")
-    if args.gpu_memory is not None and not args.dry_run:
-        raise UserError("--gpu-memory needs --dry-run; give both")
+    given = {name: value for name in ("memory", "tflops") if (value := getattr(args, f"gpu_{name}")) is not None}
+    if given and not args.dry_run:
+        raise UserError(f"--gpu-{next(iter(given))} needs --dry-run; give both")
     entry, config = load_run(args.config, args.overrides)
     if not entry.trains:
         raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
@@ -96,9 +97,10 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
     if args.dry_run:
         from mmrl.recipes import plan_of
-        from mmrl.training.plan import described
+        from mmrl.training.plan import Gpu, described
 
-        for line in described(config, plan_of(entry), args.gpu_memory, args.processes or 1):
+        gpu = Gpu(**{{"memory": "memory_gb"}.get(name, name): value for name, value in given.items()})
+        for line in described(config, plan_of(entry), gpu, args.processes or 1):
             say(line)
         return 0
     if (args.processes or 1) > 1:
@@ -355,9 +357,12 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="show the memory that the run needs on each of --processes GPUs, and leave",
+        help="show the memory and time that the run needs on each of --processes GPUs, and leave",
     )
     parser.add_argument("--gpu-memory", metavar="GB", type=float, help="with --dry-run: of each GPU; default: 80")
+    parser.add_argument(
+        "--gpu-tflops", metavar="N", type=float, help="with --dry-run: peak in bfloat16; default: 989, of an H100"
+    )
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -36,6 +36,17 @@ REFERENCE = "reference"
 """Entry of the latents (C, H, W) of an image to be edited."""
 
 
+TEXT_WIDTHS = (
+    "caption_channels",
+    "joint_attention_dim",
+    "cross_attention_dim",
+    "text_dim",
+    "text_embed_dim",
+    "cap_feat_dim",
+)
+"""Names in the configurations of networks for the width of their text tokens."""
+
+
 class LatentSides(NamedTuple):
     """Sizes that a network can represent, in latent pixels."""
 
@@ -203,6 +214,15 @@ class Family(ABC):
             return tokens.mean(1)
         weight = mask.to(tokens)[..., None]
         return (tokens * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the entries of the longest prompt, from the configuration of the network alone."""
+        config = getattr(self.pipeline, self.networks[0]).config
+        width = next(int(config[name]) for name in TEXT_WIDTHS if config.get(name))
+        shapes: dict[str, tuple[int, ...]] = {"tokens": (self.max_sequence_length, width)}
+        if pooled := config.get("pooled_projection_dim"):
+            shapes["pooled"] = (int(pooled),)
+        return shapes
 
     # the network
 

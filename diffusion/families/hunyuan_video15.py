@@ -66,6 +66,11 @@ class HunyuanVideo15Family(Family):
         text = self.pipeline.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         return self.tokenized(part, text)[self.pipeline.prompt_template_encode_start_idx :]
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Glyphs beside the tokens."""
+        width = self.pipeline.transformer.config.text_embed_2_dim
+        return super().text_shapes() | {"glyphs": (self.pipeline.tokenizer_2_max_length, width)}
+
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, C, T, H, W)."""
         rows, _, *sides = latents.shape

@@ -49,6 +49,12 @@ class Sd3Family(Family):
         )
         return {"tokens": tokens[0], "pooled": pooled[0]}
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tokens of T5 behind those of CLIP."""
+        shapes = super().text_shapes()
+        length, width = shapes["tokens"]
+        return shapes | {"tokens": (self.pipeline.tokenizer_max_length + length, width)}
+
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, C, H, W)."""
         velocity: Tensor = network(

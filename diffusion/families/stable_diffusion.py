@@ -135,6 +135,12 @@ class StableDiffusionXlFamily(StableDiffusionFamily):
             return {name: torch.zeros_like(value) for name, value in found.items()}
         return found
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The pooled text stands beside six embedded sizes."""
+        config = self.pipeline.unet.config
+        sizes = 6 * config.addition_time_embed_dim
+        return super().text_shapes() | {"pooled": (config.projection_class_embeddings_input_dim - sizes,)}
+
     def _added(self, latents: Tensor, text: Text) -> dict[str, Any]:
         """The image's size, no cut, and the size again."""
         height, width = (self.factor * side for side in latents.shape[-2:])

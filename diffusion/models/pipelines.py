@@ -91,6 +91,40 @@ def load_pipeline(
     return pipeline.to(device)
 
 
+def outlined_pipeline(path_or_id: Path | str, family: str | None = None) -> Any:
+    """A pipeline by its configuration alone; its weights are on the default device and mean nothing.
+
+    Raises:
+        UserError: no such folder or hub id, a pipeline without a family, or a part whose configuration is damaged.
+    """
+    import diffusers
+
+    ensure_torchvision()
+    where, folder = _resolve(path_or_id)
+    index = _read_index(where, folder)
+    kind = find_family(index["_class_name"], family, where)
+    parts: dict[str, Any] = dict.fromkeys(_absent_parts(index, kind, where, folder))
+    try:
+        with quiet_transformers(), quiet_diffusers():
+            for name, part in index.items():
+                if not name.startswith("_") and isinstance(part, list) and part[0]:
+                    parts[name] = _outlined(where, name, *part)
+            given = {name: index[name] for name in kind.settings if name in index}
+            return getattr(diffusers, index["_class_name"])(**parts, **given)
+    except Exception as error:  # as in loading
+        raise UserError(f"the configuration of the pipeline in {where} cannot be read: {first_line(error)}") from error
+
+
+def _outlined(where: str, name: str, library: str, kind: str) -> Any:
+    """A part of a pipeline, without values if it has weights."""
+    own: Any = getattr(importlib.import_module(library), kind)
+    if not issubclass(own, torch.nn.Module):
+        return own.from_pretrained(where, subfolder=name)
+    if hasattr(own, "load_config"):
+        return own.from_config(own.load_config(where, subfolder=name))
+    return own(own.config_class.from_pretrained(where, subfolder=name))
+
+
 def decode_latents(family: Family, latents: Tensor, batch: int = 8, frames: int = 0) -> DecodedImages:
     """Decode latents to images or videos, some at a time.
 

@@ -195,7 +195,7 @@ class DiffusionPolicy(nn.Module):
         self.config = config
         self.base_path = str(config.path)
         """Source of the pipeline."""
-        self.family = _make_family(pipeline, config)
+        self.family = make_family(pipeline, config)
         """Translates between this policy and the pipeline."""
         self.latent_shape: tuple[int, ...] = self.family.latent_shape(config.height, config.width, config.frames)
         """C, H, W of one image's latents at the configured size; C, T, H, W of a video's."""
@@ -390,7 +390,7 @@ class DiffusionPolicy(nn.Module):
         return folder if name == self.family.networks[0] else folder / name
 
 
-def _make_family(pipeline: Any, config: ModelConfig) -> Family:
+def make_family(pipeline: Any, config: ModelConfig) -> Family:
     """The family of a pipeline with its options, old names of `ModelConfig` among them."""
     kind = find_family(type(pipeline).__name__, config.family, str(config.path))
     names = {item.name for item in fields(kind.options_class)}

@@ -1,6 +1,7 @@
-"""Memory that a run needs on each GPU, before it starts: `mmrl train CONFIG --dry-run`.
+"""Memory and time that a run needs on each GPU, before it starts: `mmrl train CONFIG --dry-run`.
 
-Tensors can have shapes and no numbers, so a model of any size can be run forward and backward to see what it keeps.
+Tensors can have shapes and no numbers, so a model of any size can be run forward and backward to see what it keeps and
+how much it computes.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from mmrl.errors import UserError
 
@@ -33,13 +35,73 @@ class Part:
     name: str
     bytes: float
     during: str = "always"
-    """always, sampling or update."""
+    """always, sampling, update, or start: before the others are there."""
     divided: bool = False
-    """Whether `trainer.sharding=fsdp2` leaves each GPU its share of them."""
+    """Whether each GPU has its share of them, by `trainer.sharding=fsdp2` or as rows of the step."""
 
     def on(self, gpus: int) -> float:
         """Bytes on each of some GPUs."""
         return self.bytes / gpus if self.divided else self.bytes
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a pass through a network takes."""
+
+    bytes: float
+    """Most memory besides weights and gradients."""
+    flops: float
+    """Floating-point operations of matrices and attention."""
+    kernels: float
+    """Operations that are started one after the other."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Computation of one kind in a step, that of all GPUs together."""
+
+    name: str
+    flops: float
+    kernels: float
+    reads: float = 0.0
+    """Bytes that have to be read from memory, where that may take longer than computing with them."""
+
+    @classmethod
+    def of(cls, name: str, counted: Counted, passes: float) -> Work:
+        """The work of a counted pass that is made several times."""
+        return cls(name, counted.flops * passes, counted.kernels * passes)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Sizes and speeds of a GPU."""
+
+    memory_gb: float = 80.0
+    tflops: float = 989.0
+    """10^12 operations a second in bfloat16, dense: 989 of an H100 SXM, 312 of an A100."""
+
+    def seconds(self, work: Work, gpus: int, *, low: bool) -> tuple[float, float]:
+        """Least and most seconds of some work, divided between GPUs, in bfloat16 or float16 (`low`) or in float32.
+
+        Whatever takes longest counts: arithmetic, reading, or starting kernels.
+        """
+        peak = self.tflops * 1e12 * (1.0 if low else FLOAT32)
+        bandwidth = BYTES_PER_OPERATION * self.tflops * 1e12
+        least, most = (
+            max(work.flops / (peak * share), work.reads / (bandwidth * 2 * share), work.kernels * start) / gpus
+            for share, start in zip(UTILISATION, STARTING, strict=True)
+        )
+        return least, most
+
+
+UTILISATION = (0.5, 0.2)
+"""Shares of the peak that matrices of usual sizes reach, at best and at worst; of the bandwidth, twice these."""
+STARTING = (5e-6, 40e-6)
+"""Seconds in which Python and the driver start a kernel, at best and at worst; there are no CUDA graphs."""
+FLOAT32 = 67 / 989
+"""Peak in float32 over that in bfloat16, of an H100; an A100 has the same."""
+BYTES_PER_OPERATION = 3.35e12 / 989e12
+"""Bandwidth over peak in bfloat16, of an H100; an A100 has up to 6.5e-3."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +110,10 @@ class Plan:
 
     parts: tuple[Part, ...]
     assumed: tuple[str, ...]
+    work: tuple[Work, ...] = ()
+    """Computation of a step."""
+    low: bool = True
+    """Whether matrices are multiplied in bfloat16 or float16."""
 
     def held(self, phase: str, gpus: int = 1) -> float:
         """Bytes of the parts of a phase on each of some GPUs."""
@@ -55,11 +121,17 @@ class Plan:
 
     def peak(self, gpus: int = 1) -> float:
         """Most bytes on each GPU at any time."""
-        return self.held("always", gpus) + max(self.held("sampling", gpus), self.held("update", gpus))
+        phases = max(self.held("sampling", gpus), self.held("update", gpus))
+        return max(self.held("always", gpus) + phases, self.held("start", gpus))
 
     def fits(self, memory_gb: float, gpus: int = 1) -> bool:
         """Whether the peak leaves room for what is no tensor."""
         return self.peak(gpus) <= HEADROOM * memory_gb * GB
+
+    def seconds(self, gpu: Gpu, gpus: int = 1) -> tuple[float, float]:
+        """Least and most seconds of a step."""
+        found = [gpu.seconds(work, gpus, low=self.low) for work in self.work]
+        return sum(least for least, _ in found), sum(most for _, most in found)
 
 
 def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0, prefix: str = "") -> list[Part]:
@@ -90,8 +162,8 @@ def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0, prefix: st
     return [part for part in parts if part.bytes]
 
 
-def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> float:
-    """Bytes that forward and backward passes need besides weights and gradients.
+def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> Counted:
+    """Forward and backward passes of a micro-batch, and their memory besides weights and gradients.
 
     Args:
         network: the trained network, whose gradients are dropped afterwards.
@@ -101,12 +173,24 @@ def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> 
     network.train()
     with _besides(network) as allocations:
         before = allocations.alive
-        for _ in range(min(passes, 2)):
-            allocations.restart()
-            once().backward()
+        for weight in network.parameters():
+            if passes > 1 and weight.requires_grad:
+                weight.grad = torch.empty_like(weight)
+        allocations.restart()
+        once().backward()
     gradients = sum(weight.grad.nbytes for weight in network.parameters() if weight.grad is not None)
     network.zero_grad()
-    return max(allocations.peak - before - gradients, 0)
+    return allocations.counted(before + gradients)
+
+
+def forward(network: nn.Module, once: Callable[[], Any]) -> Counted:
+    """A pass without gradient, and its memory besides the weights."""
+    network.eval()
+    with torch.no_grad(), _besides(network) as allocations:
+        before = allocations.alive
+        allocations.restart()
+        once()
+    return allocations.counted(before)
 
 
 def history(network: nn.Module, once: Callable[[], Tensor]) -> float:
@@ -126,23 +210,24 @@ def _besides(network: nn.Module) -> Allocations:
     return allocations
 
 
-def described(config: Any, footprint: Callable[[Any], Plan], memory_gb: float | None, gpus: int) -> list[str]:
+def described(config: Any, footprint: Callable[[Any], Plan], gpu: Gpu, gpus: int) -> list[str]:
     """The plan of a run as lines of text, with changes that make it fit where it does not.
 
     Raises:
-        UserError: the memory is not above 0.
+        UserError: the memory or the speed is not above 0.
     """
-    memory_gb = 80.0 if memory_gb is None else memory_gb
-    if memory_gb <= 0:
-        raise UserError(f"--gpu-memory is {memory_gb:g}; must be above 0")
+    for option, value in (("--gpu-memory", gpu.memory_gb), ("--gpu-tflops", gpu.tflops)):
+        if not value > 0:
+            raise UserError(f"{option} is {value:g}; must be above 0")
     plan = footprint(config)
     lines = [
         f"{gpus} GPU{'s' if gpus > 1 else ''}, computed for {', '.join(plan.assumed)}",
-        *shown(plan, memory_gb, gpus),
+        *shown(plan, gpu.memory_gb, gpus),
+        *times(plan, gpu, gpus),
     ]
-    if plan.fits(memory_gb, gpus):
+    if plan.fits(gpu.memory_gb, gpus):
         return lines
-    return [*lines, "changes, each with those before, and the peak:", *remedies(config, footprint, memory_gb, gpus)]
+    return [*lines, "changes, each with those before, and the peak:", *remedies(config, footprint, gpu.memory_gb, gpus)]
 
 
 def shown(plan: Plan, memory_gb: float, gpus: int) -> list[str]:
@@ -156,6 +241,20 @@ def shown(plan: Plan, memory_gb: float, gpus: int) -> list[str]:
     peak = plan.peak(gpus) / GB
     verdict = "fits into" if plan.fits(memory_gb, gpus) else "does not fit into"
     return [*lines, f"  {'peak':<{width}}  {peak:8.2f} GB  {verdict} {memory_gb:g} GB"]
+
+
+def times(plan: Plan, gpu: Gpu, gpus: int) -> list[str]:
+    """Seconds of a step as lines of text."""
+    if not plan.work:
+        return []
+    width = max(len(work.name) for work in plan.work)
+    found = [gpu.seconds(work, gpus, low=plan.low) for work in plan.work]
+    lines = [
+        f"  {work.name:<{width}}  {least:8.3g} to {most:.3g} s"
+        for work, (least, most) in zip(plan.work, found, strict=True)
+    ]
+    least, most = plan.seconds(gpu, gpus)
+    return ["a step without rewards and environments:", *lines, f"  {'all':<{width}}  {least:8.3g} to {most:.3g} s"]
 
 
 def remedies(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gpus: int) -> list[str]:
@@ -204,12 +303,14 @@ def autocast(trainer: Any) -> torch.autocast:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the storages that are made inside the context.
+    """Counts the storages that are made inside the context, and the operations.
 
     with Allocations() as allocations:
         loss.backward()
     allocations.peak
     """
+
+    _current: ClassVar[Allocations | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,6 +318,10 @@ class Allocations(TorchDispatchMode):
         """Bytes now."""
         self.peak = 0
         """Most bytes so far."""
+        self.flops = 0.0
+        """Floating-point operations of matrices and attention, since `restart`."""
+        self.kernels = 0
+        """Operations that are no views, since `restart`."""
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def hold(self, *tensors: Tensor) -> None:
@@ -225,11 +330,34 @@ class Allocations(TorchDispatchMode):
             self._add(tensor)
 
     def restart(self) -> None:
-        """Look for a new peak from here on."""
-        self.peak = self.alive
+        """Look for a new peak and count anew from here on."""
+        self.peak, self.flops, self.kernels = self.alive, 0.0, 0
+
+    def counted(self, before: float) -> Counted:
+        """What was counted since `restart`, without bytes that were there before."""
+        return Counted(max(self.peak - before, 0), self.flops, self.kernels)
+
+    def __enter__(self) -> Self:
+        Allocations._current = self
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        Allocations._current = None
+        super().__exit__(*error)
+
+    @classmethod
+    def note(cls, flops: float) -> None:
+        """Count operations that torch's registry does not know."""
+        if cls._current is not None:
+            cls._current.flops += flops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for so often that the way through the mode takes most of the time
         out = func(*args, **(kwargs or {}))
+        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += flops(*args, **(kwargs or {}), out_val=out)
+        self.kernels += not (func.is_view or func._overloadpacket in _FREE)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
@@ -250,14 +378,14 @@ class Allocations(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def imagined() -> Iterator[None]:
+def imagined() -> Iterator[FakeTensorMode]:
     """Have tensors of shapes without numbers made inside, and attention that keeps what a fused kernel keeps."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Any:
-        return _Fused.apply(q, k, v)
+    def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Any:
+        return _Fused.apply(query, key, value)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch(ATTENTION, attention):
-        yield
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, mock.patch(ATTENTION, attention):
+        yield mode
 
 
 def imagine(module: nn.Module) -> None:
@@ -283,9 +411,18 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.flops = 4.0 * out.numel() * k.shape[-2]
+        Allocations.note(ctx.flops)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        Allocations.note(2.5 * ctx.flops)  # the weights are computed again
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+_FREE = {
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new_empty", "detach", "_unsafe_view", "alias")
+}
+"""Operations that compute nothing."""

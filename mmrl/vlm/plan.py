@@ -64,7 +64,8 @@ def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
                 head = network.get_output_embeddings().weight
                 return linear_logprobs(last, head, torch.zeros(len(last), dtype=torch.int64)).logp.sum()
 
-        parts.append(Part("activations", activations(wrapped, once, -(-rows // chunk)), "update"))
+        passes = activations(wrapped, once, -(-rows // chunk))
+        parts.append(Part("activations", passes.bytes, "update"))
         if shares and _keeps_history(config):
             kept = history(wrapped, lambda: once(trainer.tasks_per_step, 0))
             parts.append(Part("history of the prompts, for the update", kept, "sampling"))

@@ -1,0 +1,344 @@
+"""Memory and time of a run on a diffusion or flow model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from diffusion.config import DiffusionConfig, TrajectoryParts
+from diffusion.data.prompts import load_prompts
+from diffusion.families.base import MASK, REFERENCE
+from diffusion.families.table import find_family
+from diffusion.models.pipelines import outlined_pipeline, quiet_diffusers
+from diffusion.models.policy import DTYPES, ModelConfig, add_adapter, make_family
+from diffusion.models.published import PUBLISHED
+from diffusion.models.saved import BASE_FILE, read_base
+from diffusion.sampling.sampler import SamplerConfig, trained_window
+from mmrl.errors import UserError
+from mmrl.files import expanded
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.runs.export import model_folder
+from mmrl.training.objectives import make_objective
+from mmrl.training.plan import (
+    Counted,
+    Part,
+    Plan,
+    Work,
+    activations,
+    autocast,
+    forward,
+    imagine,
+    imagined,
+    state_parts,
+)
+from mmrl.training.recipe import single_update
+
+WORKING = 6
+"""Latents of each row, float32, that a loss has in hand: noise, mean, target and their differences."""
+
+
+def footprint(config: Any) -> Plan:
+    """What a run needs, for prompts of the greatest length that the model reads."""
+    if not isinstance(getattr(config, "model", None), ModelConfig):
+        raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
+    ensure_torchvision()
+    step = _Step.of(config)
+    with torch.device("meta"), quiet_transformers(), quiet_diffusers():
+        model = _Model(config, step)
+    with imagined() as mode:
+        model.mode = mode
+        imagine(model.networks)
+        imagine(model.autoencoder)
+        counted = _Passes(model, step)
+        parts = (*_kept(model, step), *counted.parts())
+        work = tuple(counted.work())
+    kind = "videos" if model.family.video else "images"
+    assumed = (
+        f"latents {' x '.join(map(str, model.shape))}",
+        f"{step.rows} {kind} a step and {step.times} {'steps' if step.denoises else 'noisy versions'} of each",
+        f"the update of {step.chunk} {kind} at once",
+    )
+    return Plan(tuple(part for part in parts if part.bytes), assumed, work, model.low)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Sizes of a step."""
+
+    rows: int
+    """Images of all processes."""
+    minibatch: int
+    """Images of an optimiser step."""
+    chunk: int
+    """Images in one forward and backward pass."""
+    times: int
+    """Trained steps or noisy versions of an image."""
+    denoises: bool
+    """Whether the steps of the sampler are trained."""
+    given: bool
+    """Whether images are given, not sampled."""
+    sampler: SamplerConfig
+
+    @classmethod
+    def of(cls, config: Any) -> _Step:
+        """The sizes that a configuration asks for."""
+        trainer, given = config.trainer, not isinstance(config, DiffusionConfig)
+        sampler = config.evaluation.sampler if given else config.sampler
+        rows = trainer.tasks_per_step * (1 + hasattr(config, "pairs") if given else trainer.samples_per_task)
+        minibatch = -(-rows // trainer.minibatches_per_step)
+        denoises = isinstance(config, TrajectoryParts)
+        if denoises:
+            times = max(int(len(trained_window(sampler, torch.Generator())) * sampler.random_share), 1)
+        else:
+            times = config.timesteps.count
+        chunk = min(trainer.micro_batch or minibatch, minibatch)
+        return cls(rows, minibatch, chunk, times, denoises, given, sampler)
+
+    @property
+    def drawn(self) -> int:
+        """Images that are sampled or decoded together."""
+        return min(self.sampler.batch_rows, self.rows)
+
+
+class _Model:
+    """Networks, autoencoder and sizes of a pipeline whose weights have no values; made on the meta device."""
+
+    mode: FakeTensorMode
+
+    def __init__(self, config: Any, step: _Step) -> None:
+        self.config, model = config, config.model
+        dtype = DTYPES[model.dtype]
+        pipeline, encoders = _pipeline(model)
+        self.family = family = make_family(pipeline, model)
+        self.shape = family.latent_shape(model.height, model.width, model.frames)
+        self.dtype = dtype
+        self.low = model.dtype != "float32" or config.trainer.mixed_precision != "none"
+        present = [name for name in family.networks if getattr(pipeline, name, None) is not None]
+        self.networks = nn.ModuleDict()
+        for name in present:
+            network = getattr(pipeline, name).to(dtype).requires_grad_(False)
+            self.networks[name] = network
+            if name not in (model.networks or present):
+                continue
+            if model.lora.enabled:
+                add_adapter(network, model.lora, family, seed=0)
+            else:
+                network.requires_grad_(True)
+            if model.gradient_checkpointing:
+                network.enable_gradient_checkpointing()
+        self.autoencoder = pipeline.vae.to(dtype).requires_grad_(False)
+        self.encoders = encoders * dtype.itemsize
+        self.edits = family.takes_image and _edits(config, pipeline)
+        low_apart = self.low and step.denoises and config.step.detach_negative
+        self.guided = step.sampler.guidance != 1.0 and not step.given
+        self.together = not low_apart
+        """Whether sampling evaluates both halves of guidance in one call."""
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Weights that are trained."""
+        return [weight for weight in self.networks.parameters() if weight.requires_grad]
+
+    def text(self, rows: int) -> dict[str, Tensor]:
+        """Zeros in place of the text of some rows, which take no memory."""
+        found = {name: torch.zeros(1, *shape, dtype=self.dtype) for name, shape in self.family.text_shapes().items()}
+        found |= {name + MASK: torch.ones(value.shape[:2], dtype=torch.bool) for name, value in found.items()}
+        if self.edits:
+            found[REFERENCE] = torch.zeros(1, *self.shape, dtype=self.dtype)
+        return {name: value.expand(rows, *value.shape[1:]) for name, value in found.items()}
+
+    def text_bytes(self) -> int:
+        """Bytes of the text of a row."""
+        return sum(value.nbytes for value in self.text(1).values())
+
+    def latent_bytes(self, itemsize: int | None = None) -> int:
+        """Bytes of a row's latents, in the precision of the model or another."""
+        return torch.Size(self.shape).numel() * (itemsize or self.dtype.itemsize)
+
+    def velocity(self, rows: int) -> Tensor:
+        """Evaluate the network for some rows and return a scalar.
+
+        The family translates zeros, and may look at their values; the network computes without values.
+        """
+        network, found = next(iter(self.networks.values())), []
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            with self.mode, autocast(self.config.trainer):
+                out = network(*args, **kwargs)
+            found.extend(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), out)
+
+        with unset_fake_temporarily():
+            latents = torch.zeros(1, *self.shape, dtype=self.dtype).expand(rows, *self.shape)
+            self.family.velocity(_Called(network, evaluate), latents, torch.full((rows,), 0.5), self.text(rows))
+        return torch.stack([leaf.float().square().mean() for leaf in found]).sum()
+
+    def decode(self, rows: int) -> Tensor:
+        """Images of some rows, without values."""
+        return self.family.decode(torch.zeros(rows, *self.shape, dtype=self.dtype))
+
+    def encode(self, rows: int) -> Any:
+        """Latents of some images, without values."""
+        family, *sides = self.family, *self.shape[-2:]
+        frames = (1 + (self.shape[1] - 1) * family.frame_factor,) if family.video else ()
+        pixels = (family.factor * side for side in sides)
+        return family.encode_pixels(torch.zeros(rows, 3, *frames, *pixels, dtype=self.dtype))
+
+
+class _Called:
+    """A network that is called by another function."""
+
+    def __init__(self, network: Any, function: Any) -> None:
+        self.network, self.function = network, function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.network, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _pipeline(config: ModelConfig) -> tuple[Any, int]:
+    """The pipeline without values and the number of weights of its text encoders."""
+    path = model_folder(config.path)
+    while (expanded(path) / BASE_FILE).is_file():
+        path = str(read_base(expanded(path) / BASE_FILE)["path"])
+    if config.build is not None and not Path(expanded(path)).exists():
+        raise UserError(f"model.path {path} does not exist; model.build writes it when the run starts, plan it then")
+    if path not in PUBLISHED or expanded(path).exists():
+        try:
+            pipeline = outlined_pipeline(path, config.family)
+        except UserError as error:
+            raise UserError(f"{error}; known without a folder: {', '.join(PUBLISHED)}") from error
+        kind = find_family(type(pipeline).__name__, config.family)
+        encoders = [getattr(pipeline, part.encoder, None) for part in kind.text_parts]
+        return pipeline, sum(w.numel() for encoder in encoders if encoder is not None for w in encoder.parameters())
+    import diffusers
+
+    known = PUBLISHED[path]
+    kind = find_family(known.pipeline_class, config.family)
+    parts = {
+        kind.networks[0]: known.network,
+        "vae": known.autoencoder,
+        "scheduler": (kind.schedulers[0], {}),
+    }
+    made = {name: getattr(diffusers, own)(**values) for name, (own, values) in parts.items()}
+    own = getattr(diffusers, known.pipeline_class)
+    required = [p.name for p in inspect.signature(own).parameters.values() if p.default is inspect.Parameter.empty]
+    return own(**dict.fromkeys(required) | made | known.settings), round(known.encoder_billions * 1e9)
+
+
+def _edits(config: Any, pipeline: Any) -> bool:
+    """Whether prompts come with images: by the file where there is one, else by the name of the pipeline."""
+    data = getattr(config, "data", None)
+    if data is not None and expanded(data.path).is_file():
+        return any(task.image is not None for task in load_prompts(data).tasks[:1])
+    return "Kontext" in type(pipeline).__name__
+
+
+def _kept(model: _Model, step: _Step) -> Iterator[Part]:
+    """What stays: weights, averages, frozen parts, and the latents of a step."""
+    config = model.config
+    yield from state_parts(model.networks, config.trainer, copies=int(not config.model.lora.enabled))
+    yield Part("averages of weights", 4 * _averages(config) * sum(weight.numel() for weight in model.trained))
+    autoencoder = sum(weight.nbytes for weight in model.autoencoder.parameters())
+    yield Part("autoencoder", autoencoder)
+    freed = config.model.free_text_encoders
+    yield Part(
+        "text encoders" + freed * " and autoencoder, at the start",
+        model.encoders + freed * autoencoder,
+        "start" if freed else "always",
+    )
+    if step.given:
+        yield Part("latents", step.rows * model.latent_bytes(), divided=True)
+        return
+    states = step.times + 1 if step.denoises else step.times * (getattr(config, "states", "") == "trajectory")
+    yield Part("latents and states", step.rows * (1 + states) * model.latent_bytes(), divided=True)
+    noise = step.drawn * step.times * model.latent_bytes(4) * step.denoises
+    yield Part("noise of the steps", noise, "sampling")
+    yield Part("text of the prompts", config.trainer.tasks_per_step * model.text_bytes(), "sampling", divided=True)
+
+
+def _averages(config: Any) -> int:
+    """Moving averages of the trained weights, float32."""
+    awm, orw = getattr(config, "awm", None), getattr(config, "orw", None)
+    return (
+        (config.eval_ema.decay > 0)
+        + (awm is not None and (awm.ema_coef > 0 or awm.off_policy))
+        + (orw is not None and orw.refresh_every > 1)
+        + hasattr(config, "nft")
+    )
+
+
+class _Passes:
+    """Passes of a step through networks and autoencoder, counted once each."""
+
+    def __init__(self, model: _Model, step: _Step) -> None:
+        self.model, self.step = model, step
+        config = model.config
+        detached = not step.denoises or config.step.detach_negative
+        self.rows = step.chunk * step.times
+        doubled = 2 if model.guided and not detached else 1
+        self.update = activations(
+            model.networks, lambda: model.velocity(doubled * self.rows), -(-step.minibatch // step.chunk)
+        )
+        self.halves = 2 if model.guided else 1
+        self.per_call = self.halves if model.together else 1
+        pixels = 1 if model.family.video else step.drawn
+        self.pixels = pixels
+        if step.given:
+            self.pixel = forward(model.autoencoder, lambda: model.encode(pixels))
+            self.sample = Counted(0, 0, 0)
+        else:
+            self.pixel = forward(model.autoencoder, lambda: model.decode(pixels))
+            self.sample = forward(model.networks, lambda: model.velocity(step.drawn * self.per_call))
+        self.unscored = self._without_gradient(detached)
+        self.score = forward(model.networks, lambda: model.velocity(self.rows)) if self.unscored else self.sample
+
+    def parts(self) -> Iterator[Part]:
+        """Memory of the passes."""
+        model, step = self.model, self.step
+        yield Part(
+            "encoding" if step.given else "denoising, or decoding", max(self.sample.bytes, self.pixel.bytes), "sampling"
+        )
+        yield Part("text of a batch", step.drawn * self.per_call * model.text_bytes() * (not step.given), "sampling")
+        yield Part(
+            "text and noise of a batch", self.rows * (model.text_bytes() + WORKING * model.latent_bytes(4)), "update"
+        )
+        yield Part("activations", self.update.bytes, "update")
+
+    def work(self) -> Iterator[Work]:
+        """Computation of a step."""
+        step, trainer = self.step, self.model.config.trainer
+        if not step.given:
+            calls = step.sampler.steps * self.halves / self.per_call
+            yield Work.of("sampling", self.sample, step.rows / step.drawn * calls)
+        yield Work.of("encoding" if step.given else "decoding", self.pixel, step.rows / self.pixels)
+        chunks = step.rows / step.chunk
+        if self.unscored:
+            yield Work.of("scores without gradient", self.score, chunks * self.unscored)
+        yield Work.of("update", self.update, chunks * trainer.epochs)
+
+    def _without_gradient(self, detached: bool) -> int:
+        """Passes through the rows of a step without gradient: negative half, references, averages, old policy."""
+        config, trainer = self.model.config, self.model.config.trainer
+        if self.step.given:
+            return hasattr(config, "pairs") * trainer.epochs
+        awm = getattr(config, "awm", None)
+        others = make_objective(config.objective).needs_reference
+        others += (awm is not None and awm.ema_coef > 0) + hasattr(config, "nft")
+        old = not single_update(trainer) and not (self.step.denoises and self._keeps_sampled())
+        negative = self.halves - 1 if detached else 0
+        return trainer.epochs * (negative + others * self.halves) + old * self.halves
+
+    def _keeps_sampled(self) -> bool:
+        old = self.model.config.trainer.old_logp
+        return bool(old == "sampler" or (old == "auto" and not self.model.low))
