@@ -37,6 +37,7 @@ from mmrl.training.plan import (
     forward,
     imagine,
     imagined,
+    largest_chunk,
     state_parts,
 )
 from mmrl.training.recipe import single_update
@@ -92,14 +93,15 @@ class _Step:
         """The sizes that a configuration asks for."""
         trainer, given = config.trainer, not isinstance(config, DiffusionConfig)
         sampler = config.evaluation.sampler if given else config.sampler
-        rows = trainer.tasks_per_step * (1 + hasattr(config, "pairs") if given else trainer.samples_per_task)
+        group = 1 + hasattr(config, "pairs") if given else trainer.samples_per_task
+        rows = trainer.tasks_per_step * group
         minibatch = -(-rows // trainer.minibatches_per_step)
         denoises = isinstance(config, TrajectoryParts)
         if denoises:
             times = max(int(len(trained_window(sampler, torch.Generator())) * sampler.random_share), 1)
         else:
             times = config.timesteps.count
-        chunk = min(trainer.micro_batch or minibatch, minibatch)
+        chunk = largest_chunk(trainer.micro_batch, group, minibatch)
         return cls(rows, minibatch, chunk, times, denoises, given, sampler)
 
     @property
@@ -286,11 +288,12 @@ class _Passes:
         config = model.config
         detached = not step.denoises or config.step.detach_negative
         self.rows = step.chunk * step.times
-        doubled = 2 if model.guided and not detached else 1
-        self.update = activations(
-            model.networks, lambda: model.velocity(doubled * self.rows), -(-step.minibatch // step.chunk)
-        )
         self.halves = 2 if model.guided else 1
+        self.compares = not step.given and make_objective(config.objective).needs_reference
+        doubled = 1 if detached else self.halves
+        self.update = activations(
+            model.networks, lambda: self._loss(doubled * self.rows), -(-step.minibatch // step.chunk)
+        )
         self.per_call = self.halves if model.together else 1
         pixels = 1 if model.family.video else step.drawn
         self.pixels = pixels
@@ -327,13 +330,21 @@ class _Passes:
             yield Work.of("scores without gradient", self.score, chunks * self.unscored)
         yield Work.of("update", self.update, chunks * trainer.epochs)
 
+    def _loss(self, rows: int) -> Tensor:
+        """A loss of some rows; where steps are trained, the reference is asked when the graph is there."""
+        loss = self.model.velocity(rows)
+        if self.compares and self.step.denoises:
+            with torch.no_grad():
+                self.model.velocity(self.halves * self.rows)
+        return loss
+
     def _without_gradient(self, detached: bool) -> int:
         """Passes through the rows of a step without gradient: negative half, references, averages, old policy."""
         config, trainer = self.model.config, self.model.config.trainer
         if self.step.given:
             return hasattr(config, "pairs") * trainer.epochs
         awm = getattr(config, "awm", None)
-        others = make_objective(config.objective).needs_reference
+        others = self.compares and not self.step.denoises
         others += (awm is not None and awm.ema_coef > 0) + hasattr(config, "nft")
         old = not single_update(trainer) and not (self.step.denoises and self._keeps_sampled())
         negative = self.halves - 1 if detached else 0

@@ -71,7 +71,7 @@ def plan_of(entry: RecipeEntry) -> Any:
     own = [package for package in PACKAGES if entry.target.startswith(f"{package}.")]
     modules = [importlib.import_module(f"{package}.entries") for package in own[-1:]]
     if not modules or not hasattr(modules[0], "PLAN"):
-        raise UserError(f"there is no memory plan for the recipe '{entry.name}'")
+        raise UserError(f"there is no plan for the recipe '{entry.name}'")
     return load_target(modules[0].PLAN)
 
 

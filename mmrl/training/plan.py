@@ -54,6 +54,14 @@ class Counted:
     """Floating-point operations of matrices and attention."""
     kernels: float
     """Operations that are started one after the other."""
+    attention: float = 0.0
+    """Floating-point operations of attention, part of `flops`."""
+    reads: float = 0.0
+    """Bytes that are read from memory, where that may take longer than computing with them."""
+
+    def attending(self, share: float) -> Counted:
+        """The same where attention computes a share of the pairs of positions that were counted."""
+        return dataclasses.replace(self, flops=self.flops - (1 - share) * self.attention)
 
 
 @dataclass(frozen=True)
@@ -64,12 +72,11 @@ class Work:
     flops: float
     kernels: float
     reads: float = 0.0
-    """Bytes that have to be read from memory, where that may take longer than computing with them."""
 
     @classmethod
     def of(cls, name: str, counted: Counted, passes: float) -> Work:
         """The work of a counted pass that is made several times."""
-        return cls(name, counted.flops * passes, counted.kernels * passes)
+        return cls(name, counted.flops * passes, counted.kernels * passes, counted.reads * passes)
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,16 @@ def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0, prefix: st
         Part(f"{prefix}reference", copies * (trained + frozen), divided=sharded),
     ]
     return [part for part in parts if part.bytes]
+
+
+def largest_chunk(micro_batch: int, group: int, minibatch: int) -> int:
+    """Most rows in one pass, as `Rollouts.micro_batches` cuts groups of equal size."""
+    if micro_batch == 0 or micro_batch >= minibatch:
+        return minibatch
+    if micro_batch >= group:
+        return micro_batch // group * group
+    parts = -(-group // micro_batch)
+    return -(-group // parts)
 
 
 def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> Counted:
@@ -320,6 +337,8 @@ class Allocations(TorchDispatchMode):
         """Most bytes so far."""
         self.flops = 0.0
         """Floating-point operations of matrices and attention, since `restart`."""
+        self.attention = 0.0
+        """Those of attention alone."""
         self.kernels = 0
         """Operations that are no views, since `restart`."""
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -331,11 +350,11 @@ class Allocations(TorchDispatchMode):
 
     def restart(self) -> None:
         """Look for a new peak and count anew from here on."""
-        self.peak, self.flops, self.kernels = self.alive, 0.0, 0
+        self.peak, self.flops, self.attention, self.kernels = self.alive, 0.0, 0.0, 0
 
     def counted(self, before: float) -> Counted:
         """What was counted since `restart`, without bytes that were there before."""
-        return Counted(max(self.peak - before, 0), self.flops, self.kernels)
+        return Counted(max(self.peak - before, 0), self.flops, self.kernels, self.attention)
 
     def __enter__(self) -> Self:
         Allocations._current = self
@@ -346,10 +365,11 @@ class Allocations(TorchDispatchMode):
         super().__exit__(*error)
 
     @classmethod
-    def note(cls, flops: float) -> None:
-        """Count operations that torch's registry does not know."""
+    def note(cls, attention: float) -> None:
+        """Count operations of attention, which here has no kernel that torch's registry knows."""
         if cls._current is not None:
-            cls._current.flops += flops
+            cls._current.flops += attention
+            cls._current.attention += attention
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):

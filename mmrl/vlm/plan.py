@@ -1,8 +1,10 @@
-"""Memory of a run on a vision-language or language model."""
+"""Memory and time of a run on a vision-language or language model."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,20 @@ from mmrl.core.logprobs import linear_logprobs
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.hub.compat import ensure_torchvision
-from mmrl.training.plan import Part, Plan, activations, autocast, history, imagine, imagined, state_parts
+from mmrl.training.plan import (
+    Counted,
+    Part,
+    Plan,
+    Work,
+    activations,
+    autocast,
+    forward,
+    history,
+    imagine,
+    imagined,
+    largest_chunk,
+    state_parts,
+)
 from mmrl.training.recipe import single_update
 from mmrl.vlm.engine.loading import prepare
 from mmrl.vlm.model.config import ModelConfig
@@ -21,20 +36,23 @@ from mmrl.vlm.model.network import auto_class, resolve_model, vision_parameters
 
 PROMPT = 1024
 """Tokens of a prompt where `model.max_prompt_tokens` is empty."""
+COPIED = "copy of weights to sample"
+PROMPT_CACHE, ANSWER_CACHE = "keys and values of prompts", "keys and values of answers"
 
 
 def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
     """What a run needs, for prompts and answers of the greatest length that the configuration allows."""
     if not isinstance(getattr(config, "model", None), ModelConfig):
-        raise UserError(f"there is no memory plan for the recipe '{config.recipe}'; its model is no language model")
+        raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no language model")
     ensure_torchvision()
     model, trainer = config.model, config.trainer
     sampler = getattr(config, "sampler", None)
     longest = prompt_tokens or model.max_prompt_tokens or PROMPT
     answer = sampler.max_new_tokens if sampler is not None else longest
     size = getattr(trainer, "samples_per_task", 1)
+    low = model.dtype != "float32" or trainer.mixed_precision != "none"
     rows = -(-trainer.tasks_per_step * size // trainer.minibatches_per_step)
-    chunk = min(trainer.micro_batch or rows, rows)
+    chunk = largest_chunk(trainer.micro_batch, size, rows)
     with torch.device("meta"):
         network = _network(model)
         wrapped = prepare(network, model, None)
@@ -46,7 +64,7 @@ def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
         prompts = -(-chunk // size) if shares else chunk
         parts = state_parts(wrapped, trainer, copies=_copies(config))
 
-        def once(prompts: int = prompts, answers: int = chunk) -> Tensor:
+        def once(prompts: int = prompts, answers: int = chunk, answer: int = answer) -> Tensor:
             with autocast(trainer):
                 tokens = prompts * longest + answers * (answer - 1)  # the last token is not read
                 states = network.get_input_embeddings()(torch.zeros(1, tokens, dtype=torch.int64))
@@ -64,17 +82,54 @@ def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
                 head = network.get_output_embeddings().weight
                 return linear_logprobs(last, head, torch.zeros(len(last), dtype=torch.int64)).logp.sum()
 
-        passes = activations(wrapped, once, -(-rows // chunk))
+        def pairs(prompts: int, answers: int) -> float:
+            """Share of the pairs of positions of `once` that attend to each other: before it, in the own row."""
+            tokens = prompts * longest + answers * (answer - 1)
+            return (prompts * longest**2 / 2 + answers * answer * (longest + answer / 2)) / tokens**2
+
+        passes = activations(wrapped, once, -(-rows // chunk)).attending(pairs(prompts, chunk))
         parts.append(Part("activations", passes.bytes, "update"))
+        total = trainer.tasks_per_step * size
+        work = [Work.of("update", passes, total / chunk * trainer.epochs)]
+        if unscored := _without_gradient(config):
+            scored = forward(wrapped, once).attending(pairs(prompts, chunk))
+            work.insert(0, Work.of("scores without gradient", scored, total / chunk * unscored))
         if shares and _keeps_history(config):
             kept = history(wrapped, lambda: once(trainer.tasks_per_step, 0))
             parts.append(Part("history of the prompts, for the update", kept, "sampling"))
-    if sampler is not None:
-        parts += _sampling(network, text, trainer, sampler, size, longest, answer)
+        if sampler is not None:
+            parts += _sampling(network, text, trainer, sampler, size, longest, answer)
+            drawn = min(sampler.batch_rows, total)
+            asked = -(-drawn // size)
+            read = forward(wrapped, lambda: once(asked, 0)).attending(pairs(asked, 0))
+            token = _decoding(network, wrapped, once, parts, drawn, (longest, answer), low)
+            work = [Work.of("prompts", read, total / drawn), Work.of("decoding", token, answer * total / drawn), *work]
     assumed = [f"prompts of {longest} tokens", f"answers of {answer}", f"{chunk} rows in {prompts} prompts at once"]
     if vision_parameters(network) and any(weight.requires_grad for weight in vision_parameters(network)):
         assumed.append("without the activations of the vision tower, which is trained")
-    return Plan(tuple(parts), tuple(assumed))
+    return Plan(tuple(parts), tuple(assumed), tuple(work), low)
+
+
+def _decoding(
+    network: Any, wrapped: Any, once: Any, parts: Sequence[Part], rows: int, lengths: tuple[int, int], low: bool
+) -> Counted:
+    """A token of each of some rows: the pass reads all weights, keys and values."""
+    prompt, answer = lengths
+    token = forward(wrapped, lambda: once(0, rows, 2)).attending((prompt + answer / 2) / rows)
+    held = {part.name: part.bytes for part in parts}
+    decoder = network.get_decoder()  # its table of embeddings is as large as the head
+    weights = sum(w.numel() * (2 if low else w.element_size()) for w in decoder.parameters())
+    return dataclasses.replace(token, reads=weights + held[PROMPT_CACHE] + held[ANSWER_CACHE] / 2)
+
+
+def _without_gradient(config: Any) -> int:
+    """Passes without gradient through the rows of a step: by the policy before the update, by its reference."""
+    if not hasattr(config, "objective") or not hasattr(config.trainer, "old_logp"):
+        return int(getattr(getattr(config, "reference", None), "kind", "none") != "none")
+    from mmrl.training.objectives import make_objective
+
+    old = config.trainer.old_logp == "recompute" and not single_update(config.trainer)
+    return old + bool(getattr(make_objective(config.objective), "needs_reference", False))
 
 
 def _network(model: Any) -> Any:
@@ -138,9 +193,9 @@ def _sampling(network: Any, text: Any, trainer: Any, sampler: Any, size: int, lo
     ]
     kept = prompts * longest * token * 2 * (cast or own)  # as the prefill left them, and in the decoder's order
     return [
-        Part("copy of weights to sample", sum(copied), "sampling"),
-        Part("keys and values of prompts", kept, "sampling"),
-        Part("keys and values of answers", (cast or own) * rows * answer * token, "sampling"),
+        Part(COPIED, sum(copied), "sampling"),
+        Part(PROMPT_CACHE, kept, "sampling"),
+        Part(ANSWER_CACHE, (cast or own) * rows * answer * token, "sampling"),
     ]
 
 

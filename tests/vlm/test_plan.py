@@ -103,7 +103,7 @@ def test_weights_gradients_and_moments_are_those_of_the_parameters(tmp_path):
 
 def test_memory_without_a_plan_and_recipes_without_one_are_refused(tmp_path, capsys):
     assert main(["train", "configs/vlm/needle_tspo.yaml", "--dry-run"]) == 2
-    assert "no memory plan" in capsys.readouterr().err
+    assert "no plan" in capsys.readouterr().err
     assert main(["train", "configs/vlm/digits_grpo.yaml", "--gpu-memory", "80"]) == 2
     assert "--dry-run" in capsys.readouterr().err
 
