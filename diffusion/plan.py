@@ -170,7 +170,8 @@ class _Model:
 
         The family translates zeros, and may look at their values; the network computes without values.
         """
-        network, found = next(iter(self.networks.values())), []
+        network: Any = next(iter(self.networks.values()))
+        found: list[Tensor] = []
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             with self.mode, autocast(self.config.trainer):
@@ -344,7 +345,7 @@ class _Passes:
         if self.step.given:
             return hasattr(config, "pairs") * trainer.epochs
         awm = getattr(config, "awm", None)
-        others = self.compares and not self.step.denoises
+        others = int(self.compares and not self.step.denoises)
         others += (awm is not None and awm.ema_coef > 0) + hasattr(config, "nft")
         old = not single_update(trainer) and not (self.step.denoises and self._keeps_sampled())
         negative = self.halves - 1 if detached else 0
