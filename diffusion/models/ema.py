@@ -130,7 +130,7 @@ class EMAWeights:
 @torch.no_grad()
 def _write(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
-        parameter.copy_(values[name])
+        parameter.copy_(values[name], non_blocking=values[name].device.type == "cpu")
     torch.clear_autocast_cache()  # it holds copies of the weights, and does not see that they have changed
 
 

@@ -47,7 +47,7 @@ BUDGET = {
     "diffusion_dpo": 103,
     "flow_pretrain": 53,
     "flow3d": 15,
-    "flow3d_awm": 175,
+    "flow3d_awm": 69,
     "robot_clone": 45,
     "robot_grpo": 47,
     "robot_ppo": 53,
