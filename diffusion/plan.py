@@ -190,9 +190,9 @@ class _Model:
 
     def encode(self, rows: int) -> Any:
         """Latents of some images, without values."""
-        family, *sides = self.family, *self.shape[-2:]
+        family = self.family
         frames = (1 + (self.shape[1] - 1) * family.frame_factor,) if family.video else ()
-        pixels = (family.factor * side for side in sides)
+        pixels = (family.factor * side for side in self.shape[-2:])
         return family.encode_pixels(torch.zeros(rows, 3, *frames, *pixels, dtype=self.dtype))
 
 
