@@ -157,7 +157,8 @@ class CachedPart:
         """The prompts as a table, where every layer keeps the keys and values of all tokens."""
         layers = self.cache.layers
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        return Prefix(keys, values, *to_host([self.lengths, self.next_position]), self.last_state, self.routes)
+        lengths, next_position = to_host([self.lengths, self.next_position])
+        return Prefix(keys, values, lengths, next_position, self.last_state, self.routes)
 
 
 @dataclass
