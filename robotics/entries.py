@@ -53,6 +53,8 @@ EVALUATIONS = (
         trains=False,
     ),
 )
+PLAN = "robotics.plan:footprint"
+"""Function for `mmrl train --dry-run`."""
 METRICS = {
     "accuracy/within_5cm": "Share of predicted points of 3D flow, over all frames, that are nearer than 5 cm.",
     "accuracy/language_swap": "Share of other instructions for a scene after which the object goes where they say.",

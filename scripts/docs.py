@@ -10,6 +10,7 @@ A table stands between two marks, which name what is in it:
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -167,11 +168,24 @@ def _model_families() -> str:
     return f"{markdown_table(columns, rows)}\nRecorded with {versions}.\n"
 
 
+def _plans() -> str:
+    """Memory and time of runs on released models, as `scripts/plans.py` has recorded them."""
+    record = json.loads((PROJECT / "docs/plans.json").read_text(encoding="utf-8"))
+    rows = []
+    for name, found in record.items():
+        peaks = [f"{value:.0f}" for value in found["gb"]]
+        times = [f"{least:g} to {most:g}" for least, most in found["seconds"]]
+        rows.append((f"`{name}`", found["trained"], *peaks, *times))
+    columns = ("model", "trained", *(f"GB, {n}" for n in ("1 GPU", "8 GPUs", "64 GPUs")))
+    return markdown_table((*columns, *(f"s, {n}" for n in ("1 GPU", "8 GPUs", "64 GPUs"))), rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(markdown, name) for name in LISTINGS},
     "blocks": _blocks,
     "options": _options,
     "model_families": _model_families,
+    "plans": _plans,
     "results": _results,
     "table": _first_table,
     "ways": _ways,

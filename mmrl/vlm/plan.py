@@ -54,7 +54,7 @@ def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
     rows = -(-trainer.tasks_per_step * size // trainer.minibatches_per_step)
     chunk = largest_chunk(trainer.micro_batch, size, rows)
     with torch.device("meta"):
-        network = _network(model)
+        network = outlined(model)
         wrapped = prepare(network, model, None)
     with imagined():
         imagine(wrapped)
@@ -132,7 +132,7 @@ def _without_gradient(config: Any) -> int:
     return old + bool(getattr(make_objective(config.objective), "needs_reference", False))
 
 
-def _network(model: Any) -> Any:
+def outlined(model: Any) -> Any:
     """The architecture, with weights that have no numbers."""
     from transformers import AutoConfig
 

@@ -102,7 +102,7 @@ def _saved(config: ActionPolicyConfig) -> ActionPolicy:
         raise UserError(f"model.options.vlm is given, but {config.path} holds a policy of kind {entries.get('kind')!r}")
     from robotics.policies.vlm import VlmActionPolicy
 
-    return VlmActionPolicy.from_pretrained(config.path, _model_config(entries.get("model", {}), changes))
+    return VlmActionPolicy.from_pretrained(config.path, model_settings(entries.get("model", {}), changes))
 
 
 def _encoded(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
@@ -121,7 +121,7 @@ def _vlm(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
     options = {"seed": seed, **config.options}
     vlm = options.pop("vlm", {})
     head = _options(VlmActionConfig, options, action_size=sim.action_size, chunk=config.chunk)
-    return VlmActionPolicy.from_model(_model_config(vlm), head)
+    return VlmActionPolicy.from_model(model_settings(vlm), head)
 
 
 def _lerobot(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
@@ -178,7 +178,7 @@ def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:
     raise UserError(f"model.kind {config.kind} returned a {type(made).__name__}; expected an nn.Module")
 
 
-def _model_config(*entries: dict[str, Any]) -> Any:
+def model_settings(*entries: dict[str, Any]) -> Any:
     """A `ModelConfig` from plain entries, checked like a file's; later entries replace earlier ones."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

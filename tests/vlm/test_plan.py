@@ -14,7 +14,7 @@ from mmrl.training.plan import Allocations, Part, Plan
 from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.trainer import Trainer
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.plan import PUBLISHED, _network, footprint
+from mmrl.vlm.plan import PUBLISHED, footprint, outlined
 from tests.contracts.domains import domain_of, tiny_vlm
 from tests.contracts.options import with_changes
 
@@ -90,7 +90,7 @@ def test_weights_gradients_and_moments_are_those_of_the_parameters(tmp_path):
     plan = footprint(config)
     held = {part.name: part.bytes for part in plan.parts}
     with torch.device("meta"):
-        weights = sum(weight.nbytes for weight in _network(config.model).parameters())
+        weights = sum(weight.nbytes for weight in outlined(config.model).parameters())
     assert held["weights, trained"] == held["gradients"] == weights
     assert held["moments of AdamW"] == 2 * weights
     config.trainer.sharding, config.trainer.gathered = "fsdp2", "bf16"
@@ -114,7 +114,7 @@ def test_architectures_have_the_published_number_of_parameters(name):
     from mmrl.vlm.model.config import ModelConfig
 
     with torch.device("meta"):
-        network = _network(ModelConfig(path=name))
+        network = outlined(ModelConfig(path=name))
     assert sum(weight.numel() for weight in network.parameters()) / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
 
 
