@@ -170,7 +170,7 @@ def _model_families() -> str:
 
 def _plans() -> str:
     """Memory and time of runs on released models, as `scripts/plans.py` has recorded them."""
-    record = json.loads((PROJECT / "docs/plans.json").read_text(encoding="utf-8"))
+    record = json.loads((PROJECT / "scripts/plans.json").read_text(encoding="utf-8"))
     rows = []
     for name, found in record.items():
         peaks = [f"{value:.0f}" for value in found["gb"]]

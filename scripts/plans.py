@@ -18,7 +18,7 @@ from mmrl.files import write_atomically
 from mmrl.recipes import plan_of
 from mmrl.training.plan import GB, Gpu
 
-RECORD = Path(__file__).resolve().parent.parent / "docs/plans.json"
+RECORD = Path(__file__).with_name("plans.json")
 GPUS = (1, 8, 64)
 COMMON = {"micro_batch": 1, "mixed_precision": "bf16"}
 LANGUAGE = {
