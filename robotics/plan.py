@@ -47,7 +47,7 @@ def footprint(config: Any) -> Plan:
         raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no action policy")
     folder = expanded(model_folder(model.path)) if model.path else None
     kind = model.kind if folder is None else str(read_config(folder).get("kind"))
-    if kind not in LARGE and kind not in ONE_CAMERA:
+    if kind not in KINDS and ":" not in kind:  # a class or function of the user's own is simply made
         raise UserError(f"there is no plan for a policy of model.kind {kind}; there is one for: {', '.join(KINDS)}")
     if kind not in LARGE:
         with _Small(config) as policy:

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 
 from mmrl.cli import main
+from mmrl.config import load_run
 from mmrl.recipes import RECIPES
 from mmrl.training.plan import Allocations
 from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.trainer import Trainer
 from robotics.plan import PUBLISHED, footprint
-from tests.contracts.domains import domain_of
 
 WITHIN = 0.15
 """Of the measured peak."""
 
 
-def test_the_command_shows_a_policy_and_refuses_others(tmp_path, capsys):
-    file = tmp_path / "run.yaml"
+def configuration(folder):
+    file = folder / "run.yaml"
     file.write_text(
         f"""
 recipe: robot_grpo
-output_dir: {tmp_path}/run
+output_dir: {folder}/run
 sim: {{kind: tabletop, tasks: [reach], horizon: 16}}
 model: {{kind: small, chunk: 8}}
 eval_data: {{held_out: {{split: held_out}}}}
 trainer: {{tasks_per_step: 2, samples_per_task: 2, micro_batch: 2}}
 """
     )
+    return file
+
+
+def test_the_command_shows_a_policy_and_refuses_others(tmp_path, capsys):
+    file = configuration(tmp_path)
     assert main(["train", str(file), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
@@ -57,8 +60,7 @@ def test_openvla_has_the_released_number_of_parameters():
 @pytest.mark.parametrize("micro", [0, 2])
 def test_a_plan_is_the_measured_peak_of_an_update(micro, tmp_path, request):
     """Peaks of tensors on the CPU, while a small policy learns from whole episodes."""
-    config = domain_of("robot_grpo").make_config("robot_grpo", tmp_path)
-    config.trainer = dataclasses.replace(config.trainer, micro_batch=micro)
+    _, config = load_run(configuration(tmp_path), [f"trainer.micro_batch={micro}", "reward=potential"])
     seed_everything(0)
     AcceleratorState._reset_state()
     request.addfinalizer(AcceleratorState._reset_state)
