@@ -228,12 +228,10 @@ def _pipeline(config: ModelConfig) -> tuple[Any, int]:
 
     known = PUBLISHED[path]
     kind = find_family(known.pipeline_class, config.family)
-    parts = {
-        kind.networks[0]: known.network,
-        "vae": known.autoencoder,
-        "scheduler": (kind.schedulers[0], {}),
-    }
+    parts = {kind.networks[0]: known.network, "vae": known.autoencoder}
     made = {name: getattr(diffusers, own)(**values) for name, (own, values) in parts.items()}
+    with torch.device("cpu"):  # schedulers compute their sigmas
+        made["scheduler"] = getattr(diffusers, kind.schedulers[0])()
     own = getattr(diffusers, known.pipeline_class)
     required = [p.name for p in inspect.signature(own).parameters.values() if p.default is inspect.Parameter.empty]
     return own(**dict.fromkeys(required) | made | known.settings), round(known.encoder_billions * 1e9)

@@ -173,9 +173,9 @@ def _plans() -> str:
     record = json.loads((PROJECT / "scripts/plans.json").read_text(encoding="utf-8"))
     rows = []
     for name, found in record.items():
-        peaks = [f"{value:.0f}" for value in found["gb"]]
-        times = [f"{least:g} to {most:g}" for least, most in found["seconds"]]
-        rows.append((f"`{name}`", found["trained"], *peaks, *times))
+        peaks = ["" if value is None else f"{value:.0f}" for value in found["gb"]]
+        times = ["" if value is None else f"{value[0]:g} to {value[1]:g}" for value in found["seconds"]]
+        rows.append((f"`{name.split()[0]}`", found["trained"], *peaks, *times))
     columns = ("model", "trained", *(f"GB, {n}" for n in ("1 GPU", "8 GPUs", "64 GPUs")))
     return markdown_table((*columns, *(f"s, {n}" for n in ("1 GPU", "8 GPUs", "64 GPUs"))), rows)
 

@@ -29,6 +29,11 @@ LANGUAGE = {
     "sampler": {"max_new_tokens": 1024, "batch_rows": 64},
     "trainer": {**COMMON, "tasks_per_step": 64, "samples_per_task": 8, "micro_batch": 4},
 }
+FULL = {
+    **LANGUAGE,
+    "model": {"gradient_checkpointing": True, "freeze_vision": True},
+    "trainer": {**LANGUAGE["trainer"], "sharding": "fsdp2", "gathered": "bf16"},  # type: ignore[dict-item]
+}
 IMAGES = {
     "recipe": "flow_grpo_fast",
     "model": {
@@ -61,6 +66,9 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen/Qwen2.5-VL-3B-Instruct": (LANGUAGE, "LoRA"),
     "Qwen/Qwen2.5-VL-7B-Instruct": (LANGUAGE, "LoRA"),
     "Qwen/Qwen3-VL-8B-Instruct": (LANGUAGE, "LoRA"),
+    "Qwen/Qwen2.5-VL-3B-Instruct in full": (FULL, "all but vision, FSDP2"),
+    "Qwen/Qwen2.5-VL-7B-Instruct in full": (FULL, "all but vision, FSDP2"),
+    "Qwen/Qwen3-VL-8B-Instruct in full": (FULL, "all but vision, FSDP2"),
     "stabilityai/stable-diffusion-3.5-medium": (IMAGES, "LoRA, 512 px"),
     "stabilityai/stable-diffusion-3.5-large": (IMAGES, "LoRA, 512 px"),
     "black-forest-labs/FLUX.1-dev": (IMAGES, "LoRA, 512 px"),
@@ -69,7 +77,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": (VIDEOS, "LoRA, 33 frames of 480 x 832"),
     "openvla/openvla-7b": (ROBOT, "all weights of Llama, bfloat16"),
 }
-"""A run of each model, and what is trained."""
+"""A run of each model, whose name begins with the hub id, and what is trained."""
 
 
 def main(names: Sequence[str]) -> None:
@@ -82,18 +90,19 @@ def main(names: Sequence[str]) -> None:
 
 
 def recorded(name: str) -> dict[str, Any]:
-    """Peak in GB and seconds of a step on each number of GPUs."""
+    """Peak in GB and seconds of a step on each number of GPUs; FSDP2 takes more than one."""
     values, trained = MODELS[name]
+    numbers = [None if values is FULL and gpus == 1 else gpus for gpus in GPUS]
     key = "model.options.folder" if values is ROBOT else "model.path"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
         file.write_text(json.dumps({"output_dir": folder, **values}), encoding="utf-8")  # JSON is YAML
-        entry, config = load_run(file, [f"{key}={name}"])
+        entry, config = load_run(file, [f"{key}={name.split()[0]}"])
     plan = plan_of(entry)(config)
     return {
         "trained": trained,
-        "gb": [round(plan.peak(gpus) / GB, 1) for gpus in GPUS],
-        "seconds": [[float(f"{value:.2g}") for value in plan.seconds(Gpu(), gpus)] for gpus in GPUS],
+        "gb": [gpus and round(plan.peak(gpus) / GB, 1) for gpus in numbers],
+        "seconds": [gpus and [float(f"{value:.2g}") for value in plan.seconds(Gpu(), gpus)] for gpus in numbers],
     }
 
 
