@@ -140,7 +140,7 @@ def _ways() -> str:
         f"{markdown_table(('recipe', *heads.values()), rows)}\n"
         f"The tests allow {RELATIVE:.0e} for processes and FSDP2 ({exact}), and nothing for the label device. For "
         f"workers against units they allow {SHARED_WORK:.0e} in the {language} recipes that sample from a language "
-        "model, and nothing in the others. Empty: not measured yet.\n"
+        "model, and nothing in the others. Empty: the recipe samples nothing.\n"
     )
 
 
