@@ -58,7 +58,7 @@ test: lint
 # The newest release is what `make setup` installs.
 test-oldest: setup
 	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/oldest \
-	  "transformers==$$(sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)"
+	  "transformers==$$(sed -n '/"transformers>=/{s/.*"transformers>=\([0-9.]*\)".*/\1/p;q}' pyproject.toml)"
 	@PYTHONPATH=$(CURDIR)/build/oldest $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) tests/vlm/families tests/vlm/test_models.py \
 	  tests/vlm/test_decoder.py tests/vlm/test_export.py tests/vlm/test_recipe.py
 
