@@ -190,7 +190,8 @@ def test_an_evaluation_in_workers_has_the_numbers_of_one_process(monkeypatch):
     assert rollers.evaluate("all", STEP).metrics == {"n": 6.0, "accuracy/greedy": 1.0}
 
 
-def test_an_evaluation_counts_the_trials_that_no_worker_ends(monkeypatch):
+def test_an_evaluation_counts_the_trials_that_no_worker_ends(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the folder of the run is that of the program
     found = ray_rollers(ToyRecipe(config()), Counter({4: 9}), monkeypatch).evaluate("all", STEP)
     assert found.metrics["lost"] == 2
     assert found.metrics["n"] == 4
