@@ -47,7 +47,7 @@ WORKING = 6
 
 
 def footprint(config: Any) -> Plan:
-    """What a run needs, for prompts of the greatest length that the model reads."""
+    """Plan a run whose prompts all have the longest length that the model reads."""
     if not isinstance(getattr(config, "model", None), ModelConfig):
         raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
     ensure_torchvision()
@@ -246,7 +246,7 @@ def _edits(config: Any, pipeline: Any) -> bool:
 
 
 def _kept(model: _Model, step: _Step) -> Iterator[Part]:
-    """What stays: weights, averages, frozen parts, and the latents of a step."""
+    """Memory held throughout a step: weights, their averages, frozen parts, and latents."""
     config = model.config
     yield from state_parts(model.networks, config.trainer, copies=int(not config.model.lora.enabled))
     yield Part("averages of weights", 4 * _averages(config) * sum(weight.numel() for weight in model.trained))

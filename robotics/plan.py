@@ -41,7 +41,7 @@ PROMPT = 32
 
 
 def footprint(config: Any) -> Plan:
-    """What a run needs, for episodes of the greatest length."""
+    """Plan a run whose episodes all last for the longest time allowed."""
     model = getattr(config, "model", None)
     if not isinstance(model, ActionPolicyConfig):
         raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no action policy")

@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a pass through a network takes."""
+    """Memory and operations of one pass through a network."""
 
     bytes: float
     """Most memory besides weights and gradients."""
@@ -353,7 +353,7 @@ class Allocations(TorchDispatchMode):
         self.peak, self.flops, self.attention, self.kernels = self.alive, 0.0, 0.0, 0
 
     def counted(self, before: float) -> Counted:
-        """What was counted since `restart`, without bytes that were there before."""
+        """Memory and operations since `restart`, less the bytes that were held before."""
         return Counted(max(self.peak - before, 0), self.flops, self.kernels, self.attention)
 
     def __enter__(self) -> Self:

@@ -41,7 +41,7 @@ PROMPT_CACHE, ANSWER_CACHE = "keys and values of prompts", "keys and values of a
 
 
 def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
-    """What a run needs, for prompts and answers of the greatest length that the configuration allows."""
+    """Plan a run whose prompts and answers all have the longest length that the configuration allows."""
     if not isinstance(getattr(config, "model", None), ModelConfig):
         raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no language model")
     ensure_torchvision()

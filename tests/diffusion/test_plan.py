@@ -20,7 +20,7 @@ from tests.contracts.options import with_changes
 from tests.diffusion.runs import run_config
 
 WITHIN = 0.15
-"""Of the measured peak."""
+"""Largest error of a planned peak, as a share of the measured one."""
 BILLIONS = {
     "stabilityai/stable-diffusion-3.5-medium": 2.24,
     "stabilityai/stable-diffusion-3.5-large": 8.06,

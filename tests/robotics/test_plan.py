@@ -15,7 +15,7 @@ from mmrl.training.trainer import Trainer
 from robotics.plan import PUBLISHED, footprint
 
 WITHIN = 0.15
-"""Of the measured peak."""
+"""Largest error of a planned peak, as a share of the measured one."""
 
 
 def configuration(folder):

@@ -19,7 +19,7 @@ from tests.contracts.domains import domain_of, tiny_vlm
 from tests.contracts.options import with_changes
 
 WITHIN = 0.15
-"""Of the measured peak."""
+"""Largest error of a planned peak, as a share of the measured one."""
 BILLIONS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": 3.75,
     "Qwen/Qwen2.5-VL-7B-Instruct": 8.29,
