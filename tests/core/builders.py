@@ -49,7 +49,23 @@ def random_rollouts(seed=0, groups=4, samples=3, width=6, dtype=torch.float64, *
         "extras": {"kl_weight": torch.rand(rows, generator=g, dtype=dtype), "noise": noise()},
         "logp_rollout": -noise().abs() - 0.1,
     }
+    fields["extras"] |= block_inputs(g, fields["group"], fields["turn"], noise)
     return Rollouts(**(fields | changes))
+
+
+def block_inputs(g, group, turn, noise):
+    """What a block may need in `extras` besides; its names are those of `mmrl.training.objectives.SCORES`."""
+    rows, width = turn.shape
+    return {
+        "answer": torch.randint(0, 2, (rows,), generator=g),
+        "tokens": torch.randint(0, 5, (rows, width), generator=g),
+        "anchor": group[:, None] * 100 + turn.clamp(min=0),
+        "task": group,
+        "source": torch.zeros_like(group),
+        "duration": noise().abs(),
+        "budget": torch.randint(4, 9, (rows,), generator=g),
+        "turn_reward": noise(),
+    }
 
 
 def widened(rollouts, width):

@@ -17,6 +17,7 @@ ROWS = (
         kl=K1(0.05, in_reward=True),
         value=ValueLoss(coef=0.1, clip=0.2),
         citation="Schulman et al., PPO, arXiv 1707.06347, eq. 7 and 9; GAE, arXiv 1506.02438",
+        verified="verl 0.9.1",
     ),
     Objective(
         "vl_dac",
@@ -27,6 +28,7 @@ ROWS = (
         kl=K3(0.05, clamp=False),
         value=ValueLoss(coef=0.15, clip=0.1, halved=False),
         citation="Bredis et al., VL-DAC, arXiv 2508.04280, eq. 3-6 and appendix B; clip 0.1 and limits as in its code",
+        verified="corl-team/VL-DAC at 5da27838c573",
     ),
     Objective(
         "reinforce_pp",
@@ -35,5 +37,6 @@ ROWS = (
         TokenMean(),
         kl=K1(0.001, in_reward=True),
         citation="Hu et al., REINFORCE++, arXiv 2501.03262; KL 0.001 for verifiable rewards as in OpenRLHF",
+        verified="verl 0.9.1",
     ),
 )

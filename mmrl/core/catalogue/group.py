@@ -24,6 +24,7 @@ ROWS = (
         SequenceMean(),
         kl=K3(0.04, clamp=False),
         citation="Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3-4",
+        verified="verl 0.9.1, trl 1.16.0",
     ),
     Objective(
         "dr_grpo",
@@ -32,6 +33,7 @@ ROWS = (
         # generate_max_length of sail-sg/understand-r1-zero; to be set to the sampler's own limit.
         FixedLength(3000),
         citation="Liu et al., Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2",
+        verified="verl 0.9.1, trl 1.16.0",
     ),
     Objective(
         "dapo",
@@ -40,6 +42,7 @@ ROWS = (
         TokenMean(),
         filter=ResampleGroups(),
         citation="Yu et al., DAPO, arXiv 2503.14476, eq. 8-12 (clip 0.2/0.28, dynamic sampling, token mean)",
+        verified="verl 0.9.1, trl 1.16.0",
     ),
     Objective(
         "rloo",
@@ -49,6 +52,7 @@ ROWS = (
         ratio=SequenceProductRatio(),
         kl=K1(0.05, in_reward=True),
         citation="Ahmadian et al., Back to Basics, arXiv 2402.14740, section 3.2; clip and KL 0.05 as in TRL",
+        verified="verl 0.9.1, trl 1.16.0",
     ),
     Objective(
         "reinforce_pp_baseline",
@@ -57,6 +61,7 @@ ROWS = (
         TokenMean(),
         kl=K2(0.001),
         citation="Hu et al., REINFORCE++ (baseline variant), arXiv 2501.03262; k2 loss 0.001 as in OpenRLHF",
+        verified="verl 0.9.1",
     ),
     Objective(
         "gspo",
@@ -65,6 +70,7 @@ ROWS = (
         SequenceMean(),
         ratio=SequenceRatio(),
         citation="Zheng et al., GSPO, arXiv 2507.18071, eq. 5 and 13 (clip 3e-4/4e-4)",
+        verified="verl 0.9.1, trl 1.16.0",
     ),
     Objective(
         "cispo",
@@ -73,6 +79,7 @@ ROWS = (
         Cispo(low=1.0, high=4.0),
         TokenMean(),
         citation="MiniMax-M1, arXiv 2506.13585, eq. 4-5 (no lower bound); upper bound 5 of arXiv 2510.13786",
+        verified="verl 0.9.1, trl 1.16.0",
     ),
     Objective(
         "icepop",
@@ -81,6 +88,7 @@ ROWS = (
         SequenceMean(),
         correction=Masked(),
         citation="Ling Team, Ring-1T, arXiv 2510.18855 (GRPO with mismatch bounds 0.5 to 5); its KL is left out",
+        verified="verl 0.9.1, trl 1.16.0",
     ),
     Objective(
         "papo",
@@ -89,6 +97,7 @@ ROWS = (
         TokenMean(),
         kl=K3(0.01),
         citation="base objective of PAPO_G's public scripts, arXiv 2507.06448 (clip 0.2/0.3, dual clip 3, k3 0.01)",
+        verified="MikeWangWZHL/PAPO at fb63bf4533b7",
     ),
     Objective(
         "apo",
@@ -97,6 +106,7 @@ ROWS = (
         TokenMean(),
         kl=K3(1e-3, clamp=False, aggregation=SequenceMean()),
         citation="base objective of View-R1's examples/scripts/train_grpo.sh, arXiv 2506.21655",
+        verified="Indolent-Kawhi/View-R1 at 093f2d82eee3",
     ),
     Objective(
         "srpo",
@@ -104,6 +114,7 @@ ROWS = (
         PpoClip(high=0.28, dual=3.0),
         SequenceMean(),
         citation="SRPO, arXiv 2511.15605 (clip 0.2/0.28, dual clip 3, mean of episode means)",
+        verified="sii-research/siiRL at af00a7718173",
     ),
     Objective(
         "aepo",
@@ -112,6 +123,7 @@ ROWS = (
         # token-mean by name, but of micro-batches of one response whose losses are averaged
         SequenceMean(),
         citation="InfiGUI-G1, arXiv 2508.05731; its public scripts (RLOO, clip 0.2/0.4, dual clip 3, no KL)",
+        verified="InfiXAI/InfiGUI-G1 at 22208e4d4826",
     ),
     Objective(
         "arpo",
@@ -119,6 +131,7 @@ ROWS = (
         PpoClip(high=0.3, dual=3.0),
         SequenceMean(),
         citation="Lu et al., ARPO, arXiv 2505.16282; its public scripts (clip 0.2/0.3, dual clip 3, no KL)",
+        verified="dvlab-research/ARPO at 7489ae309e90",
     ),
     Objective(
         "reg_grpo",
@@ -128,6 +141,7 @@ ROWS = (
         ratio=SequenceProductRatio(limit=None),
         kl=K3(0.1, clamp=False),
         citation="DeepVideo-R1, arXiv 2506.07464 (Reg-GRPO, KL 0.1; deviations as in TRL, which it builds on)",
+        verified="hand computation",
     ),
     Objective(
         "tspo",
@@ -135,5 +149,6 @@ ROWS = (
         Unclipped(),
         SequenceMean(),
         citation="TSPO, arXiv 2508.04369; its public trainer (mean of the picks' ratios, no clip, no KL)",
+        verified="Hui-design/TSPO at 19f4ecb2331b",
     ),
 )

@@ -15,6 +15,7 @@ ROWS = (
         scaling=AdvantageScaling(clip=5.0),
         kl=ExactKl(0.04),
         citation="Liu et al., Flow-GRPO, arXiv 2505.05470 (clip 1e-4, KL 0.04 of GenEval, deviation of the epoch)",
+        verified="yifan123/flow_grpo at ac4c86e8cae0, diffusers 0.42.1",
     ),
     Objective(
         "flow_grpo_fast",
@@ -23,6 +24,7 @@ ROWS = (
         TokenMean(),
         scaling=AdvantageScaling(clip=5.0),
         citation="Flow-GRPO, arXiv 2505.05470; its code's config/grpo.py, *_fast_nocfg (clip 1e-5, no KL)",
+        verified="yifan123/flow_grpo at ac4c86e8cae0, diffusers 0.42.1",
     ),
     Objective(
         "flow_dppo",
@@ -31,6 +33,7 @@ ROWS = (
         TokenMean(),
         scaling=AdvantageScaling(clip=5.0),
         citation="Flow-DPPO, arXiv 2606.11025; UniRL's examples/diffusion/sd3_flowdppo.yaml (limit 1e-5, no KL)",
+        verified="Tencent-Hunyuan/UniRL at 1a7b501e8fe8",
     ),
     Objective(
         "ddpo",
@@ -39,6 +42,7 @@ ROWS = (
         TokenMean(),
         scaling=AdvantageScaling(clip=5.0),
         citation="Black et al., DDPO, arXiv 2305.13301 (clip 1e-4; the diffusion recipe keeps a history a prompt)",
+        verified="kvablack/ddpo-pytorch at 1958463f0201, diffusers 0.42.1",
     ),
     Objective(
         "dance_grpo",
@@ -47,6 +51,7 @@ ROWS = (
         TokenMean(),
         scaling=AdvantageScaling(clip=5.0),
         citation="Xue et al., DanceGRPO, arXiv 2505.07818 (clip 1e-4, standard deviation of the group)",
+        verified="XueZeyue/DanceGRPO at 15cc71d53cc2",
     ),
     Objective(
         "awm",
@@ -56,5 +61,6 @@ ROWS = (
         scaling=AdvantageScaling(clip=5.0, scale=0.2),
         kl=ExactKl(0.001),
         citation="Xue et al., AWM, arXiv 2509.25050 (advantages within +-1, velocity distance 0.001)",
+        verified="scxue/advantage_weighted_matching at be5137232e33",
     ),
 )

@@ -5,4 +5,13 @@ from mmrl.core.blocks.clip import PolicyGradient
 from mmrl.core.loss import TokenMean
 from mmrl.core.objectives.objective import Objective
 
-ROWS = (Objective("sft", GroupMeanStd(), PolicyGradient(), TokenMean(), citation="maximum likelihood"),)
+ROWS = (
+    Objective(
+        "sft",
+        GroupMeanStd(),
+        PolicyGradient(),
+        TokenMean(),
+        citation="maximum likelihood",
+        verified="transformers 5.23.0",
+    ),
+)

@@ -75,6 +75,10 @@ class Objective:
     """Decisions or rows that are left out because sampler and trainer differ too much."""
     citation: str = ""
     """Publication of the method."""
+    verified: str = ""
+    """Outside program whose numbers the tests compare, such as "verl 0.9.1" or the authors' repository at a commit."""
+    differs: str = ""
+    """How the row differs from the paper and its code, in one line; empty where it does not."""
 
     @property
     def blocks(self) -> dict[str, Block]:

@@ -49,6 +49,10 @@ class PreferenceObjective:
     """Likelihood of the preferred answers as a further term."""
     citation: str = ""
     """Publication of the method."""
+    verified: str = ""
+    """Outside program whose numbers the tests compare, such as "verl 0.9.1" or the authors' repository at a commit."""
+    differs: str = ""
+    """How the row differs from the paper and its code, in one line; empty where it does not."""
     compares_rows: ClassVar[bool] = True
     """The two sides of a pair are scored together."""
 

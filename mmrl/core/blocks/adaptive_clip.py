@@ -1,0 +1,1 @@
+"""Clip rules whose bounds depend on the batch, the entropy or the probability of a decision."""

@@ -1,0 +1,1 @@
+"""Further baselines of rewards, of other libraries and papers."""

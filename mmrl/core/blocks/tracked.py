@@ -1,0 +1,1 @@
+"""Blocks that remember earlier steps."""

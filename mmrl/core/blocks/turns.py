@@ -1,0 +1,1 @@
+"""Advantages of the turns of an agent."""

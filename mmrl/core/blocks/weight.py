@@ -1,0 +1,1 @@
+"""Weights of decisions in the policy loss."""

@@ -1,0 +1,5 @@
+"""Objectives with an advantage estimator of their own."""
+
+from mmrl.core.objectives.objective import Objective
+
+ROWS: tuple[Objective, ...] = ()
