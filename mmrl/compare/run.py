@@ -11,6 +11,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from mmrl.compare.figures import draw
 from mmrl.compare.jobs import Job, JobResult, run_jobs
 from mmrl.compare.plans import RunPlan, forget_digests, plan_arm_run, plan_preparations, plan_sweep
 from mmrl.compare.results import Comparison, comparison_lines, failure_text
+from mmrl.compare.shared_ray import SharedRay
 from mmrl.compare.summary import chosen_values, plan_comparison, summarise
 from mmrl.errors import RunError, UserError
 from mmrl.files import write_atomically
@@ -54,15 +56,17 @@ def run_experiment(
     experiment = load_experiment(path)
     forget_digests()
     folder = Path(output_dir)
-    if command is train_command and not only_report:
-        _check_configurations(experiment, folder)
+    starts = command is train_command and not only_report
+    configs = _checked_configurations(experiment, folder) if starts else []
     folder.mkdir(parents=True, exist_ok=True)
     invocation = shlex.join(["mmrl", "compare", str(path), "--output", str(output_dir)])
-    session = _Session(experiment, folder, invocation, jobs or experiment.jobs, command, announce or _say)
+    ray = SharedRay(configs, jobs or experiment.jobs)
+    session = _Session(experiment, folder, invocation, ray, command, announce or _say)
     if not only_report:
-        session.prepare()
-        session.sweep()
-        session.compare()
+        with closing(ray):
+            session.prepare()
+            session.sweep()
+            session.compare()
     comparison = session.summary("done")
     for line in comparison_lines(comparison):
         session.announce(line)
@@ -83,7 +87,7 @@ class _Session:
     experiment: ExperimentConfig
     folder: Path
     invocation: str
-    jobs: int
+    ray: SharedRay
     command: CommandBuilder
     announce: Callable[[str], None]
 
@@ -119,7 +123,7 @@ class _Session:
             self.announce(f"{len(plans) - len(waiting)} of {len(plans)} runs are finished already")
         resumed = {label for label, plan in waiting.items() if run_status.prepare_folder(plan)}
         queue = [
-            Job(label, tuple(self.command(plan, label in resumed)), self._log(plan), partial(run_status.mark, plan))
+            Job(label, self._program(plan, label in resumed), self._log(plan), partial(run_status.mark, plan))
             for label, plan in waiting.items()
         ]
         failed: dict[str, str] = {}
@@ -138,7 +142,7 @@ class _Session:
             if result.returncode == BAD_CONFIGURATION and label not in resumed and not result.timed_out:
                 raise UserError(f"run {label} was rejected: {reason}; log: {result.job.log}")
 
-        run_jobs(queue, self.jobs, self.experiment.timeout_s, on_done)
+        run_jobs(queue, self.ray.jobs, self.experiment.timeout_s, on_done)
         return failed
 
     def write(self, status: str) -> Comparison:
@@ -161,6 +165,9 @@ class _Session:
             draw(self.experiment, self.folder, comparison)
         return comparison
 
+    def _program(self, plan: RunPlan, resume: bool) -> tuple[str, ...]:
+        return (*self.command(plan, resume), *(self.ray.arguments(_load(plan)) if self.ray.wanted else ()))
+
     def _check_result(self, plan: RunPlan, result: JobResult) -> str | None:
         reason = result.reason
         if reason is None and not run_status.is_finished(plan):
@@ -173,22 +180,22 @@ class _Session:
         return self.folder / "logs" / f"{plan.label.replace('/', '_')}.log"
 
 
-def _check_configurations(experiment: ExperimentConfig, folder: Path) -> None:
+def _checked_configurations(experiment: ExperimentConfig, folder: Path) -> list[Any]:
     """Read every configuration with its overrides, so that a typo in the last arm shows before the first run."""
     values = [None] if experiment.sweep is None else experiment.sweep.values
     seed = experiment.seeds[0]
     starts = _arms_read_at_start(experiment)
-    for plan in plan_preparations(experiment, folder):
-        _load(plan)
+    configs = [_load(plan) for plan in plan_preparations(experiment, folder)]
     for arm in experiment.arms:
         for value in values:
             plan = plan_arm_run(experiment, folder, arm, seed, value)
-            config = _load(plan)
+            configs.append(config := _load(plan))
             if arm in starts and not config.evaluation.at_start:
                 raise UserError(
                     f"{starts[arm]} compares with the evaluation before training, but evaluation.at_start of "
                     f"{plan.label} is false; set it to true"
                 )
+    return configs
 
 
 def _load(plan: RunPlan) -> Any:

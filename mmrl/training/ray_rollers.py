@@ -55,6 +55,7 @@ CLOSE_S = 5.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Variables of Ray where the user has set none: no reports to its makers, and GPUs are hidden by the worker itself."""
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 def open_rollers(
@@ -392,40 +393,53 @@ def _own_workers(count: int, accelerator: Accelerator) -> int:
     return own
 
 
+def start_ray(cores: float) -> str:
+    """Start a Ray of this process on this machine, with so many cores at least; returns its address."""
+    with _connecting("Ray") as ray:
+        return _start(ray, cores)
+
+
 def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
-    """Join a cluster, or start one for the run; returns whether this process has started it."""
+    """Join a cluster, or start one for the run; returns whether this process has to leave it."""
+    with _connecting(f"cluster at rollers.address={options.address}" if options.address else "Ray") as ray:
+        if ray.is_initialized():
+            return False
+        address: list[Any] = [options.address or None]
+        starts = address[0] is None and accelerator.is_main_process
+        if starts:
+            address[0] = _start(ray, options.workers * options.num_cpus)
+        if accelerator.num_processes > 1:
+            broadcast_object_list(address)
+        if not starts:
+            ray.init(address=address[0], **QUIET)
+    return starts or bool(options.address)
+
+
+def _start(ray: Any, cores: float) -> str:
+    cores = max(os.cpu_count() or 1, math.ceil(cores))
+    # local: not a cluster that happens to run on this machine
+    context = ray.init(address="local", num_cpus=cores, include_dashboard=False, **QUIET)
+    return str(context.address_info["gcs_address"])
+
+
+@contextmanager
+def _connecting(where: str) -> Iterator[Any]:
+    """Ray's module, with the suite's variables; handlers of signals stay as they were."""
     try:
         import ray
     except ModuleNotFoundError as error:
         raise UserError("rollers.engine is ray, which is not installed: pip install 'mmrl-suite[ray]'") from error
-    if ray.is_initialized():
-        return False
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     handlers = {each: signal.getsignal(each) for each in SIGNALS}
-    address: list[Any] = [options.address or None]
     try:
-        if address[0] is None and accelerator.is_main_process:
-            cores = max(os.cpu_count() or 1, math.ceil(options.workers * options.num_cpus))
-            # local: not a cluster that happens to run on this machine
-            context: Any = ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
-            address[0] = context.address_info["gcs_address"]
-            started = True
-        else:
-            started = False
-        if accelerator.num_processes > 1:
-            broadcast_object_list(address)
-        if not started:
-            ray.init(address=address[0], **quiet)
+        yield ray
     except Exception as error:  # Ray raises what comes to hand, also where a start takes too long
-        where = f"cluster at rollers.address={options.address}" if options.address else "Ray"
         raise UserError(f"no connection to the {where}: {' '.join(str(error).split())[:300]}") from error
     finally:
         for each, handler in handlers.items():
             with suppress(ValueError):  # signals are the main thread's, and elsewhere Ray leaves them alone
                 signal.signal(each, handler)
-    return started or bool(options.address)
 
 
 def _check_room(options: RollersConfig) -> None:
