@@ -1,0 +1,68 @@
+"""Properties of the estimators of single papers, beyond their golden numbers."""
+
+import pytest
+import torch
+
+from mmrl.core import Rollouts, get
+from mmrl.core.blocks.advantage import GroupMean
+from mmrl.core.blocks.shaping import BetaNormalised, RegroupedByLength, VirtualBest
+
+NAN = float("nan")
+
+
+def rollouts(reward, group, lengths=None, **more):
+    """Rows with these rewards, of up to 5 decisions."""
+    lengths = torch.tensor(lengths or [1 + i % 5 for i in range(len(reward))])
+    mask = (torch.arange(5) < lengths[:, None]).double()
+    reward = torch.tensor(reward, dtype=torch.float64)
+    return Rollouts(torch.tensor(group), mask, torch.zeros_like(mask), reward, **more)
+
+
+def rows(advantage):
+    return advantage[:, 0].tolist()
+
+
+GROUPS = [0, 0, 0, 0, 1, 1, 1, 1, 2]
+
+
+def test_bnpo_with_a_uniform_fit_is_the_group_mean():
+    # one group of failures and one of successes have more variance than any Beta distribution
+    batch = rollouts([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, NAN], GROUPS)
+    wide = rollouts([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0], GROUPS)
+    assert rows(BetaNormalised()(wide)) == [0.0] * 9
+    alike = rollouts([0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.3], GROUPS)
+    torch.testing.assert_close(BetaNormalised()(alike), GroupMean()(alike))
+    assert BetaNormalised()(batch).isfinite().all()
+
+
+def test_bnpo_maps_rewards_to_shares():
+    small = BetaNormalised()(rollouts([0.0, 1.0, 0.2, 0.7, 1.0, 0.5, 1.0, 0.0, 1.0], GROUPS))
+    moved = BetaNormalised(low=-1.0, high=3.0)
+    large = moved(rollouts([-1.0, 3.0, -0.2, 1.8, 3.0, 1.0, 3.0, -1.0, 9.0], GROUPS))
+    torch.testing.assert_close(small, large)
+    with pytest.raises(ValueError, match="advantage.low 1 must lie below advantage.high 1"):
+        get("bnpo").override({"advantage": {"low": 1.0}}).validate()
+
+
+@pytest.mark.parametrize("number", [2, 8, 16])
+def test_ngrpo_pushes_all_of_a_failed_group_down(number):
+    found = rows(VirtualBest(eps=0.0)(rollouts([0.0] * number, [0] * number)))
+    assert found == pytest.approx([-((number + 1) ** -0.5)] * number)
+
+
+def test_ngrpo_leaves_groups_of_successes_and_single_rows_alone():
+    found = rows(VirtualBest()(rollouts([1.0, 1.0, 1.0, NAN, 0.0, NAN, NAN, NAN, 0.0], GROUPS)))
+    assert found == [0.0] * 9
+
+
+def test_canon_of_half_and_half_is_dr_grpo():
+    batch = rollouts([0.1, 0.9, 0.4, 0.4, 1.0, 0.0, 0.7, 0.2, 1.0], GROUPS)
+    torch.testing.assert_close(RegroupedByLength(inter=0.5)(batch), GroupMean()(batch))
+
+
+def test_canon_compares_with_the_other_half():
+    batch = rollouts([1.0, 0.5, 0.0, NAN, 0.3, 0.3, 0.3, 0.3, 1.0], GROUPS, [1, 3, 2, 5, 1, 2, 3, 4, 5])
+    # of three scored rows the shortest is one half; rows of length 2 and 3 are the other
+    expected = [1.0 - 0.25, 0.5 - 1.0, 0.0 - 1.0, 0.0] + [0.0] * 5
+    assert rows(RegroupedByLength()(batch)) == pytest.approx(expected)
+    assert rows(RegroupedByLength()(batch))[4:] == [0.0] * 5
