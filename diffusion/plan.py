@@ -46,20 +46,25 @@ WORKING = 6
 """Latents of each row, float32, that a loss has in hand: noise, mean, target and their differences."""
 
 
-def footprint(config: Any) -> Plan:
-    """Plan a run whose prompts all have the longest length that the model reads."""
+def footprint(config: Any, *, passes: bool = True) -> Plan:
+    """Plan a run whose prompts all have the longest length that the model reads.
+
+    Without passes the plan has what is held between them only: weights, gradients, moments, averages and copies.
+    """
     if not isinstance(getattr(config, "model", None), ModelConfig):
         raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
     ensure_torchvision()
     step = _Step.of(config)
     with torch.device("meta"), quiet_transformers(), quiet_diffusers():
         model = _Model(config, step)
+    if not passes:
+        return Plan(tuple(_weights(model)), ())
     with imagined() as mode:
         model.mode = mode
         imagine(model.networks)
         imagine(model.autoencoder)
         counted = _Passes(model, step)
-        parts = (*_kept(model, step), *counted.parts())
+        parts = (*_weights(model), *_latents(model, step), *counted.parts())
         work = tuple(counted.work())
     kind = "videos" if model.family.video else "images"
     assumed = (
@@ -245,8 +250,8 @@ def _edits(config: Any, pipeline: Any) -> bool:
     return "Kontext" in type(pipeline).__name__
 
 
-def _kept(model: _Model, step: _Step) -> Iterator[Part]:
-    """Memory held throughout a step: weights, their averages, frozen parts, and latents."""
+def _weights(model: _Model) -> Iterator[Part]:
+    """Weights with their gradients, moments and averages, and frozen parts."""
     config = model.config
     yield from state_parts(model.networks, config.trainer, copies=int(not config.model.lora.enabled))
     yield Part("averages of weights", 4 * _averages(config) * sum(weight.numel() for weight in model.trained))
@@ -258,6 +263,11 @@ def _kept(model: _Model, step: _Step) -> Iterator[Part]:
         model.encoders + freed * autoencoder,
         "start" if freed else "always",
     )
+
+
+def _latents(model: _Model, step: _Step) -> Iterator[Part]:
+    """Latents of a step, and the noise and text that sampling has in hand."""
+    config = model.config
     if step.given:
         yield Part("latents", step.rows * model.latent_bytes(), divided=True)
         return

@@ -40,8 +40,12 @@ PROMPT = 32
 """Tokens of an instruction in its prompt, the image aside."""
 
 
-def footprint(config: Any) -> Plan:
-    """Plan a run whose episodes all last for the longest time allowed."""
+def footprint(config: Any, *, passes: bool = True) -> Plan:
+    """Plan a run whose episodes all last for the longest time allowed.
+
+    Without passes the plan has what is held between them only: weights, gradients, moments and copies; a small policy
+    has no such plan.
+    """
     model = getattr(config, "model", None)
     if not isinstance(model, ActionPolicyConfig):
         raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no action policy")
@@ -50,6 +54,8 @@ def footprint(config: Any) -> Plan:
     if kind not in KINDS and ":" not in kind:  # a class or function of the user's own is simply made
         raise UserError(f"there is no plan for a policy of model.kind {kind}; there is one for: {', '.join(KINDS)}")
     if kind not in LARGE:
+        if not passes:
+            return Plan((), ())
         with _Small(config) as policy:
             return _plan(config, policy)
     ensure_torchvision()
@@ -57,7 +63,7 @@ def footprint(config: Any) -> Plan:
         policy = LARGE[kind](config, folder)
     with imagined():
         imagine(policy.network)
-        return _plan(config, policy)
+        return _plan(config, policy, passes=passes)
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class _Policy:
     assumed: str
 
 
-def _plan(config: Any, policy: _Policy) -> Plan:
+def _plan(config: Any, policy: _Policy, *, passes: bool = True) -> Plan:
     trainer = config.trainer
     clones = not hasattr(trainer, "samples_per_task")
     size = 1 if clones else trainer.samples_per_task
@@ -83,6 +89,8 @@ def _plan(config: Any, policy: _Policy) -> Plan:
     chunk = largest_chunk(trainer.micro_batch, size, minibatch)
     compares = not clones and make_objective(config.objective).needs_reference
     parts = state_parts(policy.network, trainer, copies=int(compares))
+    if not passes:
+        return Plan(tuple(parts), ())
 
     def once(rows: int) -> Tensor:
         with autocast(trainer):
@@ -96,10 +104,10 @@ def _plan(config: Any, policy: _Policy) -> Plan:
         act = forward(policy.network, lambda: once(acting))
         parts.append(Part("acting", act.bytes, "sampling"))
         low = policy.low or trainer.old_logp == "recompute"
-        passes = compares + (low and trainer.old_logp != "sampler" and not single_update(trainer))
-        if passes:
+        unscored = compares + (low and trainer.old_logp != "sampler" and not single_update(trainer))
+        if unscored:
             score = forward(policy.network, lambda: once(chunk * looks))
-            work.insert(0, Work.of("scores without gradient", score, total / chunk * passes))
+            work.insert(0, Work.of("scores without gradient", score, total / chunk * unscored))
         work.insert(0, Work.of("acting", act, total / acting * looks))
     what = "transitions" if clones else f"episodes of {policy.horizon} steps, {looks} observations each"
     assumed = (f"{total} {what}", f"{chunk} {'transitions' if clones else 'episodes'} at once", policy.assumed)

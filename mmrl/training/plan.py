@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mmrl.errors import UserError
 
+LOGGER = logging.getLogger("mmrl")
 GB = 1e9
 HEADROOM = 0.92
 """Share of a GPU's memory that tensors can have; CUDA, its libraries and gaps between blocks take the rest."""
@@ -237,14 +239,25 @@ def described(config: Any, footprint: Callable[[Any], Plan], gpu: Gpu, gpus: int
         if not value > 0:
             raise UserError(f"{option} is {value:g}; must be above 0")
     plan = footprint(config)
-    lines = [
+    return [
         f"{gpus} GPU{'s' if gpus > 1 else ''}, computed for {', '.join(plan.assumed)}",
         *shown(plan, gpu.memory_gb, gpus),
         *times(plan, gpu, gpus),
+        *([] if plan.fits(gpu.memory_gb, gpus) else remedies(config, footprint, gpu.memory_gb, gpus)),
     ]
-    if plan.fits(gpu.memory_gb, gpus):
-        return lines
-    return [*lines, "changes, each with those before, and the peak:", *remedies(config, footprint, gpu.memory_gb, gpus)]
+
+
+def check_state(config: Any, footprint: Callable[..., Plan], memory_gb: float, gpus: int) -> None:
+    """Refuse a run whose weights, gradients, moments and copies alone are larger than a GPU; raises UserError."""
+    try:
+        with torch.random.fork_rng(devices=[]):  # the run draws what it would draw without a plan
+            plan = footprint(config, passes=False)
+    except Exception as error:  # there is no plan, or the run itself says better what is wrong
+        LOGGER.debug("the memory of the run is not checked: %s", error)
+        return
+    if plan.peak(gpus) > memory_gb * GB:
+        lines = [*shown(plan, memory_gb, gpus), *remedies(config, footprint, memory_gb, gpus)]
+        raise UserError("\n".join(["the run is larger than the GPU, even without activations:", *lines]))
 
 
 def shown(plan: Plan, memory_gb: float, gpus: int) -> list[str]:
@@ -276,7 +289,7 @@ def times(plan: Plan, gpu: Gpu, gpus: int) -> list[str]:
 
 def remedies(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gpus: int) -> list[str]:
     """Changes, each on top of those before, until the run fits; with their peaks."""
-    lines = []
+    lines = ["changes, each with those before, and the peak:"]
     for key, value in CHANGES:
         changed = _changed(config, key, value)
         if changed is None:

@@ -72,6 +72,7 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
         changed = in_first_process(joined, claim)
         accelerator = joined or _start(config, trains=True)
         _check_processes(config, accelerator)
+        _check_memory(entry, config, accelerator)
         recipe = _build(entry, config, accelerator)
         stack.callback(recipe.close)
         LOGGER.info("%s", ", ".join(f"{name} {value}" for name, value in machine(accelerator).items()))
@@ -224,6 +225,21 @@ def _check_processes(config: Any, accelerator: Accelerator) -> None:
         from mmrl.training.sharding import check_processes
 
         check_processes(accelerator)
+
+
+def _check_memory(entry: Any, config: Any, accelerator: Accelerator) -> None:
+    """Refuse a run that is larger than its GPU before it loads weights."""
+    if accelerator.device.type != "cuda":
+        return
+    from mmrl.recipes import plan_of
+    from mmrl.training.plan import GB, check_state
+
+    try:
+        footprint = plan_of(entry)
+    except UserError:
+        return
+    memory = torch.cuda.get_device_properties(accelerator.device).total_memory
+    check_state(config, footprint, memory / GB, accelerator.num_processes)
 
 
 def _build(entry: Any, config: Any, accelerator: Accelerator) -> Recipe:

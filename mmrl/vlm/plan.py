@@ -40,8 +40,11 @@ COPIED = "copy of weights to sample"
 PROMPT_CACHE, ANSWER_CACHE = "keys and values of prompts", "keys and values of answers"
 
 
-def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
-    """Plan a run whose prompts and answers all have the longest length that the configuration allows."""
+def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True) -> Plan:
+    """Plan a run whose prompts and answers all have the longest length that the configuration allows.
+
+    Without passes the plan has what is held between them only: weights, gradients, moments and copies.
+    """
     if not isinstance(getattr(config, "model", None), ModelConfig):
         raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no language model")
     ensure_torchvision()
@@ -56,13 +59,16 @@ def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
     with torch.device("meta"):
         network = outlined(model)
         wrapped = prepare(network, model, None)
+    parts = state_parts(wrapped, trainer, copies=_copies(config))
+    if not passes:
+        copied = _copied(network, trainer) if sampler is not None and _draws_here(config) else 0
+        return Plan((*parts, Part(COPIED, copied, "sampling")), ())
     with imagined():
         imagine(wrapped)
         text = network.config.get_text_config()
         network.set_attn_implementation("sdpa")
         shares = model.shared_prefix and model.attention == "sdpa"
         prompts = -(-chunk // size) if shares else chunk
-        parts = state_parts(wrapped, trainer, copies=_copies(config))
 
         def once(prompts: int = prompts, answers: int = chunk, answer: int = answer) -> Tensor:
             with autocast(trainer):
@@ -87,10 +93,10 @@ def footprint(config: Any, prompt_tokens: int | None = None) -> Plan:
             tokens = prompts * longest + answers * (answer - 1)
             return (prompts * longest**2 / 2 + answers * answer * (longest + answer / 2)) / tokens**2
 
-        passes = activations(wrapped, once, -(-rows // chunk)).attending(pairs(prompts, chunk))
-        parts.append(Part("activations", passes.bytes, "update"))
+        update = activations(wrapped, once, -(-rows // chunk)).attending(pairs(prompts, chunk))
+        parts.append(Part("activations", update.bytes, "update"))
         total = trainer.tasks_per_step * size
-        work = [Work.of("update", passes, total / chunk * trainer.epochs)]
+        work = [Work.of("update", update, total / chunk * trainer.epochs)]
         if unscored := _without_gradient(config):
             scored = forward(wrapped, once).attending(pairs(prompts, chunk))
             work.insert(0, Work.of("scores without gradient", scored, total / chunk * unscored))
@@ -178,24 +184,40 @@ def _keeps_history(config: Any) -> bool:
     return bool(kept and single_update(trainer) and trainer.micro_batch == 0)
 
 
+def _draws_here(config: Any) -> bool:
+    """Whether this process draws tokens with the lean decoder, which copies weights."""
+    local = config.rollers.engine == "local" and getattr(config.sampler, "engine", "own") == "own"
+    return bool(local and config.sampler.lean)
+
+
+def _copied(network: Any, trainer: Any) -> int:
+    """Bytes of the copies of weights that the lean decoder makes."""
+    cast = _cast(network, trainer)
+    return sum(
+        weight.numel() * (cast or weight.element_size())
+        for name, weight in network.get_decoder().layers.named_parameters()
+        if "lora_" not in name and weight.ndim == 2 and (cast or any(f"{part}_proj" in name for part in "qkv"))
+    )
+
+
+def _cast(network: Any, trainer: Any) -> int:
+    """Bytes of a number where the lean decoder computes in another precision than the weights have, else 0."""
+    own = next(network.get_decoder().parameters()).element_size()
+    return 2 if trainer.mixed_precision != "none" and own == 4 else 0
+
+
 def _sampling(network: Any, text: Any, trainer: Any, sampler: Any, size: int, longest: int, answer: int) -> list[Part]:
     """Copies of the weights that the decoder makes, and its keys and values in the precision of its layers."""
     rows = min(sampler.batch_rows, trainer.tasks_per_step * size)
     prompts = math.ceil(rows / size)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * width
-    decoder, own = network.get_decoder(), next(network.get_decoder().parameters()).element_size()
-    cast = 2 if trainer.mixed_precision != "none" and own == 4 else 0
-    copied = [
-        weight.numel() * (cast or own)
-        for name, weight in decoder.layers.named_parameters()
-        if "lora_" not in name and weight.ndim == 2 and (cast or any(f"{part}_proj" in name for part in "qkv"))
-    ]
-    kept = prompts * longest * token * 2 * (cast or own)  # as the prefill left them, and in the decoder's order
+    number = _cast(network, trainer) or next(network.get_decoder().parameters()).element_size()
+    kept = prompts * longest * token * 2 * number  # as the prefill left them, and in the decoder's order
     return [
-        Part(COPIED, sum(copied), "sampling"),
+        Part(COPIED, _copied(network, trainer), "sampling"),
         Part(PROMPT_CACHE, kept, "sampling"),
-        Part(ANSWER_CACHE, (cast or own) * rows * answer * token, "sampling"),
+        Part(ANSWER_CACHE, number * rows * answer * token, "sampling"),
     ]
 
 

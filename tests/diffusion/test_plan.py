@@ -77,6 +77,8 @@ def test_weights_averages_and_work_follow_the_configuration(tmp_path):
     assert held["gradients"] == weights
     assert held["averages of weights"] == 2 * weights  # the anchor's and the evaluation's
     assert held["reference"] == weights + held.get("weights, frozen", 0)
+    state = {part.name: part.bytes for part in footprint(config, passes=False).parts}
+    assert state == {name: held.get(name, 0) for name in state}
     more = footprint(with_changes(config, {"trainer.tasks_per_step": 4, "trainer.micro_batch": 8}))
     for before, after in zip(plan.work, more.work, strict=True):
         assert after.flops == pytest.approx(2 * before.flops)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 
 from mmrl.cli import main
+from mmrl.config import load_run
+from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
+from mmrl.training import run
 from mmrl.training.plan import Allocations, Part, Plan
 from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.trainer import Trainer
@@ -60,9 +64,11 @@ def test_a_peak_is_the_larger_phase_and_divided_parts_shrink():
     assert not plan.fits(15)
 
 
-def test_the_command_shows_the_parts_and_what_would_fit(tmp_path, capsys):
-    file = tmp_path / "run.yaml"
-    file.write_text(
+@pytest.fixture
+def file(tmp_path):
+    """A run's configuration."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
         f"""
 recipe: vlm
 output_dir: {tmp_path}/run
@@ -74,6 +80,10 @@ trainer: {{tasks_per_step: 2, samples_per_task: 4, learning_rate: 1.0e-4}}
 """,
         encoding="utf-8",
     )
+    return path
+
+
+def test_the_command_shows_the_parts_and_what_would_fit(file, tmp_path, capsys):
     assert main(["train", str(file), "--dry-run", "--gpu-memory", "0.003"]) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
@@ -85,6 +95,25 @@ trainer: {{tasks_per_step: 2, samples_per_task: 4, learning_rate: 1.0e-4}}
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("share", "said"), [(0.99, "larger than the GPU"), (1.01, "loading")])
+def test_a_run_that_is_larger_than_its_gpu_loads_nothing(share, said, file, capsys, monkeypatch):
+    def load(*_):
+        raise UserError("loading")
+
+    gpu = SimpleNamespace(total_memory=int(share * footprint(load_run(file)[1], passes=False).peak()))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr("mmrl.training.plan.CHANGES", (("model.lora.enabled", True),))
+    monkeypatch.setattr(run, "_start", lambda *_, **__: SimpleNamespace(device=torch.device("cuda"), num_processes=1))
+    monkeypatch.setattr(run, "_check_processes", lambda *_: None)
+    monkeypatch.setattr(run, "_build", load)
+    before = torch.get_rng_state()
+    assert main(["train", str(file)]) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+    complaint = capsys.readouterr().err
+    assert said in complaint
+    assert ("model.lora.enabled=true" in complaint) == (share < 1)
+
+
 def test_weights_gradients_and_moments_are_those_of_the_parameters(tmp_path):
     config = domain_of("vlm").make_config("vlm", tmp_path)
     plan = footprint(config)
@@ -93,6 +122,10 @@ def test_weights_gradients_and_moments_are_those_of_the_parameters(tmp_path):
         weights = sum(weight.nbytes for weight in outlined(config.model).parameters())
     assert held["weights, trained"] == held["gradients"] == weights
     assert held["moments of AdamW"] == 2 * weights
+    state = {part.name: part.bytes for part in footprint(config, passes=False).parts}
+    assert state == {name: held[name] for name in state}
+    assert {"weights, trained", "moments of AdamW", "gradients"} <= set(state)
+    assert not {"activations", "keys and values of prompts", "keys and values of answers"} & set(state)
     config.trainer.sharding, config.trainer.gathered = "fsdp2", "bf16"
     parts = {part.name: part for part in footprint(config).parts}
     assert parts["weights, trained, whole in bf16"].on(8) == weights / 2
