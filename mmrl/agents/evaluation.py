@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video, write_videos
-from mmrl.agents.rollout.episodes import ENDINGS, Episode, episode_record
+from mmrl.agents.rollout.episodes import ENDINGS, Episode
 from mmrl.fields import bounded
 from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.run_log import metric_label
@@ -148,3 +149,21 @@ def _row(trial: Trial[AgentTask], episode: Episode) -> Row:
         "terms": episode.terms,
         "sample": episode_record(episode, total, episode.terms, None),
     }
+
+
+def episode_record(
+    episode: Episode, reward: float | None, terms: dict[str, float], advantage: float | None
+) -> SampleRecord:
+    """An episode as a sample for the report: the answers of all turns, and the last image."""
+    turns = [f"[turn {number}] {answer}" for number, answer in enumerate(episode.answers, 1)]
+    return SampleRecord(
+        id=episode.task.id,
+        prompt="" if episode.prompt is None else episode.prompt.text,
+        response="\n".join(turns),
+        outputs=[Image.fromarray(image) for image in episode.last.images[-1:]],
+        reward=reward,
+        terms=terms,
+        advantage=advantage,
+        finish=episode.ending,
+        correct=episode.success if episode.has_result else None,
+    )

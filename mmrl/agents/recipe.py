@@ -24,10 +24,12 @@ from mmrl.agents.environments.pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
 from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names
+from mmrl.agents.rollout.anchors import tabulate_anchors
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
 from mmrl.agents.rollout.runner import EpisodeRunner
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
+from mmrl.core.blocks.turns import ANCHOR
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.transfer import to_device
@@ -49,7 +51,7 @@ from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precis
 from mmrl.vlm.router_loss import router_terms
 
 LOGGER = logging.getLogger("mmrl")
-SCORES = ("values", "turns", "entropy", "logp_ref", "logp_rollout")
+SCORES = ("values", "turns", "anchors", "entropy", "logp_ref", "logp_rollout")
 """Scores that an agent's policy gives besides log-probabilities."""
 
 
@@ -371,10 +373,14 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
         at_end = (weights.format * form + added).nan_to_num()[:, None]
         turns = turns + torch.where(last & (rollouts.mask > 0), at_end, 0.0)
+        extras = {"decision_reward": turns}
+        if "anchors" in self.objective.needs:
+            assert rollouts.turn is not None
+            extras[ANCHOR] = tabulate_anchors(episodes, rollouts.turn)
         scored = rollouts.replace(
             reward=reward.masked_fill(alone, math.nan),
             reward_terms={name: values.masked_fill(alone, math.nan) for name, values in terms.items()},
-            extras=rollouts.extras | {"decision_reward": turns},
+            extras=rollouts.extras | extras,
         )
         failures = [*self._failures]
         self._failures.clear()

@@ -30,7 +30,6 @@ from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.rewards.answers import final_part
-from mmrl.runs.records import SampleRecord
 from mmrl.vlm.data.prompt import MARKUP, Context, Insert, Prompt, VlmPayload, encode_text, join_prompts, leaves
 from mmrl.vlm.data.task import ImageSource, VlmTask
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -354,6 +353,8 @@ class Episode:
     trajectory: Trajectory = field(default_factory=Trajectory)
     rewards: list[float] = field(default_factory=list)
     """The environment's reward of each turn."""
+    anchors: list[int] = field(default_factory=list)
+    """The observation before each turn, as `mmrl.agents.rollout.anchors` numbers it."""
     answers: list[str] = field(default_factory=list)
     """The agent's text of each turn."""
     unreadable: int = 0
@@ -459,24 +460,6 @@ def pack_groups(groups: Sequence[Sequence[Episode]], policy: VlmPolicy) -> Rollo
     """Turn the episodes of whole groups into rollouts with `pack_episodes`."""
     group = [number for number, own in enumerate(groups) for _ in own]
     return pack_episodes([episode for own in groups for episode in own], group, policy)
-
-
-def episode_record(
-    episode: Episode, reward: float | None, terms: dict[str, float], advantage: float | None
-) -> SampleRecord:
-    """An episode as a sample for the report: the answers of all turns, and the last image."""
-    turns = [f"[turn {number}] {answer}" for number, answer in enumerate(episode.answers, 1)]
-    return SampleRecord(
-        id=episode.task.id,
-        prompt="" if episode.prompt is None else episode.prompt.text,
-        response="\n".join(turns),
-        outputs=[Image.fromarray(image) for image in episode.last.images[-1:]],
-        reward=reward,
-        terms=terms,
-        advantage=advantage,
-        finish=episode.ending,
-        correct=episode.success if episode.has_result else None,
-    )
 
 
 def _first_prompts(episodes: Sequence[Episode], group: Sequence[int]) -> list[Prompt]:

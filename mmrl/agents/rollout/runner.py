@@ -19,6 +19,7 @@ from mmrl.agents.environments.environment import Action, ActionConfig, Observati
 from mmrl.agents.environments.pool import EnvPool, TurnResult
 from mmrl.agents.environments.tasks import AgentTask
 from mmrl.agents.environments.videos import Video
+from mmrl.agents.rollout.anchors import number_observation
 from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.runs.run_log import stopwatch
@@ -128,6 +129,7 @@ class EpisodeRunner:
             episode.ending, episode.reason = "overflow", str(error)
             return None
         episode.prompt, episode.last = conversation.parts[0].prompt, result.observation
+        episode.anchors.append(number_observation(result.observation, result.info))
         first.setdefault(episode.task.id, (result.observation, episode.prompt))
         return conversation
 
@@ -238,7 +240,11 @@ class EpisodeRunner:
                 slot.episode.ending, slot.episode.reason = "overflow", str(error)
                 full.append(row)
                 continue
-            slot.episode.trajectory.restart(prompt) if restarts else slot.episode.trajectory.add_given(prompt)
+            episode, result = slot.episode, results.get(row)
+            episode.trajectory.restart(prompt) if restarts else episode.trajectory.add_given(prompt)
+            # an answer without an action leaves the environment as it was
+            same = episode.anchors[-1]
+            episode.anchors.append(same if result is None else number_observation(result.observation, result.info))
             (restarted if restarts else added)[row] = prompt
         with stopwatch("prefill"):
             if added:

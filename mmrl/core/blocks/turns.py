@@ -1,1 +1,72 @@
 """Advantages of the turns of an agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.advantage import Advantage, group_center, group_std
+from mmrl.core.loss import required
+from mmrl.core.returns import gae_over_turns, turn_starts
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice, rare
+
+ANCHOR = "anchor"
+"""Key of `Rollouts.extras` (B, T) int64: the state in which a decision's turn began, the same number for equal ones."""
+
+
+@dataclass(frozen=True)
+class GroupInGroup(Advantage):
+    """Compares episodes of a group, and in it turns that began in the same state, `extras["anchor"]`.
+
+    A turn whose state no other turn of the group began in has the advantage of its episode alone.
+
+    Source: GiGPO, arXiv 2505.10978, eq. 3-8; langfengQ/DrMAS gigpo/core_gigpo.py.
+    """
+
+    kind = "group_in_group"
+    needs = frozenset({"samples", "turns", "anchors"})
+    weight: float = bounded(1.0, at_least=0)
+    """Weight of the comparison of turns, omega."""
+    gamma: float = bounded(0.95, at_least=0, at_most=1)
+    """Discount per turn of the rewards that a turn is compared by."""
+    std: bool = False
+    """Whether both differences are divided by the standard deviation of what is compared."""
+    episode_mean: str = rare(choice("turns", ("turns", "episodes")))
+    """Mean and deviation of episodes: over "turns", in which an episode counts as often as it has turns (as released),
+    or over "episodes" (as in the paper)."""
+
+    @property
+    def level(self) -> str:
+        return "turn"
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        starts = turn_starts(rollouts)
+        row, column = torch.nonzero(starts, as_tuple=True)
+        to_go = gae_over_turns(rollouts, torch.zeros_like(rollouts.logp_old), self.gamma, 1.0)
+        anchor = required(rollouts.extras.get(ANCHOR), f'rollouts.extras["{ANCHOR}"]', "the state of each turn, (B, T)")
+        states = torch.stack([rollouts.group[row], anchor[row, column]])
+        of_turns = self._compared(to_go[row, column], torch.unique(states, dim=1, return_inverse=True)[1])
+        if self.episode_mean == "turns":
+            of_episodes = self._compared(rollouts.reward[row], torch.unique(states[0], return_inverse=True)[1])
+        else:
+            of_episodes = self._compared(rollouts.reward, rollouts.group, rollouts.scored)[row]
+        table = torch.zeros_like(to_go).index_put((row, column), (of_episodes + self.weight * of_turns).to(to_go.dtype))
+        first = torch.where(starts, torch.arange(starts.shape[1], device=starts.device), 0).cummax(1).values
+        return torch.where(rollouts.loss_mask > 0, table.gather(1, first), 0.0)
+
+    def _compared(self, values: Tensor, group: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Values (n,) minus the mean of their group, over its standard deviation if asked for."""
+        valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid
+        centred = group_center(values, group, valid)
+        return centred / (group_std(values, group, valid) + 1e-6) if self.std else centred
+
+    def formula(self) -> str:
+        over = " / (std + 1e-6)" if self.std else ""
+        return (
+            f"A_ik = (R_i - mean_g R){over} + {self.weight:g} * (G_ik - mean of G from the same state){over}, "
+            f"G_ik = sum_(l>=k) {self.gamma:g}^(l-k) R_il, mean_g over {self.episode_mean}; the same for all decisions "
+            "of turn k"
+        )

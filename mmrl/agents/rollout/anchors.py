@@ -1,0 +1,34 @@
+"""Numbers of observations, by which turns that begin in the same state are found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.agents.environments.environment import Observation
+from mmrl.agents.rollout.episodes import Episode
+from mmrl.core.blocks.turns import ANCHOR
+
+
+def number_observation(observation: Observation, info: Mapping[str, Any]) -> int:
+    """A 64-bit hash of `info["anchor"]`, or where there is none, of the observation's text and images."""
+    parts = [info[ANCHOR]] if ANCHOR in info else [observation.text, *observation.images]
+    digest = blake2b(digest_size=8)
+    for part in parts:
+        array = isinstance(part, np.ndarray)
+        digest.update(repr((part.shape, part.dtype.str) if array else part).encode())
+        digest.update(part.tobytes() if array else b"")
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def tabulate_anchors(episodes: Sequence[Episode], turn: Tensor) -> Tensor:
+    """(B, T) int64, the number of the observation before each decision's turn (B, T); 0 where there is no turn."""
+    width = max(1 + int(turn.max()), *(len(episode.anchors) for episode in episodes))
+    rows = [[*episode.anchors, *[0] * (width - len(episode.anchors))] for episode in episodes]
+    table = torch.tensor(rows, dtype=torch.int64, device=turn.device)
+    return torch.where(turn < 0, 0, table.gather(1, turn.clamp(min=0)))
