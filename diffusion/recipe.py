@@ -32,6 +32,7 @@ from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.core.objectives.decoupled import decoupled_advantages
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum
 from mmrl.runs.records import SampleRecord
@@ -39,7 +40,7 @@ from mmrl.runs.run_log import stopwatch
 from mmrl.training.evaluation import Elsewhere, Evaluation, evaluate_tasks
 from mmrl.training.objectives import make_objective
 from mmrl.training.processes import Streams, global_advantages, process_device
-from mmrl.training.recipe import Recipe, Reference, Stateful, Step, Tally, start_kind
+from mmrl.training.recipe import Recipe, Reference, Step, start_kind
 from mmrl.training.scoring import RewardErrors, with_rewards
 
 LOGGER = logging.getLogger("mmrl")
@@ -343,10 +344,6 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
         weights = {reward.name: reward.weight for reward in self.config.rewards}
         estimate = functools.partial(decoupled_advantages, self.objective, weights=weights)
         return global_advantages(estimate, rollouts, accelerator)
-
-    def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages of the summed reward with the objective's estimator, over all processes."""
-        return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
 
     @property
     def loss_reference(self) -> Reference | None:

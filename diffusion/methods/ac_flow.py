@@ -67,7 +67,7 @@ class AcFlowConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the
     """An AC-Flow run."""
 
     compares_samples: ClassVar[bool] = False
-    replaced_blocks: ClassVar[tuple[str, ...]] = OWN_LOSS
+    replaced_blocks: ClassVar[tuple[str, ...]] = ("order", *OWN_LOSS)
     states: str = choice("forward", lambda: STATES)
     """States that the critic judges and the policy is matched at: forward (images with new noise) or trajectory
     (states of the sampler)."""
@@ -89,7 +89,10 @@ class AcFlowConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         if self.shaping.kind == "group_z":
-            check_group_size(self.trainer.samples_per_task, make_objective(self.objective), SCORES)
+            objective = make_objective(self.objective)
+            check_group_size(self.trainer.samples_per_task, objective, SCORES)
+            if objective.advantage.state() is not None:
+                raise ValueError(f"objective.advantage is '{objective.advantage.kind}', whose memory has no place here")
         else:
             refuse_blocks(self.objective, ("advantage", "scaling"))
         if self.orw.center:

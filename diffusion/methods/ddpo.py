@@ -103,7 +103,13 @@ class DdpoConfig(TrajectoryParts, DiffusionConfig):
     """A DDPO run."""
 
     compares_samples: ClassVar[bool] = False
-    replaced_blocks: ClassVar[tuple[str, ...]] = ("advantage", "scaling.whiten", "scaling.eps_to", "scaling.scale")
+    replaced_blocks: ClassVar[tuple[str, ...]] = (
+        "advantage",
+        "order",
+        "scaling.whiten",
+        "scaling.eps_to",
+        "scaling.scale",
+    )
     sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(guidance=5.0))
     """Sampling of images."""
     step: StepConfig = field(default_factory=lambda: StepConfig(detach_negative=False))

@@ -61,7 +61,7 @@ class OrwConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the tr
     """An ORW-CFM-W2 run; `objective.kl.coef` is alpha."""
 
     compares_samples: ClassVar[bool] = False
-    replaced_blocks: ClassVar[tuple[str, ...]] = ("advantage", "scaling", *OWN_LOSS)
+    replaced_blocks: ClassVar[tuple[str, ...]] = ("advantage", "order", "scaling", *OWN_LOSS)
     orw: OrwSettings = field(default_factory=OrwSettings)
     """Weights of the images."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0}))

@@ -34,6 +34,7 @@ from diffusion.models.saved import (
     save_adapter,
 )
 from mmrl.config import from_values
+from mmrl.core.state import Tally
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice, rare
 from mmrl.files import expanded, follow_umask, replaced, write_atomically
@@ -42,7 +43,6 @@ from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
 from mmrl.training.processes import avoid_refused_instructions
-from mmrl.training.recipe import Tally
 
 LOGGER = logging.getLogger("mmrl")
 

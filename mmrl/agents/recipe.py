@@ -32,6 +32,7 @@ from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import Stateful, Tally
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.fields import rare
@@ -41,7 +42,7 @@ from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams, sum_over_processes
-from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Stateful, Step, Tally
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Step
 from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.engine.policy import VlmPolicy, load_policy
@@ -327,7 +328,8 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes of each task."""
-        return pack_groups(self.run_groups(policy, tasks, streams, step), policy)
+        groups = self.run_groups(policy, tasks, streams, step)
+        return streams.among(tasks, [group[0].task for group in groups]).noted(pack_groups(groups, policy))
 
     def run_groups(
         self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step

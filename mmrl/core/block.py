@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
+from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import Stateful
 from mmrl.errors import did_you_mean
 from mmrl.fields import bounds_of, field_problems, hints_of
 
@@ -29,6 +31,17 @@ class Block:
     def formula(self) -> str:
         """Formula of the block, with its constants."""
         raise NotImplementedError(f"{type(self).__name__} has no formula")
+
+    def state(self) -> Stateful | None:
+        """A fresh memory of earlier steps, for blocks that have one; they get it where they are called."""
+        return None
+
+    def observe(self, rollouts: Rollouts, state: Any) -> Rollouts:
+        """Move the state by the rows of a step, of all processes and with advantages; may add to their `extras`.
+
+        An estimator of advantages is given the state beside the rows in its call instead.
+        """
+        return rollouts
 
     def problems(self, where: str) -> Iterator[str]:
         """Yield what is wrong with the block's own numbers; `where` is its key, such as "clip"."""

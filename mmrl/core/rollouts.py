@@ -120,6 +120,8 @@ class OnHost(NamedTuple):
 
 PLACE = "place"
 """Key of `Rollouts.extras` (B,) int64: the place of the row's task among all that a step has drawn, in any process."""
+TASK = "task"
+"""Key of `Rollouts.extras` (B,) int64: the index of the row's task among the training tasks of the run."""
 _DECISION_FIELDS = ("mask", "logp_old", "advantage", "logp_ref", "values", "returns", "entropy", "turn", "logp_rollout")
 
 

@@ -3,9 +3,51 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+
+class Stateful(Protocol):
+    """An object whose state belongs into a checkpoint."""
+
+    def state_dict(self) -> Any:
+        """Tensors and plain data."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore `state_dict`."""
+
+
+class Tally(Counter[str]):
+    """Counts that checkpoints hold."""
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts."""
+        return dict(self)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore `state_dict`."""
+        self.clear()
+        self.update(state)
+
+
+@dataclass
+class ObjectiveState:
+    """State of those blocks of an objective that remember earlier steps."""
+
+    blocks: dict[str, Any]
+    """State of each of these blocks, by its field in the objective."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep."""
+        return {key: block.state_dict() for key, block in self.blocks.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint; a block that it does not have starts afresh."""
+        for key, block in self.blocks.items():
+            if key in state:
+                block.load_state_dict(state[key])
 
 
 @dataclass

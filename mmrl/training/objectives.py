@@ -57,6 +57,8 @@ class ObjectiveConfig:
     (MIS, IcePop) or none, with low, high and level (token, sequence, geometric)."""
     gate: dict[str, Any] = rare(by_kind(lambda: BLOCKS["gate"], named=True, default_from=PRESET))
     """Decisions that are left out where they differ too much: token, sequence, geometric or none, with low and high."""
+    order: dict[str, Any] = rare(by_kind(lambda: BLOCKS["order"], named=True, default_from=PRESET))
+    """Choice of the tasks that come next: epochs, each task once an epoch."""
 
 
 def make_objective(config: ObjectiveConfig, longest: int | None = None) -> Objective:

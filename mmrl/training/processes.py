@@ -33,7 +33,8 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.rollouts import PLACE, Rollouts
+from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
 from mmrl.workers.engine import FailureLog
 
@@ -237,13 +238,18 @@ def global_advantages(
     rows = torch.arange(start, start + rollouts.num_rows)
     mine = joined.select(rows)
     length = rollouts.mask.shape[1]
+    added = {key: value for key, value in mine.extras.items() if key not in rollouts.extras}
     return rollouts.replace(
-        advantage=_cut(mine.advantage, length, accelerator), returns=_cut(mine.returns, length, accelerator)
+        advantage=_cut(mine.advantage, length, accelerator),
+        returns=_cut(mine.returns, length, accelerator),
+        extras=rollouts.extras | {key: _cut(value, length, accelerator) for key, value in added.items()},
     )
 
 
 def _cut(values: Any, length: int, accelerator: Accelerator) -> Any:
-    return None if values is None else values[:, :length].to(accelerator.device)
+    if values is None:
+        return None
+    return (values if values.dim() == 1 else values[:, :length]).to(accelerator.device)
 
 
 def stream_seed(seed: int, *purpose: int | str) -> int:
@@ -294,6 +300,11 @@ class Streams:
     def select(self, tasks: Sequence[int]) -> Streams:
         """The streams of some of the tasks."""
         return Streams(self.seed, [self.places[task] for task in tasks], self.draw)
+
+    def noted(self, rollouts: Rollouts) -> Rollouts:
+        """Rollouts of these tasks, a group each, that hold the tasks' places."""
+        places = torch.tensor(self.places[: rollouts.num_groups])[rollouts.host.group]
+        return rollouts.replace(extras=rollouts.extras | {PLACE: to_device(places, rollouts.mask.device)})
 
     def among(self, tasks: Sequence[object], kept: Sequence[object]) -> Streams:
         """The streams of those objects among the tasks that were kept, in their order."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import ObjectiveState, Stateful
 from mmrl.errors import RunError, UserError
 from mmrl.runs.fingerprint import content_digest
 from mmrl.runs.records import SampleRecord
@@ -48,29 +49,6 @@ class NoUsableTasksError(RunError):
     def __init__(self, message: str, rollouts: Rollouts | None = None) -> None:
         super().__init__(message)
         self.rollouts = rollouts
-
-
-class Stateful(Protocol):
-    """An object whose state belongs into a checkpoint."""
-
-    def state_dict(self) -> Any:
-        """Tensors and plain data."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Restore `state_dict`."""
-
-
-class Tally(Counter[str]):
-    """Counts that checkpoints hold."""
-
-    def state_dict(self) -> dict[str, int]:
-        """The counts."""
-        return dict(self)
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore `state_dict`."""
-        self.clear()
-        self.update(state)
 
 
 class Recipe(ABC, Generic[PolicyT, TaskT]):
@@ -159,7 +137,22 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Turn rewards into advantages (B, T) with the objective's estimator, over all processes."""
-        return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
+        return self.estimate(rollouts, accelerator, step)
+
+    def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages (B, T) of the objective's estimator over all processes; moves the state of its blocks."""
+        estimator = functools.partial(self.objective.compute_advantages, state=self.objective_state)
+        return global_advantages(estimator, rollouts, accelerator)
+
+    @property
+    def objective_state(self) -> ObjectiveState:
+        """State of the objective's blocks, the same in every process; in `parts` where there is any."""
+        if "objective" not in self.parts:
+            state = self.objective.state(self.train_tasks)
+            if not state.blocks:
+                return state
+            self.parts["objective"] = state
+        return self.parts["objective"]  # type: ignore[return-value]
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Scalar loss of a micro-batch: the objective's, and the terms.

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.rollouts import PLACE, Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.training.evaluation import Evaluation, Row, Trial
 from mmrl.training.processes import Streams
@@ -122,7 +122,8 @@ class LocalRollers:
         """Rows of the tasks, unit by unit where they are cut."""
         if not self._unit or not self._recipe.rolls_apart(step):
             with torch.no_grad(), self._accelerator.autocast():
-                return self._recipe.rollout(self._recipe.policy, tasks, streams, step)
+                rollouts = self._recipe.rollout(self._recipe.policy, tasks, streams, step)
+            return placed(rollouts, Unit(tasks, streams, step), self._recipe)
         units = cut(tasks, streams, step, self._unit)
         return joined([sampled(self._recipe, unit, self._accelerator) for unit in units])
 
@@ -161,13 +162,27 @@ def sampled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> O
     try:
         with torch.no_grad(), accelerator.autocast():
             rollouts = recipe.rollout(recipe.policy, unit.tasks, unit.streams, unit.step)
+        rollouts = placed(rollouts, unit, recipe)
         return Outcome(recipe.score(rollouts, unit.step) if recipe.scores_apart else rollouts)
     except NoUsableTasksError as error:
-        return Outcome(_scored(recipe, error.rollouts, unit.step), _without_rows(error))
+        left = None if error.rollouts is None else placed(error.rollouts, unit, recipe)
+        return Outcome(_scored(recipe, left, unit.step), _without_rows(error))
     except RunError as error:
         if not isinstance(getattr(error, "rollouts", None), Rollouts):
             raise
-        return Outcome(error.rollouts, _without_rows(error))  # type: ignore[attr-defined]
+        return Outcome(placed(error.rollouts, unit, recipe), _without_rows(error))  # type: ignore[attr-defined]
+
+
+def placed(rollouts: Rollouts, unit: Unit, recipe: Recipe[Any, Any]) -> Rollouts:
+    """Rollouts that hold the place of each group's task in the step."""
+    if PLACE in rollouts.extras:
+        return rollouts
+    if rollouts.num_groups != len(unit.tasks) and not recipe.supervised and recipe.objective.state().blocks:
+        raise RunError(
+            f"the rollout of {len(unit.tasks)} tasks has {rollouts.num_groups} groups, and '{recipe.objective.name}' "
+            "remembers tasks: a recipe that leaves some out returns streams.among(tasks, kept).noted(rollouts)"
+        )
+    return unit.streams.noted(rollouts)
 
 
 def _scored(recipe: Recipe[Any, Any], rollouts: Rollouts | None, step: Step) -> Rollouts | None:

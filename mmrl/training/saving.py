@@ -13,6 +13,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from mmrl.core.state import Stateful
 from mmrl.errors import RunError, UserError
 from mmrl.runs.checkpoint import Checkpoints, link_or_copy
 from mmrl.runs.folder import remove_partial, set_aside
@@ -20,7 +21,7 @@ from mmrl.runs.run_log import RunLog
 from mmrl.runs.statistics import HEADLINES
 from mmrl.training.machines import in_first_process, on_every_machine
 from mmrl.training.processes import all_ranks, capture_global_rng, merge_lists, restore_global_rng
-from mmrl.training.recipe import Recipe, Reference, Stateful
+from mmrl.training.recipe import Recipe, Reference
 from mmrl.training.settings import BaseRunConfig
 from mmrl.training.sharding import loading, saving
 from mmrl.training.update import Updater

@@ -17,9 +17,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from mmrl.core.blocks.filter import DynamicSamplingBuffer, GroupFilter, KeepAll
-from mmrl.core.rollouts import PLACE, Rollouts
+from mmrl.core.rollouts import PLACE, TASK, Rollouts
 from mmrl.errors import RunError, RunStopped, UserError
 from mmrl.runs.run_log import RunLog, batch_metrics, restart_peak_memory, stopwatch
 from mmrl.runs.tracking import Tracker
@@ -141,6 +142,9 @@ class Trainer:
         self.accelerator = accelerator
         self.stop = stop
         self.tasks = TaskStream(recipe.train_tasks, config.seed, fingerprint=recipe.data_digest)
+        if not recipe.supervised:
+            order, state = recipe.objective.order, recipe.objective_state
+            self.tasks.choose = lambda count, generator: order(len(recipe.train_tasks), count, state, generator)
         recipe.policy.to(accelerator.device)  # before the reference is copied and the optimiser made
         share_weights(recipe.policy, accelerator)
         self.reference = make_reference(
@@ -262,10 +266,11 @@ class Trainer:
         return batch if taken is None else taken, metrics
 
     def _placed(self, batch: Rollouts, attempt: int) -> Rollouts:
-        """Rollouts that hold the place of each group's task among all that the step has drawn."""
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        place = attempt * self.config.trainer.tasks_per_step + rank + world * batch.group
-        return batch.replace(extras=batch.extras | {PLACE: place})
+        """Rollouts that hold the place of each row's task among all that the step has drawn, and its index."""
+        place = batch.extras[PLACE]
+        task = torch.tensor(self.tasks.drawn, device=place.device)[place]
+        place = place + attempt * self.config.trainer.tasks_per_step
+        return batch.replace(extras=batch.extras | {PLACE: place, TASK: task})
 
     def evaluate(self, tag: str) -> None:
         """Measure every held-out split."""
@@ -401,7 +406,10 @@ def collect_metrics(recipe: Recipe[Any, Any], rollouts: Rollouts, step: Step) ->
 
 
 class TaskStream(Generic[TaskT]):
-    """Visits every task once an epoch, in an order that follows from (seed, epoch) alone."""
+    """Visits every task once an epoch, in an order that follows from (seed, epoch) alone, or as an objective chooses.
+
+    Tasks that were asked for ahead of time stay the next ones, whatever an objective learns meanwhile.
+    """
 
     def __init__(
         self,
@@ -418,7 +426,12 @@ class TaskStream(Generic[TaskT]):
         self.shuffle = shuffle
         self._fingerprint = fingerprint
         self.position = 0
+        self.drawn: list[int] = []
+        """Indices of the latest tasks."""
+        self._ahead: list[int] | None = None
         self._order: tuple[int, list[int]] | None = None
+        self.choose: Callable[[int, torch.Generator], Tensor | None] = lambda count, generator: None
+        """Draws the indices of the next tasks; None for the order of the epoch."""
 
     @property
     def epoch(self) -> float:
@@ -428,12 +441,18 @@ class TaskStream(Generic[TaskT]):
     def next(self, count: int) -> list[TaskT]:
         """Return the next `count` tasks; epochs follow each other without a gap."""
         drawn = self.upcoming(count)
+        assert self._ahead is not None
+        self.drawn, self._ahead = self._ahead, None
         self.position += count
         return drawn
 
     def upcoming(self, count: int) -> list[TaskT]:
         """The next `count` tasks, which stay the next ones."""
-        return [self._at(self.position + offset) for offset in range(count)]
+        if self._ahead is None:
+            chosen = self.choose(count, make_generator(self.seed, "task-choice", self.position))
+            places = range(self.position, self.position + count)
+            self._ahead = [self._at(place) for place in places] if chosen is None else chosen.tolist()
+        return [self.tasks[index] for index in self._ahead]
 
     @cached_property
     def contents(self) -> str | None:
@@ -442,7 +461,8 @@ class TaskStream(Generic[TaskT]):
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the endless order, and a digest of the tasks."""
-        return {"position": self.position, "size": len(self.tasks), "contents": self.contents}
+        found = {"position": self.position, "size": len(self.tasks), "contents": self.contents}
+        return found if self._ahead is None else found | {"ahead": self._ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position."""
@@ -459,12 +479,14 @@ class TaskStream(Generic[TaskT]):
                 "other data, start a run with model.path=<checkpoint>/model and another output_dir"
             )
         self.position = int(state["position"])
+        self._ahead = state.get("ahead")
 
-    def _at(self, position: int) -> TaskT:
+    def _at(self, position: int) -> int:
+        """Index of the task at a place of the endless order."""
         epoch, index = divmod(position, len(self.tasks))
         if not self.shuffle:
-            return self.tasks[index]
+            return index
         if self._order is None or self._order[0] != epoch:
             generator = make_generator(self.seed, "task-order", epoch)
             self._order = (epoch, torch.randperm(len(self.tasks), generator=generator).tolist())
-        return self.tasks[self._order[1][index]]
+        return self._order[1][index]

@@ -15,6 +15,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.runs.records import Outcome, SampleRecord
@@ -31,7 +32,7 @@ from mmrl.training.evaluation import (
     with_interval,
 )
 from mmrl.training.processes import Streams, stream_seed
-from mmrl.training.recipe import LossTerm, NoUsableTasksError, Stateful, Step, Tally
+from mmrl.training.recipe import LossTerm, NoUsableTasksError, Step
 from mmrl.training.scoring import RewardErrors, describe_failure, failure_of
 from mmrl.vlm.config import AnswerScoring, ExtraMeasures, VlmConfig, VlmEvaluationConfig
 from mmrl.vlm.data.dataset import LoadedTasks, load_splits, load_tasks

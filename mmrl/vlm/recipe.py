@@ -78,7 +78,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         if self.view is not None:
             with stopwatch("encode"):
                 payload = self.view(payload, policy, streams)
-        return Rollouts(
+        rollouts = Rollouts(
             group=torch.arange(len(usable), device=samples.mask.device).repeat_interleave(size),
             mask=samples.mask,
             logp_old=samples.logp,
@@ -86,6 +86,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             payload=payload,
             extras={"nucleus_mass": samples.nucleus_mass} if truncates else {},
         )
+        return streams.noted(rollouts)
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Weighted sum of the reward functions; a row with a failed term keeps NaN and is left out of the loss."""

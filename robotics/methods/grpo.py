@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import Tally
 from mmrl.errors import RunError
 from mmrl.fields import choice
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import sum_over_processes
-from mmrl.training.recipe import Step, Tally
+from mmrl.training.recipe import Step
 from robotics.episodes.payload import EpisodePayload
 from robotics.flow3d.reward.following import FlowFollowing, FlowRewardConfig
 from robotics.methods.progress import rank_agreement

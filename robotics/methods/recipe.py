@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import Stateful, Tally
 from mmrl.core.transfer import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
@@ -33,7 +34,7 @@ from mmrl.runs.records import SampleRecord
 from mmrl.runs.run_log import metric_label
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams, sum_over_processes
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Stateful, Step, Tally
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Step
 from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts

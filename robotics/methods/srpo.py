@@ -43,11 +43,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import Tally
 from mmrl.errors import RunError, UserError
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import global_advantages, merge_lists, stream_seed, sum_over_processes
-from mmrl.training.recipe import Step, Tally
+from mmrl.training.recipe import Step
 from robotics.episodes.payload import EpisodePayload
 from robotics.episodes.tasks import episode_id
 from robotics.methods.latents import LATENTS, LatentConfig, StateLatent, make_latent

@@ -17,6 +17,7 @@ from mmrl.core.blocks.clip import (
 from mmrl.core.blocks.credit import Gae, TurnGae, ValueLoss, WhitenedReturns
 from mmrl.core.blocks.divergence import K1, K2, K3, ExactKl, FullEntropy, K3StraightThrough, SampledEntropy
 from mmrl.core.blocks.filter import DropGroups, KeepAll, ResampleGroups
+from mmrl.core.blocks.order import Epochs
 from mmrl.core.loss import FixedLength, SequenceMean, TokenMean
 
 
@@ -152,7 +153,7 @@ def test_every_block_states_its_formula_and_is_found_by_its_kind(part):
         made = changed_block(None, {"kind": kind} | NEEDED.get(kind, {}), BLOCKS[part], part)
         assert type(made) is block
         assert list(made.problems(part)) == []
-        assert made.formula() or made in (KeepAll(), AdvantageScaling())
+        assert made.formula() or made in (KeepAll(), AdvantageScaling(), Epochs())
 
 
 NEEDED = {"fixed_length": {"length": 5}}

@@ -298,7 +298,7 @@ class ArpoRecipe(AgentRecipe):
         low = sum(needs_replay([e.total for e in own], settings.max_std, settings.max_mean) for own in groups)
         injected = inject_successes(groups, self.replay.buffer, settings, step.number, streams)
         self.replay.seen.update(low=low, injected=len(injected), age=sum(age for _, age in injected.values()))
-        rollouts = pack_groups(groups, policy)
+        rollouts = streams.noted(pack_groups(groups, policy))
         marks = [
             float(number in injected and injected[number][0] == slot)
             for number, own in enumerate(groups)

@@ -223,10 +223,10 @@ class DigirlRecipe(AgentRecipe):
         """Run G episodes of each task; offline, draw stored ones, which only the step's statistics are taken of."""
         if not self.is_offline(step):
             groups = self.run_groups(policy, tasks, streams, step)
-            places = streams.among(tasks, [group[0].task for group in groups]).places
-            valid = [(place, e) for place, own in zip(places, groups, strict=True) for e in own if e.has_result]
+            kept = streams.among(tasks, [group[0].task for group in groups])
+            valid = [(place, e) for place, own in zip(kept.places, groups, strict=True) for e in own if e.has_result]
             self._fresh += [((streams.draw, place), (EPISODES, store_episode(episode))) for place, episode in valid]
-            return pack_groups(groups, policy)
+            return kept.noted(pack_groups(groups, policy))
         records = self.store.stored(EPISODES)
         drawn = streams.stack(len(tasks), lambda own: torch.randint(len(records), (1,), generator=own), "stored")
         episodes = [restore_episode(records[number]) for number in drawn.tolist()]

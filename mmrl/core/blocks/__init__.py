@@ -11,6 +11,7 @@ from mmrl.core.blocks.credit import CriticLoss
 from mmrl.core.blocks.divergence import Divergence, Entropy
 from mmrl.core.blocks.filter import GroupFilter
 from mmrl.core.blocks.mismatch import Correction, Gate
+from mmrl.core.blocks.order import TaskOrder
 from mmrl.core.loss import Aggregation
 
 __all__ = ["BLOCKS"]
@@ -30,5 +31,6 @@ BLOCKS: dict[str, dict[str, type[Block]]] = {
     "value": kinds(CriticLoss),
     "correction": kinds(Correction),
     "gate": kinds(Gate),
+    "order": kinds(TaskOrder),
 }
 """Field of an objective to the kinds of block that it takes."""

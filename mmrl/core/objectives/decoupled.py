@@ -40,6 +40,8 @@ def decoupled_advantages(objective: Objective, rollouts: Rollouts, weights: Mapp
     Source: GDPO, arXiv 2601.05242; NVlabs/GDPO trl-GDPO/trl-0.18.0-gdpo/trl/trainer/grpo_trainer.py; terms that do not
         apply as in huggingface/trl, multi_objective_aggregation "normalize_then_sum".
     """
+    if remembering := objective.advantage.state() and objective.advantage.kind:
+        raise ValueError(f"advantage '{remembering}' remembers the summed reward only. Add the rewards up.")
     if objective.kl_in_reward or objective.needs_values:
         raise ValueError(
             f"The objective '{objective.name}' has {'a critic' if objective.needs_values else 'a KL in the reward'}, "

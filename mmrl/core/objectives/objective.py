@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from mmrl.core.blocks.credit import CriticLoss, ValueLoss
 from mmrl.core.blocks.divergence import Divergence, Entropy, entropy_sampled, k3, row_weights
 from mmrl.core.blocks.filter import GroupFilter, KeepAll
 from mmrl.core.blocks.mismatch import Correction, Gate
+from mmrl.core.blocks.order import Epochs, TaskOrder
 from mmrl.core.loss import (
     Aggregation,
     Denominators,
@@ -34,6 +35,7 @@ from mmrl.core.loss import (
 )
 from mmrl.core.returns import decision_rewards, turn_starts
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import ObjectiveState
 
 Term = tuple[Tensor | None, dict[str, Metric]]
 """A term of the loss, None where it has none, and its metrics."""
@@ -73,6 +75,8 @@ class Objective:
     """Weight of each decision for the difference between sampler and trainer."""
     gate: Gate | None = None
     """Decisions or rows that are left out because sampler and trainer differ too much."""
+    order: TaskOrder = field(default_factory=Epochs)
+    """Choice of the tasks that come next."""
     citation: str = ""
     """Publication of the method."""
     verified: str = ""
@@ -190,7 +194,7 @@ class Objective:
         corrected = self.needs_reference and self.kl is not None and self.kl.importance
         ratio = self.ratio.formula() if self.clip.uses_ratio or corrected else ""
         mismatch = [block.formula() for block in (self.gate, self.correction) if block is not None]
-        shown = (self.filter.formula(), self._reward_formula(), advantage, ratio, *mismatch)
+        shown = (self.order.formula(), self.filter.formula(), self._reward_formula(), advantage, ratio, *mismatch)
         lines += ["  " + line for line in shown if line]
         weight = "" if self.correction is None else "w_it "
         terms = [f"mean {weight}{self.clip.formula()}", *self._term_formulas()]
@@ -205,11 +209,17 @@ class Objective:
         shown = [
             block.summary().replace("scaling ", "scaled ") if key == "scaling" else f"{SHOWN_AS[key]}{block.summary()}"
             for key, block in self.blocks.items()
-            if block not in (AdvantageScaling(), KeepAll())
+            if block not in (AdvantageScaling(), KeepAll(), Epochs())
         ]
         return ", ".join(shown)
 
-    def compute_advantages(self, rollouts: Rollouts) -> Rollouts:
+    def state(self, tasks: Sequence[Any] = ()) -> ObjectiveState:
+        """A fresh state of the blocks that remember earlier steps; `tasks` are the training tasks of a run."""
+        found = {key: block.state() for key, block in self.blocks.items() if key != "order"}
+        found["order"] = self.order.state(tasks)
+        return ObjectiveState({key: state for key, state in found.items() if state is not None})
+
+    def compute_advantages(self, rollouts: Rollouts, state: ObjectiveState | None = None) -> Rollouts:
         """Turn rewards into advantages (and returns, with a critic).
 
         Call it on everything a rollout step produced, before minibatches are cut: groups must be whole and
@@ -218,6 +228,8 @@ class Objective:
         Args:
             rollouts: Scored rows; with `logp_ref` if the divergence goes into the reward, with `values` if a
                 critic is used.
+            state: What `state()` returned at the start of the run, for blocks that remember earlier steps; it moves.
+                None is a first step.
 
         Returns:
             A copy with `advantage` (B, T), 0 where nothing is trained, and with a critic `returns` (B, T).
@@ -226,12 +238,17 @@ class Objective:
         """
         with torch.no_grad():
             shaped = self._kl_shaped(rollouts) if self.kl_in_reward and self.needs_reference else rollouts
-            advantage = self.advantage(shaped)
+            memory = (self.state() if state is None else state).blocks
+            own = (memory["advantage"],) if "advantage" in memory else ()
+            advantage = self.advantage(shaped, *own)
             returns = rollouts.returns
             if self.needs_values and rollouts.values is not None:
                 returns = torch.where(rollouts.loss_mask > 0, advantage + rollouts.values, 0.0)
             advantage = self.scaling(advantage, rollouts)
-        return rollouts.replace(advantage=advantage.to(rollouts.logp_old.dtype), returns=returns)
+            rollouts = rollouts.replace(advantage=advantage.to(rollouts.logp_old.dtype), returns=returns)
+            for key in memory:
+                rollouts = rollouts if key == "advantage" else self.blocks[key].observe(rollouts, memory[key])
+        return rollouts
 
     def denominators(self, rollouts: Rollouts) -> Denominators:
         """Count what the loss of an optimiser step is divided by.
@@ -410,6 +427,7 @@ class Objective:
             yield f"{part} weighs decisions, but clip '{self.clip.kind}' compares whole rows. Leave {part} out."
         if self.value is not None and not self.needs_values:
             yield f"a value loss is set but advantage '{self.advantage.kind}' has no critic. Use 'gae' or no value."
+        yield from self.order.conflicts(self.advantage)
         if self.value is None and self.needs_values:
             yield f"advantage '{self.advantage.kind}' needs a critic, but there is no value loss. Set value."
 
@@ -461,5 +479,6 @@ SHOWN_AS = {
     "value": "value ",
     "correction": "mismatch ",
     "gate": "gate ",
+    "order": "order ",
 }
 """Prefix of each block in `Objective.parts`."""

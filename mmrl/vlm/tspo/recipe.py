@@ -147,7 +147,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             payload=payload,
             turn=torch.where(mask > 0, 0, -1),
         )
-        return self._joined(rollouts, answers).to(policy.device)
+        return streams.noted(self._joined(rollouts, answers).to(policy.device))
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """R_A + R_T with their weights; NaN, and no gradient, for an answer that could not be judged."""
