@@ -73,6 +73,8 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
     overrides += [group_size(whole, 2)]
     if whole.evaluation.revision is not None and whole.evaluation.revision.reasoner is not None:
         overrides.append(f"evaluation.revision.reasoner.path={tiny[family]}")
+    if getattr(whole, "teacher", None) is not None:
+        overrides.append(f"teacher.path={tiny[family]}")
     entry, config = load_run(path, fitting(whole, overrides))
     run_dir = train(entry, config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]

@@ -225,6 +225,8 @@ class PolicyOutputs:
     """(B, T) nats, exact divergence from the policy that the update starts from; needed by clip "divergence_mask"."""
     routes: Tensor | None = None
     """(2, E), how often each of E experts is chosen and the sum of its probabilities; needed by a router loss."""
+    states: Tensor | None = None
+    """(M, H), the model's last states before the M decisions under the mask; needed by terms on whole distributions."""
 
     def masked(self, mask: Tensor) -> PolicyOutputs:
         """Check shapes and set what is not trained to 0, so that no NaN comes back from there; mask (B, T) {0, 1}."""

@@ -62,6 +62,8 @@ _NAMES = {
         "PreferenceRecipe",
         "PreferenceRunConfig",
     ),
+    "mmrl.vlm.methods.distillation": ("DistilConfig", "DistilRecipe", "DistilSettings"),
+    "mmrl.vlm.methods.teacher": ("Teacher", "TeacherConfig"),
     "mmrl.vlm.methods.reg_grpo": (
         "RegGrpoConfig",
         "RegGrpoRecipe",

@@ -119,6 +119,11 @@ class VlmConfig(VlmParts, RunConfig):
     adaptive_kl: AdaptiveKlConfig = rare(field(default_factory=AdaptiveKlConfig))
     """Controller of objective.kl.coef."""
 
+    @property
+    def compared_samples(self) -> int | None:
+        """Samples that the objective's advantages compare; None where the run does not train on them."""
+        return self.trainer.samples_per_task
+
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         if not self.rewards:
@@ -127,7 +132,7 @@ class VlmConfig(VlmParts, RunConfig):
         check_scoring(self, self.rewards, self.accuracy_reward)
         objective = make_objective(self.objective)
         names = [reward.name for reward in self.rewards]
-        check_objective(objective, SCORES, self.trainer.samples_per_task, names, self.trainer.old_logp)
+        check_objective(objective, SCORES, self.compared_samples, names, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
         if self.adaptive_kl.target is not None and not objective.needs_reference:
             raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")

@@ -30,6 +30,12 @@ RECIPES = (
         "DeepVideo-R1, arXiv 2506.07464",
     ),
     RecipeEntry(
+        "distil",
+        "mmrl.vlm.methods.distillation:DistilRecipe:DistilConfig",
+        "distillation from a larger model, or from itself with the answer in the prompt (OPD, GKD, SDFT)",
+        "Agarwal et al., GKD, arXiv 2306.13649; Thinking Machines, on-policy distillation (2025)",
+    ),
+    RecipeEntry(
         "tspo",
         "mmrl.vlm.tspo.recipe:TspoRecipe:TspoConfig",
         "an agent that picks the frames of long videos for a video model, trained from rewards",
@@ -85,6 +91,10 @@ METRICS = {
     "apo/length_multiplier_mean": "Mean factor on the advantages: above 1 for wrong answers longer than right ones.",
     "apo/difficulty_mean": "Mean difficulty of the step's tasks, 1 minus the share of correct samples.",
     "policy/log_ratio_std": "Mean standard deviation of the log-ratios of whole rows in their group, in nats.",
+    "loss/distillation": "Divergence from the teacher over the vocabulary, weight included.",
+    "distil/divergence": "Mean divergence from the teacher over the vocabulary, in nats a token.",
+    "distil/kl_sampled": "Mean logp - logp_teacher on the policy's own samples: its KL to the teacher, in nats.",
+    "time/teacher_logp": "Seconds of the teacher's pass over the step's rows before the update.",
     "augment/hinted": "Share of the step's groups whose question carries a hint.",
     "augment/noised": "Share of the step's groups whose images or videos carry noise.",
     "augment/hint_fraction_mean": "Mean share of a trace that the hints of the step give away.",

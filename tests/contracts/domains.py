@@ -113,6 +113,8 @@ def _vlm(name: str, folder: Path) -> Any:
     entry = RECIPES[name]
     config = run_config(entry.load_config_class(), folder, tiny_vlm(), tasks_per_step=2, samples_per_task=3)
     config.recipe, config.eval_data = name, {}
+    if hasattr(config, "teacher"):
+        config.teacher.prompt = "{question} {answer}"
     scored = getattr(config, "scoring", config)
     scored.sampler.max_new_tokens = 4
     scored.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]

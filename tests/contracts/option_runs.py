@@ -128,6 +128,11 @@ def _revision(config: Any, folder: Path) -> Any:
     return config
 
 
+def _frozen_teacher(config: Any, folder: Path) -> Any:
+    config.teacher.path = str(_long_vlm())
+    return config
+
+
 def _answerer(config: Any, folder: Path) -> Any:
     from tests.contracts.domains import tiny_vlm
 
@@ -297,6 +302,8 @@ VARIANTS = [
     Variant(("evaluation.revision.",), _revision, ("vlm",)),
     Variant(("papo.",), {"papo.schedule": "annealing"}),
     Variant(("papo.",), {"papo.entropy_policy": 0.1}),
+    Variant(("distil.",), {"distil.divergence": 1.0, "distil.on_policy": 0.5}, ("distil",)),
+    Variant(("teacher.",), _frozen_teacher, ("distil",)),
     Variant(("augmentation.",), PROBED),
     Variant(("augmentation.",), PROBED | {"augmentation.hint_place": "answer"}),
     Variant(("objective.", "chosen_", "rejected_"), {"objective.preset": "sppo"}, ("preference",)),

@@ -21,6 +21,7 @@ BUDGET = {
     "papo": 78,
     "apo": 76,
     "reg_grpo": 74,
+    "distil": 78,
     "tspo": 87,
     "sft": 25,
     "preference": 78,

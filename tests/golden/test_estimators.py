@@ -26,3 +26,15 @@ def test_returns_cross_tool_output_as_in_verl():
     b, (peer,) = inputs_of("tool_output"), load("tool_output").peers
     rollouts = Rollouts(group=b.group, mask=b.mask, logp_old=b.logp_old, reward=b.reward)
     assert_agrees(WhitenedReturns(gamma=b.gamma)(rollouts), peer, "advantage")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+def test_the_divergence_of_gkd_is_that_of_trl(beta):
+    b, (peer,) = inputs_of("gkd"), load("gkd").peers
+    logits = b.logits.requires_grad_()
+    logp, logp_teacher = ((x / b.temperature).log_softmax(-1) for x in (logits, b.logits_teacher))
+    loss = regularizers.generalized_jsd(logp, logp_teacher, beta)[b.labels != -100].mean()
+    (gradient,) = torch.autograd.grad(loss, logits)
+    expected = peer[f"beta {beta:g}"] | {"program": peer["program"], "relative": peer["relative"]}
+    assert_agrees(loss, expected, "loss")
+    assert_agrees(gradient, expected, "gradient")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -90,6 +91,30 @@ def kl_full(logits: Tensor, logits_ref: Tensor, temperature: float = 1.0) -> Ten
     allowed = torch.isfinite(logp)
     difference = torch.where(allowed, logp, 0.0) - torch.where(allowed, logp_ref, 0.0)
     return (logp.exp() * difference).sum(-1)
+
+
+def generalized_jsd(logp: Tensor, logp_teacher: Tensor, beta: float) -> Tensor:
+    """Generalised Jensen-Shannon divergence of a student p from a teacher q; the mixture is m = (1 - beta) p + beta q.
+
+    Args:
+        logp: (..., V) nats, of the student; very low, but finite, where a choice is impossible.
+        logp_teacher: (..., V) nats, of the teacher.
+        beta: 0 is KL(q || p), 1 is KL(p || q), anything between is beta KL(q || m) + (1 - beta) KL(p || m).
+
+    Returns:
+        (...) nats, not negative.
+
+    Gradient: through both arguments; detach the teacher.
+
+    Source: GKD, arXiv 2306.13649, eq. 1, with the ends as in huggingface/trl generalized_jsd_loss, where the paper's
+        divergence is 0 and only its slope is a KL.
+    """
+    if beta in (0.0, 1.0):
+        first, second = (logp_teacher, logp) if beta == 0 else (logp, logp_teacher)
+        return (first.exp() * (first - second)).sum(-1)
+    mixture = torch.logaddexp(logp + math.log1p(-beta), logp_teacher + math.log(beta))
+    of_teacher = (logp_teacher.exp() * (logp_teacher - mixture)).sum(-1)
+    return beta * of_teacher + (1.0 - beta) * (logp.exp() * (logp - mixture)).sum(-1)
 
 
 def entropy_sampled(logp: Tensor) -> Tensor:

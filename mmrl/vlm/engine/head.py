@@ -30,6 +30,11 @@ class Head:
     def _layer(self) -> Any:
         return self._network.get_output_embeddings()
 
+    @property
+    def entries(self) -> int:
+        """Width V of the logits, which may exceed the tokens of the tokenizer."""
+        return int(self._layer.weight.shape[0])
+
     def logits(self, states: Tensor) -> Tensor:
         """Logits (M, V) of states (M, H)."""
         with torch.autocast(device_type=states.device.type, enabled=False):
@@ -59,7 +64,7 @@ class Head:
             )
             return found.logp, found.entropy
 
-        rows = max(1, CHUNK_ELEMENTS // self._layer.weight.shape[0])
+        rows = max(1, CHUNK_ELEMENTS // self.entries)
         pairs = zip(states.split(rows), targets.split(rows), strict=True)
         scores = [checkpoint(score, *pair, use_reentrant=False) for pair in pairs]  # type: ignore[no-untyped-call]
         logp = torch.cat([logp for logp, _ in scores])

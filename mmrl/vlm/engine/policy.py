@@ -60,7 +60,7 @@ from mmrl.vlm.model.network import (
 from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor
 from mmrl.vlm.model.vision import FeatureCache, VisionFeatures, gather_features, weights_state
 
-OUTPUTS = frozenset({"logp", "entropy", "values", "routes"})
+OUTPUTS = frozenset({"logp", "entropy", "values", "routes", "states"})
 
 
 class VlmPolicy(nn.Module):
@@ -240,7 +240,7 @@ class VlmPolicy(nn.Module):
             rollouts: rows whose payload is a `VlmPayload`.
             view: form of the prompts: "original" or a key of the payload's views.
             temperature: logits are divided by it.
-            outputs: any of "logp", "entropy", "values" and, with `model.router_aux_loss_coef`, "routes".
+            outputs: any of "logp", "entropy", "values", "states" and, with `model.router_aux_loss_coef`, "routes".
 
         Returns:
             Scores (B, T) float32, 0 where the mask is 0. The value is that of the state before each token.
@@ -278,6 +278,7 @@ class VlmPolicy(nn.Module):
             entropy=None if found.entropy is None else spread(found.entropy),
             values=values,
             routes=routes if "routes" in outputs else None,
+            states=states if "states" in outputs else None,
         )
 
     def states(self, rollouts: Rollouts, *, view: str = "original") -> Tensor:
