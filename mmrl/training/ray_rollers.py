@@ -12,6 +12,8 @@ import math
 import os
 import pickle
 import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.files import replaced
 from mmrl.recipes import find_recipe
 from mmrl.training.evaluation import Batch, Evaluation, Row
-from mmrl.training.processes import Streams, sum_over_processes
+from mmrl.training.machines import in_first_process
+from mmrl.training.processes import Streams, merge_lists, sum_over_processes
 from mmrl.training.recipe import Recipe, Step
 from mmrl.training.rollers import (
     Dealer,
@@ -227,7 +229,9 @@ class RayRollers:
     ) -> None:
         self._recipe, self._accelerator, self._run_dir = recipe, accelerator, run_dir
         options: RollersConfig = config.rollers
-        self._unit, self._size = options.unit or 1, _own_workers(options.workers, accelerator)
+        check_processes(options, accelerator)
+        self._unit = options.unit or 1
+        self._size = len(range(accelerator.process_index, options.workers, accelerator.num_processes))
         self._local = LocalRollers(recipe, accelerator)
         self._owns = _connect(options, accelerator)
         import ray
@@ -383,43 +387,45 @@ def _advise(recipe: Recipe[Any, Any]) -> None:
         )
 
 
-def _own_workers(count: int, accelerator: Accelerator) -> int:
-    """Workers of this training process."""
-    own = len(range(accelerator.process_index, count, accelerator.num_processes))
-    if count < accelerator.num_processes:
+def check_processes(options: RollersConfig, accelerator: Accelerator) -> None:
+    """Refuse workers that the processes of a run could not use; every process calls it."""
+    if options.engine == "local":
+        return
+    if options.workers < accelerator.num_processes:
         raise UserError(
-            f"rollers.workers is {count}; with {accelerator.num_processes} processes it must be at least that many"
+            f"rollers.workers is {options.workers}; with {accelerator.num_processes} processes it must be at least "
+            "that many"
         )
-    return own
+    hosts = list(dict.fromkeys(merge_lists([socket.gethostname()], accelerator)))
+    if len(hosts) > 1 and not options.address:
+        raise UserError(
+            f"the run has processes on {', '.join(hosts)}, and a Ray that it starts itself is on {hosts[0]} alone; run "
+            "`ray start` on all of them and set rollers.address=auto"
+        )
 
 
 def start_ray(cores: float) -> str:
     """Start a Ray of this process on this machine, with so many cores at least; returns its address."""
-    with _connecting("Ray") as ray:
-        return _start(ray, cores)
+    cores = max(os.cpu_count() or 1, math.ceil(cores))
+    with _connecting("Ray that was to start on this machine") as ray:
+        # local: not a cluster that happens to run on this machine
+        context = ray.init(address="local", num_cpus=cores, include_dashboard=False, **QUIET)
+    return str(context.address_info["gcs_address"])
 
 
 def _connect(options: RollersConfig, accelerator: Accelerator) -> bool:
     """Join a cluster, or start one for the run; returns whether this process has to leave it."""
-    with _connecting(f"cluster at rollers.address={options.address}" if options.address else "Ray") as ray:
-        if ray.is_initialized():
-            return False
-        address: list[Any] = [options.address or None]
-        starts = address[0] is None and accelerator.is_main_process
-        if starts:
-            address[0] = _start(ray, options.workers * options.num_cpus)
-        if accelerator.num_processes > 1:
-            broadcast_object_list(address)
-        if not starts:
-            ray.init(address=address[0], **QUIET)
-    return starts or bool(options.address)
-
-
-def _start(ray: Any, cores: float) -> str:
-    cores = max(os.cpu_count() or 1, math.ceil(cores))
-    # local: not a cluster that happens to run on this machine
-    context = ray.init(address="local", num_cpus=cores, include_dashboard=False, **QUIET)
-    return str(context.address_info["gcs_address"])
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return False
+    address = options.address
+    if not address:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # else only the process that starts Ray has its token
+        address = in_first_process(accelerator, lambda: start_ray(options.workers * options.num_cpus))
+        if accelerator.is_main_process:
+            return True
+    with _connecting(f"cluster at rollers.address={address}") as ray:
+        ray.init(address=address, **QUIET)
+    return True
 
 
 @contextmanager

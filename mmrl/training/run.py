@@ -225,6 +225,10 @@ def _check_processes(config: Any, accelerator: Accelerator) -> None:
         from mmrl.training.sharding import check_processes
 
         check_processes(accelerator)
+    if (rollers := getattr(config, "rollers", None)) is not None:
+        from mmrl.training import ray_rollers
+
+        ray_rollers.check_processes(rollers, accelerator)
 
 
 def _check_memory(entry: Any, config: Any, accelerator: Accelerator) -> None:

@@ -18,7 +18,7 @@ import torch
 from mmrl.entries import RecipeEntry
 from mmrl.errors import RunError, UserError
 from mmrl.training.processes import SimCounts, Streams, make_accelerator
-from mmrl.training.ray_rollers import RayRollers, open_rollers
+from mmrl.training.ray_rollers import RayRollers, check_processes, open_rollers
 from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.rollers import Dealer, Hello, LocalRollers, Lost, Outcome, Raised, Refusal, cut, joined, sampled
 from mmrl.training.rollout_worker import (
@@ -340,6 +340,17 @@ def test_options_of_workers_need_an_engine_of_workers():
     RollersConfig(unit=2).validate()
     recipe = ToyRecipe(config())
     assert isinstance(open_rollers(recipe, recipe.config, make_accelerator(), None), LocalRollers)
+
+
+def test_processes_that_could_not_use_workers_are_refused_by_name(monkeypatch):
+    two = SimpleNamespace(num_processes=2)
+    monkeypatch.setattr("mmrl.training.ray_rollers.merge_lists", lambda *_: ["host-a", "host-b"])
+    with pytest.raises(UserError, match=r"rollers\.workers is 1; with 2 processes it must be at least that many"):
+        check_processes(RollersConfig(engine="ray", workers=1, address="auto"), two)
+    with pytest.raises(UserError, match=r"processes on host-a, host-b, and a Ray .* on host-a alone; .*address=auto"):
+        check_processes(RollersConfig(engine="ray"), two)
+    check_processes(RollersConfig(engine="ray", address="auto"), two)
+    check_processes(RollersConfig(workers=1), two)
 
 
 class Ahead(LocalRollers):
