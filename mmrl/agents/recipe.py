@@ -26,10 +26,11 @@ from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_
 from mmrl.agents.rewards import OWN_TERMS, EpisodeRewards, check_names
 from mmrl.agents.rollout.anchors import tabulate_anchors
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Episode, EpisodeConfig, Writer, pack_groups
+from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
 from mmrl.agents.rollout.runner import EpisodeRunner
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
-from mmrl.core.blocks.turns import ANCHOR
+from mmrl.core.blocks.turns import ANCHOR, GAIN, InformationGain
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
@@ -52,7 +53,7 @@ from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precis
 from mmrl.vlm.router_loss import router_terms
 
 LOGGER = logging.getLogger("mmrl")
-SCORES = ("values", "turns", "anchors", "entropy", "logp_ref", "logp_rollout")
+SCORES = ("values", "turns", "anchors", "information_gain", "entropy", "logp_ref", "logp_rollout")
 """Scores that an agent's policy gives besides log-probabilities."""
 
 
@@ -316,6 +317,8 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         super().__init__(config)
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
         check_engine(config.sampler, config.rollers)
+        if isinstance(self.objective.advantage, InformationGain):
+            check_answers(list_tasks(config.data), self.objective.advantage)
         self.open(config, config.sampler, rewards=config.rewards, value_head=self.objective.needs_values)
         self._engine = open_engine(config.sampler, self.policy)
         self.samples_elsewhere = self._engine is not None
@@ -342,6 +345,10 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         episodes = self.run_episodes(
             policy, repeated, seeds, bootstrap_observation=self._bootstraps, engine=self._engine
         )
+        if isinstance(self.objective.advantage, InformationGain):
+            with stopwatch("score"):
+                rows = self.config.sampler.batch_rows
+                add_gains(episodes, self.objective.advantage, policy, lambda x: self._logp(policy, x), rows)
         self._note(episodes)
         groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         kept = [own for own in groups if any(episode.has_result for episode in own)]
@@ -379,6 +386,8 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         if "anchors" in self.objective.needs:
             assert rollouts.turn is not None
             extras[ANCHOR] = tabulate_anchors(episodes, rollouts.turn)
+        if "information_gain" in self.objective.needs:
+            extras[GAIN] = tabulate_gains(episodes, turns)
         scored = rollouts.replace(
             reward=reward.masked_fill(alone, math.nan),
             reward_terms={name: values.masked_fill(alone, math.nan) for name, values in terms.items()},
@@ -398,6 +407,9 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         """Adds the share of episodes whose last answer was not cut at the length limit."""
         finished = AgentPayload.of(rollouts).finished_fraction
         return super().step_metrics(rollouts) | {"response/finished_fraction": finished}
+
+    def _logp(self, policy: VlmPolicy, rollouts: Rollouts) -> Tensor:
+        return self.scores(policy, rollouts, frozenset({"logp"})).logp
 
     @property
     def _bootstraps(self) -> bool:

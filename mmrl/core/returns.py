@@ -120,14 +120,11 @@ def gae_over_turns(
 
     Source: VL-DAC, arXiv 2508.04280, eq. 3-6 (step-level critic, token-level policy).
     """
-    starts = turn_starts(rollouts)
-    place = (starts.long().cumsum(1) - 1).clamp(min=0)
-    width = max([1, *rollouts.host.turns.tolist()])
-    mask = rollouts.loss_mask
-    empty = values.new_zeros(values.shape[0], width)
-    turn_rewards = empty.scatter_add(1, place, decision_rewards(rollouts).to(values.dtype))
-    turn_values = empty.scatter_add(1, place, torch.where(starts, values, 0.0))
-    turn_mask = empty.scatter_add(1, place, starts.to(values.dtype))
+    starts, mask = turn_starts(rollouts), rollouts.loss_mask
+    turn_rewards, place = turn_sums(rollouts, decision_rewards(rollouts).to(values.dtype))
+    turn_values, turn_mask = (
+        turn_sums(rollouts, torch.where(starts, x, 0.0))[0] for x in (values, mask.to(values.dtype))
+    )
     advantages, _ = gae(turn_rewards, turn_values, turn_mask, gamma, lam, bootstrap, masked)
     return torch.where(mask > 0, advantages.gather(1, place), 0.0)
 
@@ -142,13 +139,24 @@ def turn_means(rollouts: Rollouts, x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Means (B, K), with K the most turns of a row, and (B, K) bool, true where the row has the turn.
     """
-    starts, mask = turn_starts(rollouts), rollouts.loss_mask
-    place = (starts.long().cumsum(1) - 1).clamp(min=0)
+    total, number = (turn_sums(rollouts, part)[0] for part in (x, rollouts.loss_mask.to(x.dtype)))
+    return total / number.clamp(min=1), number > 0
+
+
+def turn_sums(rollouts: Rollouts, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of each turn over its trained decisions.
+
+    Args:
+        rollouts: With `turn`.
+        x: (B, T).
+
+    Returns:
+        Sums (B, K), with K the most turns of a row, and (B, T) int64, the place in K of each decision's turn.
+    """
+    place = (turn_starts(rollouts).long().cumsum(1) - 1).clamp(min=0)
     width = max([1, *rollouts.host.turns.tolist()])
     empty = x.new_zeros(x.shape[0], width)
-    total = empty.scatter_add(1, place, torch.where(mask > 0, x, 0.0))
-    number = empty.scatter_add(1, place, mask.to(x.dtype))
-    return total / number.clamp(min=1), number > 0
+    return empty.scatter_add(1, place, torch.where(rollouts.loss_mask > 0, x, 0.0)), place
 
 
 def turn_starts(rollouts: Rollouts) -> Tensor:

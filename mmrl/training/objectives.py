@@ -167,6 +167,7 @@ def likelihood_loss(scores: PolicyOutputs, minibatch: Rollouts, denominators: De
 SCORES = {
     "values": "a critic that this recipe's policies lack",
     "turns": "the turns of several rounds, which this recipe does not have",
+    "information_gain": "the probability of a true answer after each turn, which this recipe does not score",
     "anchors": "the observation before each turn, which this recipe does not record",
     "entropy": "the entropy of the whole action distribution, which this recipe's policies do not score",
     "logp_ref": "log-probabilities of the decisions under a reference; here an exact divergence is scored",

@@ -158,7 +158,7 @@ def _agents(name: str, folder: Path) -> Any:
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(tiny_vlm())),
         environment=EnvironmentConfig(factory=f"{Path(__file__).parents[1]}/agents/talk.py:Talk", workers=2),
-        data=TaskSetConfig(seeds=6),
+        data=TaskSetConfig(seeds=6, options={"answer": "e"}),
         actions=ActionConfig(format="text"),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False),

@@ -355,6 +355,8 @@ class Episode:
     """The environment's reward of each turn."""
     anchors: list[int] = field(default_factory=list)
     """The observation before each turn, as `mmrl.agents.rollout.anchors` numbers it."""
+    gains: list[float] = field(default_factory=list)
+    """Gain of information of each turn but the last, where the objective needs it; see `mmrl.agents.rollout.gains`."""
     answers: list[str] = field(default_factory=list)
     """The agent's text of each turn."""
     unreadable: int = 0

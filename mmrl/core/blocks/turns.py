@@ -7,14 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.core.blocks.advantage import Advantage, group_center, group_std
+from mmrl.core.blocks.advantage import Advantage, group_center, group_std, group_sum
 from mmrl.core.loss import required
-from mmrl.core.returns import gae_over_turns, turn_starts
+from mmrl.core.returns import decision_rewards, gae_over_turns, returns_to_go, turn_starts, turn_sums
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 
 ANCHOR = "anchor"
 """Key of `Rollouts.extras` (B, T) int64: the state in which a decision's turn began, the same number for equal ones."""
+
+GAIN = "information_gain"
+"""Key of `Rollouts.extras` (B, T): what a turn added to the probability of the true answer, at its last decision."""
 
 
 @dataclass(frozen=True)
@@ -70,3 +73,97 @@ class GroupInGroup(Advantage):
             f"G_ik = sum_(l>=k) {self.gamma:g}^(l-k) R_il, mean_g over {self.episode_mean}; the same for all decisions "
             "of turn k"
         )
+
+
+@dataclass(frozen=True)
+class InformationGain(Advantage):
+    """Advantages of turns by their rewards and their gains of information, `extras["information_gain"]`.
+
+    The recipe scores the true answer behind the conversation before each turn. A turn's gain is the probability after
+    it minus that before; the last turn of an episode has its reward alone.
+    """
+
+    needs = frozenset({"samples", "turns", "information_gain"})
+    entry: str = "answer"
+    """Entry of the task that is its true answer."""
+    before: str = ""
+    """Text between the conversation and the answer, as the agent would write it; it is not scored."""
+    log: bool = rare(False)
+    """Whether a gain is the difference of mean log-probabilities of the answer's tokens (as in the scripts of the later
+    public code) and not of their exponentials."""
+
+    def rewards(self, rollouts: Rollouts) -> Tensor:
+        """Rewards and gains (B, T), each at the last decision of its turn."""
+        gains = required(rollouts.extras.get(GAIN), f'rollouts.extras["{GAIN}"]', "the gain of each turn, (B, T)")
+        return decision_rewards(rollouts) + torch.where(rollouts.loss_mask > 0, gains, 0.0)
+
+
+@dataclass(frozen=True)
+class TurnNormalised(InformationGain):
+    """Rewards of turns, normalised over all turns of the group, summed from each turn on.
+
+    Source: IGPO, arXiv 2510.14967; debajoycs98/IGPO verl/trainer/ppo/core_algos.py.
+    """
+
+    kind = "turn_normalised"
+    gamma: float = bounded(1.0, at_least=0, at_most=1)
+    """Discount per turn."""
+    apart: bool = rare(False)
+    """Whether the last turns of episodes are normalised among themselves, and the others among themselves."""
+
+    @property
+    def level(self) -> str:
+        return "turn"
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        rewards, place = turn_sums(rollouts, self.rewards(rollouts))
+        real = turn_sums(rollouts, turn_starts(rollouts).to(rewards.dtype))[0] > 0
+        row, turn = torch.nonzero(real, as_tuple=True)
+        last = (turn + 1 == real.sum(1)[row]) if self.apart else torch.zeros_like(turn)
+        among = torch.unique(2 * rollouts.group[row] + last, return_inverse=True)[1]
+        valid = torch.ones_like(row, dtype=torch.bool)
+        deviation = (group_std(rewards[real], among, valid, ddof=0) ** 2 + 1e-8).sqrt() + 1e-6
+        normalised = torch.zeros_like(rewards).index_put(
+            (row, turn), group_center(rewards[real], among, valid) / deviation
+        )
+        to_go = returns_to_go(normalised, real.to(rewards.dtype), self.gamma)
+        return torch.where(rollouts.loss_mask > 0, to_go.gather(1, place), 0.0)
+
+    def formula(self) -> str:
+        among = "the group's last turns, or its others" if self.apart else "the turns of the group"
+        mean = "mean log p(token of the answer | turns up to l)"
+        gain = mean if self.log else f"exp({mean})"
+        return (
+            f"A_ik = sum_(l>=k) {self.gamma:g}^(l-k) (r_il - mean r) / std r over {among}; r_il = reward + {gain} - "
+            "the same before turn l"
+        )
+
+
+@dataclass(frozen=True)
+class PerPosition(InformationGain):
+    """Sum of the rewards from each token on, minus its mean over the group at the same position in the episode.
+
+    Positions of different episodes are not comparable: the mean is over turns of different depth, and over episodes
+    that have ended, with 0.
+
+    Source: GuoqingWang1/IGPO verl/trainer/ppo/core_algos.py, compute_grpo_outcome_advantage.
+    """
+
+    kind = "per_position"
+
+    @property
+    def level(self) -> str:
+        return "decision"
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        turn = required(rollouts.turn, "rollouts.turn", "the turn of each decision, (B, T)")
+        to_go = returns_to_go(self.rewards(rollouts), (turn >= 0).to(rollouts.mask.dtype), 1.0)
+        scored = rollouts.scored.to(to_go.dtype)
+        count = group_sum(scored, rollouts.group, rollouts.num_groups).clamp(min=1)
+        total = to_go.new_zeros(rollouts.num_groups, to_go.shape[1]).index_add(
+            0, rollouts.group, to_go * scored[:, None]
+        )
+        return torch.where(rollouts.loss_mask > 0, to_go - (total / count[:, None])[rollouts.group], 0.0)
+
+    def formula(self) -> str:
+        return "A_it = G_it - mean_g of G at position t, G_it = sum of rewards and gains of information from token t on"
