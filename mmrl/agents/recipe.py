@@ -53,7 +53,16 @@ from mmrl.vlm.model.config import ModelConfig, check_critic, check_update_precis
 from mmrl.vlm.router_loss import router_terms
 
 LOGGER = logging.getLogger("mmrl")
-SCORES = ("values", "turns", "anchors", "information_gain", "entropy", "logp_ref", "logp_rollout")
+SCORES = (
+    "values",
+    "turns",
+    "anchors",
+    "information_gain",
+    "entropy",
+    "entropy_old",
+    "logp_ref",
+    "logp_rollout",
+)
 """Scores that an agent's policy gives besides log-probabilities."""
 
 

@@ -24,9 +24,9 @@ class Block:
     """Name in configurations and tables."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Inputs required besides log-probabilities and rewards: "samples" (several rows a group), "values", "turns",
-    "anchors" (the state in which each turn began), "entropy", "logp_ref" (reference log-probabilities), "kl_ref" (exact
-    divergence from the reference), "kl_old" (from the policy that the update starts from) or "separate_critic" (a
-    critic that the recipe trains)."""
+    "entropy", "entropy_old" (`rollouts.entropy`, before the update), "logp_ref" (reference log-probabilities), "kl_ref"
+    (exact divergence from the reference), "kl_old" (from the policy that the update starts from), "separate_critic" (a
+    critic that the recipe trains), and entries of `rollouts.extras` that `mmrl.training.objectives.SCORES` explains."""
 
     def formula(self) -> str:
         """Formula of the block, with its constants."""

@@ -73,6 +73,8 @@ METRICS: dict[str, str] = {
     "policy/beyond_ratio_limit": "Share of decisions in turns with a ratio above clip.ratio_limit.",
     "policy/mismatch_kl": "k3 estimate of the KL from the sampler to the policy before the update, in nats a decision.",
     "policy/mismatch_max": "Largest difference of their log-probabilities in the step, in nats.",
+    "policy/weight_mean": "Mean weight that objective.weight gives to a decision.",
+    "policy/weight_zero": "Share of decisions to which objective.weight gives no weight.",
     "policy/mismatch_weight": "Mean weight that objective.correction and objective.gate give to a decision.",
     "policy/mismatch_rejected": "Share of decisions whose weight is 0.",
     "policy/kl_old": "k3 estimate of the KL from the updated to the sampling policy, in nats a decision.",

@@ -52,6 +52,8 @@ class ObjectiveConfig:
     value: dict[str, Any] = rare(by_kind(lambda: BLOCKS["value"], named=True, default_from=PRESET))
     """Loss of the critic, for estimators that have one: squared_error (coef, clip), or separate where the recipe trains
     it apart."""
+    weight: dict[str, Any] = rare(by_kind(lambda: BLOCKS["weight"], named=True, default_from=PRESET))
+    """Weight of each decision in the policy loss, computed once a step: top_entropy (share), duration, ... or none."""
     correction: dict[str, Any] = rare(by_kind(lambda: BLOCKS["correction"], named=True, default_from=PRESET))
     """Weight of each decision where the sampler's log-probabilities are not the trainer's: truncated (TIS), masked
     (MIS, IcePop) or none, with low, high and level (token, sequence, geometric)."""
@@ -170,10 +172,16 @@ SCORES = {
     "information_gain": "the probability of a true answer after each turn, which this recipe does not score",
     "anchors": "the observation before each turn, which this recipe does not record",
     "entropy": "the entropy of the whole action distribution, which this recipe's policies do not score",
+    "entropy_old": "the entropy of the action distribution before the update, which this recipe does not score",
     "logp_ref": "log-probabilities of the decisions under a reference; here an exact divergence is scored",
     "separate_critic": "a critic with an optimiser of its own, which this recipe does not train",
     "logp_rollout": "log-probabilities of the same decisions by sampler and policy, which this recipe does not compare",
     "kl_old": "the exact divergence from the policy before the update, which this recipe does not score",
     "kl_ref": "every logit, or the exact distribution, of both policies, which this recipe's policies do not score",
+    "answers": "the final answers of the responses, which this recipe does not read",
+    "tokens": "the tokens that are the decisions, which this recipe's policies do not have",
+    "durations": "the time that each action took, which this recipe does not measure",
+    "budgets": "a budget of tokens for each response, which this recipe does not set",
+    "sources": "the origin of each response (own, with a hint, a teacher's, replayed), which this recipe does not mix",
 }
-"""Outputs that a block may need, as error messages name them."""
+"""Outputs and data that a block may need, as error messages name them."""

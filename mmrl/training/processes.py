@@ -226,7 +226,7 @@ def deal(
 def global_advantages(
     estimate: Callable[[Rollouts], Rollouts], rollouts: Rollouts, accelerator: Accelerator
 ) -> Rollouts:
-    """Run an advantage estimator over the rows of all processes and keep this process's part.
+    """Run an advantage estimator over the rows of all processes and keep this process's part, `extras` included.
 
     Only rewards, masks and per-decision numbers are sent; prompts and images stay with their process.
     """
@@ -238,18 +238,16 @@ def global_advantages(
     rows = torch.arange(start, start + rollouts.num_rows)
     mine = joined.select(rows)
     length = rollouts.mask.shape[1]
-    added = {key: value for key, value in mine.extras.items() if key not in rollouts.extras}
     return rollouts.replace(
         advantage=_cut(mine.advantage, length, accelerator),
         returns=_cut(mine.returns, length, accelerator),
-        extras=rollouts.extras | {key: _cut(value, length, accelerator) for key, value in added.items()},
+        extras={name: _cut(values, length, accelerator) for name, values in mine.extras.items()},
     )
 
 
 def _cut(values: Any, length: int, accelerator: Accelerator) -> Any:
-    if values is None:
-        return None
-    return (values if values.dim() == 1 else values[:, :length]).to(accelerator.device)
+    """Decisions (B, T) of this process's width, or numbers (B,), on its device."""
+    return None if values is None else (values[:, :length] if values.dim() > 1 else values).to(accelerator.device)
 
 
 def stream_seed(seed: int, *purpose: int | str) -> int:

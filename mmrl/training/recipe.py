@@ -382,10 +382,11 @@ def single_update(trainer: BaseTrainerConfig) -> bool:
 
 
 def scores_before_update(recipe: Recipe[Any, Any], provided: frozenset[str] = frozenset()) -> bool:
-    """Whether the policy scores rollouts before an update, for a critic or old log-probabilities not yet provided."""
+    """Whether the policy scores rollouts before an update: values, entropies or old log-probabilities are missing."""
     objective = recipe.objective
     recomputed = not recipe.keeps_sampled_logp and (not single_update(recipe.config.trainer) or objective.kl_in_reward)
-    return (objective.needs_values and "values" not in provided) or (recomputed and "logp_old" not in provided)
+    asks = (objective.needs_values and "values" not in provided) or "entropy_old" in objective.needs
+    return asks or (recomputed and "logp_old" not in provided)
 
 
 def old_in_update(recipe: Recipe[Any, Any], minibatch: Rollouts, logp: Tensor) -> Rollouts:

@@ -88,7 +88,8 @@ def _old_pass(recipe: Recipe[Any, Any], passes: Passes, rollouts: Rollouts, prov
     if not scores_before_update(recipe, provided):
         return rollouts
     asks_critic = objective.needs_values and "values" not in provided
-    outputs = frozenset({"logp", "values"} if asks_critic else {"logp"})
+    asks_entropy = "entropy_old" in objective.needs
+    outputs = frozenset({"logp"} | ({"values"} if asks_critic else set()) | ({"entropy"} if asks_entropy else set()))
     bootstraps = asks_critic and BOOTSTRAP in rollouts.extras and _bootstraps(objective.advantage)
     mask, seen = rollouts.mask, rollouts
     if bootstraps:
@@ -96,7 +97,7 @@ def _old_pass(recipe: Recipe[Any, Any], passes: Passes, rollouts: Rollouts, prov
         seen = rollouts.replace(mask=mask + bootstrap)
     with stopwatch("old_logp"):
         scores = passes.scores(seen, outputs)
-    found = rollouts.replace(values=scores.values)
+    found = rollouts.replace(values=scores.values, entropy=scores.entropy if asks_entropy else rollouts.entropy)
     if not recipe.keeps_sampled_logp and "logp_old" not in provided:
         found = found.replace(logp_old=scores.logp)
     if not bootstraps:

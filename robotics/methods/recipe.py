@@ -50,7 +50,7 @@ from robotics.sim.opening import SimConfig, open_sim
 
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
-SCORES = ("entropy", "logp_ref", "logp_rollout")
+SCORES = ("entropy", "entropy_old", "logp_ref", "logp_rollout")
 """Scores of a robot policy in addition to log-probabilities."""
 DRAWING = ("tabletop", "gymnasium")
 """Simulators that `sim.randomization` is for."""

@@ -18,6 +18,7 @@ from mmrl.core.blocks.clip import (
 from mmrl.core.blocks.credit import Gae, TurnGae, ValueLoss
 from mmrl.core.blocks.divergence import K1, K3, ExactKl, FullEntropy, SampledEntropy
 from mmrl.core.blocks.mismatch import GeometricGate, Truncated
+from mmrl.core.blocks.weight import Duration, TopEntropy
 from mmrl.core.loss import SequenceMean, SequenceSum, metric_values
 from tests.core.builders import random_rollouts, widened
 
@@ -46,6 +47,8 @@ EXTRA = {
     "mismatch": Objective(
         "mismatch", correction=Truncated(level="sequence", high=3.0), gate=GeometricGate(low=0.5, high=2.0)
     ),
+    "highest entropies": Objective("highest entropies", weight=TopEntropy(0.5), correction=Truncated()),
+    "durations": Objective("durations", weight=Duration(), aggregation=SequenceMean()),
     "score function": Objective("score function", clip=PolicyGradient(), advantage=GroupMean()),
 }
 OBJECTIVES = CATALOGUE | EXTRA
@@ -180,7 +183,8 @@ def test_the_first_step_is_the_plain_policy_gradient(name):
     rollouts = rollouts.replace(logp_old=logp.detach())
     output = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts))
     (gradient,) = torch.autograd.grad(output.loss, logp)
-    expected = -rollouts.advantage / per_decision_divisor(objective, rollouts)
+    weight = rollouts.extras.get("weight", torch.ones_like(rollouts.mask))
+    expected = -weight * rollouts.advantage / per_decision_divisor(objective, rollouts)
     if isinstance(objective.clip, GroupRegression):  # less the mean over the trained rows, which leave one out here
         trained = rollouts.loss_mask.any(1)
         row = rollouts.advantage.sum(1) / rollouts.lengths.clamp(min=1)

@@ -12,6 +12,7 @@ from mmrl.core.blocks.divergence import Divergence, Entropy
 from mmrl.core.blocks.filter import GroupFilter
 from mmrl.core.blocks.mismatch import Correction, Gate
 from mmrl.core.blocks.order import TaskOrder
+from mmrl.core.blocks.weight import Weight
 from mmrl.core.loss import Aggregation
 
 __all__ = ["BLOCKS"]
@@ -29,6 +30,7 @@ BLOCKS: dict[str, dict[str, type[Block]]] = {
     "aggregation": kinds(Aggregation),
     "filter": kinds(GroupFilter),
     "value": kinds(CriticLoss),
+    "weight": kinds(Weight),
     "correction": kinds(Correction),
     "gate": kinds(Gate),
     "order": kinds(TaskOrder),

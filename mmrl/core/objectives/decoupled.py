@@ -47,14 +47,14 @@ def decoupled_advantages(objective: Objective, rollouts: Rollouts, weights: Mapp
             f"The objective '{objective.name}' has {'a critic' if objective.needs_values else 'a KL in the reward'}, "
             "which knows the summed reward only. Add the rewards up, or use a group estimator and a KL in the loss."
         )
-    estimator = objective.replace(scaling=AdvantageScaling())
+    estimator = objective.replace(scaling=AdvantageScaling(), weight=None)
     total = torch.zeros_like(rollouts.mask)
     for name, weight in weights.items():
         values = torch.where(rollouts.scored, rollouts.reward_terms[name], torch.nan)
         part = estimator.compute_advantages(rollouts.replace(reward=values)).advantage
         assert part is not None
         total = total + weight * part
-    return rollouts.replace(advantage=objective.scaling(_over_rows(total, rollouts), rollouts))
+    return objective.weighed(rollouts.replace(advantage=objective.scaling(_over_rows(total, rollouts), rollouts)))
 
 
 def _over_rows(advantage: Tensor, rollouts: Rollouts) -> Tensor:

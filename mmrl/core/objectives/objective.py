@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.block import Block, changed, weighted
+from mmrl.core.block import Block
 from mmrl.core.blocks import BLOCKS
 from mmrl.core.blocks.advantage import Advantage, AdvantageScaling, GroupMeanStd
 from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, Clip, PpoClip, Ratio, TokenRatio
@@ -19,6 +19,7 @@ from mmrl.core.blocks.divergence import Divergence, Entropy, entropy_sampled, k3
 from mmrl.core.blocks.filter import GroupFilter, KeepAll
 from mmrl.core.blocks.mismatch import Correction, Gate
 from mmrl.core.blocks.order import Epochs, TaskOrder
+from mmrl.core.blocks.weight import WEIGHT, Weight
 from mmrl.core.loss import (
     Aggregation,
     Denominators,
@@ -33,6 +34,7 @@ from mmrl.core.loss import (
     mean_metric,
     required,
 )
+from mmrl.core.objectives.parts import blocks_line, changed_blocks
 from mmrl.core.returns import decision_rewards, turn_starts
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import ObjectiveState
@@ -45,7 +47,7 @@ Term = tuple[Tensor | None, dict[str, Metric]]
 class Objective:
     """One method: how advantages are estimated and which loss the policy minimises.
 
-    loss = agg[w * clip(ratio, A)] + kl.coef * agg_kl[v * KL] - entropy.coef * agg[H] + value.coef * agg[value loss],
+    loss = agg[u w clip(ratio, A)] + kl.coef * agg_kl[v * KL] - entropy.coef * agg[H] + value.coef * agg[value loss],
     where agg divides by counts over the whole optimiser step.
 
         Objective("dapo", GroupMeanStd(), PpoClip(low=0.2, high=0.28), TokenMean(), filter=ResampleGroups())
@@ -71,6 +73,8 @@ class Objective:
     """Loss of the critic, for estimators that have one."""
     filter: GroupFilter = field(default_factory=KeepAll)
     """Choice of the groups that go into the update."""
+    weight: Weight | None = None
+    """Weight of each decision, computed once a step."""
     correction: Correction | None = None
     """Weight of each decision for the difference between sampler and trainer."""
     gate: Gate | None = None
@@ -158,17 +162,7 @@ class Objective:
         Raises:
             ValueError: Unknown field, kind or option, or a value of the wrong type; the message lists what exists.
         """
-        parts: dict[str, Any] = {}
-        for key, options in changes.items():
-            if key not in BLOCKS:
-                raise ValueError(f"An objective has no part '{key}'; its parts: {', '.join(BLOCKS)}.")
-            base = getattr(self, key)
-            switched_off = base is None and "kind" not in options and options.get("coef") == 0
-            parts[key] = None if switched_off else changed(base, _with_aggregation(options, key), BLOCKS[key], key)
-        for key in ("kl", "entropy"):
-            if key in parts:
-                parts[key] = weighted(parts[key], changes[key], key)
-        return self.replace(**parts)
+        return self.replace(**changed_blocks({key: getattr(self, key) for key in BLOCKS}, changes))
 
     def validate(self) -> None:
         """Refuse numbers out of range and blocks that contradict each other.
@@ -193,10 +187,10 @@ class Objective:
         advantage = self.advantage.formula() + self.scaling.formula()
         corrected = self.needs_reference and self.kl is not None and self.kl.importance
         ratio = self.ratio.formula() if self.clip.uses_ratio or corrected else ""
-        mismatch = [block.formula() for block in (self.gate, self.correction) if block is not None]
-        shown = (self.order.formula(), self.filter.formula(), self._reward_formula(), advantage, ratio, *mismatch)
+        weights = [block.formula() for block in (self.weight, self.gate, self.correction) if block is not None]
+        shown = (self.order.formula(), self.filter.formula(), self._reward_formula(), advantage, ratio, *weights)
         lines += ["  " + line for line in shown if line]
-        weight = "" if self.correction is None else "w_it "
+        weight = ("" if self.weight is None else "u_it ") + ("" if self.correction is None else "w_it ")
         terms = [f"mean {weight}{self.clip.formula()}", *self._term_formulas()]
         lines += ["  minimise  " + "\n          + ".join(terms)]
         lines += [f"  averages: {self.aggregation.formula()}"]
@@ -206,12 +200,7 @@ class Objective:
 
     def parts(self) -> str:
         """The blocks in one line, for tables; parts that do nothing are left out."""
-        shown = [
-            block.summary().replace("scaling ", "scaled ") if key == "scaling" else f"{SHOWN_AS[key]}{block.summary()}"
-            for key, block in self.blocks.items()
-            if block not in (AdvantageScaling(), KeepAll(), Epochs())
-        ]
-        return ", ".join(shown)
+        return blocks_line(self.blocks)
 
     def state(self, tasks: Sequence[Any] = ()) -> ObjectiveState:
         """A fresh state of the blocks that remember earlier steps; `tasks` are the training tasks of a run."""
@@ -232,9 +221,10 @@ class Objective:
                 None is a first step.
 
         Returns:
-            A copy with `advantage` (B, T), 0 where nothing is trained, and with a critic `returns` (B, T).
+            A copy with `advantage` (B, T), 0 where nothing is trained, with a critic `returns` (B, T), and with a
+            `weight` block `extras["weight"]` (B, T).
 
-        Gradient: none; advantages and returns are constants.
+        Gradient: none; all of them are constants.
         """
         with torch.no_grad():
             shaped = self._kl_shaped(rollouts) if self.kl_in_reward and self.needs_reference else rollouts
@@ -245,10 +235,17 @@ class Objective:
             if self.needs_values and rollouts.values is not None:
                 returns = torch.where(rollouts.loss_mask > 0, advantage + rollouts.values, 0.0)
             advantage = self.scaling(advantage, rollouts)
-            rollouts = rollouts.replace(advantage=advantage.to(rollouts.logp_old.dtype), returns=returns)
+            rollouts = self.weighed(rollouts.replace(advantage=advantage.to(rollouts.logp_old.dtype), returns=returns))
             for key in memory:
                 rollouts = rollouts if key == "advantage" else self.blocks[key].observe(rollouts, memory[key])
         return rollouts
+
+    def weighed(self, rollouts: Rollouts) -> Rollouts:
+        """Rollouts with the weights of their decisions, given advantages; unchanged without a `weight` block."""
+        if self.weight is None:
+            return rollouts
+        weight = self.weight(rollouts).detach().to(rollouts.logp_old.dtype)
+        return rollouts.replace(extras=rollouts.extras | {WEIGHT: weight})
 
     def denominators(self, rollouts: Rollouts) -> Denominators:
         """Count what the loss of an optimiser step is divided by.
@@ -342,13 +339,24 @@ class Objective:
             "policy/kl_old": mean_metric(k3(logp_old, outputs.logp.detach()), mask),
         }
         metrics |= {name: mean_metric(value, mask) for name, value in indicators.items()}
-        weight, more = self._mismatch(outputs, rollouts)
+        weight, more = self._weights(outputs, rollouts)
         if weight is not None:
             loss = torch.where(weight > 0, weight * loss, 0.0)
         return _average(self.aggregation, loss, mask, denominators, rollouts), metrics | more
 
+    def _weights(self, outputs: PolicyOutputs, rollouts: Rollouts) -> tuple[Tensor | None, dict[str, Metric]]:
+        """Weight (B, T) of each decision, None where all are 1."""
+        weight, metrics = self._mismatch(outputs, rollouts)
+        if self.weight is None:
+            return weight, metrics
+        own, mask = rollouts.extras.get(WEIGHT), rollouts.loss_mask
+        own = required(own, f"rollouts.extras['{WEIGHT}']", "compute_advantages(rollouts) sets it")
+        metrics["policy/weight_mean"] = mean_metric(own, mask)
+        metrics["policy/weight_zero"] = mean_metric((own == 0).to(own.dtype), mask)
+        return own if weight is None else own * weight, metrics
+
     def _mismatch(self, outputs: PolicyOutputs, rollouts: Rollouts) -> tuple[Tensor | None, dict[str, Metric]]:
-        """Weight (B, T) of each decision, None where all are 1, and how far trainer and sampler are apart."""
+        """Weight (B, T) for the difference between trainer and sampler, None where all are 1, and its metrics."""
         blocks = [block for block in (self.correction, self.gate) if block is not None]
         if self.correction is not None:
             required(rollouts.logp_rollout, "rollouts.logp_rollout", "the sampler's own log-probabilities")
@@ -422,9 +430,9 @@ class Objective:
         if not self.ratio.limited and (self.clip.exponentiates or (self.kl is not None and self.kl.importance)):
             what = f"clip '{self.clip.kind}'" if self.clip.exponentiates else "kl.importance"
             yield f"{what} needs the ratio itself, but ratio.limit is none. Set it, {LOG_RATIO_LIMIT:g} is usual."
-        if self.compares_rows and (self.correction is not None or self.gate is not None):
-            part = "gate" if self.correction is None else "correction"
-            yield f"{part} weighs decisions, but clip '{self.clip.kind}' compares whole rows. Leave {part} out."
+        for part in ("weight", "correction", "gate"):
+            if self.compares_rows and part in self.blocks:
+                yield f"{part} weighs decisions, but clip '{self.clip.kind}' compares whole rows. Leave {part} out."
         if self.value is not None and not self.needs_values:
             yield f"a value loss is set but advantage '{self.advantage.kind}' has no critic. Use 'gae' or no value."
         yield from self.order.conflicts(self.advantage)
@@ -452,33 +460,3 @@ class Objective:
 def _average(mode: Aggregation, x: Tensor, mask: Tensor, counts: Denominators, rollouts: Rollouts) -> Tensor:
     """Aggregate (B, T); only aggregations that need turns get them, so a user's own block can ignore them."""
     return mode(x, mask, counts, *((rollouts.turn,) if "turns" in mode.needs else ()))
-
-
-def _with_aggregation(options: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Options of a block whose `aggregation`, given by name or as keys and values, is made a block."""
-    made = dict(options)
-    given = made.get("aggregation")
-    if key == "kl" and given is not None and not isinstance(given, Aggregation):
-        if not isinstance(given, str | Mapping):
-            names = ", ".join(sorted(BLOCKS["aggregation"]))
-            raise ValueError(f"kl.aggregation is {given!r}; expected a name, or kind and options: {names}")
-        named = {"kind": given} if isinstance(given, str) else given
-        made["aggregation"] = changed(None, named, BLOCKS["aggregation"], "kl.aggregation")
-    return made
-
-
-SHOWN_AS = {
-    "advantage": "",
-    "scaling": "",
-    "ratio": "ratio ",
-    "clip": "",
-    "kl": "KL ",
-    "entropy": "entropy ",
-    "aggregation": "",
-    "filter": "groups: ",
-    "value": "value ",
-    "correction": "mismatch ",
-    "gate": "gate ",
-    "order": "order ",
-}
-"""Prefix of each block in `Objective.parts`."""

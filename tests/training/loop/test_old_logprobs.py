@@ -84,3 +84,13 @@ def test_a_sampler_with_other_numbers_is_corrected_for(make_trainer, blocks, opt
     assert metrics["policy/mismatch_rejected"] == float(weight == 0)
     assert metrics["policy/mismatch_kl"] == pytest.approx(0.7788 - 1 + 0.25, rel=1e-3)
     assert (metrics["optim/grad_norm"] == 0) == (weight == 0)
+
+
+def test_entropies_before_the_update_are_scored_where_a_block_needs_them(make_trainer):
+    recipe = functools.partial(Corrected, blocks={"weight": {"kind": "top_entropy", "share": 0.5}})
+    trainer = make_trainer(recipe=recipe, preset="dr_grpo")
+    rollouts, _ = trainer.collect()
+    rollouts = update_constants(trainer.recipe, trainer.policy, trainer.reference, rollouts, Step())
+    assert rollouts.entropy.shape == rollouts.mask.shape
+    metrics = trainer.updater.update(trainer.recipe.advantages(rollouts, trainer.accelerator, Step()), Step(0))
+    assert 0 < metrics["policy/weight_mean"] <= 1

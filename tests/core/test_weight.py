@@ -1,0 +1,112 @@
+"""Weights of decisions: by hand, over processes, and what they refuse."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl.core import Objective, PolicyOutputs, Rollouts, decoupled_advantages, get
+from mmrl.core.blocks.clip import PolicyGradient
+from mmrl.core.blocks.weight import WEIGHT, Duration, TopEntropy, quantile
+from mmrl.core.loss import metric_values
+from mmrl.training import processes
+from mmrl.training.processes import global_advantages
+from tests.core.builders import random_rollouts
+
+
+def values(weight, mask):
+    return [row[m > 0].tolist() for row, m in zip(weight, mask, strict=True)]
+
+
+def small(**changes):
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
+    fields = {"group": torch.tensor([0, 0]), "mask": mask, "logp_old": -mask, "reward": mask[:, 2]}
+    return Rollouts(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (1.0, [[1.0, 1.0, 1.0], [1.0, 1.0]]),
+        (0.5, [[0.0, 1.0, 0.0], [1.0, 1.0]]),
+        (0.2, [[0.0, 0.0, 0.0], [1.0, 0.0]]),
+    ],
+)
+def test_the_highest_entropies_by_hand(share, expected):
+    rollouts = small(entropy=torch.tensor([[0.1, 0.6, 0.2], [0.9, 0.5, 7.0]], dtype=torch.float64))
+    assert values(TopEntropy(share)(rollouts), rollouts.mask) == expected
+
+
+@pytest.mark.parametrize("q", [0.0, 0.2, 0.5, 0.99, 1.0])
+def test_the_quantile_is_torchs(q):
+    rollouts = random_rollouts(seed=3)
+    entropy, mask = rollouts.entropy, rollouts.mask
+    expected = torch.quantile(entropy[mask > 0], q)
+    assert float(quantile(entropy, mask, q)) == pytest.approx(float(expected), rel=1e-12)
+    assert quantile(entropy, torch.zeros_like(mask), q).isnan()
+
+
+def test_durations_are_relative_to_the_mean_of_the_step():
+    rollouts = small(extras={"duration": torch.tensor([[1.0, 1.0, 4.0], [2.0, 2.0, 9.0]])})
+    assert values(Duration()(rollouts), rollouts.mask) == [[0.5, 0.5, 2.0], [1.0, 1.0]]
+    assert bool((Duration()(small(extras={"duration": torch.zeros(2, 3)})) == 1).all())
+
+
+def test_the_loss_is_weighed_and_still_divided_by_all_decisions():
+    rollouts = random_rollouts(advantage=None)
+    plain = Objective("plain", clip=PolicyGradient())
+    own = plain.replace(weight=TopEntropy(0.5))
+    ready = own.compute_advantages(rollouts)
+    weight = ready.extras[WEIGHT]
+    logp = rollouts.logp_old.clone().requires_grad_()
+    output = own.loss(PolicyOutputs(logp), ready, own.denominators(ready))
+    (gradient,) = torch.autograd.grad(output.loss, logp)
+    other = plain.loss(PolicyOutputs(logp), ready, plain.denominators(ready)).loss
+    assert torch.equal(gradient, weight * torch.autograd.grad(other, logp)[0])
+    found = metric_values(output.metrics)
+    assert found["policy/weight_mean"] == pytest.approx(float((weight * ready.mask).sum() / ready.mask.sum()))
+    assert found["policy/weight_zero"] == pytest.approx(1 - found["policy/weight_mean"])
+
+
+def test_two_processes_have_the_weights_of_one(monkeypatch):
+    objective = get("dapo").replace(weight=TopEntropy(0.3))
+    whole = random_rollouts(seed=1, payload=None)
+    wide, narrow = whole.select_groups(torch.tensor([0, 1])), whole.select_groups(torch.tensor([2, 3]))
+    narrow = next(narrow.micro_batches(narrow.num_rows))  # as wide as its own longest row
+    joined = objective.compute_advantages(Rollouts.concat([wide, narrow]))
+    monkeypatch.setattr(processes, "merge_lists", lambda items, _: [wide, narrow])
+    start = 0
+    for rank, own in enumerate((wide, narrow)):
+        accelerator = SimpleNamespace(num_processes=2, process_index=rank, device="cpu")
+        found = global_advantages(objective.compute_advantages, own, accelerator)
+        rows = slice(start, start + own.num_rows)
+        assert torch.equal(found.extras[WEIGHT], joined.extras[WEIGHT][rows, : own.num_decisions])
+        assert torch.equal(found.extras["kl_weight"], own.extras["kl_weight"])
+        start += own.num_rows
+
+
+def test_separate_advantages_of_the_rewards_are_weighed_once():
+    objective = get("dapo").replace(weight=TopEntropy(0.3))
+    found = decoupled_advantages(objective, random_rollouts(), {"accuracy": 1.0})
+    assert torch.equal(found.extras[WEIGHT], objective.compute_advantages(random_rollouts()).extras[WEIGHT])
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match=r"rollouts\.entropy is missing: weight 'top_entropy' selects by it"):
+        Objective("mine", weight=TopEntropy()).compute_advantages(small())
+    with pytest.raises(ValueError, match=r"extras\['duration'\] is missing: weight 'duration' reads it"):
+        Objective("mine", weight=Duration()).compute_advantages(small())
+    ready = get("dapo").compute_advantages(random_rollouts())
+    own = get("dapo").replace(weight=TopEntropy())
+    with pytest.raises(ValueError, match=r"extras\['weight'\] is missing: compute_advantages\(rollouts\) sets it"):
+        own.loss(PolicyOutputs(ready.logp_old), ready, own.denominators(ready))
+    with pytest.raises(ValueError, match="weight weighs decisions, but clip 'group_regression' compares whole rows"):
+        get("reg_grpo").replace(weight=TopEntropy()).validate()
+    with pytest.raises(ValueError, match=r"weight\.share is 0\.0; must be"):
+        get("dapo").replace(weight=TopEntropy(0.0)).validate()
+
+
+def test_the_formula_has_the_weight():
+    text = get("dapo").replace(weight=TopEntropy(0.2)).describe()
+    assert "u_it = 1 where the entropy is among the highest 20 % of the step" in text
+    assert "mean u_it max(-A_it r_it" in text
