@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from mmrl.config import from_values
 from mmrl.core.blocks import BLOCKS
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
+from mmrl.training.objectives import SCORES
+from tests.contracts.domains import domain_of
 from tests.contracts.options import Leaf, walk_config, with_changes
 
 
@@ -251,8 +253,9 @@ def _latent(kind: str, **options: Any) -> Callable[[Any, Path], Any]:
     return change
 
 
-def _blocks(recipe: str, without: Sequence[str] = ()) -> list[Variant]:
-    """A run for each kind of block, without some kinds."""
+def _blocks(recipe: str) -> list[Variant]:
+    """A run for each kind of block that finds there what it needs; answers to one question have no turns."""
+    lacks = SCORES.keys() - domain_of(recipe).scores
     return [
         Variant(
             (f"objective.{part}.",),
@@ -260,8 +263,8 @@ def _blocks(recipe: str, without: Sequence[str] = ()) -> list[Variant]:
             (recipe,),
         )
         for part, table in BLOCKS.items()
-        for kind in table
-        if kind not in without
+        for kind, block in table.items()
+        if not block.needs & lacks
     ]
 
 
@@ -278,8 +281,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "group_regression": {"objective.ratio": {"kind": "sequence_product"}, **MOVING},
 }
 """Further changes without which a block is refused, or clips nothing."""
-ELSEWHERE = ("gae_turn", "divergence_mask", "turn_mean", "full", "separate")
-"""Blocks for turns, exact divergences and a critic of its own, which answers to one question do not have."""
 
 VARIANTS = [
     Variant(("trainer.", "objective.", "reference."), {"trainer.epochs": 2, "trainer.schedule": "linear"}),
@@ -354,7 +355,7 @@ VARIANTS = [
     Variant(("model.body.unet.",), _motion_unet, ("flow3d",)),
     Variant(("model.process.",), {"model.process.kind": "ddim"}, ("flow3d",)),
     Variant(("episodes.", "loop."), _closed_loop, ("flow3d",)),
-    *_blocks("vlm", ELSEWHERE),
+    *_blocks("vlm"),
 ]
 
 
