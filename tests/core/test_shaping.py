@@ -40,7 +40,7 @@ def test_bnpo_maps_rewards_to_shares():
     moved = BetaNormalised(low=-1.0, high=3.0)
     large = moved(rollouts([-1.0, 3.0, -0.2, 1.8, 3.0, 1.0, 3.0, -1.0, 9.0], GROUPS))
     torch.testing.assert_close(small, large)
-    with pytest.raises(ValueError, match="advantage.low 1 must lie below advantage.high 1"):
+    with pytest.raises(ValueError, match=r"advantage\.low 1 must lie below advantage\.high 1"):
         get("bnpo").override({"advantage": {"low": 1.0}}).validate()
 
 
