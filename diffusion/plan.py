@@ -34,10 +34,9 @@ from mmrl.training.plan import (
     Work,
     activations,
     autocast,
+    batch_sizes,
     forward,
-    imagine,
     imagined,
-    largest_chunk,
     state_parts,
 )
 from mmrl.training.recipe import single_update
@@ -59,10 +58,8 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
         model = _Model(config, step)
     if not passes:
         return Plan(tuple(_weights(model)), ())
-    with imagined() as mode:
+    with imagined(model.networks, model.autoencoder) as mode:
         model.mode = mode
-        imagine(model.networks)
-        imagine(model.autoencoder)
         counted = _Passes(model, step)
         parts = (*_weights(model), *_latents(model, step), *counted.parts())
         work = tuple(counted.work())
@@ -99,15 +96,12 @@ class _Step:
         trainer, given = config.trainer, not isinstance(config, DiffusionConfig)
         sampler = config.evaluation.sampler if given else config.sampler
         group = 1 + hasattr(config, "pairs") if given else trainer.samples_per_task
-        rows = trainer.tasks_per_step * group
-        minibatch = -(-rows // trainer.minibatches_per_step)
         denoises = isinstance(config, TrajectoryParts)
         if denoises:
             times = max(int(len(trained_window(sampler, torch.Generator())) * sampler.random_share), 1)
         else:
             times = config.timesteps.count
-        chunk = largest_chunk(trainer.micro_batch, group, minibatch)
-        return cls(rows, minibatch, chunk, times, denoises, given, sampler)
+        return cls(*batch_sizes(trainer, group), times, denoises, given, sampler)
 
     @property
     def drawn(self) -> int:
@@ -254,7 +248,7 @@ def _weights(model: _Model) -> Iterator[Part]:
     """Weights with their gradients, moments and averages, and frozen parts."""
     config = model.config
     yield from state_parts(model.networks, config.trainer, copies=int(not config.model.lora.enabled))
-    yield Part("averages of weights", 4 * _averages(config) * sum(weight.numel() for weight in model.trained))
+    yield Part("averages of weights", 4 * averages_of(config) * sum(weight.numel() for weight in model.trained))
     autoencoder = sum(weight.nbytes for weight in model.autoencoder.parameters())
     yield Part("autoencoder", autoencoder)
     freed = config.model.free_text_encoders
@@ -278,7 +272,7 @@ def _latents(model: _Model, step: _Step) -> Iterator[Part]:
     yield Part("text of the prompts", config.trainer.tasks_per_step * model.text_bytes(), "sampling", divided=True)
 
 
-def _averages(config: Any) -> int:
+def averages_of(config: Any) -> int:
     """Moving averages of the trained weights, float32."""
     awm, orw = getattr(config, "awm", None), getattr(config, "orw", None)
     return (

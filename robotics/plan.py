@@ -15,18 +15,7 @@ from mmrl.files import expanded, read_json_object
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.runs.export import model_folder
 from mmrl.training.objectives import make_objective
-from mmrl.training.plan import (
-    Part,
-    Plan,
-    Work,
-    activations,
-    autocast,
-    forward,
-    imagine,
-    imagined,
-    largest_chunk,
-    state_parts,
-)
+from mmrl.training.plan import Part, Plan, Work, activations, autocast, batch_sizes, forward, imagined, state_parts
 from mmrl.training.recipe import single_update
 from robotics.policies.base.policy import PolicyInputs
 from robotics.policies.base.saved import make_config, read_config
@@ -48,7 +37,9 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
     """
     model = getattr(config, "model", None)
     if not isinstance(model, ActionPolicyConfig):
-        raise UserError(f"there is no plan for the recipe '{config.recipe}'; its model is no action policy")
+        from robotics.flow3d.methods.memory import footprint as of_flow
+
+        return of_flow(config, passes=passes)
     folder = expanded(model_folder(model.path)) if model.path else None
     kind = model.kind if folder is None else str(read_config(folder).get("kind"))
     if kind not in KINDS and ":" not in kind:  # a class or function of the user's own is simply made
@@ -61,8 +52,7 @@ def footprint(config: Any, *, passes: bool = True) -> Plan:
     ensure_torchvision()
     with torch.device("meta"):
         policy = LARGE[kind](config, folder)
-    with imagined():
-        imagine(policy.network)
+    with imagined(policy.network):
         return _plan(config, policy, passes=passes)
 
 
@@ -84,9 +74,7 @@ def _plan(config: Any, policy: _Policy, *, passes: bool = True) -> Plan:
     clones = not hasattr(trainer, "samples_per_task")
     size = 1 if clones else trainer.samples_per_task
     looks = 1 if clones else -(-policy.horizon // policy.chunk)
-    total = trainer.tasks_per_step * size
-    minibatch = -(-total // trainer.minibatches_per_step)
-    chunk = largest_chunk(trainer.micro_batch, size, minibatch)
+    total, minibatch, chunk = batch_sizes(trainer, size)
     compares = not clones and make_objective(config.objective).needs_reference
     parts = state_parts(policy.network, trainer, copies=int(compares))
     if not passes:

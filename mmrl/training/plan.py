@@ -171,14 +171,16 @@ def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0, prefix: st
     return [part for part in parts if part.bytes]
 
 
-def largest_chunk(micro_batch: int, group: int, minibatch: int) -> int:
-    """Most rows in one pass, as `Rollouts.micro_batches` cuts groups of equal size."""
+def batch_sizes(trainer: Any, group: int) -> tuple[int, int, int]:
+    """Most rows of a step, an optimiser step and a pass, as `Rollouts.micro_batches` cuts groups of equal size."""
+    rows, micro_batch = trainer.tasks_per_step * group, trainer.micro_batch
+    minibatch = -(-rows // trainer.minibatches_per_step)
     if micro_batch == 0 or micro_batch >= minibatch:
-        return minibatch
+        return rows, minibatch, minibatch
     if micro_batch >= group:
-        return micro_batch // group * group
+        return rows, minibatch, micro_batch // group * group
     parts = -(-group // micro_batch)
-    return -(-group // parts)
+    return rows, minibatch, -(-group // parts)
 
 
 def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> Counted:
@@ -411,18 +413,22 @@ class Allocations(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def imagined() -> Iterator[FakeTensorMode]:
-    """Have tensors of shapes without numbers made inside, and attention that keeps what a fused kernel keeps."""
+def imagined(*modules: nn.Module) -> Iterator[FakeTensorMode]:
+    """Have tensors of shapes without numbers made inside, and attention that keeps what a fused kernel keeps.
+
+    Modules of the meta device get weights on the CPU without numbers.
+    """
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Any:
         return _Fused.apply(query, key, value)
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, mock.patch(ATTENTION, attention):
+        for module in modules:
+            _imagine(module)
         yield mode
 
 
-def imagine(module: nn.Module) -> None:
-    """Give a module of the meta device weights on the CPU without numbers; only inside `imagined`."""
+def _imagine(module: nn.Module) -> None:
     known: dict[int, Any] = {}
     for part in module.modules():
         for table in (part._parameters, part._buffers):

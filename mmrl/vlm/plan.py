@@ -22,11 +22,10 @@ from mmrl.training.plan import (
     Work,
     activations,
     autocast,
+    batch_sizes,
     forward,
     history,
-    imagine,
     imagined,
-    largest_chunk,
     state_parts,
 )
 from mmrl.training.recipe import single_update
@@ -54,8 +53,7 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
     answer = sampler.max_new_tokens if sampler is not None else longest
     size = getattr(trainer, "samples_per_task", 1)
     low = model.dtype != "float32" or trainer.mixed_precision != "none"
-    rows = -(-trainer.tasks_per_step * size // trainer.minibatches_per_step)
-    chunk = largest_chunk(trainer.micro_batch, size, rows)
+    total, rows, chunk = batch_sizes(trainer, size)
     with torch.device("meta"):
         network = outlined(model)
         wrapped = prepare(network, model, None)
@@ -63,8 +61,7 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
     if not passes:
         copied = _copied(network, trainer) if sampler is not None and _draws_here(config) else 0
         return Plan((*parts, Part(COPIED, copied, "sampling")), ())
-    with imagined():
-        imagine(wrapped)
+    with imagined(wrapped):
         text = network.config.get_text_config()
         network.set_attn_implementation("sdpa")
         shares = model.shared_prefix and model.attention == "sdpa"
@@ -95,7 +92,6 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
 
         update = activations(wrapped, once, -(-rows // chunk)).attending(pairs(prompts, chunk))
         parts.append(Part("activations", update.bytes, "update"))
-        total = trainer.tasks_per_step * size
         work = [Work.of("update", update, total / chunk * trainer.epochs)]
         if unscored := _without_gradient(config):
             scored = forward(wrapped, once).attending(pairs(prompts, chunk))

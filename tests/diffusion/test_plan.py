@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from diffusion.models.published import PUBLISHED
 from diffusion.plan import footprint
 from mmrl.cli import main
 from mmrl.hub.compat import ensure_torchvision
-from mmrl.recipes import RECIPES
-from mmrl.training.plan import Allocations
-from mmrl.training.processes import make_accelerator, seed_everything
-from mmrl.training.trainer import Trainer
 from tests.contracts.options import with_changes
 from tests.diffusion.runs import run_config
+from tests.peaks import check_plan, measured_peaks
 
-WITHIN = 0.15
-"""Largest error of a planned peak, as a share of the measured one."""
 BILLIONS = {
     "stabilityai/stable-diffusion-3.5-medium": 2.24,
     "stabilityai/stable-diffusion-3.5-large": 8.06,
@@ -106,7 +98,7 @@ def test_architectures_have_the_released_number_of_parameters():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_plan_is_the_measured_peak_of_a_run(name, tmp_path, request):
+def test_a_plan_is_the_measured_peak_of_a_run(name, tmp_path):
     """Peaks of tensors on the CPU, while a transformer of a million weights draws 32 x 32 latents and learns."""
     from diffusion.toy.shapes import building
 
@@ -114,29 +106,4 @@ def test_a_plan_is_the_measured_peak_of_a_run(name, tmp_path, request):
     path = building.build_pipeline(str(tmp_path / "model"), vocab_size=700, **sizes)
     config = run_config(name.split()[0], tmp_path)
     config = with_changes(config, {"model.path": str(path)} | RUNS[name])
-    config.validate()
-    seed_everything(0)
-    AcceleratorState._reset_state()
-    request.addfinalizer(AcceleratorState._reset_state)
-    accelerator = make_accelerator(config.trainer.mixed_precision)
-    peaks = {}
-    with Allocations() as allocations:
-        recipe = RECIPES[config.recipe].load_recipe_class()(config)
-        trainer = Trainer(recipe, config, tmp_path / "run", accelerator, None)
-        trainer.train_step()  # makes the moments
-        for phase, owner, method in (("sampling", recipe, "rollout"), ("update", trainer.updater, "update")):
-            before = getattr(owner, method)
-
-            def noted(*args, phase=phase, before=before):
-                allocations.restart()
-                found = before(*args)
-                peaks[phase] = allocations.peak
-                return found
-
-            setattr(owner, method, noted)
-        trainer.train_step()
-        recipe.close()
-    plan = footprint(dataclasses.replace(config))
-    for phase, measured in peaks.items():
-        expected = plan.held("always") + plan.held(phase)
-        assert expected == pytest.approx(measured, rel=WITHIN), (phase, plan.parts)
+    check_plan(footprint(config), measured_peaks(config, tmp_path / "run")[0])

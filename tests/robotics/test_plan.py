@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from mmrl.cli import main
 from mmrl.config import load_run
-from mmrl.recipes import RECIPES
-from mmrl.training.plan import Allocations
-from mmrl.training.processes import make_accelerator, seed_everything
-from mmrl.training.trainer import Trainer
 from robotics.plan import PUBLISHED, footprint
-
-WITHIN = 0.15
-"""Largest error of a planned peak, as a share of the measured one."""
+from tests.contracts.domains import domain_of
+from tests.contracts.options import with_changes
+from tests.peaks import check_plan, measured_peaks
 
 
 def configuration(folder):
@@ -43,6 +38,32 @@ def test_the_command_shows_a_policy_and_refuses_others(tmp_path, capsys):
     options = "model.options={folder: none, dtype: float32}"
     assert main(["train", str(file), "--dry-run", "model.kind=openvla", options]) == 2
     assert "known without a folder: openvla/openvla-7b" in capsys.readouterr().err
+    assert main(["train", str(file), "--dry-run", "model.kind=lerobot", "model.options={folder: none}"]) == 2
+    assert "no plan for a policy of model.kind lerobot" in capsys.readouterr().err
+
+
+def test_a_world_model_has_its_average_and_no_reference(tmp_path):
+    config = domain_of("flow3d").make_config("flow3d", tmp_path)
+    plan = footprint(config)
+    held = {part.name: part.bytes for part in plan.parts}
+    assert held["averages of weights"] == held["gradients"] == held["weights, trained"] == held["moments of AdamW"] / 2
+    state = {part.name for part in footprint(config, passes=False).parts}
+    assert set(held) - state == {"activations", "flow and noise of a batch"}
+    assert "reference" not in state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("flow3d", {"trainer.mixed_precision": "bf16"}),
+        ("flow3d", {"model.body.kind": "unet_motion", "trainer.micro_batch": 2}),
+        ("flow3d_awm", {"trainer.micro_batch": 4}),
+    ],
+)
+def test_a_plan_is_the_measured_peak_of_a_world_model(name, changes, tmp_path):
+    config = with_changes(domain_of(name).make_config(name, tmp_path), changes)
+    check_plan(footprint(config), measured_peaks(config, tmp_path / "run")[0])
 
 
 @pytest.mark.slow
@@ -58,27 +79,8 @@ def test_openvla_has_the_released_number_of_parameters():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro", [0, 2])
-def test_a_plan_is_the_measured_peak_of_an_update(micro, tmp_path, request):
+def test_a_plan_is_the_measured_peak_of_an_update(micro, tmp_path):
     """Peaks of tensors on the CPU, while a small policy learns from whole episodes."""
     _, config = load_run(configuration(tmp_path), [f"trainer.micro_batch={micro}", "reward=potential"])
-    seed_everything(0)
-    AcceleratorState._reset_state()
-    request.addfinalizer(AcceleratorState._reset_state)
-    peaks = []
-    with Allocations() as allocations:
-        recipe = RECIPES["robot_grpo"].load_recipe_class()(config)
-        trainer = Trainer(recipe, config, tmp_path / "run", make_accelerator("none"), None)
-        trainer.train_step()  # makes the moments
-        before = trainer.updater.update
-
-        def noted(*args):
-            allocations.restart()
-            found = before(*args)
-            peaks.append(allocations.peak)
-            return found
-
-        trainer.updater.update = noted
-        trainer.train_step()
-        recipe.close()
-    plan = footprint(config)
-    assert plan.held("always") + plan.held("update") == pytest.approx(peaks[0], rel=WITHIN), plan.parts
+    peaks, _ = measured_peaks(config, tmp_path / "run")
+    check_plan(footprint(config), {"update": peaks["update"]})

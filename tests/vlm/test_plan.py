@@ -7,23 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.errors import UserError
-from mmrl.recipes import RECIPES
 from mmrl.training import run
 from mmrl.training.plan import Allocations, Part, Plan
-from mmrl.training.processes import make_accelerator, seed_everything
-from mmrl.training.trainer import Trainer
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.plan import PUBLISHED, footprint, outlined
 from tests.contracts.domains import domain_of, tiny_vlm
 from tests.contracts.options import with_changes
+from tests.peaks import check_plan, measured_peaks
 
-WITHIN = 0.15
-"""Largest error of a planned peak, as a share of the measured one."""
 BILLIONS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": 3.75,
     "Qwen/Qwen2.5-VL-7B-Instruct": 8.29,
@@ -153,7 +148,7 @@ def test_architectures_have_the_published_number_of_parameters(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_plan_is_the_measured_peak_of_a_run(name, tmp_path, request):
+def test_a_plan_is_the_measured_peak_of_a_run(name, tmp_path):
     """Peaks of tensors on the CPU, while a policy of a million weights samples and learns."""
     from mmrl.vlm.toy.tiny import build_tiny_vlm
     from tests.vlm.builders import CORPUS
@@ -165,35 +160,7 @@ def test_a_plan_is_the_measured_peak_of_a_run(name, tmp_path, request):
     config.sampler.max_new_tokens = 48
     config.trainer.tasks_per_step, config.trainer.samples_per_task = 4, 8
     config = with_changes(config, RUNS[name])
-    config.validate()
-    seed_everything(0)
-    AcceleratorState._reset_state()
-    request.addfinalizer(AcceleratorState._reset_state)
-    accelerator = make_accelerator(config.trainer.mixed_precision)
-    peaks, lengths = {}, []
-    with Allocations() as allocations:
-        recipe = RECIPES["vlm"].load_recipe_class()(config)
-        recipe.start = None
-        trainer = Trainer(recipe, config, tmp_path / "run", accelerator, None)
-        trainer.train_step()  # makes the moments
-        for phase, owner, method in (("sampling", recipe, "rollout"), ("update", trainer.updater, "update")):
-            before = getattr(owner, method)
-
-            def noted(*args, phase=phase, before=before):
-                allocations.restart()
-                found = before(*args)
-                peaks[phase] = allocations.peak
-                if phase == "sampling":
-                    lengths.extend(len(prompt) for prompt in VlmPayload.of(found).prompts)
-                    lengths.append(found.num_decisions)
-                return found
-
-            setattr(owner, method, noted)
-        trainer.train_step()
-        recipe.close()
-    prompts, answers = lengths[:-1], lengths[-1]
+    peaks, rollouts = measured_peaks(config, tmp_path / "run")
+    prompts, answers = VlmPayload.of(rollouts).prompts, rollouts.num_decisions
     config = dataclasses.replace(config, sampler=dataclasses.replace(config.sampler, max_new_tokens=answers))
-    plan = footprint(config, prompt_tokens=round(sum(prompts) / len(prompts)))
-    for phase, measured in peaks.items():
-        expected = plan.held("always") + plan.held(phase)
-        assert expected == pytest.approx(measured, rel=WITHIN), (phase, plan.parts)
+    check_plan(footprint(config, prompt_tokens=round(sum(map(len, prompts)) / len(prompts))), peaks)
