@@ -32,7 +32,7 @@ from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, GAIN, InformationGain
 from mmrl.core.objectives.objective import PolicyOutputs
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.rollouts import TOKENS, Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.core.transfer import to_device
 from mmrl.errors import UserError
@@ -62,6 +62,7 @@ SCORES = (
     "entropy_old",
     "logp_ref",
     "logp_rollout",
+    "tokens",
 )
 """Scores that an agent's policy gives besides log-probabilities."""
 
@@ -392,6 +393,8 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         at_end = (weights.format * form + added).nan_to_num()[:, None]
         turns = turns + torch.where(last & (rollouts.mask > 0), at_end, 0.0)
         extras = {"decision_reward": turns}
+        if "tokens" in self.objective.needs:
+            extras[TOKENS] = AgentPayload.of(rollouts).response_ids
         if "anchors" in self.objective.needs:
             assert rollouts.turn is not None
             extras[ANCHOR] = tabulate_anchors(episodes, rollouts.turn)

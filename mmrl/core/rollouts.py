@@ -122,6 +122,10 @@ PLACE = "place"
 """Key of `Rollouts.extras` (B,) int64: the place of the row's task among all that a step has drawn, in any process."""
 TASK = "task"
 """Key of `Rollouts.extras` (B,) int64: the index of the row's task among the training tasks of the run."""
+TOKENS = "tokens"
+"""Key of `Rollouts.extras` (B, T) int64: the token of each decision; only where a block needs it."""
+ANSWER = "answer"
+"""Key of `Rollouts.extras` (B,) int64: rows of a group with the same final answer share a number; likewise."""
 _DECISION_FIELDS = ("mask", "logp_old", "advantage", "logp_ref", "values", "returns", "entropy", "turn", "logp_rollout")
 
 

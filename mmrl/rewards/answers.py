@@ -176,6 +176,28 @@ def normalise(text: str) -> str:
     return " ".join(folded.split()).strip(" \"'`*.,;:!?“”‘’")
 
 
+def number_answers(groups: Sequence[int], prompts: Sequence[Chat], completions: Sequence[Chat]) -> list[int]:
+    """Number the answers of each group, so that responses with the same answer share a number.
+
+    A response without an answer that rewards could read counts by its whole text.
+
+    Args:
+        groups: Group of each response.
+        prompts: Question of each response.
+        completions: The responses.
+
+    Returns:
+        A number a response; each group counts from 0 in the order of its responses.
+    """
+    seen: dict[int, dict[str, int]] = {}
+    found = []
+    for group, prompt, completion in zip(groups, prompts, completions, strict=True):
+        text = read_answer(completion, prompt, require_block=False)
+        known = seen.setdefault(group, {})
+        found.append(known.setdefault(normalise(completion_text(completion) if text is None else text), len(known)))
+    return found
+
+
 STYLES = ("answer_tags", "boxed")
 TAGS = {
     "answer_tags": ("<think>", "</think>", "<answer>", "</answer>"),

@@ -15,8 +15,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.rollouts import ANSWER, TOKENS, Rollouts
 from mmrl.core.state import AdaptiveKL
+from mmrl.core.transfer import to_device
+from mmrl.rewards.answers import Chat, number_answers
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.objectives import make_objective
 from mmrl.training.processes import Streams
@@ -96,7 +98,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         tokens = token_lists(payload.response_ids, rollouts.mask)
         result = self.score_texts(tasks, prompts, payload.texts, tokens, step)
         self.errors.count(result)
-        return with_rewards(rollouts, result)
+        return with_rewards(rollouts.replace(extras=rollouts.extras | self._block_inputs(rollouts, prompts)), result)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages of the objective's estimator; truncated responses leave the update where that is wanted."""
@@ -137,6 +139,16 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         """End the reward workers and the sampler's engine."""
         super().close()
         self.sampler.close()
+
+    def _block_inputs(self, rollouts: Rollouts, prompts: Sequence[Chat]) -> dict[str, Tensor]:
+        """Tokens (B, T) and numbers of the answers (B,), where a block of the objective needs them."""
+        payload, device, found = VlmPayload.of(rollouts), rollouts.mask.device, {}
+        if "tokens" in self.objective.needs:
+            found[TOKENS] = payload.response_ids[:, : rollouts.num_decisions].to(device)
+        if "answers" in self.objective.needs:
+            answers = number_answers(rollouts.group.tolist(), prompts, payload.texts)
+            found[ANSWER] = to_device(torch.tensor(answers), device)
+        return found
 
     def _keep_prefill(self) -> KeepPrefill:
         """Part of the prompts' prefill that sampling keeps for the update.
