@@ -6,6 +6,7 @@ tests.core.reference` writes tests/core/reference.json from the inputs at the fo
 
 import json
 import math
+import re
 from pathlib import Path
 
 REFERENCE = Path(__file__).with_name("reference.json")
@@ -229,6 +230,7 @@ def method_loss(name, b, lp):
     """The loss of one paper, spelled out; `lp` are the current log-probs, `b` holds everything constant."""
     group, mask, reward, ol, ref = b["group"], b["mask"], b["reward"], b["logp_old"], b["logp_ref"]
     valid = loss_mask(mask, reward)
+    a = group_mean_std(group, mask, reward)  # that of most methods
 
     def ratio(i, t):
         return math.exp(lp[i][t] - ol[i][t])
@@ -237,42 +239,35 @@ def method_loss(name, b, lp):
         ts = rows_of(valid)[i]
         return mean([lp[i][t] - ol[i][t] for t in ts])
 
+    def clipped(a, low, high, dual=None):
+        return table(lambda i, t: ppo_term(ratio(i, t), a[i][t], low, high, dual), valid)
+
+    def kl(kind, clamp=False):
+        return table(lambda i, t: kl_value(kind, lp[i][t], ref[i][t], clamp), valid)
+
     if name == "grpo":
-        a = group_mean_std(group, mask, reward)
-        k3 = table(lambda i, t: kl_value("k3", lp[i][t], ref[i][t], False), valid)
-        policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2), valid)
-        return sequence_mean(policy, valid) + 0.04 * sequence_mean(k3, valid)
+        return sequence_mean(clipped(a, 0.2, 0.2), valid) + 0.04 * sequence_mean(kl("k3"), valid)
     if name == "icepop":
-        a, sampled = group_mean_std(group, mask, reward), b["logp_rollout"]
-        rho = table(lambda i, t: math.exp(ol[i][t] - sampled[i][t]), valid)
+        rho = table(lambda i, t: math.exp(ol[i][t] - b["logp_rollout"][i][t]), valid)
         weight = table(lambda i, t: rho[i][t] if 0.5 <= rho[i][t] <= 5 else 0.0, valid)
         policy = table(lambda i, t: weight[i][t] * ppo_term(ratio(i, t), a[i][t], 0.2, 0.2), valid)
         return sequence_mean(policy, valid)
     if name == "dr_grpo":
         a = group_mean(group, mask, reward)
-        return fixed_length(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2), valid), valid, 3000)
+        return fixed_length(clipped(a, 0.2, 0.2), valid, 3000)
     if name == "dapo":
-        a = group_mean_std(group, mask, reward)
-        return token_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.28), valid), valid)
+        return token_mean(clipped(a, 0.2, 0.28), valid)
     if name == "papo":
-        a = group_mean_std(group, mask, reward)
-        k3 = table(lambda i, t: kl_value("k3", lp[i][t], ref[i][t], True), valid)
-        policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.3, 3.0), valid)
-        return token_mean(policy, valid) + 0.01 * token_mean(k3, valid)
+        return token_mean(clipped(a, 0.2, 0.3, 3.0), valid) + 0.01 * token_mean(kl("k3", clamp=True), valid)
     if name == "apo":
         a = group_mean_std(group, mask, reward, 1, 1e-9)
-        k3 = table(lambda i, t: kl_value("k3", lp[i][t], ref[i][t], False), valid)
-        policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2), valid)
-        return token_mean(policy, valid) + 1e-3 * sequence_mean(k3, valid)
+        return token_mean(clipped(a, 0.2, 0.2), valid) + 1e-3 * sequence_mean(kl("k3"), valid)
     if name == "sft":
-        a = group_mean_std(group, mask, reward)
         return token_mean(table(lambda i, t: -a[i][t] * lp[i][t], valid), valid)
     if name == "srpo":
-        a = group_mean_std(group, mask, reward)
-        return sequence_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.28, 3.0), valid), valid)
+        return sequence_mean(clipped(a, 0.2, 0.28, 3.0), valid)
     if name == "arpo":
-        a = group_mean_std(group, mask, reward)
-        return sequence_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.3, 3.0), valid), valid)
+        return sequence_mean(clipped(a, 0.2, 0.3, 3.0), valid)
     if name == "tspo":
         a = group_mean_std(group, mask, reward, 1, 1e-4)
         return sequence_mean(table(lambda i, t: -a[i][t] * ratio(i, t), valid), valid)
@@ -285,11 +280,10 @@ def method_loss(name, b, lp):
                 own = [rho[j] for j, others in enumerate(rows_of(valid)) if others and group[j] == group[i]]
                 predicted = (rho[i] - mean(own)) / (std(own, 1) + 1e-4)
                 losses.append((a[i][ts[0]] - predicted) ** 2)
-        k3 = table(lambda i, t: kl_value("k3", lp[i][t], ref[i][t], False), valid)
-        return mean(losses) + 0.1 * sequence_mean(k3, valid)
+        return mean(losses) + 0.1 * sequence_mean(kl("k3"), valid)
     if name == "aepo":
         a = leave_one_out(group, mask, reward)
-        return sequence_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.4, 3.0), valid), valid)
+        return sequence_mean(clipped(a, 0.2, 0.4, 3.0), valid)
     if name == "rloo":
         shaped = [r - 0.05 * sum(ol[i][t] - ref[i][t] for t in rows_of(valid)[i]) for i, r in enumerate(reward)]
         a = leave_one_out(group, mask, shaped)
@@ -303,19 +297,15 @@ def method_loss(name, b, lp):
         rewards = terminal_rewards(mask, reward)
         rewards = table(lambda i, t: rewards[i][t] - 0.001 * (ol[i][t] - ref[i][t]), valid)
         a = whiten(to_go(rewards, valid, 1.0), valid)
-        return token_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2), valid), valid)
+        return token_mean(clipped(a, 0.2, 0.2), valid)
     if name == "reinforce_pp_baseline":
         a = group_mean_batch_std(group, mask, reward)
-        k2 = table(lambda i, t: kl_value("k2", lp[i][t], ref[i][t], False), valid)
-        policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2), valid)
-        return token_mean(policy, valid) + 0.001 * token_mean(k2, valid)
+        return token_mean(clipped(a, 0.2, 0.2), valid) + 0.001 * token_mean(kl("k2"), valid)
     if name == "gspo":
-        a = group_mean_std(group, mask, reward)
         policy = table(lambda i, t: ppo_term(math.exp(row_mean_log_ratio(i)), a[i][t], 3e-4, 4e-4), valid)
         return sequence_mean(policy, valid)
     if name == "cispo":
-        a, fixed = group_mean_std(group, mask, reward), b["logp"]
-        weight = table(lambda i, t: min(math.exp(fixed[i][t] - ol[i][t]), 5.0), valid)
+        weight = table(lambda i, t: min(math.exp(b["logp"][i][t] - ol[i][t]), 5.0), valid)
         return token_mean(table(lambda i, t: -weight[i][t] * a[i][t] * lp[i][t], valid), valid)
     if name == "ppo":
         old, v = b["values"], b["values_new"]
@@ -329,8 +319,7 @@ def method_loss(name, b, lp):
             near = old[i][t] + clip(v[i][t] - old[i][t], -0.2, 0.2)
             return 0.5 * max((v[i][t] - target[i][t]) ** 2, (near - target[i][t]) ** 2)
 
-        policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2, 3.0), valid)
-        return token_mean(policy, valid) + 0.1 * token_mean(table(value_term, valid), valid)
+        return token_mean(clipped(a, 0.2, 0.2, 3.0), valid) + 0.1 * token_mean(table(value_term, valid), valid)
     if name == "vl_dac":
         old, v, turns = b["values"], b["values_new"], turns_of(valid, b["turn"])
         a = gae_turn(terminal_rewards(mask, reward), old, valid, b["turn"], 0.99, 0.95)
@@ -359,14 +348,13 @@ def method_loss(name, b, lp):
             else group_mean_global_std(group, mask, reward, 1e-4)
         )
         a = table(lambda i, t: scale * clip(a[i][t], -5, 5), valid)
-        policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], clip_range, clip_range), valid)
+        policy = clipped(a, clip_range, clip_range)
         # the exact divergence comes from the policy's side; this one is that of two unit Gaussians
         exact = table(lambda i, t: 0.5 * (lp[i][t] - ref[i][t]) ** 2, valid)
         return token_mean(policy, valid) + kl_coef * token_mean(exact, valid)
     if name == "flow_dppo":
         a = group_mean_global_std(group, mask, reward, 1e-4)
         a = table(lambda i, t: clip(a[i][t], -5, 5), valid)
-
         far = table(lambda i, t: 0.5 * (lp[i][t] - ol[i][t]) ** 2 >= 1e-5, valid)
         left = table(lambda i, t: far[i][t] and (ratio(i, t) - 1) * a[i][t] > 0, valid)
         return token_mean(table(lambda i, t: 0.0 if left[i][t] else -a[i][t] * ratio(i, t), valid), valid)
@@ -443,13 +431,15 @@ def numbers(seed, low, high):
     return out
 
 
+def added(rows, others):
+    return [[round(x + y, 3) for x, y in zip(r, s, strict=True)] for r, s in zip(rows, others, strict=True)]
+
+
 def full_batch():
     old = numbers(1, -3.0, -0.2)
     old[1][1] = -2.5
     # Moves of up to +-0.5 put ratios on both sides of every bound; one decision moves by 1.8 to reach ratio 6.
-    new = [
-        [round(o + d, 3) for o, d in zip(r, s, strict=True)] for r, s in zip(old, numbers(2, -0.5, 0.5), strict=True)
-    ]
+    new = added(old, numbers(2, -0.5, 0.5))
     new[1][1] = -0.7
     return BATCH | {
         "logp_old": old,
@@ -458,10 +448,7 @@ def full_batch():
         "values": numbers(4, -0.5, 1.0),
         "values_new": numbers(5, -0.5, 1.0),
         # Ratios on both sides of the bounds 0.5 and 5.
-        "logp_rollout": [
-            [round(o + d, 3) for o, d in zip(r, s, strict=True)]
-            for r, s in zip(old, numbers(6, -2.0, 1.0), strict=True)
-        ],
+        "logp_rollout": added(old, numbers(6, -2.0, 1.0)),
     }
 
 
@@ -503,8 +490,6 @@ def main():
 
 
 def _compact(text):
-    import re
-
     return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: "[" + re.sub(r"\s+", " ", m.group(1)) + "]", text)
 
 
