@@ -63,6 +63,7 @@ SCORES = (
     "logp_ref",
     "logp_rollout",
     "tokens",
+    "probabilities",
 )
 """Scores that an agent's policy gives besides log-probabilities."""
 

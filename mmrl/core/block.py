@@ -26,7 +26,8 @@ class Block:
     """Inputs required besides log-probabilities and rewards: "samples" (several rows a group), "values", "turns",
     "entropy", "entropy_old" (`rollouts.entropy`, before the update), "logp_ref" (reference log-probabilities), "kl_ref"
     (exact divergence from the reference), "kl_old" (from the policy that the update starts from), "separate_critic" (a
-    critic that the recipe trains), and entries of `rollouts.extras` that `mmrl.training.objectives.SCORES` explains."""
+    critic that the recipe trains), "probabilities" (exp(logp) is one, not a density), and entries of `rollouts.extras`
+    that `mmrl.training.objectives.SCORES` explains."""
 
     def formula(self) -> str:
         """Formula of the block, with its constants."""

@@ -39,8 +39,8 @@ class ObjectiveConfig:
     ratio: dict[str, Any] = rare(by_kind(lambda: BLOCKS["ratio"], named=True, default_from=PRESET))
     """Level of the importance ratio: token, sequence, sequence_full, sequence_product."""
     clip: dict[str, Any] = by_kind(lambda: BLOCKS["clip"], named=True, default_from=PRESET)
-    """Clip rule with its bounds: ppo_clip (low, high, dual), gspo, cispo, policy_gradient, unclipped, bgpo,
-    divergence_mask (limit), group_regression (eps, ddof, scale)."""
+    """Clip rule with its bounds: ppo_clip (low, high, dual), gspo, cispo, gmpo, sapo, policy_gradient, unclipped,
+    dppo_tv, dppo_kl, ..."""
     kl: dict[str, Any] = by_kind(lambda: BLOCKS["kl"], named=True, default_from=PRESET)
     """Divergence from the reference: k1, k2, k3, full (exact) or none, with coef, in_reward and aggregation."""
     entropy: dict[str, Any] = rare(by_kind(lambda: BLOCKS["entropy"], named=True, default_from=PRESET))
@@ -58,7 +58,8 @@ class ObjectiveConfig:
     """Weight of each decision where the sampler's log-probabilities are not the trainer's: truncated (TIS), masked
     (MIS, IcePop) or none, with low, high and level (token, sequence, geometric)."""
     gate: dict[str, Any] = rare(by_kind(lambda: BLOCKS["gate"], named=True, default_from=PRESET))
-    """Decisions that are left out where they differ too much: token, sequence, geometric or none, with low and high."""
+    """Decisions that are left out where they differ too much: token, sequence, geometric (with low and high),
+    off_policy (with limit) or none."""
     order: dict[str, Any] = rare(by_kind(lambda: BLOCKS["order"], named=True, default_from=PRESET))
     """Choice of the tasks that come next: epochs, each task once an epoch."""
 
@@ -176,6 +177,7 @@ SCORES = {
     "logp_ref": "log-probabilities of the decisions under a reference; here an exact divergence is scored",
     "separate_critic": "a critic with an optimiser of its own, which this recipe does not train",
     "logp_rollout": "log-probabilities of the same decisions by sampler and policy, which this recipe does not compare",
+    "probabilities": "decisions with probabilities (tokens, picks); here they have densities",
     "kl_old": "the exact divergence from the policy before the update, which this recipe does not score",
     "kl_ref": "every logit, or the exact distribution, of both policies, which this recipe's policies do not score",
     "answers": "the final answers of the responses, which this recipe does not read",

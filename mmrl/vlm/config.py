@@ -62,7 +62,7 @@ def default_evaluation() -> VlmEvaluationConfig:
     return made
 
 
-SCORES = ("values", "entropy", "entropy_old", "logp_ref", "logp_rollout", "tokens", "answers")
+SCORES = ("values", "entropy", "entropy_old", "logp_ref", "logp_rollout", "probabilities", "tokens", "answers")
 """Outputs of a vision-language policy besides log-probabilities."""
 
 

@@ -10,7 +10,7 @@ from mmrl.core.blocks.clip import Clip, Ratio
 from mmrl.core.blocks.credit import CriticLoss
 from mmrl.core.blocks.divergence import Divergence, Entropy
 from mmrl.core.blocks.filter import GroupFilter
-from mmrl.core.blocks.mismatch import Correction, Gate
+from mmrl.core.blocks.mismatch import Correction, Gate, OffPolicyGate
 from mmrl.core.blocks.order import TaskOrder
 from mmrl.core.blocks.weight import Weight
 from mmrl.core.loss import Aggregation
@@ -32,7 +32,7 @@ BLOCKS: dict[str, dict[str, type[Block]]] = {
     "value": kinds(CriticLoss),
     "weight": kinds(Weight),
     "correction": kinds(Correction),
-    "gate": kinds(Gate),
+    "gate": kinds(Gate) | kinds(OffPolicyGate),
     "order": kinds(TaskOrder),
 }
 """Field of an objective to the kinds of block that it takes."""

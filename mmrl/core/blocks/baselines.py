@@ -1,1 +1,100 @@
-"""Further baselines of rewards, of other libraries and papers."""
+"""Baselines of other trainers; the common ones are in `mmrl/core/blocks/advantage.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.advantage import GroupEstimator, group_center, group_count, group_extremes, group_std, group_sum
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, rare
+
+
+@dataclass(frozen=True)
+class LengthWeightedMean(GroupEstimator):
+    """Reward minus the group mean weighted by length, the baseline of least variance if gradients grow with length.
+
+    Source: OPO, arXiv 2505.23585, eq. 8; volcengine/verl compute_opo_outcome_advantage.
+    """
+
+    kind = "length_weighted_mean"
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        group, valid, size = rollouts.group, rollouts.scored, len(rollouts.group)
+        centred = group_center(rollouts.reward, group, valid)  # exactly 0 where all rewards are equal
+        length = torch.where(valid, rollouts.loss_mask.sum(1), 0.0).to(centred.dtype)
+        total = group_sum(length, group, size).clamp(min=1)
+        rows = torch.where(valid, centred - (group_sum(length * centred, group, size) / total)[group], 0.0)
+        if self.singleton == "keep":
+            rows = torch.where(group_count(group, valid) > 1, rows, rollouts.reward)
+        return torch.where(rollouts.loss_mask > 0, rows.detach()[:, None], 0.0)
+
+    def rule(self) -> str:
+        return "R_i - sum_g |o| R / sum_g |o|, |o| trained decisions of a row"
+
+
+@dataclass(frozen=True)
+class MeanNormalised(GroupEstimator):
+    """Reward minus group mean, over the group mean, for rewards from 0 up: rare successes weigh most.
+
+    Source: MaxRL, arXiv 2602.02710; NovaSky-AI/SkyRL compute_maxrl_advantage.
+    """
+
+    kind = "mean_normalised"
+    eps: float = rare(bounded(1e-6, at_least=0))
+    """Added to the mean."""
+
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        number = group_count(group, valid).clamp(min=1)
+        mean = group_sum(torch.where(valid, reward, 0.0), group, len(group))[group] / number
+        scaled = group_center(reward, group, valid) / (mean + self.eps)
+        return torch.where(mean > 0, scaled, 0.0)
+
+    def rule(self) -> str:
+        return f"(R_i - mean_g R) / (mean_g R + {self.eps:g}), 0 where mean_g R <= 0"
+
+
+@dataclass(frozen=True)
+class BestOfGroup(GroupEstimator):
+    """The best row of a group gets its lead over the second best, all others 0: the gradient of the best of k.
+
+    Source: pass@k policy optimisation, arXiv 2503.19595; volcengine/verl compute_grpo_passk_outcome_advantage.
+    """
+
+    kind = "best_of_group"
+    eps: float = rare(bounded(1e-6, at_least=0))
+    """Added to the standard deviation."""
+
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        best = group_extremes(reward, group, valid, len(group))[1][group]
+        first = valid & (reward == best)
+        alone = first & (group_count(group, first) == 1)
+        second = group_extremes(reward, group, valid & ~first, len(group))[1][group]
+        lead = torch.where(alone & second.isfinite(), best - second, 0.0)
+        std = group_std(reward, group, valid) + self.eps
+        return lead / torch.where(std > 0, std, 1.0)
+
+    def rule(self) -> str:
+        return f"(R_i - second best R of the group) / (std_g R + {self.eps:g}) for the best row, 0 for all others"
+
+
+@dataclass(frozen=True)
+class GroupMeanLive(GroupEstimator):
+    """Reward minus group mean, times all rows over the rows of groups whose rewards differ.
+
+    Groups of equal rewards have no gradient; the factor keeps the size of the update as if they had.
+
+    Source: GPG, arXiv 2504.02546, section 3.
+    """
+
+    kind = "group_mean_live"
+
+    def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        low, high = group_extremes(reward, group, valid, len(group))
+        live = (valid & (high > low)[group]).sum().clamp(min=1)
+        return group_center(reward, group, valid) * valid.sum() / live
+
+    def rule(self) -> str:
+        return "(R_i - mean_g R) * rows / rows of groups with different rewards"

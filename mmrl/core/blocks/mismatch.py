@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mmrl.core.block import Block
 from mmrl.core.blocks.clip import LOG_RATIO_LIMIT
-from mmrl.core.loss import masked_mean, masked_sum
+from mmrl.core.loss import PolicyOutputs, masked_mean, masked_sum, required
+from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 
 EXPONENTS = {"token": "d_it", "sequence": "sum_t d_it", "geometric": "mean_t d_it"}
@@ -48,6 +49,14 @@ class Interval(Block):
             yield f"{where}.low and {where}.high are both none, so that nothing would be bounded; set one"
         elif self.low is not None and self.high is not None and self.low >= self.high:
             yield f"{where}.low {self.low:g} must lie below {where}.high {self.high:g}"
+
+    def of_rollouts(self, difference: Tensor, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
+        """The weights (B, T); for blocks that need more than d (B, T)."""
+        return self(difference, rollouts.loss_mask)
+
+    def __call__(self, difference: Tensor, mask: Tensor) -> Tensor:
+        """Weights (B, T) from d (B, T), 0 where a decision is rejected; no gradient."""
+        raise NotImplementedError
 
     def holds(self, rho: Tensor) -> Tensor:
         """Mask (B, T) bool of the decisions whose rho (B, T) lies within the bounds."""
@@ -174,3 +183,29 @@ class GeometricGate(Gate):
     kind = level = "geometric"
     low: float | None = bounded(0.999, at_least=0)
     high: float | None = bounded(1.001, above=0)
+
+
+@dataclass(frozen=True)
+class OffPolicyGate(Block):
+    """Drops rows with a negative advantage that the policy has moved away from; rows to imitate stay.
+
+    The distance is the row's mean of logp_rollout - logp, an estimate of the divergence of the sampler from the policy
+    that is being updated; without log-probabilities of the sampler, the old policy takes its place.
+
+    Source: off-policy sequence masking in DeepSeek-V3.2, arXiv 2512.02556, eq. 9; huggingface/trl
+        off_policy_mask_threshold.
+    """
+
+    kind = "off_policy"
+    limit: float = bounded(0.5, above=0)
+    """Largest distance in nats per decision."""
+
+    def of_rollouts(self, difference: Tensor, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
+        """Weights (B, T), 1 or 0, from the policy's outputs and rollouts with advantages; d (B, T) is not used."""
+        sampler = rollouts.logp_old if rollouts.logp_rollout is None else rollouts.logp_rollout
+        distance = masked_mean(sampler.detach() - outputs.logp.detach(), rollouts.loss_mask)[:, None]
+        advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
+        return ((advantage >= 0) | (distance <= self.limit)).to(outputs.logp.dtype)
+
+    def formula(self) -> str:
+        return f"rows with A_i < 0 and mean_t (logp_rollout_it - logp_it) above {self.limit:g} are left out"

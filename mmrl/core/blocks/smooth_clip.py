@@ -1,1 +1,339 @@
-"""Clip rules without a hard bound, and rules that select decisions by covariance or divergence."""
+"""Clip rules of other trainers: soft gates, gates on a divergence, and rules that single out decisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.clip import BoundedClip, Clip, Loss, Ratio, clip_indicators, clipped_loss
+from mmrl.core.loss import PolicyOutputs, masked_mean
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, rare
+
+
+def by_sign(chosen: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """`yes` on the mask `chosen` (B, T), `no` elsewhere, in the precision of `like`."""
+    return torch.where(chosen, like.new_full((), yes), no)
+
+
+@dataclass(frozen=True)
+class Sapo(Clip):
+    """Soft gate -A 4/tau sigmoid(tau (r - 1)), whose slope is 1 on policy and fades smoothly on both sides.
+
+    Source: SAPO, arXiv 2511.20347; volcengine/verl compute_policy_loss_sapo, huggingface/trl loss_type="sapo".
+    """
+
+    kind = "sapo"
+    tau_pos: float = bounded(1.0, above=0)
+    """Temperature where the advantage is positive; larger ones fade sooner."""
+    tau_neg: float = bounded(1.05, above=0)
+    """Temperature of all other decisions."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
+        advantage = advantage.detach()
+        tau = by_sign(advantage > 0, self.tau_pos, self.tau_neg, advantage)
+        gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0))
+        # the gradient has the weight 4 gate (1 - gate), times the ratio
+        return -advantage * gate * 4.0 / tau, {"policy/gate": (4.0 * gate * (1.0 - gate)).detach()}
+
+    def formula(self) -> str:
+        return f"-A_it 4/tau sigmoid(tau (r_it - 1)), tau = {self.tau_pos:g} where A_it > 0, {self.tau_neg:g} elsewhere"
+
+
+@dataclass(frozen=True)
+class BinaryGate(Clip):
+    """Policy gradient with the detached ratio, 0 where the probability of the decision has moved too far.
+
+    The binary divergence compares the sampled decision with all others together, so that a rare token may multiply its
+    probability, and a likely one may not lose much of it.
+
+    Gradient: through logp of the decisions that are kept.
+    """
+
+    needs = frozenset({"probabilities"})
+    low: float = bounded(0.2, above=0)
+    """Largest divergence where the advantage is not positive and the probability falls."""
+    high: float = bounded(0.2, above=0)
+    """Largest divergence where the advantage is positive and the probability rises."""
+    limit: float | None = rare(bounded(20.0, at_least=1))
+    """Largest weight, so that one decision cannot rule an update; none for no limit."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
+        advantage, now, moved = advantage.detach(), logp.detach(), log_ratio.detach()
+        distance = self.distance(now, now - moved)
+        far = torch.where(advantage > 0, (moved > 0) & (distance > self.high), (moved < 0) & (distance > self.low))
+        ratio = moved.exp() if self.limit is None else moved.exp().clamp(max=self.limit)
+        weight = torch.where(far, 0.0, ratio)
+        indicators = {"policy/clip_fraction_low": far & (moved < 0), "policy/clip_fraction_high": far & (moved > 0)}
+        return -weight * advantage * logp, {name: mask.to(logp.dtype) for name, mask in indicators.items()}
+
+    def distance(self, now: Tensor, old: Tensor) -> Tensor:
+        """Divergence (B, T) between the decision's log-probabilities now and before."""
+        raise NotImplementedError
+
+    def rule(self) -> str:
+        """The divergence of the formula."""
+        raise NotImplementedError
+
+    def formula(self) -> str:
+        ratio = "r_it" if self.limit is None else f"min(r_it, {self.limit:g})"
+        return (
+            f"-stopgrad({ratio} keep_it) A_it logp_it, keep_it = 0 where D_it > {self.high:g} and r_it > 1, A_it > 0, "
+            f"or D_it > {self.low:g} and r_it < 1, A_it <= 0; D_it = {self.rule()}"
+        )
+
+    def conflicts(self, ratio: Ratio) -> Iterator[str]:
+        if ratio.kind != "token":
+            yield f"clip '{self.kind}' compares probabilities of decisions, but ratio is '{ratio.kind}'. Use 'token'."
+
+
+@dataclass(frozen=True)
+class DppoTv(BinaryGate):
+    """Gate on the binary total variation |p - p_old|; see `BinaryGate`.
+
+    Source: DPPO, arXiv 2602.04879, eq. 13; volcengine/verl compute_policy_loss_dppo_tv.
+    """
+
+    kind = "dppo_tv"
+
+    def distance(self, now: Tensor, old: Tensor) -> Tensor:
+        return (now.exp() - old.exp()).abs()
+
+    def rule(self) -> str:
+        return "|exp(logp_it) - exp(logp_old_it)|"
+
+
+@dataclass(frozen=True)
+class DppoKl(BinaryGate):
+    """Gate on the binary divergence KL(p_old, p); see `BinaryGate`.
+
+    Source: DPPO, arXiv 2602.04879, eq. 14; volcengine/verl compute_policy_loss_dppo_kl.
+    """
+
+    kind = "dppo_kl"
+    low: float = bounded(0.05, above=0)
+    high: float = bounded(0.05, above=0)
+
+    def distance(self, now: Tensor, old: Tensor) -> Tensor:
+        p, q = old.exp(), now.exp()
+        # 1e-8 as in verl and SkyRL, for probabilities that round to 1
+        return p * (old - now) + (1.0 - p) * ((1.0 - p + 1e-8) / (1.0 - q + 1e-8)).log()
+
+    def rule(self) -> str:
+        return "KL of {sampled decision, any other} from the old to the new policy"
+
+
+@dataclass(frozen=True)
+class Gmpo(BoundedClip):
+    """Geometric mean over a row of its decisions' ratios, each of which is clipped in the log, on one side only.
+
+    Source: GMPO, arXiv 2507.20673; volcengine/verl compute_policy_loss_geo_mean, huggingface/trl GMPOTrainer.
+    """
+
+    kind = "gmpo"
+    low: float = bounded(0.4, at_least=0)
+    """The log-ratio is bounded below by -low where the advantage is negative."""
+    high: float = bounded(0.4, at_least=0)
+    """The log-ratio is bounded above by high where the advantage is positive."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
+        """See `Clip`; every decision of a row counts."""
+        return self._loss(log_ratio, advantage, torch.ones_like(log_ratio))
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; only trained decisions count."""
+        return self._loss(log_ratio, advantage, rollouts.loss_mask)
+
+    def _loss(self, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Loss:
+        advantage = advantage.detach()
+        below, above = (log_ratio < -self.low) & (advantage < 0), (log_ratio > self.high) & (advantage > 0)
+        clipped = torch.where(below, -self.low, torch.where(above, self.high, log_ratio))
+        fractions = {"policy/clip_fraction_low": below, "policy/clip_fraction_high": above}
+        loss = -advantage * masked_mean(clipped, mask)[:, None].exp()
+        return loss, {name: x.to(loss.dtype) for name, x in fractions.items()}
+
+    def formula(self) -> str:
+        return (
+            f"-A_it exp(mean_t c_it), c_it = log r_it, at most {self.high:g} where A_it > 0, at least {-self.low:g} "
+            "where A_it < 0"
+        )
+
+    def conflicts(self, ratio: Ratio) -> Iterator[str]:
+        if ratio.kind != "token":
+            yield f"clip 'gmpo' averages the ratios of decisions itself, but ratio is '{ratio.kind}'. Use 'token'."
+
+
+@dataclass(frozen=True)
+class Vespo(Clip):
+    """Policy gradient with the detached weight w^k exp(lambda (1 - w)) of a row, w the ratio of the whole row.
+
+    The weight is 1 on policy and goes to 0 for rows that have become far more or far less likely.
+
+    Source: VESPO, arXiv 2602.10693; huggingface/trl GRPOTrainer.get_gamma_weights.
+    """
+
+    kind = "vespo"
+    k_pos: float = rare(bounded(2.0, at_least=0))
+    """Exponent of w where the advantage is not negative."""
+    lambda_pos: float = rare(bounded(3.0, above=0))
+    """Decay in w where the advantage is not negative."""
+    k_neg: float = rare(bounded(3.0, at_least=0))
+    """Exponent of w where the advantage is negative."""
+    lambda_neg: float = rare(bounded(2.0, above=0))
+    """Decay in w where the advantage is negative."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
+        advantage = advantage.detach()
+        log_w = log_ratio.detach().clamp(min=math.log(1e-8))
+        k = by_sign(advantage >= 0, self.k_pos, self.k_neg, advantage)
+        decay = by_sign(advantage >= 0, self.lambda_pos, self.lambda_neg, advantage)
+        weight = (k * log_w + decay * (1.0 - log_w.exp())).exp()
+        return -weight * advantage * logp, {"policy/row_weight": weight}
+
+    def formula(self) -> str:
+        return (
+            "-stopgrad(r_i^k exp(lambda (1 - r_i))) A_it logp_it, (k, lambda) = "
+            f"({self.k_pos:g}, {self.lambda_pos:g}) where A_it >= 0, ({self.k_neg:g}, {self.lambda_neg:g}) elsewhere"
+        )
+
+    def conflicts(self, ratio: Ratio) -> Iterator[str]:
+        if ratio.kind != "sequence_product" or not ratio.limited:
+            yield "clip 'vespo' weighs rows by the product of their ratios. Use ratio 'sequence_product', with a limit."
+
+
+@dataclass(frozen=True)
+class Dro(Clip):
+    """Direct reward optimisation: -A logp + beta/2 (log r)^2, a squared penalty in the place of a clip.
+
+    Gradient: through logp in both terms, also far off policy.
+
+    Source: DRO, arXiv 2405.19107, with the value replaced by a group baseline; volcengine/verl compute_policy_loss_dro.
+    """
+
+    kind = "dro"
+    exponentiates = False
+    beta: float = bounded(0.05, above=0)
+    """Weight of the squared log-ratio."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
+        return 0.5 * self.beta * log_ratio.square() - advantage.detach() * logp, {}
+
+    def formula(self) -> str:
+        return f"(-A_it logp_it + {self.beta / 2:g} (log r_it)^2)"
+
+
+def covariances(logp: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """Share (B, T) of each decision in the covariance of log-probability and advantage; -inf where nothing is trained.
+
+    Source: Cui et al., arXiv 2505.22617, eq. 10.
+    """
+    number = mask.sum().clamp(min=1)
+    logp = logp.detach()
+    product = (advantage - (advantage * mask).sum() / number) * (logp - (logp * mask).sum() / number)
+    return torch.where(mask > 0, product, float("-inf"))
+
+
+def _first(order: Tensor, chosen: Tensor, number: Tensor) -> Tensor:
+    """Mask (B, T) of the `number` decisions of the mask `chosen` with the smallest `order` (B, T)."""
+    order = torch.where(chosen, order, float("inf")).flatten()
+    rank = order.argsort(stable=True).argsort().view(chosen.shape)
+    return chosen & (rank < number)
+
+
+@dataclass(frozen=True)
+class ClipCov(BoundedClip):
+    """Clipped surrogate without a few decisions, drawn at random among those whose covariance lies in a band.
+
+    Decisions with a high covariance of advantage and log-probability are those that lower the entropy. The means of
+    the covariance and the number of draws are those of a micro-batch. The draw is a hash of the decision's
+    log-probability: it differs from update to update, and a run repeats bit for bit.
+
+    Source: Clip-Cov, arXiv 2505.22617, eq. 11-13; volcengine/verl compute_policy_loss_clip_cov.
+    """
+
+    kind = "clip_cov"
+    share: float = bounded(2e-4, above=0, at_most=1)
+    """Share of the decisions that are left out, at least one."""
+    cov_low: float = rare(bounded(1.0))
+    """Lower end of the band."""
+    cov_high: float = rare(bounded(5.0))
+    """Upper end of the band."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
+        """See `Clip`; every decision counts."""
+        return self._loss(log_ratio, logp, advantage, torch.ones_like(logp))
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; only trained decisions count."""
+        return self._loss(log_ratio, outputs.logp, advantage, rollouts.loss_mask)
+
+    def _loss(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, mask: Tensor) -> Loss:
+        advantage = advantage.detach()
+        loss = clipped_loss(log_ratio, advantage, self.low, self.high)
+        indicators = clip_indicators(log_ratio.exp(), self.low, self.high, signed=advantage)
+        clipped = torch.stack(list(indicators.values())).sum(0) > 0
+        covariance = covariances(logp, advantage, mask)
+        band = (covariance > self.cov_low) & (covariance < self.cov_high) & ~clipped
+        number = (self.share * mask.sum()).floor().clamp(min=1)
+        dropped = _first(hashed(logp).to(logp.dtype), band, number)
+        return torch.where(dropped, 0.0, loss), indicators | {"policy/cov_dropped": dropped.to(loss.dtype)}
+
+    def problems(self, where: str) -> Iterator[str]:
+        yield from super().problems(where)
+        if self.cov_low >= self.cov_high:
+            yield f"{where}.cov_low {self.cov_low:g} must lie below {where}.cov_high {self.cov_high:g}"
+
+    def formula(self) -> str:
+        return (
+            f"[0 for a random {self.share:g} of the decisions with {self.cov_low:g} < cov_it < {self.cov_high:g}, else "
+            f"max(-A_it r_it, -A_it {self.clipped()})], cov_it = (A_it - mean A)(logp_it - mean logp)"
+        )
+
+
+def hashed(x: Tensor) -> Tensor:
+    """Whole numbers (B, T) below 2^31 that look random, but follow from the bits of x (B, T)."""
+    bits = x.detach().float().view(torch.int32)
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
+        bits = (bits ^ (bits >> shift)) * factor
+    return (bits ^ (bits >> 15)) & 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class KlCov(Clip):
+    """Importance-weighted loss -A r, with a penalty |log r| on the decisions of highest covariance.
+
+    The means of the covariance and the number of decisions are those of a micro-batch.
+
+    Source: KL-Cov, arXiv 2505.22617, eq. 14-15; volcengine/verl compute_policy_loss_kl_cov.
+    """
+
+    kind = "kl_cov"
+    share: float = bounded(2e-4, above=0, at_most=1)
+    """Share of the decisions with the penalty, at least one."""
+    coef: float = bounded(1.0, at_least=0)
+    """Weight of the penalty."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
+        """See `Clip`; every decision counts."""
+        return self._loss(log_ratio, logp, advantage, torch.ones_like(logp))
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; only trained decisions count."""
+        return self._loss(log_ratio, outputs.logp, advantage, rollouts.loss_mask)
+
+    def _loss(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, mask: Tensor) -> Loss:
+        advantage = advantage.detach()
+        number = (self.share * mask.sum()).floor().clamp(min=1)
+        chosen = _first(-covariances(logp, advantage, mask), mask > 0, number)
+        penalty = torch.where(chosen, self.coef * log_ratio.abs(), 0.0)
+        return penalty - advantage * log_ratio.exp(), {"policy/cov_penalised": chosen.to(logp.dtype)}
+
+    def formula(self) -> str:
+        return (
+            f"(-A_it r_it, plus {self.coef:g} |log r_it| for the {self.share:g} of the decisions with the largest "
+            "(A_it - mean A)(logp_it - mean logp))"
+        )

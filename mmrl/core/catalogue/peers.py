@@ -1,5 +1,137 @@
-"""Objectives that other libraries have: smooth clips, baselines, covariance masks."""
+"""Objectives that TRL, verl, SkyRL and prime-rl offer besides the common ones."""
 
+from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
+from mmrl.core.blocks.baselines import BestOfGroup, GroupMeanLive, LengthWeightedMean, MeanNormalised
+from mmrl.core.blocks.clip import GspoClip, PolicyGradient, PpoClip, SequenceProductRatio, SequenceRatio
+from mmrl.core.blocks.mismatch import OffPolicyGate
+from mmrl.core.blocks.smooth_clip import ClipCov, DppoKl, DppoTv, Dro, Gmpo, KlCov, Sapo, Vespo
+from mmrl.core.loss import SequenceMean, SequenceSum, TokenMean
 from mmrl.core.objectives.objective import Objective
 
-ROWS: tuple[Objective, ...] = ()
+ROWS = (
+    Objective(
+        "sapo",
+        GroupMeanStd(),
+        Sapo(),
+        SequenceMean(),
+        citation="Gao et al., SAPO, arXiv 2511.20347 (temperatures 1 and 1.05)",
+        verified="verl 0.9.1, trl 1.16.0, skyrl 0.3.0",
+    ),
+    Objective(
+        "dppo_tv",
+        GroupMeanStd(),
+        DppoTv(),
+        TokenMean(),
+        citation="Qi et al., DPPO, arXiv 2602.04879, eq. 13 (binary total variation, 0.2)",
+        verified="verl 0.9.1, skyrl 0.3.0",
+        differs="the ratio is to the old policy, as in verl; the paper and SkyRL take the sampler's log-probabilities",
+    ),
+    Objective(
+        "dppo_kl",
+        GroupMeanStd(),
+        DppoKl(),
+        TokenMean(),
+        citation="Qi et al., DPPO, arXiv 2602.04879, eq. 14 (binary KL, 0.05)",
+        verified="verl 0.9.1, skyrl 0.3.0",
+        differs="the ratio is to the old policy, as in verl; the paper and SkyRL take the sampler's log-probabilities",
+    ),
+    Objective(
+        "gmpo",
+        GroupMeanStd(),
+        Gmpo(),
+        SequenceMean(),
+        citation="Zhao et al., GMPO, arXiv 2507.20673 (ratios of a decision within exp(-0.4) and exp(0.4))",
+        verified="verl 0.9.1, trl 1.16.0",
+    ),
+    Objective(
+        "luspo",
+        GroupMeanStd(),
+        GspoClip(low=3e-4, high=4e-4),
+        SequenceSum(),
+        ratio=SequenceRatio(),
+        citation="LUSPO, arXiv 2602.05261 (GSPO times the length of the row, clip as in GSPO)",
+        verified="trl 1.16.0",
+    ),
+    Objective(
+        "vespo",
+        GroupMeanStd(),
+        Vespo(),
+        TokenMean(),
+        ratio=SequenceProductRatio(),
+        citation="VESPO, arXiv 2602.10693 (k 2 and 3, lambda 3 and 2)",
+        verified="trl 1.16.0",
+        differs="without the mismatch of sampler and trainer in the weight of a row",
+    ),
+    Objective(
+        "clip_cov",
+        GroupMeanStd(),
+        ClipCov(low=1.0, high=1.0),
+        TokenMean(),
+        citation="Cui et al., Clip-Cov, arXiv 2505.22617, eq. 11-13 (2e-4 of the decisions, covariance 1 to 5)",
+        verified="verl 0.9.1",
+        differs="a hash of the log-probability draws, where verl draws with torch.randperm",
+    ),
+    Objective(
+        "kl_cov",
+        GroupMeanStd(),
+        KlCov(),
+        TokenMean(),
+        citation="Cui et al., KL-Cov, arXiv 2505.22617, eq. 14-15 (2e-4 of the decisions, coefficient 1)",
+        verified="verl 0.9.1",
+        differs="coefficient 1 of the paper; verl's default is 0.1",
+    ),
+    Objective(
+        "off_policy_mask",
+        GroupMean(),
+        PpoClip(),
+        SequenceMean(),
+        gate=OffPolicyGate(),
+        citation="DeepSeek-V3.2, arXiv 2512.02556, eq. 9 (without standard deviation; threshold 0.5 as in TRL, no KL)",
+        verified="trl 1.16.0",
+        differs="the paper prints neither the threshold nor the KL coefficient",
+    ),
+    Objective(
+        "dro",
+        GroupMeanStd(),
+        Dro(),
+        TokenMean(),
+        citation="Richemond et al., DRO, arXiv 2405.19107, as in verl: group baseline, beta 0.05",
+        verified="verl 0.9.1",
+        differs="the paper learns a value; verl has no default beta, and 0.05 is this suite's",
+    ),
+    Objective(
+        "opo",
+        LengthWeightedMean(),
+        PolicyGradient(),
+        TokenMean(),
+        citation="Hao et al., OPO, arXiv 2505.23585 (length-weighted baseline, on policy, no clip, no KL)",
+        verified="verl 0.9.1",
+        differs="a group with one scored row gets advantage 0, in verl its raw reward",
+    ),
+    Objective(
+        "maxrl",
+        MeanNormalised(),
+        PpoClip(),
+        TokenMean(),
+        citation="MaxRL, arXiv 2602.02710; clip 0.2 as in SkyRL",
+        verified="skyrl 0.3.0",
+        differs="groups with one scored row, or with a mean of 0 or less, get advantage 0",
+    ),
+    Objective(
+        "pass_at_k",
+        BestOfGroup(),
+        PpoClip(),
+        TokenMean(),
+        citation="pass@k policy optimisation, arXiv 2503.19595, as in verl: the best row's lead over the second",
+        verified="verl 0.9.1",
+    ),
+    Objective(
+        "gpg",
+        GroupMeanLive(),
+        PolicyGradient(),
+        TokenMean(),
+        citation="Chu et al., GPG, arXiv 2504.02546 (policy gradient, scaled up for groups of equal rewards)",
+        verified="AMAP-ML/GPG at e096da8ce527",
+        differs="verl scales by the rows with a reward other than 0 in the place of the groups with different rewards",
+    ),
+)

@@ -17,7 +17,7 @@ from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, Clip, PpoClip, Ratio, TokenRa
 from mmrl.core.blocks.credit import CriticLoss, ValueLoss
 from mmrl.core.blocks.divergence import Divergence, Entropy, entropy_sampled, k3, row_weights
 from mmrl.core.blocks.filter import GroupFilter, KeepAll
-from mmrl.core.blocks.mismatch import Correction, Gate
+from mmrl.core.blocks.mismatch import Correction, Gate, OffPolicyGate
 from mmrl.core.blocks.order import Epochs, TaskOrder
 from mmrl.core.blocks.weight import WEIGHT, Weight
 from mmrl.core.loss import (
@@ -77,7 +77,7 @@ class Objective:
     """Weight of each decision, computed once a step."""
     correction: Correction | None = None
     """Weight of each decision for the difference between sampler and trainer."""
-    gate: Gate | None = None
+    gate: Gate | OffPolicyGate | None = None
     """Decisions or rows that are left out because sampler and trainer differ too much."""
     order: TaskOrder = field(default_factory=Epochs)
     """Choice of the tasks that come next."""
@@ -374,7 +374,7 @@ class Objective:
         }
         if not blocks:
             return None, metrics
-        weight = torch.stack([block(difference, mask) for block in blocks]).prod(0)
+        weight = torch.stack([block.of_rollouts(difference, outputs, rollouts) for block in blocks]).prod(0)
         metrics["policy/mismatch_weight"] = mean_metric(weight, mask)
         metrics["policy/mismatch_rejected"] = mean_metric((weight == 0).to(weight.dtype), mask)
         return weight, metrics

@@ -17,7 +17,7 @@ from mmrl.vlm.engine.sampler import SamplerConfig
 from mmrl.vlm.model.config import CriticSettings, ModelConfig
 from mmrl.vlm.tspo.picking import LOGPROBS, METHODS
 
-SCORES = ("logp_ref", "turns")
+SCORES = ("logp_ref", "turns", "probabilities")
 """Scores of the policy further to log-probabilities; the picks are turn 0, trained tokens turn 1."""
 ANSWERERS = ("oracle", "vlm")
 

@@ -65,6 +65,17 @@ class Clone:
         return SimpleNamespace(**{key: value for key, value in scope.items() if key != "__builtins__"})
 
 
+class Wheel(Clone):
+    """An installed package whose functions are called without its imports."""
+
+    def __init__(self, repository: str) -> None:
+        self.path, self.repository = Path(str(importlib.metadata.distribution(repository).locate_file(""))), repository
+
+    @property
+    def name(self) -> str:
+        return package(self.repository)
+
+
 @contextmanager
 def doubles() -> Iterator[None]:
     """Let `x.float()` keep float64 and `x.cuda()` stay on the CPU, so that a peer computes in float64."""

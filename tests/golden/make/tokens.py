@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from mmrl.hub.compat import ensure_torchvision
-from tests.golden.make.peers import gradient, numbers, package, tensors
+from tests.golden.make.peers import Wheel, gradient, numbers, package, tensors
 
 # A CPU build of torch beside torchvision's CUDA wheel would keep verl and TRL from being imported.
 ensure_torchvision()
 
 NEVER = 1e9
 """A bound of the dual clip that nothing reaches."""
+FLOAT_RATIOS = ("ppo_policy_loss", "dppo_policy_loss", "compute_policy_loss_cispo")
+"""Functions of SkyRL that use its `safe_exp_delta`."""
 COUNT_EPS = {"relative": 1e-8, "because": "it adds 1e-8 to the number of tokens that a mean is taken over"}
 
 
@@ -80,9 +82,20 @@ class Verl:
         return found[0] * self.b.mask, found[1] * self.b.mask
 
     def policy_loss(
-        self, name: str, advantage: Tensor, average: str, low: float, high: float, dual: float = NEVER, **more: Any
+        self,
+        name: str,
+        advantage: Tensor,
+        average: str,
+        low: float = 0.2,
+        high: float = 0.2,
+        dual: float = NEVER,
+        mode: dict[str, float] | None = None,
+        **more: Any,
     ) -> Tensor:
+        """`mode` holds options of `policy_loss` in the configuration."""
         config = self.config(strategy="fsdp", rollout_n=4, use_dynamic_bsz=True, clip_ratio_c=dual)
+        for key, value in (mode or {}).items():
+            object.__setattr__(config.policy_loss, key, value)
         # verl reads the bounds from the configuration, and the constant length from what a worker adds to it
         object.__setattr__(config, "clip_ratio_low", low)
         object.__setattr__(config, "clip_ratio_high", high)
@@ -130,20 +143,30 @@ class Trl:
         length: int = 0,
         corrected: bool = False,
         mismatch: Tensor | None = None,
+        threshold: float | None = None,
+        kind: Any = None,
+        **args: float,
     ) -> dict[str, Any]:
-        """`GRPOTrainer._compute_loss`, for one advantage a row, with weights between sampler and trainer."""
+        """`_compute_loss` of GRPOTrainer or of a trainer derived from it, for one advantage a row.
+
+        `mismatch` are weights between sampler and trainer, `threshold` is that of the off-policy mask, and `args` are
+        further options of the trainer.
+        """
         from trl import GRPOTrainer
 
-        trainer = self._trainer(GRPOTrainer, low, high)
+        kind = kind or GRPOTrainer
+        trainer = self._trainer(kind, low, high)
         trainer.beta, trainer.loss_type, trainer.importance_sampling_level = beta, loss_type, level
         trainer.max_completion_length, trainer.top_entropy_quantile = length, 1.0
-        trainer.off_policy_mask_threshold, trainer._entropy_bonus_enabled = None, False
-        trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=corrected)
+        trainer.off_policy_mask_threshold, trainer._entropy_bonus_enabled = threshold, False
+        trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=corrected, **args)
         trainer.vllm_importance_sampling_correction = trainer.use_vllm = mismatch is not None
         given = {"old_per_token_logps": self.b.logp_old, "ref_per_token_logps": self.b.logp_ref}
         given["num_items_in_batch"] = self.b.mask.sum()
         given |= {} if mismatch is None else {"importance_sampling_ratio": mismatch}
-        return self._answer(trainer, advantage, given, "trl.GRPOTrainer._compute_loss")
+        if threshold is not None:
+            given["sampling_per_token_logps"] = self.b.logp_rollout
+        return self._answer(trainer, advantage, given, f"trl.{kind.__name__}._compute_loss")
 
     def rloo(self, advantage: Tensor) -> dict[str, Any]:
         """`RLOOTrainer._compute_loss`, for one advantage a row."""
@@ -171,3 +194,46 @@ class Trl:
         loss = trainer._compute_loss(trainer.model, given | {"advantages": advantage})
         numbers = {"loss": loss.detach(), "gradient": gradient(loss, self.b.logp)}
         return {"program": package("trl"), "calls": [call], "relative": 1e-12} | numbers
+
+
+class SkyRl:
+    """SkyRL's losses and advantages on a batch, float64; its advantages carry the average, its losses are sums."""
+
+    FILE = "skyrl/backends/skyrl_train/utils/ppo_utils.py"
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        self.b, self.wheel = tensors(inputs), Wheel("skyrl")
+        self.b.logp.requires_grad_()
+        self.index = np.array(inputs["group"])
+
+    def advantage(self, name: str) -> Tensor:
+        rewards = torch.zeros_like(self.b.mask)
+        rewards[:, 0] = self.b.reward
+        function = self.wheel.function(self.FILE, name, defaultdict=defaultdict)
+        kept = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # it makes new tensors of group means
+        try:
+            return function(token_level_rewards=rewards, response_mask=self.b.mask, index=self.index)[0]
+        finally:
+            torch.set_default_dtype(kept)
+
+    def loss(self, name: str, advantage: Tensor, average: str, **options: Any) -> Tensor:
+        tools = "skyrl/backends/skyrl_train/utils/torch_utils.py"
+        used = {key: self.wheel.function(tools, key) for key in ("masked_mean", "safe_exp_delta")}
+        used["reduce_loss"] = self.wheel.function(self.FILE, "reduce_loss")
+        # a correction between sampler and trainer, which is off
+        used["apply_off_policy_correction"] = lambda loss, _, __, mask, ___: (loss, mask, {})
+        scale = self.wheel.function(self.FILE, "apply_loss_reduction_to_advantages_minibatch")
+        b, config = self.b, SimpleNamespace(off_policy_correction=None, loss_reduction=average, **options)
+        scaled = scale(advantage, b.mask, average, len(b.mask), b.mask.shape[1])
+        found: Tensor = self.wheel.function(self.FILE, name, **used)(b.logp, b.logp_old, scaled, config, b.mask)[0]
+        return found
+
+    def answer(self, call: str, **numbers: Any) -> dict[str, Any]:
+        """The recorded entry of this peer; a loss gets its gradient."""
+        if "loss" in numbers:
+            loss = numbers["loss"]
+            numbers |= {"loss": loss.detach(), "gradient": gradient(loss, self.b.logp)}
+        where = self.FILE.removesuffix(".py").replace("/", ".")
+        exact = {"relative": 5e-7, "because": "its ratios are float32"} if call in FLOAT_RATIOS else {"relative": 1e-12}
+        return {"program": self.wheel.name, "calls": [f"{where}.{call}"]} | exact | numbers
