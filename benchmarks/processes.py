@@ -8,7 +8,6 @@ rollout is mostly simulation in as many workers as there are cores. The first tw
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -16,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from benchmarks.report import print_each
 
 ROOT = Path(__file__).parents[1]
 WARMING = 2
@@ -64,21 +65,5 @@ def compare(name: str, steps: int, blocks: int) -> dict[str, Any]:
     return {"one_s": medians[1], "two_s": medians[2], "faster": faster}
 
 
-def main() -> None:
-    """Measure both recipes and print seconds and ratios as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.processes", description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=8, help="that count in a run; default 8")
-    parser.add_argument("--blocks", type=int, default=3, help="runs of each kind; default 3")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    results = {}
-    for name in RUNS:
-        results[name] = compare(name, given.steps, given.blocks)
-        sys.stdout.write(f"{json.dumps({name: results[name]}, indent=1)}\n")
-        sys.stdout.flush()
-    if given.out is not None:
-        given.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print_each(compare, RUNS, steps=8, blocks=3)

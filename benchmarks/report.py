@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import BenchOptions
+from mmrl.files import write_atomically
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "diffusers", "mujoco", "gymnasium", "numpy")
+
+
+def print_each(compare: Callable[..., Any], cases: Iterable[str], **counts: int) -> None:
+    """Compare cases, with counts that are options of the command, print each as JSON and write all to --out."""
+    parser = argparse.ArgumentParser(description=compare.__doc__)
+    for name, default in counts.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path)
+    given = vars(parser.parse_args())
+    out, results = given.pop("out"), {}
+    for case in cases:
+        results[case] = compare(case, **given)
+        sys.stdout.write(f"{json.dumps({case: results[case]}, indent=1)}\n")
+        sys.stdout.flush()
+    if out is not None:
+        write_atomically(out, json.dumps(results, indent=1))
 
 
 def settings_of(options: BenchOptions) -> dict[str, Any]:
