@@ -61,7 +61,8 @@ class ObjectiveConfig:
     """Decisions that are left out where they differ too much: token, sequence, geometric (with low and high),
     off_policy (with limit) or none."""
     order: dict[str, Any] = rare(by_kind(lambda: BLOCKS["order"], named=True, default_from=PRESET))
-    """Choice of the tasks that come next: epochs, each task once an epoch."""
+    """Choice of the tasks that come next: epochs (each once an epoch), uncertain (those that succeed about half of the
+    time), or category_bandit (field) by what is left to learn in each category."""
 
 
 def make_objective(config: ObjectiveConfig, longest: int | None = None) -> Objective:

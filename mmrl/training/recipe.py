@@ -148,7 +148,10 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     def objective_state(self) -> ObjectiveState:
         """State of the objective's blocks, the same in every process; in `parts` where there is any."""
         if "objective" not in self.parts:
-            state = self.objective.state(self.train_tasks)
+            try:
+                state = self.objective.state(self.train_tasks)
+            except ValueError as error:
+                raise UserError(f"objective.{error}") from error
             if not state.blocks:
                 return state
             self.parts["objective"] = state

@@ -177,7 +177,7 @@ def placed(rollouts: Rollouts, unit: Unit, recipe: Recipe[Any, Any]) -> Rollouts
     """Rollouts that hold the place of each group's task in the step."""
     if PLACE in rollouts.extras:
         return rollouts
-    if rollouts.num_groups != len(unit.tasks) and not recipe.supervised and recipe.objective.state().blocks:
+    if rollouts.num_groups != len(unit.tasks) and not recipe.supervised and recipe.objective_state.blocks:
         raise RunError(
             f"the rollout of {len(unit.tasks)} tasks has {rollouts.num_groups} groups, and '{recipe.objective.name}' "
             "remembers tasks: a recipe that leaves some out returns streams.among(tasks, kept).noted(rollouts)"

@@ -269,6 +269,7 @@ def _blocks(recipe: str) -> list[Variant]:
 
 
 EXTRA: dict[str, dict[str, Any]] = {
+    "category_bandit": {"field": "id"},
     **{kind: {"coef": 0.1} for kind in (*BLOCKS["kl"], *BLOCKS["entropy"])},
     "fixed_length": {"length": 4},
 }
@@ -278,6 +279,7 @@ CRITIC = {"objective.preset": "ppo", **MOVING}
 NEEDED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gae", "squared_error"), CRITIC),
     "gspo": {"objective.ratio": {"kind": "sequence"}, **MOVING},
+    "uncertain": {"objective.advantage": {"kind": "tracked_value"}},
     "group_regression": {"objective.ratio": {"kind": "sequence_product"}, **MOVING},
 }
 """Further changes without which a block is refused, or clips nothing."""

@@ -21,7 +21,7 @@ def compute(name, changes):
     """Advantages, loss and gradients of a row of the catalogue, with changes, on the inputs of its golden file.
 
     Optional inputs: further fields of rollouts in GIVEN, their "extras", "reward_terms", "entropy_old" (at sampling
-    time), and "entropy" and "kl_old" of the policy's outputs.
+    time), "entropy" and "kl_old" of the policy's outputs, and "before", the rewards of earlier steps (S, B).
     """
     b = vars(inputs_of(name))
     named = {key: {k: tensor(v) for k, v in b.get(key, {}).items()} for key in ("extras", "reward_terms")}
@@ -29,7 +29,10 @@ def compute(name, changes):
     standard = (b[key] for key in ("group", "mask", "logp_old", "reward"))
     rollouts = Rollouts(*standard, entropy=b.get("entropy_old"), **named, **fields)
     objective = get(name).override(changes)
-    rollouts = objective.compute_advantages(rollouts)
+    state = objective.state()
+    for reward in b.get("before", ()):
+        objective.compute_advantages(rollouts.replace(reward=reward), state)
+    rollouts = objective.compute_advantages(rollouts, state)
     logp, values = b["logp"].requires_grad_(), b["values_new"].requires_grad_()
     outputs = PolicyOutputs(logp, values=values, entropy=b.get("entropy"), kl_old=b.get("kl_old"))
     loss = objective.loss(outputs, rollouts, objective.denominators(rollouts)).loss

@@ -1,5 +1,36 @@
 """Objectives that remember earlier steps: statistics of each task, quantiles, histories."""
 
+from mmrl.core.blocks.advantage import AdvantageScaling
+from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.order import CategoryBandit, Uncertain
+from mmrl.core.blocks.tracked import TrackedValue
+from mmrl.core.catalogue.group import ROWS as GROUP
+from mmrl.core.loss import TokenMean
 from mmrl.core.objectives.objective import Objective
 
-ROWS: tuple[Objective, ...] = ()
+ROWS: tuple[Objective, ...] = (
+    Objective(
+        "single_stream",
+        TrackedValue(),
+        PpoClip(high=0.28, dual=10.0),
+        TokenMean(),
+        scaling=AdvantageScaling(whiten="rows", eps_to="deviation"),
+        order=Uncertain(),
+        citation="SPO, arXiv 2509.13232 (a sample a task; clip 0.2/0.28 and dual clip 10 of its recipe's train.sh)",
+        verified="verl-project/verl-recipe at 48ea0a797fa2; loss: RTkenny/RiskPO at 65ec40c935f5",
+        differs="a visit keeps 0.875 of the tracked counts, the lower bound of the paper's rule, which would score the "
+        "last answer of each task anew (rho.type constant in the code); no values from samples before the run",
+    ),
+    Objective(
+        "sec",
+        order=CategoryBandit(),
+        advantage=GROUP[0].advantage,
+        clip=GROUP[0].clip,
+        aggregation=GROUP[0].aggregation,
+        kl=GROUP[0].kl,
+        citation="SEC, arXiv 2505.14970, on GRPO (rate 0.5, temperature 0.4)",
+        verified="Vincent-La/cofa at 8b685cbb5ad6",
+        differs="a category without rows in a step keeps its value (order.forgets moves it towards 0 as in the code); "
+        "tasks of a category are drawn at random, in the code one after the other",
+    ),
+)

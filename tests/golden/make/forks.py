@@ -15,7 +15,10 @@ COUNT_EPS = {"relative": 1e-8, "because": "it adds 1e-8 to the number of tokens 
 
 def fork_names(clone: Clone) -> dict[str, Any]:
     """What the functions of a fork's core_algos.py find among their globals."""
-    mean = clone.function("verl/utils/torch_functional.py", "masked_mean")
+    means, names = "verl/utils/torch_functional.py", {}
+    if "def masked_sum" in (clone.path / means).read_text():  # newer forks
+        names["masked_sum"] = clone.function(means, "masked_sum")
+    mean = clone.function(means, "masked_mean", **names)
     return {"verl_F": SimpleNamespace(masked_mean=mean)}
 
 

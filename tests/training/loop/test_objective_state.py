@@ -11,7 +11,7 @@ from mmrl.core.blocks.advantage import Advantage
 from mmrl.core.blocks.order import TaskOrder
 from mmrl.core.catalogue import get
 from mmrl.core.rollouts import TASK, Rollouts
-from mmrl.errors import RunError
+from mmrl.errors import RunError, UserError
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.rollers import Unit, placed
@@ -159,3 +159,8 @@ def test_without_a_state_every_call_is_a_first_step():
     assert torch.equal(objective.compute_advantages(given, state).advantage, first)
     later = objective.compute_advantages(given, state).advantage
     assert torch.equal(first - later, torch.tensor([1.0, 1.0, 5.0, 5.0])[:, None].expand(4, 3))
+
+
+def test_a_recipe_whose_tasks_lack_the_category_is_refused(make_trainer):
+    with pytest.raises(UserError, match=r"objective\.order\.field: There is no field of the training tasks 'category'"):
+        make_trainer(preset="sec")

@@ -1,0 +1,172 @@
+"""Estimators that remember earlier steps, and orders of tasks, beside their golden numbers."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl.core import Rollouts, get
+from mmrl.core.blocks.advantage import GroupMeanStd, group_mean_std
+from mmrl.core.blocks.order import CategoryBandit, Uncertain, fields_of
+from mmrl.core.blocks.tracked import SmoothStandardised, TrackedValue
+from mmrl.core.state import ObjectiveState
+from mmrl.training.trainer import TaskStream
+
+ESTIMATORS = [SmoothStandardised(), TrackedValue()]
+
+
+def rows(reward, task, group=None):
+    group = torch.tensor(task if group is None else group)
+    group = torch.unique(group, return_inverse=True)[1]
+    ones = torch.ones(len(reward), 2, dtype=torch.float64)
+    given = torch.tensor(reward, dtype=torch.float64)
+    return Rollouts(group, ones, -ones, given, extras={"task": torch.tensor(task)})
+
+
+def first_column(block, rollouts, state):
+    return block(rollouts, state)[:, 0]
+
+
+STEP = rows([1.0, 0.0, 0.5, 0.25], [7, 7, 3, 3])
+
+
+@pytest.mark.parametrize("block", ESTIMATORS, ids=lambda block: block.kind)
+def test_a_restored_state_goes_on_as_the_one_that_was_saved(block):
+    state, restored = block.state(), block.state()
+    block(STEP, state)
+    restored.load_state_dict(state.state_dict())
+    later = rows([0.0, 0.25, 1.0, 1.0], [7, 7, 9, 9])
+    assert torch.equal(block(later, state), block(later, restored))
+    assert state.state_dict() == restored.state_dict()
+    assert state.state_dict().keys() == {3, 7, 9}
+
+
+@pytest.mark.parametrize("block", ESTIMATORS, ids=lambda block: block.kind)
+def test_tasks_are_kept_apart_and_the_order_of_rows_is_nothing(block):
+    together, apart = block.state(), block.state()
+    mixed = torch.tensor([2, 0, 3, 1])
+    found = first_column(block, STEP.select(mixed), together)
+    for part in (STEP.select_groups(torch.tensor([0])), STEP.select_groups(torch.tensor([1]))):
+        block(part, apart)
+    assert together.state_dict() == apart.state_dict()
+    torch.testing.assert_close(found, first_column(block, STEP, block.state())[mixed])
+
+
+@pytest.mark.parametrize("block", ESTIMATORS, ids=lambda block: block.kind)
+def test_rows_that_were_not_scored_leave_no_trace(block):
+    state, without = block.state(), block.state()
+    holed = rows([1.0, math.nan, 0.5, 0.25, math.nan], [7, 7, 7, 7, 5])
+    found = first_column(block, holed, state)
+    assert torch.equal(found[[0, 2, 3]], first_column(block, rows([1.0, 0.5, 0.25], [7, 7, 7]), without))
+    assert torch.equal(found[[1, 4]], torch.zeros(2, dtype=torch.float64))
+    assert state.state_dict() == without.state_dict()
+
+
+@pytest.mark.parametrize("block", ESTIMATORS, ids=lambda block: block.kind)
+def test_a_task_has_to_be_known(block):
+    with pytest.raises(ValueError, match=r'rollouts\.extras\["task"\] is missing'):
+        block(STEP.replace(extras={}))
+
+
+def test_the_first_visit_is_that_of_grpo_and_equal_rewards_later_still_teach():
+    block = SmoothStandardised()
+    state = block.state()
+    expected = group_mean_std(STEP.reward, STEP.group, eps=0.0)
+    torch.testing.assert_close(first_column(block, STEP, state), expected)
+    solved = rows([1.0, 1.0], [7, 7])
+    assert not GroupMeanStd()(solved).any()
+    assert (first_column(block, solved, state) > 0).all()
+
+
+def test_equal_rewards_at_every_visit_teach_nothing():
+    block = SmoothStandardised()
+    state = block.state()
+    for _ in range(7):
+        assert not block(rows([0.1, 0.1, 0.1], [0, 0, 0]), state).any()
+
+
+def test_cumulative_numbers_are_those_of_all_rewards_of_visits_of_one_size():
+    """With ddof 0 they would be exact; the paper's rule combines variances of ddof 1 as if they were of ddof 0."""
+    block = SmoothStandardised()
+    state = block.state()
+    steps = torch.tensor([[0.0, 1.0, 1.0], [0.5, 0.0, 0.25], [1.0, 1.0, 0.0]], dtype=torch.float64)
+    for step in steps:
+        block(rows(step.tolist(), [4, 4, 4]), state)
+    visits, mean, std = state.of([4])[0].tolist()
+    assert (visits, mean) == (3, pytest.approx(float(steps.mean())))
+    between = float(steps.mean(1).var(correction=0))
+    assert std**2 == pytest.approx(float(steps.var(1).mean()) + between)
+
+
+def test_the_tracker_follows_a_success_rate_and_forgets():
+    block = TrackedValue(keep=0.5)
+    state = block.state()
+    for _ in range(60):
+        block(rows([1.0], [0]), state)
+    assert state.of([0])[0].tolist() == pytest.approx([2.0, 0.5 * 0.5**60], abs=1e-12)
+    assert float(block(rows([1.0], [0]), state)[0, 0]) == pytest.approx(0.0, abs=1e-9)
+    scaled = TrackedValue(low=-1.0, high=3.0)
+    assert scaled(rows([3.0, -1.0], [0, 1])).tolist() == [[2.0, 2.0], [-2.0, -2.0]]  # the prior is the middle
+    with pytest.raises(ValueError, match=r"advantage\.low 1 must lie below advantage\.high 0\.5"):
+        get("single_stream").override({"advantage": {"low": 1.0, "high": 0.5}}).validate()
+
+
+def test_an_order_needs_the_values_that_it_reads():
+    with pytest.raises(ValueError, match="order 'uncertain' reads the values that advantage 'tracked_value' tracks"):
+        get("grpo").override({"order": {"kind": "uncertain"}}).validate()
+
+
+def draws(objective, tasks, state, steps, count):
+    stream = TaskStream(tasks, seed=1)
+    stream.choose = lambda number, generator: objective.order(len(tasks), number, state, generator)
+    return [stream.next(count) for _ in range(steps)]
+
+
+def test_uncertain_tasks_come_more_often():
+    objective, state = get("single_stream"), get("single_stream").state()
+    for _ in range(30):
+        objective.compute_advantages(rows([1.0, 0.0, 1.0, 0.0], [0, 1, 2, 2], [0, 1, 2, 2]), state)
+    drawn = torch.tensor(draws(objective, list(range(3)), state, 2000, 1)).flatten().bincount() / 2000
+    weights = Uncertain().weights(3, state)
+    torch.testing.assert_close(drawn.double(), weights / weights.sum(), atol=0.04, rtol=0)
+    assert weights[2] == pytest.approx(0.55)
+    assert sorted(draws(objective, list(range(3)), state, 1, 3)[0]) == [0, 1, 2], "each once where there is room"
+    assert len(draws(objective, list(range(3)), state, 1, 5)[0]) == 5
+
+
+def test_a_bandit_draws_categories_as_often_as_their_chance():
+    tasks = [SimpleNamespace(category="few", number=0)] + [
+        SimpleNamespace(category="many", number=n) for n in (1, 2, 3)
+    ]
+    objective = get("sec")
+    state = objective.state(tasks)
+    state.blocks["order"].q = torch.tensor([0.4, 0.0], dtype=torch.float64)
+    numbers = torch.tensor([[task.number for task in step] for step in draws(objective, tasks, state, 1000, 3)])
+    chance = 1 / (1 + math.exp(-1))
+    assert (numbers == 0).double().mean() == pytest.approx(chance, abs=0.03)
+    for step in numbers.tolist():
+        many = [number for number in step if number]
+        assert len(set(many)) == len(many)
+    assert objective.state().blocks == {}
+    other = objective.state(tasks)
+    other.load_state_dict(state.state_dict())
+    assert torch.equal(other.blocks["order"].q, state.blocks["order"].q)
+
+
+def test_categories_are_fields_or_columns_of_tasks():
+    question = SimpleNamespace(id="a", columns={"level": 3})
+    assert fields_of(question) == {"id": "a", "level": "3"}
+    assert fields_of(SimpleNamespace(task=question, query="q")) == {"query": "q", "level": "3"}
+    assert fields_of(SimpleNamespace(id="a", task={"name": "maze"})) == {"id": "a", "name": "maze"}
+    assert fields_of(SimpleNamespace(task="lift")) == {"task": "lift"}
+    with pytest.raises(ValueError, match=r"order\.field: There is no field of the .* 'levle'; did you mean 'level'"):
+        CategoryBandit(field="levle").state([question])
+
+
+def test_an_objective_without_that_block_keeps_what_a_checkpoint_has_of_others():
+    state = ObjectiveState({"advantage": TrackedValue().state()})
+    state.load_state_dict({"order": {"a": 1.0}})
+    assert state.state_dict() == {"advantage": {}}
