@@ -215,9 +215,10 @@ def store_errors() -> Iterator[None]:
         yield
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
         raise RunError(
-            f"Ray's object store is full ({' '.join(str(error).split())[:200]}); start the cluster with a larger "
-            "`ray start --object-store-memory`, free the disk that it spills to, or take fewer tasks a step; "
-            "`--resume` continues from the last checkpoint"
+            f"Ray's object store is full ({' '.join(str(error).split())[:200]}); lower rollers.unit or "
+            "trainer.tasks_per_step, free the disk that it spills to, or start a cluster with a larger one, `ray start "
+            "--head --object-store-memory=BYTES`, and set rollers.address=auto; `--resume` continues from the last "
+            "checkpoint"
         ) from error
 
 

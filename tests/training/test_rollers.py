@@ -208,7 +208,8 @@ def test_a_full_object_store_says_what_to_enlarge(ask, monkeypatch):
 
     rollers._ray.put = full
     with pytest.raises(
-        RunError, match=r"store is full \(1 GB do not fit\); start the cluster with a larger `ray start"
+        RunError,
+        match=r"store is full \(1 GB do not fit\); lower .* start a cluster with a larger one, `ray start --head",
     ):
         ask(rollers)
 
