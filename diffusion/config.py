@@ -209,7 +209,7 @@ class DiffusionConfig(DiffusionParts, RunConfig):
         check_objective(objective, self.scored, samples, [reward.name for reward in self.rewards])
 
 
-OWN_KL = ("kl.in_reward", "kl.importance", "kl.clamp", "kl.aggregation")
+OWN_KL = ("kl.to", "kl.anneal", "kl.in_reward", "kl.importance", "kl.clamp", "kl.aggregation")
 OWN_LOSS = ("ratio", "clip", "weight", "entropy", "aggregation", *OWN_KL)
 """Blocks, and options of them, that matching losses replace; of the divergence they take the coefficient."""
 

@@ -29,6 +29,11 @@ class Block:
     critic that the recipe trains), "probabilities" (exp(logp) is one, not a density), and entries of `rollouts.extras`
     that `mmrl.training.objectives.SCORES` explains."""
 
+    @property
+    def inputs(self) -> frozenset[str]:
+        """`needs` of a block with these numbers."""
+        return self.needs
+
     def formula(self) -> str:
         """Formula of the block, with its constants."""
         raise NotImplementedError(f"{type(self).__name__} has no formula")

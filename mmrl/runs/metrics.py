@@ -85,7 +85,7 @@ METRICS: dict[str, str] = {
     "policy/divergence_old": "Mean exact divergence of a decision from the policy before the update, in nats.",
     "policy/kl_ref": "Estimate of the KL from the policy to the reference policy, in nats a decision.",
     "policy/entropy": "Mean entropy of the policy at the sampled positions of the update's groups, in nats.",
-    "policy/kl_coef": "Weight of the KL to the reference in use; moves only with adaptive_kl.target.",
+    "policy/kl_coef": "Weight of the KL term before it is annealed; moves only with adaptive_kl.target.",
     "update/zero_advantage_groups": "Share of groups with all advantages 0, left out of the update and of policy/.",
     "optim/lr": "Learning rate of the last optimiser step.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the optimiser steps.",

@@ -42,7 +42,8 @@ class ObjectiveConfig:
     """Clip rule with its bounds: ppo_clip (low, high, dual), gspo, cispo, gmpo, sapo, policy_gradient, unclipped,
     dppo_tv, dppo_kl, ..."""
     kl: dict[str, Any] = by_kind(lambda: BLOCKS["kl"], named=True, default_from=PRESET)
-    """Divergence from the reference: k1, k2, k3, full (exact) or none, with coef, in_reward and aggregation."""
+    """Divergence from the reference or the old policy: k1, k2, k3, full (exact) or none, with coef, to, in_reward and
+    aggregation."""
     entropy: dict[str, Any] = rare(by_kind(lambda: BLOCKS["entropy"], named=True, default_from=PRESET))
     """Entropy bonus: sampled, full or none, with coef."""
     aggregation: dict[str, Any] = by_kind(lambda: BLOCKS["aggregation"], named=True, default_from=PRESET)
@@ -89,7 +90,7 @@ def check_objective(
 ) -> None:
     """Refuse an objective that a recipe's policy or data cannot serve."""
     for key, block in objective.blocks.items():
-        missing = sorted((block.needs & SCORES.keys()) - set(scores)) if objective.needs & block.needs else []
+        missing = sorted((block.inputs & SCORES.keys()) - set(scores)) if objective.needs & block.inputs else []
         if missing:
             usable = [kind for kind, other in BLOCKS[key].items() if not (other.needs & SCORES.keys()) - set(scores)]
             tip = f"use {', '.join(usable)}" if usable else "leave it out"

@@ -164,7 +164,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """
         scores = self.scores(policy, minibatch, self.loss_outputs)
         minibatch = old_in_update(self, minibatch, scores.logp)
-        output = self.objective.loss(scores, minibatch, denominators)
+        output = self.objective.at(step.number / step.total).loss(scores, minibatch, denominators)
         return self.plus_terms(output, policy, minibatch, scores, denominators, step)
 
     def plus_terms(

@@ -65,6 +65,7 @@ def block_inputs(g, group, turn, noise):
         "duration": noise().abs(),
         "budget": torch.randint(4, 9, (rows,), generator=g),
         "turn_reward": noise(),
+        "information_gain": noise(),
     }
 
 

@@ -3,8 +3,22 @@ import math
 import pytest
 import torch
 
-from mmrl.core import AdaptiveKL, entropy_from_logits, entropy_sampled, kl_full, value_loss
+from mmrl.core import (
+    AdaptiveKL,
+    Objective,
+    PolicyOutputs,
+    Rollouts,
+    entropy_from_logits,
+    entropy_sampled,
+    get,
+    kl_full,
+    value_loss,
+)
 from mmrl.core.blocks import BLOCKS
+from mmrl.core.blocks.advantage import GroupMean
+from mmrl.core.blocks.clip import Unclipped
+from mmrl.core.blocks.divergence import K3
+from mmrl.core.loss import TokenMean
 
 ESTIMATORS = [kind for kind, block in BLOCKS["kl"].items() if "logp_ref" in block.needs]
 
@@ -134,3 +148,45 @@ def test_value_loss_by_hand(value, clip, loss, slope):
     result = value_loss(v, torch.tensor(0.0, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64), clip)
     assert result.item() == pytest.approx(loss)
     assert torch.autograd.grad(result, v)[0].item() == pytest.approx(slope)
+
+
+def test_the_estimate_of_the_divergence_from_the_old_policy_has_the_mean_and_gradient_of_the_exact_one():
+    """Over all decisions of an old policy, weighed by its probabilities."""
+    kl = K3(1.0, to="old", importance=True, clamp=False)
+    objective = Objective("mine", GroupMean(), Unclipped(), TokenMean(), kl=kl)
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    old = torch.log_softmax(torch.tensor([0.0, 0.5, -0.3, 0.2], dtype=torch.float64), 0)
+    logp = torch.log_softmax(logits, 0)
+    parts = []
+    for decision in range(4):
+        one = torch.ones(1, 1, dtype=torch.float64)
+        rollouts = Rollouts(torch.tensor([0]), one, one * old[decision], one[0], advantage=0 * one)
+        parts.append(objective.loss(PolicyOutputs(logp[decision] * one), rollouts, objective.denominators(rollouts)))
+    mean = sum(old[decision].exp() * part.loss for decision, part in enumerate(parts))
+    exact = (logp.exp() * (logp - old)).sum()
+    torch.testing.assert_close(mean, exact, rtol=1e-12, atol=1e-14)
+    found, expected = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (mean, exact))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert "policy/kl_ref" not in parts[0].metrics
+
+
+def test_a_divergence_from_the_old_policy_needs_no_reference():
+    objective = get("grpo").override({"kl": {"kind": "k3", "coef": 0.5, "to": "old"}})
+    assert objective.needs == {"samples"}
+    assert objective.regularised
+    assert not objective.needs_reference
+    assert "0.5 * mean (exp(logp_old_it - logp_it)" in objective.describe()
+    exact = objective.override({"kl": {"kind": "full"}})
+    assert exact.needs == {"samples", "kl_old"}
+    assert "KL(policy || old policy)" in exact.describe()
+    with pytest.raises(ValueError, match=r"kl\.to 'old' is for a term of the loss"):
+        objective.override({"kl": {"in_reward": True}}).validate()
+    with pytest.raises(ValueError, match=r"kl\.anneal is for a term of the loss"):
+        get("rloo").override({"kl": {"anneal": True}}).validate()
+
+
+@pytest.mark.parametrize(("progress", "expected"), [(0.0, 2.0), (0.5, 4.0), (0.98, 40.0)])
+def test_the_weight_of_mirror_descent_grows_over_the_run(progress, expected):
+    objective = get("mirror_descent").override({"kl": {"coef": 2.0}})
+    assert objective.at(progress).kl_coef == pytest.approx(expected)
+    assert get("grpo").at(progress) is get("grpo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from mmrl.core.block import Block
 from mmrl.core.loss import Aggregation, PolicyOutputs, required
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, rare
+from mmrl.fields import bounded, choice, rare
 
 EXPONENT_LIMIT = 20.0
 VALUE_LIMIT = 10.0
@@ -150,13 +150,18 @@ def _straight_through(value: Tensor, gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Divergence(Block):
-    """Divergence from the reference, added to the loss or taken off the reward."""
+    """Divergence from the reference or the old policy, added to the loss or taken off the reward."""
 
     needs = frozenset({"logp_ref"})
     only_gradient: ClassVar[bool] = False
     """Whether the block differs from another one in its gradient only, so that it has no place in a reward."""
     coef: float = bounded(0.0, at_least=0)
     """Weight; 0 needs no reference."""
+    to: str = rare(choice("reference", ("reference", "old")))
+    """Policy that is compared with: the "reference", or the "old" one that the update starts from, which needs no
+    reference and has no effect where a step takes a single optimiser step."""
+    anneal: bool = rare(False)
+    """Whether the weight is coef / t with t = max(1 - k / K, 0.05) in step k of K (mirror descent), not constant."""
     in_reward: bool = rare(False)
     """Whether the divergence is taken off the reward instead of being added to the loss."""
     aggregation: Aggregation | None = rare(None)
@@ -178,8 +183,26 @@ class Divergence(Block):
         """Penalty on the rewards of the decisions (B, T), from the log-probabilities at sampling time."""
         return self.coef * self.estimate(rollouts.logp_old, self.reference(rollouts)) * row_weights(rollouts)
 
+    @property
+    def inputs(self) -> frozenset[str]:
+        return self.needs if self.to == "reference" else self.needs - {"logp_ref"}
+
+    def at(self, progress: float) -> Self:
+        """The block with its weight after a share of the run's steps."""
+        return self.replace(coef=self.coef / max(1.0 - progress, 0.05)) if self.anneal else self
+
+    def terms(self) -> str:
+        """Weight and formula of the term in the loss."""
+        weight = f"{self.coef:g}{' / max(1 - k/K, 0.05)' if self.anneal else ''}"
+        divergence = self.formula()
+        if self.to == "old":
+            divergence = divergence.replace("logp_ref_it", "logp_old_it").replace("|| reference", "|| old policy")
+        return f"{weight} * mean {'r_it ' if self.importance else ''}{divergence}"
+
     def reference(self, rollouts: Rollouts) -> Tensor:
-        """Log-probabilities under the reference; raises ValueError where there are none."""
+        """Log-probabilities under the policy compared with; raises ValueError where there are none."""
+        if self.to == "old":
+            return rollouts.logp_old.detach()
         hint = f"kl '{self.kind}' compares with the reference policy; score it or set its coef to 0"
         return required(rollouts.logp_ref, "rollouts.logp_ref", hint).detach()
 
@@ -187,6 +210,9 @@ class Divergence(Block):
         yield from super().problems(where)
         if self.in_reward and self.only_gradient:
             yield f"{where} '{self.kind}' only changes a gradient and the reward has none. Use '{self.kind[:2]}'."
+        if self.in_reward and (self.to == "old" or self.anneal):
+            option = f"{where}.to 'old'" if self.to == "old" else f"{where}.anneal"
+            yield f"{option} is for a term of the loss and has no place in the reward. Leave out {where}.in_reward."
         if self.in_reward and self.aggregation is not None:
             yield f"{where}.aggregation has no effect with {where}.in_reward. Set one of the two."
         if self.in_reward and self.importance:
@@ -268,8 +294,13 @@ class ExactKl(Divergence):
     kind = "full"
     needs = frozenset({"kl_ref"})
 
+    @property
+    def inputs(self) -> frozenset[str]:
+        return self.needs if self.to == "reference" else frozenset({"kl_old"})
+
     def __call__(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
-        return required(outputs.kl_ref, "scores.kl_ref", "kl 'full' needs the policy to score it")
+        name = "kl_ref" if self.to == "reference" else "kl_old"
+        return required(getattr(outputs, name), f"scores.{name}", "kl 'full' needs the policy to score it")
 
     def formula(self) -> str:
         return "KL(policy || reference) over the whole distribution"

@@ -66,7 +66,7 @@ class Objective:
     scaling: AdvantageScaling = field(default_factory=AdvantageScaling)
     """Processing of advantages after their estimation."""
     kl: Divergence | None = None
-    """Divergence from the reference."""
+    """Divergence from the reference or the old policy."""
     entropy: Entropy | None = None
     """Entropy bonus."""
     value: CriticLoss | None = None
@@ -97,8 +97,8 @@ class Objective:
     @property
     def needs(self) -> frozenset[str]:
         """Union of the blocks' `needs`; blocks with weight 0 need nothing."""
-        idle = {"kl": not self.needs_reference, "entropy": self.entropy is None or self.entropy.coef == 0}
-        active = [block.needs for key, block in self.blocks.items() if not idle.get(key, False)]
+        idle = {"kl": not self.regularises, "entropy": self.entropy is None or self.entropy.coef == 0}
+        active = [block.inputs for key, block in self.blocks.items() if not idle.get(key, False)]
         active += [mean.needs for mean in self._averages]
         return frozenset().union(*active) | self.scaling.needed_turns()
 
@@ -108,9 +108,14 @@ class Objective:
         return "values" in self.advantage.needs
 
     @property
+    def regularises(self) -> bool:
+        """Whether a divergence is used, from the reference or from the old policy."""
+        return self.kl is not None and self.kl.coef > 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the reference is used."""
-        return self.kl is not None and self.kl.coef > 0
+        return self.regularises and self.kl is not None and self.kl.to == "reference"
 
     @property
     def needs_entropy(self) -> bool:
@@ -132,7 +137,7 @@ class Objective:
         """Whether the loss has terms with a gradient on rows whose advantages are all 0."""
         if self.compares_rows:
             return True
-        divergence = self.needs_reference and not self.kl_in_reward
+        divergence = self.regularises and not self.kl_in_reward
         entropy = self.entropy is not None and self.entropy.coef != 0
         return divergence or entropy or (self.needs_values and isinstance(self.value, ValueLoss))
 
@@ -148,6 +153,10 @@ class Objective:
     def with_kl_coef(self, coef: float) -> Objective:
         """A copy with another weight of its divergence; without one, an unchanged copy."""
         return self if self.kl is None else self.replace(kl=self.kl.replace(coef=coef))
+
+    def at(self, progress: float) -> Objective:
+        """The objective after a share of the run's steps, where the weight of its divergence is annealed."""
+        return self if self.kl is None or not self.kl.anneal else self.replace(kl=self.kl.at(progress))
 
     def override(self, changes: Mapping[str, Mapping[str, Any]]) -> Objective:
         """Change numbers of blocks, or exchange blocks by `kind`.
@@ -185,7 +194,7 @@ class Objective:
         self.validate()
         lines = [f"{self.name}: {self.citation}" if self.citation else self.name]
         advantage = self.advantage.formula() + self.scaling.formula()
-        corrected = self.needs_reference and self.kl is not None and self.kl.importance
+        corrected = self.regularises and self.kl is not None and self.kl.importance
         ratio = self.ratio.formula() if self.clip.uses_ratio or corrected else ""
         weights = [block.formula() for block in (self.weight, self.gate, self.correction) if block is not None]
         shown = (self.order.formula(), self.filter.formula(), self._reward_formula(), advantage, ratio, *weights)
@@ -194,7 +203,7 @@ class Objective:
         terms = [f"mean {weight}{self.clip.formula()}", *self._term_formulas()]
         lines += ["  minimise  " + "\n          + ".join(terms)]
         lines += [f"  averages: {self.aggregation.formula()}"]
-        if self.needs_reference and self.kl is not None and self.kl.aggregation and not self.kl_in_reward:
+        if self.regularises and self.kl is not None and self.kl.aggregation and not self.kl_in_reward:
             lines += [f"  KL averages: {self.kl.aggregation.formula()}"]
         return "\n".join(lines)
 
@@ -380,11 +389,11 @@ class Objective:
         return weight, metrics
 
     def _kl_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
-        if self.kl is None or not self.needs_reference:
+        if self.kl is None or not self.regularises:
             return None, {}
         mask = rollouts.loss_mask
         divergence = self.kl(outputs, rollouts)
-        metrics = {"policy/kl_ref": mean_metric(divergence, mask)}
+        metrics = {"policy/kl_ref": mean_metric(divergence, mask)} if self.needs_reference else {}
         if self.kl.in_reward:
             return None, metrics
         weighted = divergence * row_weights(rollouts)
@@ -448,8 +457,8 @@ class Objective:
         return f"R_it <- R_it - {self.kl.coef:g} * {divergence}"
 
     def _term_formulas(self) -> Iterator[str]:
-        if self.kl is not None and self.needs_reference and not self.kl.in_reward:
-            yield f"{self.kl.coef:g} * mean {'r_it ' if self.kl.importance else ''}{self.kl.formula()}"
+        if self.kl is not None and self.regularises and not self.kl.in_reward:
+            yield self.kl.terms()
         if self.entropy is not None and self.entropy.coef:
             yield f"({-self.entropy.coef:g}) * mean {self.entropy.formula()}"
         if isinstance(self.value, ValueLoss) and self.needs_values:
