@@ -51,6 +51,11 @@ REWARDS: dict[str, RewardEntry] = {
         "from 0 down to -1 over the last buffer_tokens before max_tokens",
         "DAPO, arXiv 2503.14476, equation 13",
     ),
+    "budget": RewardEntry(
+        "mmrl.rewards.budget:budget_reward",
+        "for a right answer, more the fewer tokens it has and the nearer they are to the column `budget`; else 0",
+        "HBPO, arXiv 2507.15844",
+    ),
     "point": RewardEntry(
         "mmrl.gui.grounding.rewards:point_reward",
         "format plus accuracy of points on a screen: adaptive exploration, any or first; -1 for a wrong format",

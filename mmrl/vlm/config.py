@@ -62,8 +62,19 @@ def default_evaluation() -> VlmEvaluationConfig:
     return made
 
 
-SCORES = ("values", "entropy", "entropy_old", "logp_ref", "logp_rollout", "probabilities", "tokens", "answers")
-"""Outputs of a vision-language policy besides log-probabilities."""
+SCORES = (
+    "values",
+    "entropy",
+    "entropy_old",
+    "logp_ref",
+    "logp_rollout",
+    "probabilities",
+    "tokens",
+    "answers",
+    "code_starts",
+    "budgets",
+)
+"""Outputs of a vision-language policy besides log-probabilities, and data of its responses."""
 
 
 @dataclass

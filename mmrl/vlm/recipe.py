@@ -27,6 +27,7 @@ from mmrl.training.sampler import Sampler
 from mmrl.training.scoring import with_rewards
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
+from mmrl.vlm.data.row_extras import row_extras
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.domain import Questions, VlmDomain
 from mmrl.vlm.engine.policy import VlmPolicy
@@ -98,7 +99,8 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         tokens = token_lists(payload.response_ids, rollouts.mask)
         result = self.score_texts(tasks, prompts, payload.texts, tokens, step)
         self.errors.count(result)
-        return with_rewards(rollouts.replace(extras=rollouts.extras | self._block_inputs(rollouts, prompts)), result)
+        extras = rollouts.extras | self._block_inputs(rollouts, tasks, prompts, tokens)
+        return with_rewards(rollouts.replace(extras=extras), result)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages of the objective's estimator; truncated responses leave the update where that is wanted."""
@@ -140,15 +142,17 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         super().close()
         self.sampler.close()
 
-    def _block_inputs(self, rollouts: Rollouts, prompts: Sequence[Chat]) -> dict[str, Tensor]:
-        """Tokens (B, T) and numbers of the answers (B,), where a block of the objective needs them."""
-        payload, device, found = VlmPayload.of(rollouts), rollouts.mask.device, {}
-        if "tokens" in self.objective.needs:
-            found[TOKENS] = payload.response_ids[:, : rollouts.num_decisions].to(device)
-        if "answers" in self.objective.needs:
-            answers = number_answers(rollouts.group.tolist(), prompts, payload.texts)
-            found[ANSWER] = to_device(torch.tensor(answers), device)
-        return found
+    def _block_inputs(
+        self, rollouts: Rollouts, tasks: Sequence[VlmTask], prompts: Sequence[Chat], tokens: Sequence[list[int]]
+    ) -> dict[str, Tensor]:
+        """What blocks of the objective need of responses: tokens (B, T), numbers (B,) of answers, further data."""
+        payload, needs = VlmPayload.of(rollouts), self.objective.needs
+        found = row_extras(needs, tasks, tokens, self.policy.processor.tokenizer.decode)
+        if "tokens" in needs:
+            found[TOKENS] = payload.response_ids[:, : rollouts.num_decisions]
+        if "answers" in needs:
+            found[ANSWER] = torch.tensor(number_answers(rollouts.group.tolist(), prompts, payload.texts))
+        return {name: to_device(values, rollouts.mask.device) for name, values in found.items()}
 
     def _keep_prefill(self) -> KeepPrefill:
         """Part of the prompts' prefill that sampling keeps for the update.

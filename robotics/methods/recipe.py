@@ -326,8 +326,11 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         inputs = _inputs(payload, groups, rows, chunks)
         logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
         place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
-        with_entropy = "entropy" in outputs and entropy is not None
-        return PolicyOutputs(self._spread(logp, *place), self._spread(entropy, *place) if with_entropy else None)
+        if "entropy" not in outputs:
+            return PolicyOutputs(self._spread(logp, *place))
+        if entropy is None:
+            raise UserError("the objective needs entropies, which log_probs of this policy does not return beside logp")
+        return PolicyOutputs(self._spread(logp, *place), self._spread(entropy, *place))
 
     def _spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
         """(M, D) values of chunks as (B, T) decisions."""

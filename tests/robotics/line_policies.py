@@ -23,12 +23,12 @@ class GaussianWalker(nn.Module):
         mean = self.net(obs["state"])
         noise = torch.zeros_like(mean) if greedy else draw_rows(torch.randn, mean.shape, generator)
         action = mean + self.log_std.exp() * temperature * noise.to(mean, non_blocking=True)
-        return action, self.log_probs(obs, action, temperature)
+        return action, self.log_probs(obs, action, temperature)[0]
 
     def log_probs(self, obs, actions, temperature=1.0):
         spread = self.log_std.exp() * temperature
         normal = torch.distributions.Normal(self.net(obs["state"]), spread, validate_args=False)
-        return normal.log_prob(actions).sum(-1)
+        return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
 
 
 def make_walker(bias: float = 0.0) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.blocks.advantage import (
+    Advantage,
     GroupEstimator,
     group_center,
     group_count,
@@ -17,6 +19,7 @@ from mmrl.core.blocks.advantage import (
     group_mean_std,
     group_sum,
 )
+from mmrl.core.loss import masked_mean, required
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 
@@ -120,17 +123,20 @@ def upper_half(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Regrouped(GroupEstimator):
+class Regrouped(Advantage):
     """Compares each row with the half of its group that has more, or less, of something, and with its own half.
+
+    A group with one scored row gets 0.
 
     Source: CANON, arXiv 2509.23962, eq. 5 and 8; biuboomc/CANON verl/trainer/ppo/core_algos.py.
     """
 
+    needs = frozenset({"samples"})
     metric: ClassVar[str]
     """Name in the formula of what halves the group."""
     scaled: ClassVar[str]
     """Half whose own reward alpha multiplies; in the other half it multiplies the other mean."""
-    inter: float = bounded(1.0, at_least=0, at_most=1)
+    inter: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Weight of the comparison with the other half; the rest compares inside the half (the paper's mu: 1 or 0.5)."""
     alpha: float = rare(bounded(1.0, at_least=0))
     """Factor that favours one half."""
@@ -152,17 +158,29 @@ class Regrouped(GroupEstimator):
         bonus = self.beta * (2.0 * upper.to(reward.dtype) - 1.0)
         inter = factor * reward - (1.0 + self.alpha - factor) * other + bonus
         rows = self.inter * inter + (1.0 - self.inter) * (reward - own)
-        alone = reward if self.singleton == "keep" else 0.0
-        rows = torch.where(group_count(group, valid) > 1, rows, alone)
-        return torch.where(rollouts.loss_mask > 0, rows[:, None], 0.0)
+        return spread(torch.where(group_count(group, valid) > 1, rows, 0.0), rollouts)
 
-    def rule(self) -> str:
+    def formula(self) -> str:
         x, y = ("a ", "") if self.scaled == "upper" else ("", "a ")
         return (
-            f"{self.inter:g} B_i + {1 - self.inter:g} (R_i - mean R of its half); halves of g by {self.metric}, a = "
-            f"{self.alpha:g}, B_i = {x}R_i - {y}mean_lower R + {self.beta:g} in the upper, "
+            f"A_it = {self.inter:g} B_i + {1 - self.inter:g} (R_i - mean R of its half); halves of g by {self.metric}, "
+            f"a = {self.alpha:g}, B_i = {x}R_i - {y}mean_lower R + {self.beta:g} in the upper, "
             f"{y}R_i - {x}mean_upper R - {self.beta:g} in the lower"
         )
+
+
+@dataclass(frozen=True)
+class RegroupedByEntropy(Regrouped):
+    """CANON by the mean entropy of a row's decisions; alpha below 1 favours rows of high entropy."""
+
+    kind = "regrouped_by_entropy"
+    needs = frozenset({"samples", "entropy_old"})
+    metric = "mean entropy"
+    scaled = "lower"
+
+    def halved_by(self, rollouts: Rollouts) -> Tensor:
+        entropy = required(rollouts.entropy, "rollouts.entropy", f"advantage '{self.kind}' halves groups by it")
+        return masked_mean(entropy, rollouts.mask)
 
 
 @dataclass(frozen=True)
@@ -175,3 +193,161 @@ class RegroupedByLength(Regrouped):
 
     def halved_by(self, rollouts: Rollouts) -> Tensor:
         return rollouts.lengths
+
+
+@dataclass(frozen=True)
+class BudgetTarget(Advantage):
+    """GRPO's advantage, and how far rows of the same budget of tokens earn less or more than that budget allows.
+
+    A row of budget b may earn 4 cos(pi b / length), what the reward `budget` pays for a right answer of b tokens.
+
+    Source: HBPO, arXiv 2507.15844; ZJU-REAL/HBPO verl/trainer/ppo/core_algos.py.
+    """
+
+    kind = "budget_target"
+    needs = frozenset({"samples", "budgets"})
+    weight: float = rare(bounded(1.0, at_least=0))
+    """Factor of the second term (paper 1; the released code adds it twice)."""
+    length: float = rare(bounded(8192.0, above=0))
+    """Tokens of half a period of the cosine."""
+    eps: float = rare(bounded(1e-6, at_least=0))
+    """Added to the standard deviation."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`; a row alone in its group gets the second term only."""
+        budget = extra(rollouts, "budget", self.kind).to(rollouts.reward.dtype)
+        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        shared = torch.stack([group.to(budget.dtype), budget], 1).unique(dim=0, return_inverse=True)[1]
+        target = 4.0 * torch.cos(math.pi * budget / self.length)
+        rows = group_mean_std(reward, group, eps=self.eps, valid=valid)
+        return spread(rows + self.weight * (group_means(reward, shared, valid) - target), rollouts)
+
+    def formula(self) -> str:
+        return (
+            f"A_it = (R_i - mean_g R) / (std_g R + {self.eps:g}) + {self.weight:g} (mean of R in g with the budget b_i "
+            f"- 4 cos(pi b_i / {self.length:g}))"
+        )
+
+
+def answer_entropy(answer: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """Entropy (B,) in nats of the answers (B,) int64 that the valid rows of each row's group gave."""
+    cluster = torch.stack([group, answer], 1).unique(dim=0, return_inverse=True)[1]
+    share = group_count(cluster, valid).double() / group_count(group, valid).clamp(min=1)
+    # each row holds the share of its own answer, so that their mean is the sum over answers
+    return -group_means(share.clamp(min=torch.finfo(share.dtype).tiny).log(), group, valid)
+
+
+@dataclass(frozen=True)
+class ConsistencyBlend(Advantage):
+    """GRPO's advantage where the answers of a group differ, and the group's own advantage among all where they agree.
+
+    A group that agrees on one answer so has a gradient, for or against that answer.
+
+    Source: COPO, arXiv 2508.04138.
+    """
+
+    kind = "consistency_blend"
+    needs = frozenset({"samples", "answers"})
+    steepness: float = rare(bounded(20.0, above=0))
+    """The paper's gamma: factor of the entropy of the answers in the sigmoid."""
+    threshold: float = rare(bounded(1.5, at_least=0))
+    """The paper's rho: entropy in nats of the answers of a group at which both count the same."""
+    eps: float = rare(bounded(1e-6, at_least=0))
+    """Added to the standard deviations."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`."""
+        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        entropy = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype)
+        weight = torch.sigmoid(self.steepness * (entropy - self.threshold))
+        # one number a group, compared with those of the others
+        first, mean = _first_rows(group, valid), group_means(reward, group, valid)
+        among = group_mean_std(mean, torch.zeros_like(group), eps=self.eps, valid=first)
+        level = group_sum(among, group, len(group))[group]
+        local = group_mean_std(reward, group, eps=self.eps, valid=valid)
+        return spread(weight * local + (1.0 - weight) * level, rollouts)
+
+    def formula(self) -> str:
+        return (
+            f"A_it = w_g (R_i - mean_g R) / (std_g R + {self.eps:g}) + (1 - w_g) (m_g - mean m) / (std m + "
+            f"{self.eps:g}), m_g = mean_g R, w_g = sigmoid({self.steepness:g} (H_g - {self.threshold:g})), H_g = "
+            "entropy of the answers in g"
+        )
+
+
+def _first_rows(group: Tensor, valid: Tensor) -> Tensor:
+    """Mask (B,) with the first valid row of each group."""
+    place = torch.arange(len(group), device=group.device)
+    first = torch.full_like(place, len(group)).scatter_reduce(0, group, torch.where(valid, place, len(group)), "amin")
+    return valid & (place == first[group])
+
+
+@dataclass(frozen=True)
+class EntropyDamped(Advantage):
+    """Reward minus group mean, smaller where the answers of the group differ in meaning.
+
+    Source: SEED-GRPO, arXiv 2505.12346, with its linear function.
+    """
+
+    kind = "entropy_damped"
+    needs = frozenset({"samples", "answers"})
+    alpha: float = rare(bounded(0.5, at_least=0, at_most=1))
+    """Share of the advantage that a group of n different answers loses."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`."""
+        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        entropy = answer_entropy(extra(rollouts, "answer", self.kind), group, valid).to(reward.dtype)
+        largest = group_count(group, valid).clamp(min=2).to(reward.dtype).log()
+        return spread(group_center(reward, group, valid) * (1.0 - self.alpha * entropy / largest), rollouts)
+
+    def formula(self) -> str:
+        return f"A_it = (1 - {self.alpha:g} H_g / log n_g) (R_i - mean_g R), H_g = entropy of the answers in g"
+
+
+@dataclass(frozen=True)
+class EarlyCode(Advantage):
+    """GRPO's advantage, and a bounded bonus of right answers that began to use code earlier than others of the group.
+
+    Source: ASPO in Understanding Tool-Integrated Reasoning, arXiv 2508.19201.
+    """
+
+    kind = "early_code"
+    needs = frozenset({"samples", "code_starts"})
+    delta: float = rare(bounded(-2.0, at_most=0))
+    """Bonus of a mean length of delay; negative, as early code earns more."""
+    bound: float = rare(bounded(0.7, at_least=0))
+    """The paper's k: the bonus is at most this share of the advantage's size."""
+    solved: float = rare(1.0)
+    """Smallest reward of a right answer."""
+    eps: float = rare(bounded(1e-6, at_least=0))
+    """Added to the standard deviation."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`."""
+        start = extra(rollouts, "code_start", self.kind)
+        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        coded = valid & (start >= 0) & (reward >= self.solved)
+        rows = group_mean_std(reward, group, eps=self.eps, valid=valid)
+        length = group_means(rollouts.lengths.to(reward.dtype), group, coded).clamp(min=1)
+        bonus = self.delta * group_center(start.to(reward.dtype), group, coded) / length
+        return spread(
+            rows + torch.minimum(torch.maximum(bonus, -self.bound * rows.abs()), self.bound * rows.abs()), rollouts
+        )
+
+    def formula(self) -> str:
+        return (
+            f"A_it = a_i + clip({self.delta:g} (p_i - mean p) / mean length, -{self.bound:g} |a_i|, {self.bound:g} "
+            f"|a_i|) in rows with code and R_i >= {self.solved:g}, p = where its code starts, means over such rows of "
+            f"g; a_i elsewhere; a_i = (R_i - mean_g R) / (std_g R + {self.eps:g})"
+        )
+
+
+def spread(rows: Tensor, rollouts: Rollouts) -> Tensor:
+    """Advantages (B, T) of rows (B,), 0 where nothing is trained."""
+    return torch.where(rollouts.loss_mask > 0, rows[:, None], 0.0)
+
+
+def extra(rollouts: Rollouts, name: str, kind: str) -> Tensor:
+    """Data (B,) that an estimator needs; raises ValueError where they are missing."""
+    return required(rollouts.extras.get(name), f"rollouts.extras['{name}']", f"advantage '{kind}' reads it")

@@ -31,11 +31,11 @@ class GroupInGroup(Advantage):
 
     kind = "group_in_group"
     needs = frozenset({"samples", "turns", "anchors"})
-    weight: float = bounded(1.0, at_least=0)
+    weight: float = rare(bounded(1.0, at_least=0))
     """Weight of the comparison of turns, omega."""
-    gamma: float = bounded(0.95, at_least=0, at_most=1)
+    gamma: float = rare(bounded(0.95, at_least=0, at_most=1))
     """Discount per turn of the rewards that a turn is compared by."""
-    std: bool = False
+    std: bool = rare(False)
     """Whether both differences are divided by the standard deviation of what is compared."""
     episode_mean: str = rare(choice("turns", ("turns", "episodes")))
     """Mean and deviation of episodes: over "turns", in which an episode counts as often as it has turns (as released),
@@ -84,9 +84,9 @@ class InformationGain(Advantage):
     """
 
     needs = frozenset({"samples", "turns", "information_gain"})
-    entry: str = "answer"
+    entry: str = rare("answer")
     """Entry of the task that is its true answer."""
-    before: str = ""
+    before: str = rare("")
     """Text between the conversation and the answer, as the agent would write it; it is not scored."""
     log: bool = rare(False)
     """Whether a gain is the difference of mean log-probabilities of the answer's tokens (as in the scripts of the later
@@ -106,7 +106,7 @@ class TurnNormalised(InformationGain):
     """
 
     kind = "turn_normalised"
-    gamma: float = bounded(1.0, at_least=0, at_most=1)
+    gamma: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Discount per turn."""
     apart: bool = rare(False)
     """Whether the last turns of episodes are normalised among themselves, and the others among themselves."""

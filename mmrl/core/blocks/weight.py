@@ -14,7 +14,7 @@ from torch import Tensor
 from mmrl.core.block import Block
 from mmrl.core.loss import masked_sum, required
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 
 WEIGHT = "weight"
 """Key of `Rollouts.extras` (B, T): the weights that `Objective.compute_advantages` sets."""
@@ -55,7 +55,7 @@ class TopEntropy(Weight):
 
     kind = "top_entropy"
     needs = frozenset({"entropy_old"})
-    share: float = bounded(0.2, above=0, at_most=1)
+    share: float = rare(bounded(0.2, above=0, at_most=1))
     """Share of the decisions that are learnt from."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:

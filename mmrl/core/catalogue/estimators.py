@@ -1,9 +1,20 @@
 """Objectives of papers whose core is an estimator, or a reward."""
 
-from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.advantage import GroupMean
+from mmrl.core.blocks.clip import PpoClip, SequenceProductRatio
+from mmrl.core.blocks.discriminative import Discriminative, JointPairs
 from mmrl.core.blocks.filter import DropGroups
-from mmrl.core.blocks.shaping import BetaNormalised, RegroupedByLength, VirtualBest
-from mmrl.core.loss import FixedLength, SequenceSum, TokenMean
+from mmrl.core.blocks.shaping import (
+    BetaNormalised,
+    BudgetTarget,
+    ConsistencyBlend,
+    EarlyCode,
+    EntropyDamped,
+    RegroupedByEntropy,
+    RegroupedByLength,
+    VirtualBest,
+)
+from mmrl.core.loss import FixedLength, SequenceMean, SequenceSum, TokenMean
 from mmrl.core.objectives.objective import Objective
 
 ROWS = (
@@ -27,6 +38,15 @@ ROWS = (
         verified="nangongrui-ngr/NGRPO at e7a380415a64",
     ),
     Objective(
+        "canon_entropy",
+        RegroupedByEntropy(),
+        PpoClip(high=0.28, dual=3.0),
+        FixedLength(8192),
+        citation="CANON, arXiv 2509.23962, eq. 5 and 8; constants of its scripts/setups.sh",
+        verified="biuboomc/CANON at 7d6f814fb71f",
+        differs="mu is constant, without the paper's schedules; 8192 becomes the longest answer of the sampler",
+    ),
+    Objective(
         "canon_length",
         RegroupedByLength(),
         PpoClip(high=0.28, dual=3.0),
@@ -34,5 +54,81 @@ ROWS = (
         citation="CANON, arXiv 2509.23962, eq. 5 and 8, by length; constants of its scripts/setups.sh",
         verified="biuboomc/CANON at 7d6f814fb71f",
         differs="mu is constant, without the paper's schedules; 8192 becomes the longest answer of the sampler",
+    ),
+    Objective(
+        "hbpo",
+        BudgetTarget(),
+        PpoClip(high=0.28, dual=3.0),
+        TokenMean(),
+        citation="HBPO, arXiv 2507.15844; clip 0.2/0.28 and dual clip 3 as in its code",
+        verified="ZJU-REAL/HBPO at 5c8991d66483",
+        differs="the code adds the budget's term twice and fails on groups of one; a question has one budget, while "
+        "the paper samples all four in one group",
+    ),
+    Objective(
+        "copo",
+        ConsistencyBlend(),
+        PpoClip(high=0.28),
+        TokenMean(),
+        citation="Han et al., COPO, arXiv 2508.04138 (gamma 20, rho 1.5)",
+        verified="hand computation",
+        differs="the authors' repository lacks the source of the estimator; the global term is from its text",
+    ),
+    Objective(
+        "seed_grpo",
+        EntropyDamped(),
+        PpoClip(),
+        TokenMean(),
+        citation="Chen et al., SEED-GRPO, arXiv 2505.12346, with its linear function",
+        verified="hand computation",
+        differs="clusters are equal answers, counted without their probabilities; alpha is 0.5, as no code states one",
+    ),
+    Objective(
+        "aspo_tir",
+        EarlyCode(),
+        PpoClip(high=0.28),
+        TokenMean(),
+        citation="ASPO in Understanding Tool-Integrated Reasoning, arXiv 2508.19201 (delta -2, k 0.7)",
+        verified="hand computation",
+    ),
+    Objective(
+        "p3o_separate",
+        GroupMean(),
+        PpoClip(),
+        SequenceMean(),
+        ratio=SequenceProductRatio(),
+        citation="Wu et al., P3O, arXiv 2310.00212, separate clipping (clip 0.2)",
+        verified="hand computation",
+        differs="groups may have more than the paper's two rows, whose advantages are (R_1 - R_2) / 2 and its negative",
+    ),
+    Objective(
+        "p3o_joint",
+        GroupMean(),
+        JointPairs(),
+        SequenceMean(),
+        ratio=SequenceProductRatio(),
+        citation="Wu et al., P3O, arXiv 2310.00212, joint clipping (clip 0.2)",
+        verified="hand computation",
+        differs="the mean over all pairs of a group, each in both orders, where the paper has one pair",
+    ),
+    Objective(
+        "disco",
+        GroupMean(),
+        Discriminative(),
+        SequenceMean(),
+        citation="Li et al., DisCO, arXiv 2505.12366; constants of its scripts/train/run_disco_logL_1.5b_8k.sh",
+        verified="Optimization-AI/DisCO at bd2b07812934",
+        differs="rows above their group's mean are good and those below bad, which is 1 and 0 for binary rewards; the "
+        "code reports another value with the same gradient",
+    ),
+    Objective(
+        "decoupled_reward",
+        GroupMean(),
+        # 0.1 of the paper's longest answer
+        Discriminative(length_scale=819.2),
+        SequenceMean(),
+        citation="DRPO, arXiv 2510.04474; constants of its run_drpo_1.5b_8k.sh (lambda 0.1 of 8,192 tokens)",
+        verified="Optimization-AI/DRPO at 405f70268c79",
+        differs="as disco",
     ),
 )

@@ -26,6 +26,7 @@ from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import MAX_LINE_MB, Row, check_split, read_rows
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer
+from mmrl.vlm.data.row_extras import with_budgets
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ ANSWER_KEYS = ("answer", "solution", "ground_truth")
 IMAGE_KEYS = ("images", "image")
 VIDEO_KEYS = ("videos", "video")
 BAD_ROWS = ("error", "skip")
-OWN_OPTIONS = ("path", "split", "build", "build_options", "max_tasks")
+OWN_OPTIONS = ("path", "split", "build", "build_options", "max_tasks", "budgets")
 """Options that a held-out split does not inherit from `data`."""
 MAX_PROMPT_CHARS = 200_000
 
@@ -70,6 +71,9 @@ class DataConfig:
     text_only: bool | None = rare(None)
     """Whether questions without image are fine; empty: yes where images are marked in the text or the row's
     image list is empty, no where the data set gives images by column only."""
+    budgets: list[int] = rare(field(default_factory=list))
+    """Ask each question once for each of these numbers of tokens: it is written at the end of the question, and passed
+    to the rewards as `budget` (HBPO: 512, 1024, 2048, 2560)."""
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first rows, up to this number of good ones."""
     build: str | None = None
@@ -158,6 +162,7 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
     if good:
         _fill(loaded, good, _find_layout(config, good), config)
     loaded.check_left(config.path)
+    loaded.tasks = with_budgets(loaded.tasks, config.budgets)
     return loaded
 
 

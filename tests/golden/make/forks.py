@@ -13,9 +13,9 @@ CORE = "verl/trainer/ppo/core_algos.py"
 COUNT_EPS = {"relative": 1e-8, "because": "it adds 1e-8 to the number of tokens that a mean is taken over"}
 
 
-def fork_names(clone: Clone) -> dict[str, Any]:
-    """What the functions of a fork's core_algos.py find among their globals."""
-    means, names = "verl/utils/torch_functional.py", {}
+def fork_names(clone: Clone, root: str = "") -> dict[str, Any]:
+    """What the functions of a core_algos.py below `root` find among their globals."""
+    means, names = f"{root}verl/utils/torch_functional.py", {}
     if "def masked_sum" in (clone.path / means).read_text():  # newer forks
         names["masked_sum"] = clone.function(means, "masked_sum")
     mean = clone.function(means, "masked_mean", **names)

@@ -1,0 +1,131 @@
+"""Policy losses that compare the rows of a group by their likelihood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.advantage import group_count, group_extremes, group_sum
+from mmrl.core.blocks.clip import LOG_RATIO_LIMIT, BoundedClip, Clip, Loss, Ratio
+from mmrl.core.loss import PolicyOutputs, masked_mean, masked_sum
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice, rare
+
+
+@dataclass(frozen=True)
+class Discriminative(Clip):
+    """Raises the scores of good rows above those of bad rows of the same group, near the policy before the update.
+
+    The score s of a row is the mean of its log-probabilities or ratios; rows with a positive advantage are good, with a
+    negative one bad. The loss of a group is tau log mean_bad exp(s / tau) - mean_good s, so that the bad rows of the
+    highest score count most, and 0 without either. Nothing is clipped: where the mean divergence d from the old policy
+    exceeds a limit, penalty (d - limit) d is added, the factor without a gradient. Both are of the rows that pass the
+    policy together.
+
+    Source: DisCO, arXiv 2505.12366, and DRPO, arXiv 2510.04474 (`length_scale`); Optimization-AI/DisCO and
+        Optimization-AI/DRPO verl/verl/trainer/ppo/core_algos.py.
+    """
+
+    kind = "discriminative"
+    compares_rows = True
+    score: str = rare(choice("logp", ("logp", "ratio")))
+    """What a row's score is the mean of: log-probabilities or importance ratios."""
+    temperature: float = rare(bounded(10.0, above=0))
+    """The papers' tau: scores are compared in units of it (10 for log-probabilities, 1 for ratios)."""
+    length_scale: float | None = rare(bounded(None, above=0))
+    """Tokens by which a longer good row weighs e times less (DRPO: 0.1 of the longest answer); none: all alike."""
+    limit: float = rare(bounded(1e-4, at_least=0))
+    """Divergence in nats a decision that costs nothing."""
+    penalty: float = rare(bounded(1000.0, at_least=0))
+    """Factor of the divergence beyond it."""
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; all decisions of a group carry the group's loss."""
+        mask, group = rollouts.loss_mask, rollouts.group
+        scores = masked_mean(outputs.logp if self.score == "logp" else log_ratio.exp(), mask)
+        sign = masked_sum(advantage.detach(), mask)
+        good, bad = sign > 0, sign < 0
+        kept = self._weights(mask.sum(1).to(scores.dtype), group, good)
+        loss = _log_mean_exp(scores / self.temperature, group, bad) * self.temperature
+        loss = loss - group_sum(kept * scores, group, len(group))[group]
+        loss = torch.where((group_count(group, good) > 0) & (group_count(group, bad) > 0), loss, 0.0)[:, None]
+        moved = torch.where(mask > 0, -log_ratio, 0.0)
+        divergence = (moved.sum() / mask.sum().clamp(min=1)).detach()
+        # rows weigh by their length, because the divergence is a mean over all decisions
+        share = (mask.sum(1) * len(mask) / mask.sum().clamp(min=1)).to(moved.dtype)[:, None]
+        factor = self.penalty * (divergence - self.limit).clamp(min=0)
+        beyond = (divergence > self.limit).to(moved.dtype).expand_as(moved)
+        return loss + factor * share * moved, {"policy/beyond_divergence_limit": beyond}
+
+    def _weights(self, length: Tensor, group: Tensor, good: Tensor) -> Tensor:
+        """Weights (B,) of the good rows, which sum to 1 in each group."""
+        weight = good.to(length.dtype)
+        if self.length_scale is not None:
+            shortest = group_extremes(length, group, good, len(group))[0][group]
+            weight = torch.where(good, ((shortest - length) / self.length_scale).exp(), 0.0)
+        return weight / group_sum(weight, group, len(group))[group].clamp(min=torch.finfo(weight.dtype).tiny)
+
+    def formula(self) -> str:
+        tau, score = f"{self.temperature:g}", "logp_it" if self.score == "logp" else "r_it"
+        weighted = "" if self.length_scale is None else f", weighted by exp(-length / {self.length_scale:g})"
+        return (
+            f"[{tau} log mean_bad exp(s / {tau}) - mean_good s{weighted}] + {self.penalty:g} (d - {self.limit:g})+ d, "
+            f"s_i = mean_t {score}, good: A_i > 0, bad: A_i < 0, d = mean (logp_old - logp)"
+        )
+
+    def conflicts(self, ratio: Ratio) -> Iterator[str]:
+        if ratio.kind != "token":
+            yield f"clip '{self.kind}' takes means over a row itself, but ratio is '{ratio.kind}'. Use ratio 'token'."
+
+
+def _log_mean_exp(x: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """Logarithm of the mean of exp(x) (B,) over the valid rows of each row's group; of 1 where there is none."""
+    size = len(group)
+    highest = group_extremes(x.detach(), group, valid, size)[1]
+    highest = torch.where(highest.isfinite(), highest, 0.0)[group]
+    total = group_sum(torch.where(valid, (torch.where(valid, x, highest) - highest).exp(), 0.0), group, size)[group]
+    return torch.where(total > 0, total, 1.0).log() + highest - group_count(group, valid).clamp(min=1).to(x.dtype).log()
+
+
+@dataclass(frozen=True)
+class JointPairs(BoundedClip):
+    """Clipped surrogate on the ratio of each pair of rows of a group, with half the difference of their advantages.
+
+    A pair's ratio is that of its rows' ratios, so that what all answers to a question have in common cancels. A row's
+    loss is the mean over its pairs, with itself first.
+
+    Source: P3O (joint clipping), arXiv 2310.00212.
+    """
+
+    kind = "joint_pairs"
+    compares_rows = True
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """See `Clip`; each decision of a row carries the row's loss."""
+        mask, group = rollouts.loss_mask, rollouts.group
+        valid = mask.any(1)
+        others = ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+        pairs = (group[:, None] == group) & valid[:, None] & valid & others
+        rows, value = log_ratio[:, 0], masked_mean(advantage.detach(), mask)
+        moved = (rows[:, None] - rows).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        better = (value[:, None] - value) / 2
+        loss = torch.maximum(-better * moved, -better * moved.clamp(1.0 - self.low, 1.0 + self.high))
+        number = pairs.sum(1).clamp(min=1)
+        loss = torch.where(pairs, loss, 0.0).sum(1) / number
+        beyond = pairs & ((moved - moved.clamp(1.0 - self.low, 1.0 + self.high)).detach() * better > 0)
+        return loss[:, None].expand_as(mask), {
+            "policy/clip_fraction": (beyond.sum(1) / number)[:, None].expand_as(mask)
+        }
+
+    def formula(self) -> str:
+        return (
+            f"mean_j max(-A_ij r_ij, -A_ij clip(r_ij, {1 - self.low:g}, {1 + self.high:g})), r_ij = r_i / r_j, A_ij = "
+            "(A_i - A_j) / 2, over the other rows j of g"
+        )
+
+    def conflicts(self, ratio: Ratio) -> Iterator[str]:
+        if not ratio.row_gradient:
+            yield f"clip '{self.kind}' compares whole rows, but ratio is '{ratio.kind}'. Use ratio 'sequence_product'."
