@@ -1,4 +1,4 @@
-"""Advantages of the turns of an agent."""
+"""Advantages of the turns of an agent, and rules for episodes that branch from others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from mmrl.core.blocks.advantage import Advantage, group_center, group_std, group_sum
-from mmrl.core.loss import required
+from mmrl.core.blocks.clip import BoundedClip, Loss, PpoClip
+from mmrl.core.blocks.weight import Weight
+from mmrl.core.loss import masked_sum, required
 from mmrl.core.returns import decision_rewards, gae_over_turns, returns_to_go, turn_starts, turn_sums
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
@@ -167,3 +169,53 @@ class PerPosition(InformationGain):
 
     def formula(self) -> str:
         return "A_it = G_it - mean_g of G at position t, G_it = sum of rewards and gains of information from token t on"
+
+
+@dataclass(frozen=True)
+class GradientPreserving(BoundedClip):
+    """PPO's clipped surrogate whose upper bound keeps the gradient of log p, at the size that it has at the bound.
+
+    Source: AEPO, arXiv 2510.14545; mowenruan/ARPO AEPO/verl_aepo_entropy/verl/trainer/ppo/core_algos.py.
+    """
+
+    kind = "gradient_preserving"
+    dual: float | None = rare(bounded(3.0, above=1))
+    """Bound c > 1 on the loss -A c where the advantage is negative; none switches it off."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
+        loss, indicators = PpoClip(self.low, self.high, self.dual)(log_ratio, logp, advantage)
+        bound = (1.0 + self.high) * (log_ratio - log_ratio.detach()).exp()
+        beyond = (advantage > 0) & (log_ratio.detach().exp() > 1.0 + self.high)
+        return torch.where(beyond, -advantage.detach() * bound, loss), indicators
+
+    def formula(self) -> str:
+        return (
+            f"{PpoClip(self.low, self.high, self.dual).formula()}, with the gradient -A_it {1 + self.high:g} grad "
+            "logp_it beyond the upper bound"
+        )
+
+
+@dataclass(frozen=True)
+class EntropyBalanced(Weight):
+    """Weighs a decision by its entropy, relative to all decisions of the step.
+
+    The entropy is that of the policy that the update starts from; the public code takes the updated policy's, and mean
+    and deviation of each micro-batch.
+
+    Source: AEPO, arXiv 2510.14545; mowenruan/ARPO AEPO/verl_aepo_entropy/verl/trainer/ppo/core_algos.py.
+    """
+
+    kind = "entropy_balanced"
+    needs = frozenset({"entropy_old"})
+    scale: float = bounded(0.2, at_least=0)
+    """Added to the weight for each standard deviation above the mean; no weight falls below 0."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        entropy = required(rollouts.entropy, "rollouts.entropy", "weight 'entropy_balanced' reads it")
+        mask = rollouts.loss_mask
+        centred = entropy - masked_sum(entropy, mask).sum() / mask.sum().clamp(min=1)
+        deviation = (masked_sum(centred**2, mask).sum() / (mask.sum() - 1).clamp(min=1)).sqrt()
+        return (1.0 + self.scale * centred / torch.where(deviation > 0, deviation, 1.0)).clamp(min=0.0)
+
+    def formula(self) -> str:
+        return f"u_it = max(0, 1 + {self.scale:g} (H_it - mean H) / std H), over the step"

@@ -1,8 +1,9 @@
 """Objectives that give credit to the turns of an agent."""
 
+from mmrl.core.blocks.advantage import GroupMeanStd
 from mmrl.core.blocks.clip import PpoClip
 from mmrl.core.blocks.divergence import K3
-from mmrl.core.blocks.turns import GroupInGroup, TurnNormalised
+from mmrl.core.blocks.turns import EntropyBalanced, GradientPreserving, GroupInGroup, TurnNormalised
 from mmrl.core.loss import TokenMean
 from mmrl.core.objectives.objective import Objective
 
@@ -26,5 +27,24 @@ ROWS: tuple[Objective, ...] = (
         citation="Wang et al., IGPO, arXiv 2510.14967; its public code (gamma 1, k3 0.001)",
         verified="debajoycs98/IGPO at 866019637ff3, GuoqingWang1/IGPO at bff163b72718",
         differs="a gain of exactly 0 counts as a turn; the last turn's reward is the environment's, not F1",
+    ),
+    Objective(
+        "agentic_branching",
+        GroupMeanStd(),
+        PpoClip(dual=3.0),
+        TokenMean(),
+        citation="Dong et al., Agentic Reinforced Policy Optimization (ARPO), arXiv 2507.19849; its scripts (no KL)",
+        verified="dongguanting/ARPO at e257337d1f10",
+        differs="the loss alone: the branching of episodes is recipe agentic_branching",
+    ),
+    Objective(
+        "agentic_entropy_balanced",
+        GroupMeanStd(),
+        GradientPreserving(),
+        TokenMean(),
+        weight=EntropyBalanced(),
+        citation="Dong et al., Agentic Entropy-Balanced PO (AEPO), arXiv 2510.14545; its public scripts (no KL)",
+        verified="mowenruan/ARPO at 410211f8a3ea",
+        differs="entropies of the policy before the update, compared over the step; no weight below 0",
     ),
 )
