@@ -271,6 +271,20 @@ class Rollouts:
         rows = order[position[order] >= 0]
         return self._take(rows, groups, position[rows])
 
+    def exchanged(self, rows: Tensor, others: Rollouts) -> Rollouts:
+        """Put other rows into the places of some, whose groups and prompts they join.
+
+        Args:
+            rows: (k,) int64, the rows that leave.
+            others: k rows with the same optional fields, terms and extras; their own groups and prompts are dropped.
+
+        Returns:
+            As many rows as before, T padded to the longest.
+        """
+        joined, order = Rollouts.concat([self, others]), torch.arange(self.num_rows)
+        order[_as_indices(rows, self.num_rows, "rows")] = self.num_rows + torch.arange(others.num_rows)
+        return joined._take(order, torch.arange(self.num_groups), self.host.group)
+
     def minibatches(self, count: int, generator: torch.Generator | None = None) -> list[Rollouts]:
         """Cut into optimiser steps of whole groups, as even as possible.
 

@@ -63,6 +63,8 @@ _NAMES = {
         "PreferenceRunConfig",
     ),
     "mmrl.vlm.methods.distillation": ("DistilConfig", "DistilRecipe", "DistilSettings"),
+    "mmrl.vlm.methods.multi_teacher": ("MultiTeacherConfig", "MultiTeacherRecipe"),
+    "mmrl.vlm.methods.scaffolded": ("ScaffoldedConfig", "ScaffoldedRecipe", "hint_levels"),
     "mmrl.vlm.methods.teacher": ("Teacher", "TeacherConfig"),
     "mmrl.vlm.methods.reg_grpo": (
         "RegGrpoConfig",

@@ -108,13 +108,17 @@ def _of_unequal_length(number: int, row: dict[str, Any]) -> None:
 def _vlm(name: str, folder: Path) -> Any:
     from mmrl.rewards import RewardConfig
     from tests.vlm.pairs import write_pairs
-    from tests.vlm.runs import run_config
+    from tests.vlm.runs import add_columns, run_config
 
     entry = RECIPES[name]
     config = run_config(entry.load_config_class(), folder, tiny_vlm(), tasks_per_step=2, samples_per_task=3)
     config.recipe, config.eval_data = name, {}
     if hasattr(config, "teacher"):
         config.teacher.prompt = "{question} {answer}"
+    if hasattr(config, "scaffold"):
+        config.scaffold.warmup_steps = 0
+    if name in ("scaffolded", "multi_teacher"):
+        add_columns(Path(config.data.path), hints=["3", "7"], teacher_responses=[{"model": "a", "text": "7"}])
     scored = getattr(config, "scoring", config)
     scored.sampler.max_new_tokens = 4
     scored.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]

@@ -22,6 +22,8 @@ BUDGET = {
     "apo": 76,
     "reg_grpo": 74,
     "distil": 78,
+    "scaffolded": 110,
+    "multi_teacher": 110,
     "tspo": 87,
     "sft": 25,
     "preference": 78,

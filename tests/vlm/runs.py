@@ -50,6 +50,12 @@ def without_images(file: Path) -> None:
     file.write_text("\n".join(map(json.dumps, rows)) + "\n")
 
 
+def add_columns(file: Path, **columns: Any) -> None:
+    """Give all written questions further columns."""
+    rows = [json.loads(line) | columns for line in file.read_text().splitlines()]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
 def run_config(kind: type[Any], folder: Path, model: Path, **trainer: Any) -> Any:
     """A two-step run of a recipe on a tiny model."""
     data = write_questions(folder / "data")

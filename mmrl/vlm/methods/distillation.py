@@ -25,6 +25,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from mmrl.core.blocks.foreign import SOURCE, TEACHER
 from mmrl.core.loss import Denominators, mean_metric, token_mean
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
@@ -41,10 +42,6 @@ from mmrl.vlm.engine.policy import VlmPolicy
 from mmrl.vlm.methods.sft import given_answers
 from mmrl.vlm.methods.teacher import Teacher, TeacherConfig, TeacherPrompts
 from mmrl.vlm.recipe import VlmRecipe
-
-SOURCE = "source"
-"""Extra (B,) int64: 0 for samples of the policy, 2 for answers of the data or of a teacher."""
-GIVEN = 2
 
 
 @dataclass
@@ -189,13 +186,15 @@ class DistilRecipe(VlmRecipe):
         texts = [str(task.columns[self.config.distil.target_key]) for task in usable]
         ids = [policy.encode_answer(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         rows = given_answers(policy, usable, prompts, texts, ids)
-        payload = VlmPayload.of(rows)
+        payload, own = VlmPayload.of(rows), streams.among(tasks, usable)
         if self.view is not None:
-            payload = self.view(payload, policy, streams.among(tasks, usable))
-        extras = {SOURCE: torch.full_like(rows.group, GIVEN)}
+            payload = self.view(payload, policy, own)
+        extras = {SOURCE: torch.full_like(rows.group, TEACHER)}
         if self.config.sampler.top_p < 1.0 or self.config.sampler.top_k > 0:
             extras["nucleus_mass"] = torch.ones_like(rows.mask)
-        return rows.replace(payload=payload, extras=extras, reward=torch.full_like(rows.reward, float("nan")))
+        return own.noted(
+            rows.replace(payload=payload, extras=extras, reward=torch.full_like(rows.reward, float("nan")))
+        )
 
     def _check_answers(self) -> None:
         """Refuse questions without an answer where answers of the data are learned."""

@@ -66,6 +66,24 @@ def build_problems(
     return _write(Path(path), count, _problems(split, operands, largest, seed))
 
 
+def build_helped(path: str | Path, **options: Any) -> Path:
+    """Write problems of `build_problems`, given its options, with help for those that are missed.
+
+    Returns:
+        The file; further columns hints (the steps of the worked answer and its expression) and teacher_responses (the
+        worked answer, and the expression alone).
+    """
+    file = build_problems(path, **options)
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        steps = row["completion"].removeprefix("<think>").partition("</think>")[0].split()
+        row["hints"] = [*steps, row["answer"]]
+        texts = {"worked": row["completion"], "short": _worked([], row["answer"])}
+        row["teacher_responses"] = [{"model": model, "text": text} for model, text in texts.items()]
+    write_atomically(file, "".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
 def build_pairs(
     path: str | Path,
     *,

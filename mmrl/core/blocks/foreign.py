@@ -1,0 +1,56 @@
+"""Clip rules for rows that the policy did not sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.clip import BoundedClip, Loss, clip_indicators, clipped_loss
+from mmrl.core.loss import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded
+
+SOURCE = "source"
+"""Extra (B,) int64 of rollouts: 0 for samples of the policy, 1 for those behind a hint, 2 for answers of a teacher
+or of the data."""
+TEACHER = 2
+
+
+@dataclass(frozen=True)
+class OffPolicyShaping(BoundedClip):
+    """Clipped surrogate for samples of the policy; -A p / (p + shape), without a ratio, for answers of a teacher.
+
+    p is the policy's own probability of the token: its gradient is largest where p is small, and fades where the token
+    is learned. Rows without a source are samples.
+
+    Source: LUFFY, arXiv 2504.14945; SII-Enigma/AMPO mix_core_alg.py, off_policy_reshape p_div_p_0.1.
+    """
+
+    kind = "off_policy_shaping"
+    dual: float | None = bounded(None, above=1)
+    """Bound c > 1 on the loss -A c of samples with a negative advantage; none switches it off."""
+    shape: float = bounded(0.1, above=0)
+    """Probability at which the factor of a teacher's token is 1/2."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
+        """See `Clip`; of samples alone."""
+        loss = clipped_loss(log_ratio, advantage, self.low, self.high, self.dual)
+        return loss, clip_indicators(log_ratio.exp(), self.low, self.high, signed=advantage.detach())
+
+    def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        loss, indicators = self(log_ratio, outputs.logp, advantage)
+        if SOURCE not in rollouts.extras:
+            return loss, indicators
+        given = (rollouts.extras[SOURCE] == TEACHER)[:, None].expand_as(loss)
+        p = outputs.logp.exp()
+        loss = torch.where(given, -advantage.detach() * p / (p + self.shape), loss)
+        indicators = {name: value.masked_fill(given, 0.0) for name, value in indicators.items()}
+        return loss, indicators | {"policy/given": given.to(loss.dtype)}
+
+    def formula(self) -> str:
+        own = f"max(-A_it r_it, -A_it {self.clipped()})"
+        if self.dual is not None:
+            own = f"[{own}, where A_it < 0 at most -{self.dual:g} A_it]"
+        return f"{own}; of a teacher's answer -A_it p_it / (p_it + {self.shape:g})"

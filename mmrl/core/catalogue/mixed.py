@@ -1,0 +1,29 @@
+"""Objectives of recipes whose rows come from elsewhere than the question: hints, teachers, references."""
+
+from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
+from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.foreign import OffPolicyShaping
+from mmrl.core.loss import FixedLength, TokenMean
+from mmrl.core.objectives.objective import Objective
+
+ROWS = (
+    Objective(
+        "scaffolded",
+        GroupMeanStd(),
+        PpoClip(dual=3.0),
+        TokenMean(),
+        citation="Scaf-GRPO, arXiv 2510.19807; GRPO of its bs256_6k_mix.sh (clip 0.2, dual clip 3, no KL)",
+        verified="dvlab-research/Scaf-GRPO at 1085db539b92",
+        differs="the loss alone: hints belong to recipe scaffolded",
+    ),
+    Objective(
+        "multi_teacher",
+        GroupMean(),
+        OffPolicyShaping(dual=10.0),
+        FixedLength(8192),
+        citation="AMPO, arXiv 2510.02227; constants of its train_ampo.sh (clip 0.2, dual clip 10, no KL)",
+        verified="SII-Enigma/AMPO at b88d365654e0",
+        differs="the code divides by the width of a micro-batch, not by its rows, and has an entropy bonus of 0.001; "
+        "8192 becomes the longest answer of the sampler",
+    ),
+)

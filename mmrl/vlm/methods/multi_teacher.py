@@ -1,0 +1,175 @@
+"""AMPO: answers of several teachers where the policy has none that is right (arXiv 2510.02227).
+
+A row of the data has a column of teachers' answers, {model, text} each. Where no sample of a question is right,
+`count` of its samples, drawn at random, are exchanged for the answers that the policy comprehends best: those after
+whose reasoning it gives the right answer's tokens the highest mean probability. Their reward is at least 1, advantages
+are those of the new group, and the objective `multi_teacher` gives their tokens the weight p / (p + 0.1) in place of a
+clipped ratio.
+
+The reasoning is the text up to `answer_mark`; an answer without the mark is comprehended least. Differences: as in
+train_ampo.sh the statistics of a group are those of all its rows (the code has an estimator of the policy's own samples
+too, which its script does not use); teachers' answers that are longer than the policy's may be are left out, where the
+code cuts them off; the code's limit on length and its repetition penalty are rewards here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from mmrl.core.blocks.foreign import TEACHER
+from mmrl.core.loss import masked_mean
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import bounded, rare
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.data.prompt import VlmPayload, encode_text, given_answer
+from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.methods.replacing import Exchange, ReplacingRecipe
+
+
+@dataclass
+class TeachersSettings:
+    """Answers of teachers for questions that all samples miss."""
+
+    responses_key: str = rare("teacher_responses")
+    """Column with the teachers' answers, a list of {model, text}."""
+    count: int = bounded(2, at_least=1)
+    """Most samples of a group that are exchanged."""
+    answer_mark: str = rare("<answer>")
+    """Text behind which a teacher's answer stands; what comes before it is its reasoning."""
+    least_reward: float = rare(1.0)
+    """Smallest reward of a teacher's answer."""
+
+
+@dataclass
+class MultiTeacherConfig(VlmConfig):
+    """An AMPO run."""
+
+    teachers: TeachersSettings = field(default_factory=TeachersSettings)
+    """Answers of teachers for questions that all samples miss."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="multi_teacher"))
+    """Objective that is optimised."""
+
+
+class MultiTeacherRecipe(ReplacingRecipe):
+    """The objective `multi_teacher`, or another, with teachers' answers where every sample fails."""
+
+    config: MultiTeacherConfig
+
+    def __init__(self, config: MultiTeacherConfig) -> None:
+        super().__init__(config)
+        try:
+            given = [self._texts(task) for task in self.train_tasks]
+            if not any(given):
+                key, columns = config.teachers.responses_key, ", ".join(self.train_tasks[0].columns)
+                raise UserError(
+                    f"data: no question has teachers' answers in a column '{key}' (teachers.responses_key), a list of "
+                    f"{{model, text}}; columns: {columns}"
+                )
+        except UserError:
+            self.close()
+            raise
+
+    def replacements(
+        self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
+    ) -> Exchange | None:
+        """The answers that the policy comprehends best, in the places of samples drawn at random."""
+        payload, settings = VlmPayload.of(rollouts), self.config.teachers
+        chosen: list[tuple[int, str]] = []
+        leaving: list[int] = []
+        host = rollouts.host.group
+        for place, group in enumerate(failed):
+            texts = self._usable(policy, payload, group)
+            own = torch.nonzero((host == group) & rollouts.scored.cpu()).flatten()
+            number = min(settings.count, len(texts), len(own))
+            if not number:
+                continue
+            known = self.comprehension(policy, rollouts, group, texts)
+            best = known.argsort(descending=True, stable=True)[:number].tolist()
+            chosen += [(group, texts[index]) for index in best]
+            order = torch.randperm(len(own), generator=streams.of(place, "teachers"))[:number]
+            leaving += own[order].tolist()
+        if not chosen:
+            return None
+        groups, texts = [group for group, _ in chosen], [text for _, text in chosen]
+        ids = [policy.encode_answer(payload.prompts[group], text) for group, text in chosen]
+        rows = self.with_scores(self.rows_of(rollouts, groups, ids, texts, TEACHER), step)
+        rows = rows.replace(reward=rows.reward.clamp(min=settings.least_reward))  # one that failed stays NaN
+        return torch.tensor(leaving), self.with_logp(policy, rows)
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """See `ReplacingRecipe`."""
+        self.noted["replaced/too_long"] = float(self.replaced["too_long"])
+        return super().advantages(rollouts, accelerator, step)
+
+    def comprehension(self, policy: VlmPolicy, rollouts: Rollouts, group: int, texts: Sequence[str]) -> Tensor:
+        """(n,) on the host: mean probability of the right answer's tokens behind the reasoning of each text.
+
+        -1 where a text has no `answer_mark`, or the question no answer.
+        """
+        payload, mark = VlmPayload.of(rollouts), self.config.teachers.answer_mark
+        prompt, answer = payload.prompts[group], payload.tasks[group].columns.get("answer")
+        tokenizer = policy.processor.tokenizer
+        found = torch.full((len(texts),), -1.0)
+        marked = [number for number, text in enumerate(texts) if mark in text]
+        if answer is None or not marked:
+            return found
+        right = encode_text(str(answer), tokenizer)
+        before = []
+        for number in marked:
+            reasoning, _, rest = texts[number].rpartition(mark)
+            space = rest[: len(rest) - len(rest.lstrip())]
+            before.append(encode_text(given_answer(prompt, reasoning + mark + space), tokenizer))
+        ids = [[*start, *right] for start in before]
+        rows = self.rows_of(rollouts, [group] * len(ids), ids, [""] * len(ids), TEACHER)
+        starts = torch.tensor([[len(start)] for start in before], device=rows.mask.device)
+        answered = rows.mask * (torch.arange(rows.num_decisions, device=rows.mask.device) >= starts)
+        rows = rows.replace(mask=answered)
+        logp = self.scores_in_chunks(policy, rows, frozenset({"logp"})).logp
+        found[marked] = masked_mean(logp.exp(), rows.mask).float().cpu()
+        return found
+
+    def describe(self) -> str:
+        """The objective's formula and the exchange."""
+        return (
+            f"{super().describe()}\nwhere no sample is right: up to {self.config.teachers.count} samples make room for "
+            "the teachers' answers after whose reasoning the right answer is likeliest"
+        )
+
+    def _texts(self, task: VlmTask) -> list[str]:
+        """Teachers' answers of a question; raises UserError."""
+        key = self.config.teachers.responses_key
+        found: list[str] = []
+        for entry in task.columns.get(key) or []:
+            text: Any = entry.get("text") if isinstance(entry, dict) else entry
+            if not isinstance(text, str):
+                raise UserError(
+                    f"data: question {task.id} has {entry!r} in column '{key}' (teachers.responses_key); a teacher's "
+                    'answer is {"model": ..., "text": ...}'
+                )
+            try:
+                check_no_media(task, key, text, "media_in_answer")
+            except TaskError as error:
+                raise UserError(f"data: {error}") from error
+            found.append(text)
+        return found
+
+    def _usable(self, policy: VlmPolicy, payload: VlmPayload, group: int) -> list[str]:
+        """Teachers' answers of a group that are no longer than the policy's may be; the others are counted."""
+        prompt, found = payload.prompts[group], []
+        for text in self._texts(payload.tasks[group]):
+            if len(policy.encode_answer(prompt, text)) <= self.config.sampler.max_new_tokens:
+                found.append(text)
+            else:
+                self.replaced["too_long"] += 1
+        return found

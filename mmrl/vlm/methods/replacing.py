@@ -1,0 +1,139 @@
+"""Recipes that exchange samples of questions without a right answer for rows from elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from mmrl.core.blocks.foreign import SOURCE
+from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import Tally
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
+from mmrl.training.scoring import EveryRewardFailedError, with_rewards
+from mmrl.vlm.data.prompt import VlmPayload, token_lists
+from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.engine.policy import VlmPolicy
+from mmrl.vlm.recipe import VlmRecipe
+
+Exchange = tuple[Tensor, Rollouts]
+"""The rows (k,) that leave, and the k rows that take their places."""
+
+
+class ReplacingRecipe(VlmRecipe):
+    """Looks for other rows where no sample of a question is right, after scoring and before everything that follows.
+
+    A subclass says in `replacements` which rows leave and which ones take their places.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.replaced = Tally()
+        """Groups, groups that failed, and rows exchanged in the step."""
+        self.added["replaced"] = self.replaced
+        self._asked: tuple[VlmPolicy, Streams] = (self.policy, Streams(0, ()))
+
+    @abstractmethod
+    def replacements(
+        self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
+    ) -> Exchange | None:
+        """Rows for groups that failed; None where there is nothing to exchange.
+
+        Args:
+            policy: the policy that sampled.
+            rollouts: scored rows.
+            failed: numbers of the groups without a right answer.
+            streams: random streams of these groups.
+            step: position in the run.
+        """
+
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
+        """Sample as usual."""
+        rollouts = super().rollout(policy, tasks, streams, step)
+        self._asked = policy, streams.among(tasks, VlmPayload.of(rollouts).tasks)
+        own = torch.zeros_like(rollouts.group)
+        return rollouts.replace(extras={**rollouts.extras, SOURCE: own})
+
+    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Score as usual, then exchange rows of groups without a right answer."""
+        scored, (policy, streams) = super().score(rollouts, step), self._asked
+        right = torch.zeros(scored.num_groups).index_add(0, scored.host.group, self.correct(scored).float().cpu())
+        failed = torch.nonzero(right == 0).flatten().tolist()
+        self.replaced["groups"] += scored.num_groups
+        self.replaced["failed"] += len(failed)
+        if not failed:
+            return scored
+        training = policy.training
+        policy.eval()
+        with torch.no_grad():
+            found = self.replacements(policy, scored, failed, streams.select(failed), step)
+        policy.train(training)
+        if found is None:
+            return scored
+        self.replaced["rows"] += len(found[0])
+        return scored.exchanged(*found)
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
+        """Advantages as usual; what was exchanged is logged."""
+        groups = max(self.replaced["groups"], 1)
+        self.noted |= {
+            "replaced/failed": self.replaced["failed"] / groups,
+            "replaced/rows": float(self.replaced["rows"]),
+        }
+        self.replaced.clear()
+        return super().advantages(rollouts, accelerator, step)
+
+    def rows_of(
+        self, like: Rollouts, groups: Sequence[int], ids: Sequence[Sequence[int]], texts: Sequence[str], source: int
+    ) -> Rollouts:
+        """Rows of given tokens behind the prompts of some groups, each a group of its own; not scored.
+
+        Args:
+            like: the rows that they are to join.
+            groups: group of each row.
+            ids: tokens of each row.
+            texts: the same as text.
+            source: number of `SOURCE`.
+        """
+        payload, longest = VlmPayload.of(like), max(map(len, ids))
+        tokens = torch.tensor([[*row, *[self.policy.pad_id] * (longest - len(row))] for row in ids])
+        mask = torch.tensor([[1.0] * len(row) + [0.0] * (longest - len(row)) for row in ids])
+        prompts, tasks = [payload.prompts[group] for group in groups], [payload.tasks[group] for group in groups]
+        given = VlmPayload(prompts, tasks, tokens, list(texts), ["eos"] * len(ids))
+        first = [like.host.group.tolist().index(group) for group in groups]
+        extras = {  # of rows: what the group has in common
+            name: value[first].cpu() if value.dim() == 1 else torch.ones_like(mask)
+            for name, value in like.extras.items()
+        }
+        extras[SOURCE] = torch.full((len(ids),), source)
+        missing = torch.full((len(ids),), float("nan"))
+        rows = Rollouts(torch.arange(len(ids)), mask, torch.zeros_like(mask), missing, given, extras=extras)
+        return rows.to(like.mask.device)
+
+    def with_scores(self, rows: Rollouts, step: Step) -> Rollouts:
+        """Rows with the rewards of their texts; NaN where a reward failed."""
+        payload = VlmPayload.of(rows)
+        asked, tokens = [prompt.text for prompt in payload.prompts], token_lists(payload.response_ids, rows.mask)
+        result = self.score_texts(payload.tasks, asked, payload.texts, tokens, step)
+        self.errors.warn(result)
+        try:
+            return with_rewards(rows, result)
+        except EveryRewardFailedError as error:
+            return error.rollouts
+
+    def with_logp(self, policy: VlmPolicy, rows: Rollouts) -> Rollouts:
+        """Rows with the policy's log-probabilities as the old ones."""
+        scores = self.scores_in_chunks(policy, rows, frozenset({"logp"}))
+        return rows.replace(logp_old=scores.logp.to(rows.logp_old.dtype))
+
+
+def behind(rows: Rollouts, contexts: Sequence[Any]) -> Rollouts:
+    """Rows that are read behind other prompts than those of their groups, one context each."""
+    payload = VlmPayload.of(rows)
+    return rows.replace(payload=dataclasses.replace(payload, contexts=[(context,) for context in contexts]))

@@ -1,0 +1,49 @@
+"""The objective of AMPO by its public code: GRPO without the standard deviation, and the loss of its train_ampo.sh.
+
+python -m tests.golden.make.multi_teacher AMPO
+"""
+
+import sys
+from collections import defaultdict
+
+import torch
+
+from tests.golden.make.forks import fork_names, token_rewards
+from tests.golden.make.peers import Clone, gradient, tensors, write
+from tests.golden.make.tokens import batch
+
+FOLDER = "ampo/verl/verl"
+FILE, NAME = f"{FOLDER}/adaptive_mix_src/mix_core_alg.py", "compute_token_on_seq_off_policy_loss"
+CORE, ESTIMATE = f"{FOLDER}/trainer/ppo/core_algos.py", "compute_grpo_outcome_advantage"
+
+
+class Config(dict):
+    """The keys of the script that the loss reads; others have the defaults of its yaml file."""
+
+    __getattr__ = dict.__getitem__
+
+
+def main() -> None:
+    clone = Clone(sys.argv[1], "SII-Enigma/AMPO", "b88d365654e03b94d8316226a5a67e0f7b64048f")
+    inputs = batch()
+    inputs["extras"] = {"source": [0, 2, 0, 2, 0, 0, 0, 0, 2, 0, 0, 1]}
+    b, names = tensors(inputs), fork_names(clone, "ampo/verl/")
+    estimate = clone.function(CORE, ESTIMATE, defaultdict=defaultdict)
+    advantage = estimate(token_rewards(inputs), b.mask, b.group.numpy(), norm_adv_by_std_in_grpo=False)[0] * b.mask
+    names |= {"AlgoConfig": type("AlgoConfig", (), {}), "agg_loss": clone.function(CORE, "agg_loss", **names)}
+    off = dict.fromkeys(("off_policy_max_clip", "off_policy_min_clip", "all_max_clip"), -1)
+    bounds = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 10.0}
+    shaping = {"off_policy_normalize": False, "off_policy_reshape": "p_div_p_0.1", "loss_remove_token_mean": True}
+    config, logp = Config(off | bounds | shaping), b.logp.requires_grad_()
+    given = torch.tensor(inputs["extras"]["source"])[:, None] == 2
+    compute = clone.function(FILE, NAME, **names)
+    loss = compute(b.logp_old, logp, advantage, b.mask, given & (b.mask > 0), config=config)["pg_loss"]
+    loss = loss / len(b.mask)  # its mean over rows is that of the micro-batches of one row
+    answer = {"advantage": advantage, "loss": loss.detach(), "gradient": gradient(loss, logp)}
+    calls = [f"{CORE}:{ESTIMATE}", f"{FILE}:{NAME}"]
+    peer = {"program": clone.name, "calls": calls, "relative": 1e-12, "changes": {"aggregation": {"length": 6}}}
+    write("multi_teacher", "AMPO, arXiv 2510.02227", inputs, [peer | answer], clone)
+
+
+if __name__ == "__main__":
+    main()

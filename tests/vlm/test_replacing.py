@@ -1,0 +1,192 @@
+"""Recipes that exchange samples of questions that the policy misses: Scaf-GRPO and AMPO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+from mmrl.rewards import RewardConfig, RewardResult
+from mmrl.training.processes import Streams, make_accelerator
+from mmrl.training.recipe import Step
+from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.methods.augmentation import augment_task
+from mmrl.vlm.methods.multi_teacher import MultiTeacherConfig, MultiTeacherRecipe, TeachersSettings
+from mmrl.vlm.methods.scaffolded import ScaffoldedConfig, ScaffoldedRecipe, ScaffoldSettings, hint_levels
+from tests.contracts.domains import run
+from tests.vlm.runs import add_columns, run_config, without_images
+
+LETTERS = RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)
+HINTS = ["Add them.", "3 + 4 is 7."]
+TEXTS = ["3 4 <answer>7</answer>", "<think>3 4</think><answer>3</answer>", "no mark at all"]
+
+
+def configure(kind, folder, model, **columns):
+    config = run_config(kind, folder, model)
+    config.eval_data, config.rewards, config.sampler.max_new_tokens = {}, [LETTERS], 24
+    add_columns(Path(config.data.path), **columns)
+    return config
+
+
+@pytest.fixture
+def opened(tmp_path, tiny_folders):
+    made = []
+
+    def make(recipe, config_class, columns, **parts):
+        config = configure(config_class, tmp_path, tiny_folders["qwen2_5_vl"], **columns)
+        for name, part in parts.items():
+            setattr(config, name, part)
+        check_config(config, "")
+        made.append(recipe(config))
+        return made[-1]
+
+    yield make
+    for recipe in made:
+        recipe.close()
+
+
+def scaffolded(opened, **settings):
+    part = ScaffoldSettings(**{"warmup_steps": 0} | settings)
+    return opened(ScaffoldedRecipe, ScaffoldedConfig, {"hints": HINTS}, scaffold=part)
+
+
+def multi_teacher(opened, texts=TEXTS, **settings):
+    given = [{"model": "a teacher", "text": text} for text in texts]
+    part = TeachersSettings(**settings)
+    return opened(MultiTeacherRecipe, MultiTeacherConfig, {"teacher_responses": given}, teachers=part)
+
+
+def scoring(recipe, monkeypatch, *calls):
+    """Let the recipe's calls for rewards, one after the other, give what functions of the row's number say."""
+    left = list(calls)
+
+    def score_texts(tasks, prompts, texts, tokens, step):
+        rule = left.pop(0)
+        found = [float(rule(number)) for number in range(len(texts))]
+        return RewardResult(found, {"letters": found})
+
+    recipe.accuracy_term = "letters"
+    monkeypatch.setattr(recipe, "score_texts", score_texts)
+
+
+def rolled(recipe, number=0):
+    step = Step(number, 10)
+    return recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), step), step)
+
+
+def scores(recipe, rows):
+    with torch.no_grad():
+        return recipe.policy(rows).logp
+
+
+def test_levels_of_hints_by_hand():
+    assert hint_levels(["a", "b", "c"]) == [["a"], ["a", "b"], ["a", "b", "c"]]
+    assert hint_levels([["a", "b"], ["c"]]) == [["a"], ["a", "b"], ["c"]]
+    assert hint_levels([]) == []
+
+
+@pytest.mark.parametrize("prompt", ["hinted", "bare"])
+def test_the_right_answer_with_the_fewest_hints_takes_the_place_of_a_sample(opened, monkeypatch, prompt):
+    recipe = scaffolded(opened, prompt=prompt)
+    # the first of two questions has a right sample; of the other, only the answer behind both hints is right
+    scoring(recipe, monkeypatch, lambda row: row == 1, lambda row: row == 1)
+    rows = rolled(recipe)
+    payload = VlmPayload.of(rows)
+    assert rows.extras["source"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert rows.reward.tolist() == [0, 1, 0, 0, 1, 0, 0, 0]
+    assert rows.group.tolist() == [0] * 4 + [1] * 4
+    assert len(payload.prompts) == 2
+    if prompt == "hinted":
+        (context,) = payload.contexts[4]
+        assert "Hints: Add them. 3 + 4 is 7." in context.prompt.text
+    else:
+        assert not any(payload.contexts)
+    torch.testing.assert_close(scores(recipe, rows), rows.logp_old * rows.mask, atol=1e-4, rtol=1e-3)
+    assert recipe.extra_samples == 2
+    rows = recipe.advantages(rows, make_accelerator(), Step())
+    assert recipe.noted["scaffold/level_mean"] == 2.0
+    assert recipe.noted["replaced/failed"] == 0.5
+    assert float(rows.advantage[4, 0]) > 0
+
+
+def test_the_prompt_of_an_exchanged_answer_changes_its_log_probabilities(opened, monkeypatch):
+    found = []
+    for prompt in ("hinted", "bare"):
+        recipe = scaffolded(opened, prompt=prompt)
+        scoring(recipe, monkeypatch, lambda row: 0, lambda row: 1)
+        found.append(rolled(recipe))
+    assert VlmPayload.of(found[0]).texts == VlmPayload.of(found[1]).texts
+    assert float((found[0].logp_old - found[1].logp_old)[[0, 4]].abs().max()) > 1e-3
+    assert torch.equal(found[0].logp_old[1:4], found[1].logp_old[1:4])
+
+
+def test_no_hints_before_the_warm_up_ends(opened, monkeypatch):
+    recipe = scaffolded(opened, warmup_steps=3)
+    scoring(recipe, monkeypatch, lambda row: 0, lambda row: 0, lambda row: 1)
+    assert rolled(recipe, number=2).extras["source"].sum() == 0
+    assert rolled(recipe, number=3).extras["source"].sum() == 2
+
+
+def test_comprehension_is_the_mean_probability_behind_the_reasoning(opened):
+    recipe = multi_teacher(opened)
+    step, policy = Step(), recipe.policy
+    rows = recipe.rollout(policy, recipe.train_tasks[:2], Streams(0), step)
+    found = recipe.comprehension(policy, rows, 1, TEXTS)
+    task = recipe.train_tasks[1]
+    for number, text in enumerate(TEXTS[:2]):
+        begun = augment_task(task, given_start=text.rpartition("<answer>")[0] + "<answer>")
+        ids = policy.processor.tokenizer.encode(str(task.columns["answer"]), add_special_tokens=False)
+        alone = recipe.rows_of(rows, [1], [ids], [""], 2)
+        VlmPayload.of(alone).prompts[0] = policy.encode(begun)
+        assert float(found[number]) == pytest.approx(float(scores(recipe, alone).exp().mean()), rel=1e-4)
+    assert float(found[2]) == -1.0
+
+
+def test_the_best_comprehended_answers_take_the_places_of_failed_samples(opened, monkeypatch):
+    recipe = multi_teacher(opened)
+    scoring(recipe, monkeypatch, lambda row: row == 6, lambda row: 0.25)
+    monkeypatch.setattr(recipe, "comprehension", lambda *_: torch.tensor([0.2, 0.1, 0.7]))
+    rows = rolled(recipe)
+    payload, given = VlmPayload.of(rows), rows.extras["source"] == 2
+    assert int(given[:4].sum()) == 2
+    assert int(given[4:].sum()) == 0, "the second question has a right sample"
+    places = torch.nonzero(given).flatten().tolist()
+    assert {payload.texts[row] for row in places} == {TEXTS[2], TEXTS[0]}
+    assert rows.reward[places].tolist() == [1.0, 1.0], "at least 1"
+    torch.testing.assert_close(scores(recipe, rows), rows.logp_old * rows.mask, atol=1e-4, rtol=1e-3)
+    rows = recipe.advantages(rows, make_accelerator(), Step())
+    assert rows.advantage[:4, 0].tolist() == [0.5 if row in places else -0.5 for row in range(4)]
+
+
+def test_teachers_answers_that_cannot_be_used(opened):
+    with pytest.raises(UserError, match="no question has teachers' answers in a column 'others'"):
+        multi_teacher(opened, responses_key="others")
+    with pytest.raises(UserError, match=r"a teacher's answer is \{\"model\""):
+        multi_teacher(opened, texts=[3])
+    with pytest.raises(UserError, match=r"no question has hints in a column 'ladder'"):
+        scaffolded(opened, hints_key="ladder")
+    recipe = multi_teacher(opened, texts=["far too long " * 30])
+    assert rolled(recipe).extras["source"].sum() == 0
+    assert recipe.replaced["too_long"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_learns_the_answers_of_a_teacher_where_nothing_is_right(tmp_path, language_model):
+    text = "<think>3 4</think><answer>7</answer>"
+    config = configure(MultiTeacherConfig, tmp_path, language_model, teacher_responses=[{"model": "a", "text": text}])
+    without_images(Path(config.data.path))
+    config.rewards = [RewardConfig(name="format")]
+    config.recipe, config.trainer.learning_rate, config.sampler.max_new_tokens = "multi_teacher", 3e-3, 48
+    check_config(config, "")
+
+    def likelihood(recipe):
+        rows = recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(3), Step())
+        ids = [recipe.policy.encode_answer(VlmPayload.of(rows).prompts[0], text)]
+        return float(recipe.with_logp(recipe.policy, recipe.rows_of(rows, [0], ids, [text], 2)).logp_old.sum())
+
+    before = MultiTeacherRecipe(config)
+    trainer, _ = run(config, tmp_path / "run", steps=25)
+    assert likelihood(trainer.recipe) > likelihood(before) + 3
