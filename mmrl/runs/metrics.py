@@ -74,6 +74,7 @@ METRICS: dict[str, str] = {
     "policy/row_weight": "Mean weight that VESPO gives to the row of a decision.",
     "policy/cov_dropped": "Share of decisions that Clip-Cov leaves out.",
     "policy/cov_penalised": "Share of decisions that KL-Cov penalises.",
+    "policy/given": "Share of the decisions that are those of a teacher or of the data, not sampled.",
     "policy/beyond_ratio_limit": "Share of decisions in turns with a ratio above clip.ratio_limit.",
     "policy/mismatch_kl": "k3 estimate of the KL from the sampler to the policy before the update, in nats a decision.",
     "policy/mismatch_max": "Largest difference of their log-probabilities in the step, in nats.",

@@ -4,7 +4,17 @@ A block needs no entry here: every class of these files that has a `kind` is fou
 """
 
 from mmrl.core.block import Block, kinds
-from mmrl.core.blocks import adaptive_clip, baselines, discriminative, foreign, shaping, smooth_clip, tracked, turns, weight
+from mmrl.core.blocks import (
+    adaptive_clip,
+    baselines,
+    discriminative,
+    foreign,
+    shaping,
+    smooth_clip,
+    tracked,
+    turns,
+    weight,
+)
 from mmrl.core.blocks.advantage import Advantage, AdvantageScaling
 from mmrl.core.blocks.clip import Clip, Ratio
 from mmrl.core.blocks.credit import CriticLoss
