@@ -11,7 +11,8 @@ import torch
 from mmrl.core import Rollouts, get
 from mmrl.core.blocks.advantage import GroupMeanStd, group_mean_std
 from mmrl.core.blocks.order import CategoryBandit, Uncertain, fields_of
-from mmrl.core.blocks.tracked import SmoothStandardised, TrackedValue
+from mmrl.core.blocks.tracked import BundledRisk, SmoothStandardised, TrackedValue
+from mmrl.core.rollouts import PLACE
 from mmrl.core.state import ObjectiveState
 from mmrl.training.trainer import TaskStream
 
@@ -112,6 +113,62 @@ def test_the_tracker_follows_a_success_rate_and_forgets():
     assert scaled(rows([3.0, -1.0], [0, 1])).tolist() == [[2.0, 2.0], [-2.0, -2.0]]  # the prior is the middle
     with pytest.raises(ValueError, match=r"advantage\.low 1 must lie below advantage\.high 0\.5"):
         get("single_stream").override({"advantage": {"low": 1.0, "high": 0.5}}).validate()
+
+
+def papers(seed, places):
+    """Four tasks of three answers, drawn in some order."""
+    reward = torch.rand(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    order = torch.argsort(torch.tensor(places))
+    group = torch.arange(4).repeat_interleave(3)
+    given = rows(reward.view(4, 3)[order].flatten().tolist(), group.tolist())
+    return given.replace(extras=given.extras | {PLACE: torch.tensor(places)[order][group]}), order
+
+
+def test_bundles_are_those_of_the_order_of_drawing_whichever_process_has_a_task():
+    block = BundledRisk(bundle=2)
+    one, two = block.state(), block.state()
+    for seed in range(3):
+        (first, _), (second, order) = papers(seed, [0, 1, 2, 3]), papers(seed, [0, 3, 1, 2])
+        second = second.replace(extras=second.extras | {PLACE: torch.arange(4)[order].repeat_interleave(3)})
+        found = block(second, two)[:, 0].view(4, 3)
+        torch.testing.assert_close(block(first, one)[:, 0].view(4, 3)[order], found)
+    assert torch.equal(one.values, two.values)
+    later = block.state()
+    later.load_state_dict(one.state_dict())
+    assert torch.equal(block(first, one), block(first, later))
+
+
+def test_risk_stays_within_its_bounds():
+    given = papers(0, [0, 1, 2, 3])[0]
+    for natural, sign in ((True, -1), (False, 1)):
+        block = BundledRisk(bundle=2, mix=0.0, credit="uniform", natural=natural)
+        assert (sign * block(given) >= 0).all()
+
+
+def test_papers_end_where_a_task_of_the_bundle_has_no_more_answers():
+    holed = papers(0, [0, 1, 2, 3])[0]
+    holed.reward[[1, 6, 7, 8]] = math.nan
+    block = BundledRisk(bundle=3, credit="uniform")
+    state = block.state()
+    found = block(holed, state)[:, 0]
+    assert not found[[1, 5, 6, 7, 8, 11]].any(), "not scored, or without partners"
+    assert found[0] == found[3] == found[9]
+    assert found[2] == found[4] == found[10]
+    assert (found[0] != 0) | (found[2] != 0)
+    unscored = holed.replace(reward=torch.full((12,), math.nan, dtype=torch.float64))
+    before = state.values.clone()
+    assert not block(unscored, state).any()
+    assert torch.equal(state.values, before)
+
+
+def test_quantiles_move_towards_what_is_seen():
+    state = BundledRisk().state()
+    state.note(torch.zeros(4))
+    for _ in range(200):
+        state.note(torch.linspace(0, 1, 1001))
+    assert state.at(0.8) == pytest.approx(0.8, abs=0.02)
+    with pytest.raises(ValueError, match=r"advantage\.low 0\.8 must lie below advantage\.high 0\.2"):
+        get("riskpo").override({"advantage": {"low": 0.8, "high": 0.2}}).validate()
 
 
 def test_an_order_needs_the_values_that_it_reads():

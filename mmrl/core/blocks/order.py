@@ -66,7 +66,7 @@ class Uncertain(TaskOrder):
     """
 
     kind = "uncertain"
-    floor: float = bounded(0.05, above=0)
+    floor: float = rare(bounded(0.05, above=0))
     """Weight of tasks whose outcome is certain."""
 
     def weights(self, tasks: int, state: ObjectiveState) -> Tensor:
@@ -124,9 +124,9 @@ class CategoryBandit(TaskOrder):
     kind = "category_bandit"
     field: str = "category"
     """Field or column of a task that names its category; the tasks of robots have `task`."""
-    rate: float = bounded(0.5, above=0, at_most=1)
+    rate: float = rare(bounded(0.5, above=0, at_most=1))
     """Weight of a step in Q."""
-    temperature: float = bounded(0.4, above=0)
+    temperature: float = rare(bounded(0.4, above=0))
     """Temperature of the choice."""
     forgets: bool = rare(False)
     """Whether the Q of a category that a step had no row of moves towards 0, as in the public code."""

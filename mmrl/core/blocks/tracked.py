@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from torch import Tensor
 from mmrl.core.blocks.advantage import Advantage, group_count, group_extremes, group_std, group_sum
 from mmrl.core.loss import required
 from mmrl.core.rollouts import TASK, Rollouts
-from mmrl.fields import bounded, rare
+from mmrl.fields import bounded, choice, rare
+
+EPS = 1e-6
 
 
 class TaskNumbers:
@@ -128,13 +131,13 @@ class TrackedValue(Advantage):
     """
 
     kind = "tracked_value"
-    keep: float = bounded(0.875, above=0, at_most=1)
+    keep: float = rare(bounded(0.875, above=0, at_most=1))
     """Share of the tracked counts that a visit keeps: 0.875 remembers 8 samples."""
     prior: float = rare(bounded(0.5, above=0))
     """Successes, and failures, of a task that was not yet seen."""
-    low: float = 0.0
+    low: float = rare(0.0)
     """Smallest reward."""
-    high: float = 1.0
+    high: float = rare(1.0)
     """Largest reward; those beyond count as it in what is tracked."""
 
     def problems(self, where: str) -> Iterator[str]:
@@ -165,4 +168,147 @@ class TrackedValue(Advantage):
         return (
             f"A_it = R_i - v, v = {self.low:g} + {self.high - self.low:g} a / (a + b) of the task before the step; "
             f"a <- {self.keep:g} a + r_i, b <- {self.keep:g} b + 1 - r_i"
+        )
+
+
+class Quantiles:
+    """Quantiles of a number that is seen in every step.
+
+    Args:
+        rate: how far they move in a step.
+    """
+
+    levels = torch.arange(1, 20, dtype=torch.float64) / 20
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.values: Tensor | None = None
+
+    def at(self, level: float) -> Tensor | None:
+        """The value at the nearest level; None before the first step."""
+        return None if self.values is None else self.values[(self.levels - level).abs().argmin()]
+
+    def note(self, seen: Tensor) -> None:
+        """Move towards the quantiles of numbers (n,); the first ones are taken over."""
+        seen = seen.double().cpu()
+        if self.values is None:
+            self.values = torch.quantile(seen, self.levels)
+        else:
+            below = (seen[None] < self.values[:, None]).double().mean(1)
+            self.values = self.values + self.rate * (self.levels - below)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep."""
+        return {"values": self.values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.values = state["values"]
+
+
+CREDITS = ("share", "uniform", "deviation")
+
+
+@dataclass(frozen=True)
+class BundledRisk(Advantage):
+    """How a bundle of tasks was answered as a whole, with more weight on what falls below the usual.
+
+    Some tasks of a step form a bundle, and the k-th answers to each of them a paper with the score x, their sum. With
+    the quantiles a and b of x at the levels low and high, tracked over steps,
+
+        A = (((x - a)+ - (x - b)+) / (high - low) - mix (a - x)+ / low) / (1 + mix) / std of the bundle's x,
+
+    where (.)+ is 0 below 0, and each answer of the paper gets its share of A.
+
+    Source: RiskPO, arXiv 2510.00911; RTkenny/RiskPO verl/trainer/ppo/core_algos.py
+        compute_grpo_bundle_rvar_outcome_advantage_quantile_tracking, and the tracker in ray_trainer.py.
+    """
+
+    kind = "bundled_risk"
+    needs = frozenset({"samples"})
+    bundle: int = rare(bounded(5, at_least=1))
+    """Tasks of a bundle; the tasks of a step are cut into bundles of about that size."""
+    low: float = rare(bounded(0.2, above=0, below=1))
+    """Level of the lower quantile."""
+    high: float = rare(bounded(0.8, above=0, below=1))
+    """Level of the upper quantile; better papers get no more."""
+    mix: float = rare(bounded(1.5, at_least=0))
+    """Weight of the shortfall below the lower quantile."""
+    natural: bool = rare(False)
+    """Whether a - b is added to the first term, so that no advantage is above 0."""
+    credit: str = rare(choice("share", CREDITS))
+    """An answer gets A times its share of the sum of R - mean_g R over the paper, "uniform" A itself, or A over the
+    standard "deviation" of its task."""
+    rate: float = rare(bounded(0.1, above=0))
+    """How far the tracked quantiles move in a step."""
+
+    def problems(self, where: str) -> Iterator[str]:
+        yield from super().problems(where)
+        if not self.low < self.high:
+            yield f"{where}.low {self.low:g} must lie below {where}.high {self.high:g}"
+
+    def state(self) -> Quantiles:
+        """Quantiles of the scores of papers."""
+        return Quantiles(self.rate)
+
+    def __call__(self, rollouts: Rollouts, state: Quantiles | None = None) -> Tensor:
+        """See `Advantage`."""
+        state = self.state() if state is None else state
+        reward, group = rollouts.reward.double().where(rollouts.scored, 0.0), rollouts.group
+        number = group_count(group, rollouts.scored).clamp(min=1).to(reward.dtype)
+        mean = group_sum(reward, group, len(group))[group] / number
+        rows, seen = torch.zeros_like(reward), []
+        for papers in self._papers(rollouts):
+            scores = reward[papers].mean(1) * self.bundle
+            seen.append(scores)
+            rows[papers] = self._credited(self._of_papers(scores, state)[:, None], rollouts, papers, reward - mean)
+        if seen:
+            state.note(torch.cat(seen))
+        return torch.where(rollouts.loss_mask > 0, rows.to(rollouts.reward.dtype)[:, None], 0.0)
+
+    def _papers(self, rollouts: Rollouts) -> Iterator[Tensor]:
+        """Rows (papers, tasks) of the papers of each bundle; tasks stand in the order in which they were drawn."""
+        places = range(rollouts.num_groups) if rollouts.places is None else rollouts.places
+        drawn = sorted(range(rollouts.num_groups), key=lambda group: places[group])
+        scored = rollouts.scored.cpu()
+        answers = [torch.nonzero((rollouts.host.group == group) & scored)[:, 0] for group in drawn]
+        answered = [rows for rows in answers if len(rows)]
+        for bundle in torch.arange(len(answered)).tensor_split(max(round(len(answered) / self.bundle), 1)):
+            members = [answered[number] for number in bundle.tolist()]
+            if members:
+                size = min(map(len, members))
+                yield torch.stack([rows[:size] for rows in members], 1).to(rollouts.reward.device)
+
+    def _of_papers(self, scores: Tensor, state: Quantiles) -> Tensor:
+        """Advantage (n,) of papers of one bundle, by their scores (n,)."""
+        a, b = (self._quantile(scores, level, state) for level in (self.low, self.high))
+        between = (scores - a).clamp(min=0) - (scores - b).clamp(min=0) + (a - b if self.natural else 0.0)
+        between = between / (self.high - self.low + EPS)
+        shortfall = -(a - scores).clamp(min=0) / (self.low + EPS)
+        deviation = scores.std() if len(scores) > 1 else 1.0
+        return (self.mix * shortfall + between) / (self.mix + 1) / (deviation + EPS)
+
+    def _quantile(self, scores: Tensor, level: float, state: Quantiles) -> Tensor:
+        tracked = state.at(level)
+        return torch.quantile(scores, level) if tracked is None else tracked.to(scores.device)
+
+    def _credited(self, advantage: Tensor, rollouts: Rollouts, papers: Tensor, centred: Tensor) -> Tensor:
+        """Advantages (n, tasks) of the answers, from those of papers (n, 1)."""
+        if self.credit == "uniform":
+            return advantage.expand(papers.shape)
+        if self.credit == "deviation":
+            spread = group_std(rollouts.reward.double(), rollouts.group, rollouts.scored)[papers]
+            return advantage / (torch.where(spread > 1e-3, spread, 1.0) + EPS)
+        part = centred[papers]
+        total = part.sum(1, keepdim=True)
+        shared = total.abs() > EPS
+        return advantage * torch.where(shared, part / torch.where(shared, total, 1.0), 1 / papers.shape[1])
+
+    def formula(self) -> str:
+        natural = " + a - b" if self.natural else ""
+        share = {"share": "times its share of R - mean_g R in the paper", "uniform": "", "deviation": "/ std_g R"}
+        return (
+            f"A_it = ((x - a)+ - (x - b)+{natural}) / {self.high - self.low:g} - {self.mix:g} (a - x)+ / {self.low:g}, "
+            f"over {1 + self.mix:g} std x, {share[self.credit]}; x = sum of R over a paper of {self.bundle} tasks, a "
+            f"and b = its quantiles {self.low:g} and {self.high:g}, tracked at rate {self.rate:g}"
         )

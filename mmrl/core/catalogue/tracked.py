@@ -3,7 +3,7 @@
 from mmrl.core.blocks.advantage import AdvantageScaling
 from mmrl.core.blocks.clip import PpoClip
 from mmrl.core.blocks.order import CategoryBandit, Uncertain
-from mmrl.core.blocks.tracked import TrackedValue
+from mmrl.core.blocks.tracked import BundledRisk, TrackedValue
 from mmrl.core.catalogue.group import ROWS as GROUP
 from mmrl.core.loss import TokenMean
 from mmrl.core.objectives.objective import Objective
@@ -20,6 +20,16 @@ ROWS: tuple[Objective, ...] = (
         verified="verl-project/verl-recipe at 48ea0a797fa2; loss: RTkenny/RiskPO at 65ec40c935f5",
         differs="a visit keeps 0.875 of the tracked counts, the lower bound of the paper's rule, which would score the "
         "last answer of each task anew (rho.type constant in the code); no values from samples before the run",
+    ),
+    Objective(
+        "riskpo",
+        BundledRisk(),
+        PpoClip(dual=3.0),
+        TokenMean(),
+        citation="RiskPO, arXiv 2510.00911, the mixture MVaR; constants of scripts/run_qwen2.5_1.5b_MVaR_dapomath.sh",
+        verified="RTkenny/RiskPO at 65ec40c935f5",
+        differs="tracked quantiles are used from the second step on; the code's trainer hands none on to the next step "
+        "and so takes those of each bundle; scores of bundles of unequal size are scaled to one size",
     ),
     Objective(
         "sec",
