@@ -12,15 +12,14 @@ import importlib
 import itertools
 import json
 import os
-import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from mmrl.errors import UserError, require_packages
+from mmrl.listings import in_columns
 
 DEMOS = {
     "vlm": ("mmrl.vlm.toy.demo", "runs/demo"),
@@ -37,8 +36,6 @@ LISTED = {
     "families": ("families",),
 }
 """Kinds of `mmrl list`, with the lists of each."""
-LINE_WIDTH = 100
-"""Characters of a line where the terminal does not say how wide it is."""
 
 
 class Command(NamedTuple):
@@ -187,7 +184,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def list_entries(args: argparse.Namespace) -> int:
     """List the recipes, objectives, rewards and model families with their sources."""
-    from mmrl.listings import markdown, rows_of
+    from mmrl.listings import markdown, paper_of, rows_of
 
     kinds = [args.kind] if args.kind else list(LISTED)
     if args.markdown:
@@ -199,24 +196,14 @@ def list_entries(args: argparse.Namespace) -> int:
         say(json.dumps([{"kind": kind, **row._asdict()} for kind, row in rows], indent=2))
         return 0
     for (kind, group), members in itertools.groupby(rows, lambda found: (found[0], found[1].group)):
-        say(f"{kind} for {group}:")
+        say(f"{group}:" if kind == "objectives" else f"{kind} for {group}:")
         for _, row in members:
+            if kind == "objectives":
+                say(in_columns(row.name, paper_of(row.source)))
+                continue
             say(in_columns(row.name, row.summary))
             say(in_columns("", f"[{row.source}]"))
     return 0
-
-
-def in_columns(name: str, text: str, width: int = 30) -> str:
-    """A name and its text beside it, which continues below itself in a further line."""
-    line = max(shutil.get_terminal_size((LINE_WIDTH, 24)).columns, 2 * width)
-    return textwrap.fill(
-        " ".join(text.split()),
-        line,
-        initial_indent=f"  {name:<{width - 2}}",
-        subsequent_indent=" " * width,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def options(args: argparse.Namespace) -> int:
@@ -392,6 +379,14 @@ def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only-report", action="store_true", help="only summarise finished runs")
 
 
+def explain(args: argparse.Namespace) -> int:
+    """Explain an objective: formula, sources, rooms, what its numbers were checked against, and how to use it."""
+    from mmrl.explain import explained
+
+    say(explained(args.name))
+    return 0
+
+
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", nargs="?", choices=list(LISTED), help="default: all three")
     parser.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
@@ -484,6 +479,11 @@ COMMANDS: dict[str, Command] = {
     "export": Command(export, _add_export_arguments, "use results"),
     "serve": Command(serve, _add_serve_arguments, "use results", takes_overrides=True),
     "list": Command(list_entries, _add_list_arguments, "look something up"),
+    "explain": Command(
+        explain,
+        lambda parser: parser.add_argument("name", help="an objective, or its first letters"),
+        "look something up",
+    ),
     "options": Command(options, _add_options_arguments, "look something up"),
     "schema": Command(schema, _add_schema_arguments, "look something up"),
     "sim": Command(sim, _add_sim_arguments, "simulators and screens"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +15,8 @@ from mmrl.entries import load_target
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 """Configurations of a checkout; an installed wheel has none."""
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
+LINE_WIDTH = 100
+"""Characters of a line where the terminal does not say how wide it is."""
 
 
 class Row(NamedTuple):
@@ -28,9 +32,10 @@ class Row(NamedTuple):
 def rows_of(name: str) -> list[Row]:
     """Read the entries of a list."""
     target, _, group = LISTINGS[name]
+    headings = load_target("mmrl.core.catalogue:HEADINGS") if name in CATALOGUES else {}
     return [
         Row(
-            group or entry.target.split(".")[1 if entry.target.startswith("mmrl.") else 0],
+            group or headings.get(key) or entry.target.split(".")[1 if entry.target.startswith("mmrl.") else 0],
             key,
             entry.parts() if hasattr(entry, "parts") else entry.summary,
             entry.citation,
@@ -39,9 +44,36 @@ def rows_of(name: str) -> list[Row]:
     ]
 
 
+def paper_of(source: str) -> str:
+    """A source up to its arXiv number, as far as it fits beside a name."""
+    found = re.match(r".*?arXiv [0-9.]*[0-9]", source)
+    return textwrap.shorten(found[0] if found else source, LINE_WIDTH - 30, placeholder=" ...")
+
+
+def in_columns(name: str, text: str, width: int = 30) -> str:
+    """A name and its text beside it, which continues below itself in a further line."""
+    line = max(shutil.get_terminal_size((LINE_WIDTH, 24)).columns, 2 * width)
+    return textwrap.fill(
+        " ".join(text.split()),
+        line,
+        initial_indent=f"  {name:<{width - 2}}",
+        subsequent_indent=" " * width,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def markdown(name: str) -> str:
     """Write a list as a Markdown table; recipes with their configurations, where there is a checkout."""
     columns, rows = LISTINGS[name][1], [(f"`{row.name}`", row.summary, row.source) for row in rows_of(name)]
+    if name in CATALOGUES:
+        from mmrl.explain import rooms_of  # loads all rooms
+
+        entries = load_target(LISTINGS[name][0]).values()
+        proof = [(rooms_of(entry), entry.verified, entry.differs) for entry in entries]
+        return markdown_table(
+            (*columns, "rooms", "verified against", "differs"), [a + b for a, b in zip(rows, proof, strict=True)]
+        )
     if name != "recipes" or not CONFIGS.is_dir():
         return markdown_table(columns, rows)
     files: dict[str | None, list[str]] = defaultdict(list)
@@ -67,10 +99,12 @@ def _cell(text: str) -> str:
     return linked.replace("|", "\\|")
 
 
+CATALOGUES = ("objectives", "preferences")
+"""Lists of objectives, grouped by family."""
 LISTINGS = {
     "recipes": ("mmrl.recipes:RECIPES", ("recipe", "what it does", "source"), ""),
-    "objectives": ("mmrl.core.catalogue:CATALOGUE", ("objective", "parts", "source"), "samples"),
-    "preferences": ("mmrl.core.catalogue:PREFERENCES", ("preference objective", "parts", "source"), "pairs"),
+    "objectives": ("mmrl.core.catalogue:CATALOGUE", ("objective", "parts", "source"), ""),
+    "preferences": ("mmrl.core.catalogue:PREFERENCES", ("preference objective", "parts", "source"), ""),
     "rewards": ("mmrl.rewards:REWARDS", ("reward", "what earns it", "source"), "answers"),
     "image_rewards": ("diffusion.rewards:IMAGE_REWARDS", ("reward", "what earns it", "source"), "images"),
     "families": ("diffusion.families.table:FAMILIES", ("pipeline", "released models", "source"), "pipelines"),

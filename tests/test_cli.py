@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import COMMANDS, main
-from mmrl.commands import LINE_WIDTH
 from mmrl.errors import RunError, RunStopped, UserError
+from mmrl.listings import LINE_WIDTH, paper_of
 
 PROJECT = Path(__file__).resolve().parent.parent
 TOY_RECIPE = """
@@ -448,7 +448,8 @@ def test_list_shows_everything_with_its_citation(capsys):
     assert max(map(len, lines)) <= LINE_WIDTH
     text = " ".join(" ".join(lines).split())
     for entry in (entry for table in tables for entry in table.values()):
-        assert f"[{' '.join(entry.citation.split())}]" in text
+        shown = paper_of(entry.citation) if hasattr(entry, "verified") else f"[{entry.citation}]"
+        assert " ".join(shown.split()) in text
         assert len(entry.citation) > 2
 
 
@@ -456,7 +457,6 @@ def test_list_shows_everything_with_its_citation(capsys):
     ("kind", "groups"),
     [
         ("recipes", ["vlm", "agents", "gui", "diffusion", "robotics"]),
-        ("objectives", ["samples", "pairs"]),
         ("rewards", ["answers", "images"]),
     ],
 )
@@ -468,6 +468,17 @@ def test_list_of_one_kind_by_group(kind, groups, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert list(dict.fromkeys(row["group"] for row in rows)) == groups
     assert all(row["kind"] == kind and row["name"] and row["summary"] and row["source"] for row in rows)
+
+
+def test_objectives_are_listed_by_family_one_a_line(capsys):
+    from mmrl.core.catalogue import CATALOGUE, PREFERENCES
+
+    assert main(["list", "objectives"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    headings = [line for line in lines if not line.startswith("  ")]
+    assert headings[0] == "Objectives that compare the samples of a group:"
+    assert len(lines) == len(headings) + len(CATALOGUE) + len(PREFERENCES)
+    assert "  dapo                        Yu et al., DAPO, arXiv 2503.14476" in lines
 
 
 def test_version(capsys):

@@ -259,7 +259,7 @@ class BoundedClip(Clip):
 class PpoClip(BoundedClip):
     """Clipped surrogate with an optional dual clip; see `clipped_loss`.
 
-    Source: `ratio_limit`: corl-team/VL-DAC a2c_ppo_acktr/algo/ppo.py, after a rule of TRL's PPO trainer.
+    Source: PPO, arXiv 1707.06347, eq. 7; dual: arXiv 1912.09729, eq. 5; `ratio_limit`: corl-team/VL-DAC, after TRL.
     """
 
     kind = "ppo_clip"

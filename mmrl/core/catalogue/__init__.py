@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from mmrl.core.block import look_up
 from mmrl.core.catalogue import adaptive, agentic, critic, estimators, group, image, mixed, peers, supervised, tracked
 from mmrl.core.catalogue import pairs as preference
@@ -50,3 +52,7 @@ FAMILIES = (group, critic, image, adaptive, tracked, peers, estimators, agentic,
 """Files of the catalogue, in the order in which its rows are listed."""
 CATALOGUE: dict[str, Objective] = {row.name: row for family in FAMILIES for row in family.ROWS}
 PREFERENCES: dict[str, PreferenceObjective] = {row.name: row for row in preference.ROWS}
+HEADINGS = {
+    row.name: re.split("[.:;]", family.__doc__ or "")[0] for family in (*FAMILIES, preference) for row in family.ROWS
+}
+"""What the objectives of a row's family have in common."""

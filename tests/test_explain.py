@@ -1,0 +1,52 @@
+"""What `mmrl explain` says about an objective."""
+
+import pytest
+import yaml
+
+from mmrl.cli import main
+from mmrl.core import CATALOGUE, PREFERENCES
+from mmrl.errors import UserError
+from mmrl.explain import ROOMS, explained, find_row, places, usage
+from mmrl.recipes import RECIPES
+from tests.contracts.domains import DOMAINS
+from tests.contracts.test_objectives import missing
+
+
+@pytest.mark.parametrize("name", [*CATALOGUE, *PREFERENCES])
+def test_every_objective_is_explained(name):
+    text, row = explained(name), find_row(name)
+    assert row.citation in text
+    assert f"verified      {row.verified}" in text
+    assert row.differs in text
+    assert all(f" {block.kind} " in text for block in row.blocks.values() if block.formula())
+    config = yaml.safe_load("\n".join(usage(row)))
+    assert config["recipe"] in RECIPES
+    assert config["objective"]["preset"] == name
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_rooms_are_those_in_which_a_row_trains(name):
+    domains = dict(zip((room.name for room in ROOMS), ("vlm", "agents", "diffusion", "robotics"), strict=True))
+    for place in places(CATALOGUE[name]):
+        lacking = missing(DOMAINS[domains[place.room]], name)
+        assert not place.lacks or lacking
+        assert place.recipe == "robot_ppo" or bool(place.recipe) == (not lacking)
+
+
+def test_the_beginning_of_a_name_is_enough(capsys):
+    assert main(["explain", "vesp"]) == 0
+    out = capsys.readouterr().out
+    for part in ("arXiv 2602.10693", "huggingface/trl GRPOTrainer.get_gamma_weights", "trl 1.16.0", "recipe: agent"):
+        assert part in out
+    assert find_row("dpo").name == "dpo"  # a whole name is never ambiguous
+    with pytest.raises(UserError, match="'dppo' may be dppo_tv, dppo_kl"):
+        find_row("dppo")
+    with pytest.raises(UserError, match="There is no objective 'grop'; did you mean 'grpo'"):
+        find_row("grop")
+
+
+def test_a_room_that_cannot_use_an_objective_says_what_it_lacks():
+    text = explained("dppo_tv")
+    assert "images      no: it needs decisions with probabilities (tokens, picks)" in text
+    assert "robots      recipe: robot_ppo" in explained("ppo")
+    assert "docs/results/papo_vs_grpo.md" in explained("papo")
