@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-oldest test-slow test-gpu test-faults lint format docs site clean
+.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-oldest test-slow test-peers test-gpu test-faults lint format docs site clean
 
 help:
 	@echo "make setup           create $(VENV) and install everything that the targets below need"
@@ -20,6 +20,7 @@ help:
 	@echo "make test            lint, then the test suite; one package: PACKAGE=core, workers, rewards, vlm, diffusion, robotics, ..."
 	@echo "make test-oldest     the tests of model families with the oldest transformers that pyproject.toml allows"
 	@echo "make test-slow       the tests that take minutes"
+	@echo "make test-peers      the catalogue against the published packages of verl, TRL, SkyRL and OpenRLHF; a table; options: PEERS=--record"
 	@echo "make test-gpu        every recipe, the kernels and a LoRA step of 3B on a GPU; skipped without one"
 	@echo "make test-faults     kill runs, damage inputs, fill disks; at most 20 minutes; options: FAULTS='--kills 600'"
 	@echo "make lint            ruff (rules and formatting) and mypy"
@@ -64,6 +65,16 @@ test-oldest: setup
 
 test-slow: setup
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+# Without what they depend on: single functions are called. The wheel of OpenRLHF names a Python and a system for its
+# kernels alone.
+test-peers: setup
+	@$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python --upgrade --target build/peers \
+	  -r tests/peers/requirements.txt
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/peers --only-binary=:all: \
+	  --python-version 3.11 --platform manylinux1_x86_64 openrlhf==0.11.2
+	@rm -rf build/peers/tests
+	@PYTHONPATH=build/peers TRL_EXPERIMENTAL_SILENCE=1 $(TEST_ENV) $(BIN)/python -m tests.peers $(PEERS)
 
 test-gpu: setup
 	@$(TEST_ENV) $(BIN)/python -m pytest -m gpu -rs tests/gpu

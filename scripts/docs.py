@@ -168,6 +168,15 @@ def _model_families() -> str:
     return f"{markdown_table(columns, rows)}\nRecorded with {versions}.\n"
 
 
+def _peers() -> str:
+    """How far each objective is from other trainers, as `make test-peers` has recorded it."""
+    sys.path.insert(0, str(PROJECT))
+    from tests.peers.record import read_record
+    from tests.peers.record import table as peers_table
+
+    return peers_table(read_record())
+
+
 def _plans() -> str:
     """Memory and time of runs on released models, as `scripts/plans.py` has recorded them."""
     record = json.loads((PROJECT / "scripts/plans.json").read_text(encoding="utf-8"))
@@ -185,6 +194,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "blocks": _blocks,
     "options": _options,
     "model_families": _model_families,
+    "peers": _peers,
     "plans": _plans,
     "results": _results,
     "table": _first_table,

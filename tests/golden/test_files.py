@@ -11,6 +11,7 @@ from mmrl.core import CATALOGUE, PREFERENCES
 from tests.core import reference
 from tests.golden.numbers import FOLDER, PAPERS, load
 from tests.golden.test_tokens import METHODS
+from tests.peers.record import RECORD, read_record
 
 SHARED = {"flow_grpo_fast": "flow_grpo"}
 """Rows that differ from another one in constants only."""
@@ -41,3 +42,15 @@ def test_a_file_names_program_version_and_command(paper):
         assert re.search(known, peer["program"]), "a version, a commit or a computation by hand"
         assert peer["calls"]
         assert 0 < peer["relative"] <= 1e-12 or peer["because"]
+
+
+def test_the_comparison_with_other_trainers_is_that_of_these_packages_and_rows():
+    record, pinned = read_record(), RECORD.with_name("requirements.txt").read_text(encoding="utf-8")
+    assert record["rows"].keys() <= CATALOGUE.keys()
+    for program in (program for program in record["programs"] if "openrlhf" not in program):
+        assert program.replace(" ", "==") in pinned
+    for name, peers in record["rows"].items():
+        for package, found in peers.items():
+            assert found["apart"] < 1e-6 or found.get("differs"), (name, package)
+            verified = CATALOGUE[name].verified
+            assert package in verified or package not in ("verl", "trl") or found.get("differs"), (name, package)

@@ -17,13 +17,13 @@ CASES = [(name, i) for name in METHODS for i in range(len(load(name).peers))]
 GIVEN = ("logp_ref", "logp_rollout", "values", "turn")
 
 
-def compute(name, changes):
-    """Advantages, loss and gradients of a row of the catalogue, with changes, on the inputs of its golden file.
+def compute(name, changes, inputs=None):
+    """Advantages, loss and gradients of a row of the catalogue, with changes, on inputs, by default its golden file's.
 
     Optional inputs: further fields of rollouts in GIVEN, their "extras", "reward_terms", "entropy_old" (at sampling
     time), "entropy" and "kl_old" of the policy's outputs, and "before", the rewards of earlier steps (S, B).
     """
-    b = vars(inputs_of(name))
+    b = inputs or vars(inputs_of(name))
     named = {key: {k: tensor(v) for k, v in b.get(key, {}).items()} for key in ("extras", "reward_terms")}
     fields = {key: b[key] for key in GIVEN if key in b}
     standard = (b[key] for key in ("group", "mask", "logp_old", "reward"))

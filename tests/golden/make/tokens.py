@@ -206,20 +206,23 @@ class SkyRl:
         self.b.logp.requires_grad_()
         self.index = np.array(inputs["group"])
 
-    def advantage(self, name: str) -> Tensor:
+    def advantage(self, name: str, **options: Any) -> Tensor:
         rewards = torch.zeros_like(self.b.mask)
-        rewards[:, 0] = self.b.reward
-        function = self.wheel.function(self.FILE, name, defaultdict=defaultdict)
+        last = (self.b.mask * torch.arange(1, rewards.shape[1] + 1)).argmax(1)
+        rewards[torch.arange(len(last)), last] = self.b.reward
+        whiten = {"masked_mean": self._tool("masked_mean")}
+        whiten["masked_var"] = self.wheel.function(self.FILE, "masked_var", **whiten)
+        whiten["masked_whiten"] = self.wheel.function(self.FILE, "masked_whiten", **whiten)
+        function = self.wheel.function(self.FILE, name, defaultdict=defaultdict, **whiten)
         kept = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)  # it makes new tensors of group means
         try:
-            return function(token_level_rewards=rewards, response_mask=self.b.mask, index=self.index)[0]
+            return function(token_level_rewards=rewards, response_mask=self.b.mask, index=self.index, **options)[0]
         finally:
             torch.set_default_dtype(kept)
 
     def loss(self, name: str, advantage: Tensor, average: str, **options: Any) -> Tensor:
-        tools = "skyrl/backends/skyrl_train/utils/torch_utils.py"
-        used = {key: self.wheel.function(tools, key) for key in ("masked_mean", "safe_exp_delta")}
+        used = {key: self._tool(key) for key in ("masked_mean", "safe_exp_delta")}
         used["reduce_loss"] = self.wheel.function(self.FILE, "reduce_loss")
         # a correction between sampler and trainer, which is off
         used["apply_off_policy_correction"] = lambda loss, _, __, mask, ___: (loss, mask, {})
@@ -228,6 +231,9 @@ class SkyRl:
         scaled = scale(advantage, b.mask, average, len(b.mask), b.mask.shape[1])
         found: Tensor = self.wheel.function(self.FILE, name, **used)(b.logp, b.logp_old, scaled, config, b.mask)[0]
         return found
+
+    def _tool(self, name: str) -> Any:
+        return self.wheel.function("skyrl/backends/skyrl_train/utils/torch_utils.py", name)
 
     def answer(self, call: str, **numbers: Any) -> dict[str, Any]:
         """The recorded entry of this peer; a loss gets its gradient."""

@@ -1,0 +1,1 @@
+"""Objectives against the published packages of other trainers, not a part of the tests: `make test-peers`."""
