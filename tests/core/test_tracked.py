@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.core import Rollouts, get
+from mmrl.core import PolicyOutputs, Rollouts, get
 from mmrl.core.blocks.advantage import GroupMeanStd, group_mean_std
+from mmrl.core.blocks.entropy import SmoothedEntropy
 from mmrl.core.blocks.order import CategoryBandit, Uncertain, fields_of
 from mmrl.core.blocks.tracked import BundledRisk, SmoothStandardised, TrackedValue
 from mmrl.core.rollouts import PLACE
@@ -227,3 +228,33 @@ def test_an_objective_without_that_block_keeps_what_a_checkpoint_has_of_others()
     state = ObjectiveState({"advantage": TrackedValue().state()})
     state.load_state_dict({"order": {"a": 1.0}})
     assert state.state_dict() == {"advantage": {}}
+
+
+def test_a_hinge_pulls_the_entropy_back_into_its_band():
+    block = SmoothedEntropy(coef=1.0, low=0.5, high=1.5, scale=2.0)
+    state = block.state()
+    given = rows([0.0, 1.0], [0, 0]).replace(
+        entropy=torch.tensor([[1.0, 3.0], [1.0, 3.0]], dtype=torch.float64), turn=torch.tensor([[0, 1], [0, 1]])
+    )
+    found = block.observe(given, state)
+    entropy = torch.tensor([[0.3, 4.0], [1.2, 6.0]], dtype=torch.float64, requires_grad=True)
+    bonus = block.of_rollouts(PolicyOutputs(entropy.detach(), entropy=entropy), found)
+    assert bonus.tolist() == [[pytest.approx(0.3 - 2 * 0.2), 4.0], [1.2, pytest.approx(6.0 - 2 * 1.5)]]
+    (gradient,) = torch.autograd.grad(bonus.sum(), entropy)
+    assert gradient.tolist() == [[3.0, 1.0], [1.0, -1.0]]
+
+
+def test_the_history_is_the_mean_over_the_steps_in_which_a_turn_occurred():
+    block = SmoothedEntropy(coef=1.0)
+    state, resumed = block.state(), block.state()
+    turn = torch.tensor([[0, 1], [0, -1]])
+    given = rows([0.0, 1.0], [0, 0]).replace(mask=(turn >= 0).double(), turn=turn)
+    for first, second in ((1.0, 2.0), (3.0, 2.0)):
+        block.observe(given.replace(entropy=torch.tensor([[first, second], [first + 1, 99.0]]).double()), state)
+    block.observe(given.select(torch.tensor([1])).replace(entropy=torch.tensor([[2.0, 99.0]]).double()), state)
+    assert state.mean(torch.tensor([0, 1])).tolist() == [pytest.approx((1.5 + 3.5 + 2) / 3), 2.0]
+    resumed.load_state_dict(state.state_dict())
+    assert torch.equal(resumed.mean(turn.clamp(min=0)), state.mean(turn.clamp(min=0)))
+    assert resumed.steps == 3
+    with pytest.raises(ValueError, match=r"entropy\.low 3 must lie below entropy\.high 2"):
+        get("entropy_smoothing").override({"entropy": {"low": 3.0}}).validate()

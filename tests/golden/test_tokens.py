@@ -21,7 +21,8 @@ def compute(name, changes, inputs=None):
     """Advantages, loss and gradients of a row of the catalogue, with changes, on inputs, by default its golden file's.
 
     Optional inputs: further fields of rollouts in GIVEN, their "extras", "reward_terms", "entropy_old" (at sampling
-    time), "entropy" and "kl_old" of the policy's outputs, and "before", the rewards of earlier steps (S, B).
+    time), "entropy" and "kl_old" of the policy's outputs, and "before", the rewards of earlier steps (S, B),
+    with "entropy_before" (S, B, T).
     """
     b = inputs or vars(inputs_of(name))
     named = {key: {k: tensor(v) for k, v in b.get(key, {}).items()} for key in ("extras", "reward_terms")}
@@ -30,8 +31,9 @@ def compute(name, changes, inputs=None):
     rollouts = Rollouts(*standard, entropy=b.get("entropy_old"), **named, **fields)
     objective = get(name).override(changes)
     state = objective.state()
-    for reward in b.get("before", ()):
-        objective.compute_advantages(rollouts.replace(reward=reward), state)
+    for step, reward in enumerate(b.get("before", ())):
+        entropy = b["entropy_before"][step] if "entropy_before" in b else rollouts.entropy
+        objective.compute_advantages(rollouts.replace(reward=reward, entropy=entropy), state)
     rollouts = objective.compute_advantages(rollouts, state)
     logp, values = b["logp"].requires_grad_(), b["values_new"].requires_grad_()
     outputs = PolicyOutputs(logp, values=values, entropy=b.get("entropy"), kl_old=b.get("kl_old"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mmrl.core import Rollouts, get
+from mmrl.core.blocks.entropy import phase_weight
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 
@@ -39,3 +40,8 @@ def test_the_bandit_of_sec_is_its_code(forgets):
         assert_agrees(torch.softmax(bandit.q / objective.order.temperature, 0), peer, "chances")
     else:
         assert bandit.q[2] == odd == 2 * peer["q"][2] > 0
+
+
+def test_the_weight_of_a_phase_is_that_of_the_code():
+    peer = load("entropy_smoothing").peers[-1]
+    assert_agrees([phase_weight(step, 15) for step in range(17)], peer, "phase", relative=1e-12)

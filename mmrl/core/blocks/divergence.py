@@ -322,6 +322,10 @@ class Entropy(Block):
         """Entropy (B, T) in nats, with gradient."""
         raise NotImplementedError
 
+    def of_rollouts(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
+        """The bonus (B, T) of rollouts, with gradient; for blocks that read more than the policy's outputs."""
+        return self(outputs)
+
 
 @dataclass(frozen=True)
 class SampledEntropy(Entropy):

@@ -2,6 +2,8 @@
 
 from mmrl.core.blocks.advantage import AdvantageScaling
 from mmrl.core.blocks.clip import PpoClip
+from mmrl.core.blocks.divergence import K3
+from mmrl.core.blocks.entropy import SmoothedEntropy
 from mmrl.core.blocks.order import CategoryBandit, Uncertain
 from mmrl.core.blocks.tracked import BundledRisk, TrackedValue
 from mmrl.core.catalogue.group import ROWS as GROUP
@@ -30,6 +32,18 @@ ROWS: tuple[Objective, ...] = (
         verified="RTkenny/RiskPO at 65ec40c935f5",
         differs="tracked quantiles are used from the second step on; the code's trainer hands none on to the next step "
         "and so takes those of each bundle; scores of bundles of unequal size are scaled to one size",
+    ),
+    Objective(
+        "entropy_smoothing",
+        clip=PpoClip(dual=3.0),
+        aggregation=TokenMean(),
+        kl=K3(0.01),
+        entropy=SmoothedEntropy(0.001),
+        citation="EPO, arXiv 2509.22576; entropy 0.001 and a band of 0 to 2 on GRPO",
+        verified="WujiangXu/EPO at 5b6fa98e0346",
+        differs="the penalty is a hinge, because the indicator of the paper and the code has no gradient "
+        "(entropy.penalty), in all steps and not only where an episode reaches half of its longest length; the history "
+        "is by turn, where the code aligns shorter steps at their end",
     ),
     Objective(
         "sec",

@@ -408,7 +408,7 @@ class Objective:
         metrics = {"policy/entropy": mean_metric(shown, mask)}
         if self.entropy is None or self.entropy.coef == 0:
             return None, metrics
-        bonus = _average(self.aggregation, self.entropy(outputs), mask, denominators, rollouts)
+        bonus = _average(self.aggregation, self.entropy.of_rollouts(outputs, rollouts), mask, denominators, rollouts)
         return -self.entropy.coef * bonus, metrics
 
     def _value_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
